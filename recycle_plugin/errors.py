@@ -8,8 +8,9 @@ class RecycleError(RuntimeError):
 
 
 class NotSaved(RecycleError, OSError):
-    """A checkpoint could not be written, by one worker at least, and so by none: it is raised on all of them, and where
-    a script catches it training goes on.
+    """A checkpoint could not be written, by one worker at least, and so by none.
+
+    It is raised on all of them, and where a script catches it training goes on.
     """
 
 
@@ -18,8 +19,9 @@ class WaitTimeout(RecycleError):
 
 
 class CutOff(RecycleError):
-    """The coordinator can't be heard, so this worker may be on the smaller side of a broken network; it exits with
-    ``code``.
+    """The coordinator can't be heard, so this worker may be on the smaller side of a broken network.
+
+    It exits with ``code``.
     """
 
     code = 4

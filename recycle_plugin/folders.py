@@ -1,5 +1,6 @@
-"""Folders that stand under their name whole or not at all, whoever dies while they are written; and why something can't
-be written, in words.
+"""Folders and files that are under their name whole or not at all, whoever dies while they are written.
+
+It also has the words for why something can't be written.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def put_in_place(made: Path, final: Path) -> None:
-    """``made``, whose files are complete, gets the name ``final`` in one step; what stood there before has the other's
-    name then.
+    """Give ``made``, whose files are complete, the name ``final`` in one step; what had that name gets the other's.
 
     On file systems that can't exchange two names there is a moment at which nothing is called ``final``.
     """
@@ -38,7 +38,9 @@ def put_in_place(made: Path, final: Path) -> None:
 
 
 def prepared(path: Path, text: str) -> Path:
-    """A file beside ``path``, on the disk, with ``text``, to be put in its place."""
+    """Write ``text`` to a file beside ``path``, on the disk, to be put in its place by :func:`replace`.  Raises
+    NotSaved.
+    """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         write(unfinished, lambda file: file.write(text.encode()), path)
@@ -50,13 +52,13 @@ def prepared(path: Path, text: str) -> Path:
 
 
 def replace(made: Path, path: Path) -> None:
-    """``path`` is what ``made`` was, or still what it was before."""
+    """Put the file ``made`` in the place of ``path``, which at any moment is the new one or the old one."""
     made.replace(path)
     sync(path.parent)
 
 
 def make(folder: Path) -> None:
-    """The folder is there.  Raises NotSaved."""
+    """Make a folder, with those above it.  Raises NotSaved."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -64,9 +66,9 @@ def make(folder: Path) -> None:
 
 
 def write(path: Path, into: Callable[[CheckedFile], object], called: Path | None = None) -> None:
-    """What ``into(output)`` writes is in the file ``path``, on the disk.
+    """Write what ``into(output)`` writes to the file ``path``; it is on the disk when this returns.
 
-    Raises NotSaved, whatever goes wrong in it, of ``called`` where that is what it is for.
+    Raises NotSaved, whatever goes wrong in it; the message names ``called`` where that is what the file is for.
     """
     output = None
     try:
@@ -80,8 +82,9 @@ def write(path: Path, into: Callable[[CheckedFile], object], called: Path | None
 
 
 class CheckedFile:
-    """As much of ``file`` as ``torch.save`` needs, which has words of its own for a disk that refuses to take more:
-    ``refused`` has the system's.
+    """A file for ``torch.save`` to write to, which remembers the system's error in ``refused``.
+
+    ``torch.save`` has words of its own for a disk that refuses to take more.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -89,9 +92,11 @@ class CheckedFile:
         self.refused: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
+        """Write bytes; raises OSError."""
         return self._noting(lambda: self._file.write(data))
 
     def flush(self) -> None:
+        """Flush the file; raises OSError."""
         self._noting(self._file.flush)
 
     def _noting(self, do: Callable[[], T]) -> T:
@@ -137,12 +142,12 @@ def _size(count: float) -> str:
 
 
 def remove(folder: Path) -> None:
-    """What others may be removing too, or be writing to for the last time."""
+    """Remove a folder that others may be removing too, or be writing to for the last time."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def written_last(folder: Path) -> float:
-    """When something was written to it or to a file in it, in seconds since the epoch."""
+    """When something was written to a folder or to a file in it, in seconds since the epoch."""
     times = []
     for path in (folder, *folder.rglob("*")):
         try:
@@ -153,7 +158,7 @@ def written_last(folder: Path) -> float:
 
 
 def sync(path: Path) -> None:
-    """What ``path``, a file or a folder, holds is on the disk."""
+    """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

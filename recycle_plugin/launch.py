@@ -27,7 +27,7 @@ HERE = "python -m recycle_plugin.launch --workers 4 your_script.py"
 
 
 class BadCommand(ValueError):
-    """The command line can't be; the message says what to write instead."""
+    """The command line makes no sense; the message says what to write instead."""
 
 
 def script_command(arguments: list[str]) -> list[str]:
@@ -42,10 +42,10 @@ def _is_rank(argument: str) -> bool:
 
 
 def placement(command: list[str]) -> str:
-    """``recycle.placement`` of the config file that the command line names: ranks are given out before the script makes
-    its config.
+    """The setting ``recycle.placement`` in the config file that the command line names.
 
-    What is wrong in the section is said by the workers, who read all of it.
+    Ranks are given out before the script makes its config.  What is wrong in the section is said by the workers, who
+    read all of it.
     """
     given = [
         argument.partition("=")[2] or following
@@ -72,7 +72,7 @@ def placement(command: list[str]) -> str:
 
 @dataclass(frozen=True)
 class OneHost:
-    """What the command line asks for; ``port`` None: a free one."""
+    """What the command line of a launcher for one host asks for; ``port`` None: a free one."""
 
     workers: int
     command: list[str]
@@ -81,7 +81,7 @@ class OneHost:
 
     @classmethod
     def asked_for(cls, arguments: list[str]) -> OneHost:
-        """From options and the script with its arguments.  Raises BadCommand."""
+        """Parse options, and the script with its arguments.  Raises BadCommand."""
         given, rest, fork = {"--workers": None, "--port": None}, list(arguments), True
         while rest and rest[0].startswith("-"):
             option, joined, value = rest.pop(0).partition("=")
@@ -129,7 +129,7 @@ def _port(text: str) -> int:
 
 
 def launch_here(arguments: list[str]) -> int:
-    """A whole job; its exit code.  Raises BadCommand."""
+    """Run a whole job on this host; returns its exit code.  Raises BadCommand."""
     from recycle_plugin.experiments.runs import free_port
     from recycle_plugin.runtime.processes import one_host
 
@@ -143,7 +143,7 @@ def launch_here(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int | str:
-    """What to exit with."""
+    """Run what the command line asks for; returns what to exit with."""
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return 0
@@ -159,8 +159,10 @@ def run(arguments: list[str]) -> int | str:
 
 
 def guard(command: list[str]) -> int | str:
-    """One rank's place, held until its worker and the job have ended (runtime/processes/guard.py): whatever takes
-    memory is imported in this process's children.
+    """Hold one rank's place until its worker and the job have ended (runtime/processes/guard.py); returns what to exit
+    with.
+
+    Whatever takes memory is imported in this process's children.
     """
     from recycle_plugin.runtime.processes.descriptors import TooFewDescriptors, provide
     from recycle_plugin.runtime.processes.guard import Guard

@@ -17,7 +17,7 @@ RANGES = {"torch": ">=2.6", "deepspeed": ">=0.19.3,<0.20", "megatron-core": ">=0
 
 
 class Release(NamedTuple):
-    """``installed``: its version here, None where it is not."""
+    """A release that the plugin needs.  ``installed``: its version here, None where it is not."""
 
     name: str
     installed: str | None
@@ -25,14 +25,17 @@ class Release(NamedTuple):
 
     @property
     def fits(self) -> bool:
+        """Whether it is in the range, or not installed."""
         return self.installed is None or SpecifierSet(self.needs).contains(self.installed, prereleases=True)
 
     @property
     def wrong(self) -> str:
+        """The line that says what to install instead."""
         return f"{self.name} {self.installed}: pip install '{self.name}{self.needs}'"
 
 
 def releases(names: Iterable[str] = RANGES) -> list[Release]:
+    """What is installed of these, against the plugin's ranges."""
     return [Release(name, _installed(name), RANGES[name]) for name in names]
 
 

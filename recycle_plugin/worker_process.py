@@ -40,7 +40,7 @@ LINE, TRACE = 300, 20_000  # characters of an error that its line, and its trace
 
 
 def main(command: list[str]) -> int:
-    """Run the script; returns the exit code."""
+    """Run the script as a worker of the job; returns the exit code."""
     die_with_parent()  # nobody would watch an orphan
     signal_info.unblock()
     session = connect_from_environment(dict(os.environ), _end_early)
@@ -88,9 +88,9 @@ def main(command: list[str]) -> int:
 
 
 def run_script(command: list[str]) -> int:
-    """Run ``command[0]`` as ``__main__`` with the rest as its arguments; the code it exits with.
+    """Run ``command[0]`` as ``__main__`` with the rest as its arguments; returns the code that it exits with.
 
-    What it says with ``sys.exit("…")`` is an error of all workers, and said once.
+    What it says with ``sys.exit("…")`` becomes a RecycleError, an error of all workers that is said once.
     """
     sys.argv = command
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
@@ -104,8 +104,9 @@ def run_script(command: list[str]) -> int:
 
 
 def crash(rank: int, error: Exception) -> Crashed:
-    """What the coordinator is to tell of a script that has ended with ``error``: where, which is the last line of
-    anybody's but libraries and this package.
+    """The message to the coordinator on a script that has ended with ``error``.
+
+    It says where: the last line of anybody's but libraries and this package.
     """
     frames = error.__traceback__
     while frames is not None and _foreign(frames.tb_frame.f_code.co_filename):  # what has run the script
@@ -121,13 +122,14 @@ def crash(rank: int, error: Exception) -> Crashed:
 
 
 def _foreign(file: str) -> bool:
-    """Whether that is no code of the user's."""
+    """Whether the file is no code of the user's."""
     return file.startswith("<") or any(os.path.realpath(file).startswith(f"{folder}{os.sep}") for folder in FOREIGN)
 
 
 def _end_early(session: Session) -> None:
-    """The job has failed before its first step: go, whatever the script waits for (torch's store waits for minutes,
-    deaf to signals).
+    """Leave the process, since the job has failed before its first step.
+
+    The script may wait for something: torch's store waits for minutes, deaf to signals.
     """
     if session.incarnation:  # nobody reads the job's own lines beside a process that was not part of it
         _say(f"recycle: error: {session.end.reason}")
@@ -137,7 +139,9 @@ def _end_early(session: Session) -> None:
 
 
 def _end_given_up(session: Session, reason: str) -> None:
-    """Whatever the main thread is at, it must not do any more of it: no checkpoint that the others do not know, no
+    """Leave the process, since the others go on without this worker.
+
+    Whatever the main thread is at, it must not do any more of it: no checkpoint that the others do not know, no
     message.
     """
     _say(f"recycle: {session} was given up ({reason}), and the others go on without it: it ends")

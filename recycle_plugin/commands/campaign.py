@@ -1,4 +1,4 @@
-"""``recycle campaign``: seeded failures of a simulated cluster that runs the production code; says which instant breaks
+"""``recycle campaign``: seeded failures of a simulated cluster that runs the production code; it says which one breaks
 it.
 """
 
@@ -14,6 +14,7 @@ DRAWN_TICKS = 120
 
 
 def add(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand and its arguments."""
     parser = commands.add_parser(
         "campaign",
         help="look for a failure that recovery does not survive, in virtual time",
@@ -54,6 +55,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
+    """Run the campaign, or one job of it, and print what came out; returns the exit code.  Raises ValueError for bad
+    input.
+    """
     from recycle_plugin import planner
     from recycle_plugin.simulator import campaign
 

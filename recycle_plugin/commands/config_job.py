@@ -1,6 +1,6 @@
 """The job that a DeepSpeed config, a shape and a hostfile describe, without torch and DeepSpeed.
 
-Raises ValueError with one line.
+Functions raise ValueError, with one line, for what is wrong in them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _SLOTS = re.compile(r"(\S+)\s+slots=(\d+)")
 
 @dataclass(frozen=True)
 class ConfiguredJob:
-    """``hosts``: the seats of each, rank 0's first.
+    """A job as it is configured.
 
-    ``origin``: of ``costs``.  ``mismatch``: of the batch sizes, one line or "".
+    ``hosts``: the seats of each, rank 0's first.  ``origin``: where ``costs`` are from.  ``mismatch``: how the batch
+    sizes contradict each other, one line or "".
     """
 
     config: dict[str, Any]
@@ -52,23 +53,25 @@ class ConfiguredJob:
 
     @property
     def replicas(self) -> int:
+        """The number of replicas."""
         return self.shape.replicas
 
     @property
     def stages(self) -> int:
+        """The number of pipeline stages."""
         return self.shape.stages
 
     @property
     def survives(self) -> bool:
-        """Any loss at all, once the plugin is enabled."""
+        """Whether it survives any loss at all, once the plugin is enabled."""
         return self.settings.reroute and self.replicas > 1
 
     def blocks(self, block: int | None) -> Blocks:
-        """Of the policy, had it such a ``block``."""
+        """Exact mode's blocks with this number of micro-batches each; None: the default."""
         return replace(self.policy, block=block).blocks(self.shape)
 
     def busiest_blocks(self, block: int | None) -> int:
-        """How many the busiest worker has after one loss."""
+        """How many blocks the busiest worker has after one loss."""
         return -(-len(self.blocks(block).members()) // max(1, self.replicas - 1))
 
     @property
@@ -78,11 +81,17 @@ class ConfiguredJob:
         return min(len(self.shape.batch), self.busiest_blocks(block) * self.blocks(block).size)
 
     def planned(self, lost: tuple[Seat, ...] = (), **changed: Any) -> tuple[int, int]:
-        """Period and its lower bound in microseconds.  ``changed``: fields of the policy.  Raises PlanError."""
+        """The planned period and its lower bound in microseconds, without the ``lost`` seats.
+
+        ``changed``: fields of the policy.  Raises PlanError.
+        """
         return _planned(self.shape.full().without(*lost), self.costs, replace(self.policy, **changed))
 
     def one_lost(self, **changed: Any) -> int:
-        """The period after the one loss that costs most; without a loss where none is survived."""
+        """The period in microseconds after the one loss that costs most; without a loss where none is survived.
+
+        Makes one plan for each stage.  Raises PlanError.
+        """
         if not self.survives:
             return self.planned(**changed)[0]
         return max(self.planned((Seat(0, stage),), **changed)[0] for stage in range(self.stages))
@@ -97,7 +106,7 @@ def _planned(view: ClusterView, costs: CostModel, policy: Policy) -> tuple[int, 
 
 
 def job_of(found: argparse.Namespace) -> ConfiguredJob:
-    """What the arguments say.  Raises ValueError with one line."""
+    """The job that the command line's arguments describe.  Raises ValueError with one line."""
     for name in ("pp", "dp", "micro_batches"):
         value = getattr(found, name)
         if value is not None and value < 1:
@@ -120,6 +129,7 @@ def job_of(found: argparse.Namespace) -> ConfiguredJob:
 
 
 def config_of(path: str) -> dict[str, Any]:
+    """Read a DeepSpeed config; raises ValueError where ``path`` has none."""
     advice = f'give the path of DeepSpeed\'s JSON with a "{SECTION}" section'
     try:
         config = json.loads(Path(path).read_text())
@@ -133,7 +143,10 @@ def config_of(path: str) -> dict[str, Any]:
 
 
 def batch(config: dict[str, Any], given: int | None, replicas: int, path: str) -> tuple[int, int, str]:
-    """Micro-batches of a replica, samples of a micro-batch, and what does not fit together, as DeepSpeed takes them."""
+    """Micro-batches of a replica, samples of a micro-batch, and what does not fit together, as DeepSpeed takes them.
+
+    ``given``: micro-batches by the command line.  Raises ValueError where the config does not say.
+    """
     total, samples, count = (_whole(config, key, path) for key in (TOTAL, SAMPLES, COUNT))
     count = given or count
     if total is None and samples is None:
@@ -160,6 +173,7 @@ def _whole(config: dict[str, Any], key: str, path: str) -> int | None:
 
 
 def clipping(config: dict[str, Any], path: str) -> float:
+    """The config's gradient clipping, DeepSpeed's default where it says nothing.  Raises ValueError."""
     value = config.get(CLIPPING, DEFAULT_CLIPPING)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
         raise ValueError(f"{path}: {CLIPPING} is {shown(value)}; write a number, 0 for none")
@@ -169,7 +183,10 @@ def clipping(config: dict[str, Any], path: str) -> float:
 def costs_of(
     found: argparse.Namespace, settings: Settings, shape: Topology, samples: int
 ) -> tuple[CostModel, str, Profile | None]:
-    """The cost model, where it comes from, and the profile behind it.  The command line goes before the config."""
+    """The cost model, where it comes from, and the profile behind it; the command line goes before the config.
+
+    Raises ValueError for a profile that does not fit the job.
+    """
     if found.profile is None and found.preset is None:
         costs, named = settings.cost_model(shape, samples), settings.costs.profile if settings.costs else None
         taken = read(named) if named else None
@@ -197,6 +214,7 @@ def costs_of(
 
 
 def profile_of(path: str) -> Profile:
+    """Read a profile; raises ValueError where ``path`` has none."""
     try:
         return read(path)
     except (OSError, ValueError) as error:
@@ -209,7 +227,7 @@ def profile_of(path: str) -> Profile:
 def placement(path: str | None, shape: Topology, way: str) -> tuple[dict[str, tuple[Seat, ...]], int]:
     """The seats of each host that has any, and the number of slots left over.
 
-    ``way``: recycle.placement.  Raises ValueError.
+    ``path``: the hostfile, None for one host; ``way``: the setting recycle.placement.  Raises ValueError.
     """
     ranks = [Seat(rank % shape.replicas, rank // shape.replicas) for rank in range(len(shape.seats))]
     if path is None:
@@ -229,6 +247,7 @@ def placement(path: str | None, shape: Topology, way: str) -> tuple[dict[str, tu
 
 
 def slots_of(path: str) -> dict[str, int]:
+    """The slots of each host in DeepSpeed's hostfile, in its order.  Raises ValueError."""
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -251,5 +270,5 @@ def slots_of(path: str) -> dict[str, int]:
 
 
 def at_risk(hosts: dict[str, tuple[Seat, ...]]) -> dict[str, tuple[int, ...]]:
-    """The stages that a host alone holds."""
+    """By host, the stages of which it has every worker."""
     return stages_at_risk(Member(0, seat, "", host) for host, seats in hosts.items() for seat in seats)

@@ -42,7 +42,7 @@ EVENT_LINE = re.compile(r"\[recycle +[\d.]+\] (\w+): .*")
 
 
 class DemoScenario(NamedTuple):
-    """What fails.  ``overrides``: of the run with the failure, beside those that both runs have."""
+    """What fails in the demo.  ``overrides``: those of the run with the failure, beside those that both runs have."""
 
     what: str
     workers: int
@@ -70,6 +70,7 @@ def failures(outcome: RunOutcome) -> list[Failure]:
 
 
 def as_report(failure: Failure) -> dict:
+    """A failure's entry in report.json, times in seconds."""
     return {
         "seat": str(failure.seat),
         "instruction": failure.fault.where,
@@ -84,7 +85,10 @@ def as_report(failure: Failure) -> dict:
 
 
 def survivors(outcome: RunOutcome, killed: Sequence[Failure]) -> list[dict]:
-    """Who should have got to the end, with the process at the start and, None where there is no record, at the end."""
+    """The workers that should have got to the end, with their processes at the start and at the end.
+
+    The latter is None where there is no record.
+    """
     dead = {str(failure.seat) for failure in killed}
     return [
         {"seat": seat, "rank": rank, "pid": outcome.pids[rank], "pid_at_end": outcome.records.get(rank, {}).get("pid")}
@@ -94,7 +98,7 @@ def survivors(outcome: RunOutcome, killed: Sequence[Failure]) -> list[dict]:
 
 
 def report(fault_free: RunOutcome, failed: RunOutcome, spans: Sequence[Span], steps: int) -> dict:
-    """What report.json says.  ``spans``: the trace of the run with the failure.  Seconds, rounded to 0.1 ms."""
+    """The contents of report.json; ``spans``: the trace of the run with the failure.  Seconds, rounded to 0.1 ms."""
     killed, job = failures(failed), failed.job
     if not killed:
         raise RunFailed("no fault struck in the run that was to have one")
@@ -159,7 +163,7 @@ def predicted_ratio(failed: RunHistory, spans: Sequence[Span], killed: Sequence[
 
 
 def measured_costs(spans: Sequence[Span], stages: int) -> CostModel:
-    """Medians over the spans, in microseconds.
+    """A cost model of the medians over the spans, in microseconds.
 
     REDUCE is timed at the worker that comes last: the others wait in it.
     """
@@ -185,7 +189,7 @@ def _curve(outcome: RunOutcome) -> dict[int, float]:
 
 
 def write(out: Path, found: dict, spans: Sequence[Span], killed: Sequence[Failure]) -> None:
-    """report.json, losses.csv, gantt.png and trace.json in ``out``."""
+    """Write report.json, losses.csv, gantt.png and trace.json to ``out``."""
     (out / "report.json").write_text(json.dumps(found, indent=1))
     with (out / "losses.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -279,7 +283,7 @@ def _show(lines: Sequence[str], console: Console, said: set[str]) -> None:
 
 
 def summary(found: Mapping, out: Path) -> str:
-    """Both loss curves, what the failure cost, who survived, and where everything lies."""
+    """What is printed at the end: both loss curves, what the failure cost, who survived, and where the files are."""
     killed, live = found["killed"], found["survivors"]
     table = curves.table(
         *(dict(enumerate(losses, start=1)) for losses in found["losses"].values()), tuple(one["step"] for one in killed)

@@ -1,4 +1,4 @@
-"""``recycle docs``: the documents that the package ships, printed as they stand."""
+"""``recycle docs``: the documents that the package ships, printed as they are."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _ROW = re.compile(r"^\| \[(\w+)\]\(\w+\.md\) \| (.+?) \|$", re.MULTILINE)
 
 
 def add(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand and its arguments."""
     made = commands.add_parser(
         "docs",
         help="print the documents: tutorial, operations, settings, ...",
@@ -27,6 +28,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
+    """Print the list of documents, or one of them; returns the exit code.  Raises ValueError where there is none."""
     print(listing() if found.name is None else document(found.name).rstrip())
     return 0
 

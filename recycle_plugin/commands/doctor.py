@@ -41,6 +41,7 @@ ROWS = 8  # hosts in a table: --json has all
 
 
 def add(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand and its arguments."""
     made = commands.add_parser(
         "doctor",
         help="what a job survives, what each loss costs, and what to change",
@@ -76,6 +77,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
+    """Examine the job and print what was found; returns 1 where something has to change.  Raises ValueError for bad
+    input.
+    """
     from recycle_plugin.planner import PlanError
 
     job = job_of(found)
@@ -99,11 +103,13 @@ def run(found: argparse.Namespace) -> int:
 
 
 def head(job: ConfiguredJob) -> Iterator[str]:
+    """The report's first lines: the job's shape and where its costs come from."""
     yield f"--pp {job.stages} --dp {job.replicas}: {len(job.shape.seats)} workers, {job.shape.micro_batches} micro-batches of each replica in a step"
     yield from textwrap.wrap(f"costs: {job.origin}", WIDTH, subsequent_indent="    ")
 
 
 def described(job: ConfiguredJob) -> dict:
+    """The job's shape as data for ``--json``."""
     return {
         "stages": job.stages,
         "replicas": job.replicas,
@@ -113,12 +119,16 @@ def described(job: ConfiguredJob) -> dict:
 
 
 def verdict(wrong: int) -> str:
+    """The report's last line: how many things have to change."""
     return f"{wrong} thing{'s' * (wrong > 1)} to change, marked with !" if wrong else "Nothing has to change."
 
 
 @dataclass(frozen=True)
 class Section:
-    """``wrong``: what has to change.  ``table``: lines that are aligned already, behind ``lines``."""
+    """A section of the report.
+
+    ``wrong``: lines on what has to change.  ``table``: lines that are aligned already, behind ``lines``.
+    """
 
     key: str
     title: str
@@ -128,6 +138,7 @@ class Section:
     table: tuple[str, ...] = ()
 
     def text(self) -> Iterator[str]:
+        """The section's lines, wrapped, with marks."""
         yield from ("", self.title)
         for mark, lines in ("! ", self.wrong), ("  ", self.lines):
             for line in lines:
@@ -141,6 +152,7 @@ class Section:
 
 
 def survival(job: ConfiguredJob) -> Section:
+    """The section on what the job survives: which workers, and which hosts."""
     risky = at_risk(job.hosts)
     rows = [_host(job, host, risky.get(host, ())) for host in job.hosts]
     each, workers = (job.replicas - 1) * job.survives, len(job.shape.seats)
@@ -162,7 +174,7 @@ def survival(job: ConfiguredJob) -> Section:
 
 
 def _host(job: ConfiguredJob, host: str, risky: tuple[int, ...]) -> dict:
-    """``ends``: why the host's loss ends the job, "" where it does not."""
+    """A row of the table of hosts; ``ends``: why the host's loss ends the job, "" where it does not."""
     seats = job.hosts[host]
     ranks = [seat.stage * job.replicas + seat.replica for seat in seats]
     reasons = ["coordinator"] * (ranks[0] == 0) + [f"all of {stages_text(risky)}"] * bool(risky)
@@ -218,7 +230,7 @@ def _mend(job: ConfiguredJob) -> str:
 
 
 def aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Columns of equal width; ``right``: those that end at the same place."""
+    """Lines with columns of equal width from rows of cells; ``right``: columns that are aligned at their right end."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(cell.rjust(w) if at in right else cell.ljust(w) for at, (cell, w) in enumerate(zip(row, widths)))
@@ -230,6 +242,7 @@ def aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[st
 
 
 def slowdown(job: ConfiguredJob) -> Section:
+    """The section on what each kind of loss costs; one plan and its alternatives for each.  Raises PlanError."""
     free, bound = job.planned()
     nobody = _row(job, "nobody", (), free)
     rows, hosts, each = [nobody], [], []
@@ -298,10 +311,12 @@ def _faster(job: ConfiguredJob, lost: tuple[Seat, ...], period: int, free: int) 
 
 
 def ms(microseconds: int) -> str:
+    """Microseconds in words, as milliseconds."""
     return f"{microseconds / 1000:.4g} ms"
 
 
 def times(ratio: float) -> str:
+    """A ratio in words, as "1.25x"."""
     return f"{ratio:.2f}x"
 
 
@@ -309,6 +324,7 @@ def times(ratio: float) -> str:
 
 
 def costly(job: ConfiguredJob) -> Section:
+    """The section on what the job's settings cost, and what would change that.  Raises PlanError."""
     from recycle_plugin.adapters.deepspeed.refusals import bf16
 
     settings, rows = job.settings, []
@@ -379,7 +395,7 @@ def _undo(way: str) -> str:
 
 
 def _switch(job: ConfiguredJob, setting: str, now: str, instead: str, **changed: Any) -> dict:
-    """A setting that takes away one of the planner's techniques.
+    """A row on a setting that takes away one of the planner's techniques.
 
     Where memory hides what that costs, more memory shows it.
     """
@@ -439,6 +455,7 @@ def _cap(job: ConfiguredJob) -> dict:
 
 
 def refused(job: ConfiguredJob) -> Section:
+    """The section on what the plugin refuses of the config."""
     from recycle_plugin.adapters.deepspeed.refusals import refusals
 
     wrong = [*refusals(job.config), *([job.mismatch] if job.mismatch else [])]
@@ -453,7 +470,7 @@ def refused(job: ConfiguredJob) -> Section:
 
 
 def versions() -> Section:
-    """What is installed here against what the plugin is written for."""
+    """The section on the releases installed here against those that the plugin is written for."""
     known = releases()
     table = aligned([(one.name, one.installed or "not installed", f"needs {one.needs}") for one in known])
     rows = [{**one._asdict(), "fits": one.fits} for one in known]
@@ -476,6 +493,7 @@ PARTS = {
 
 
 def memory(job: ConfiguredJob) -> Section:
+    """The section on the memory of a worker of each stage, which only a profile knows."""
     title = "Memory of a worker"
     if job.profile is None:
         return Section(
@@ -520,9 +538,9 @@ def _too_much(rows: list[dict], device: int) -> tuple[str, ...]:
 
 
 def held_bytes(job: ConfiguredJob) -> list[dict]:
-    """Per stage.  ``each``: of one micro-batch.
+    """Bytes that a worker of each stage holds, by what for; ``each``: of one micro-batch, ``sum``: of all.
 
-    ``kept``: boundary tensors stay until their step is committed, and two may be under way.
+    ``kept``: boundary tensors stay until their step is committed, and two steps may be under way.
     """
     profile, stages, policy = job.profile, job.stages, job.policy
     state, working = profile.state_bytes(stages), profile.working_bytes(stages)
@@ -552,4 +570,5 @@ def held_bytes(job: ConfiguredJob) -> list[dict]:
 
 
 def gib(size: int) -> str:
+    """Bytes in words, as GiB."""
     return f"{size / (1 << 30):.2f} GiB"

@@ -1,5 +1,6 @@
-"""``recycle simulate --fault``: a few steps with kills, instruction by instruction: drawn, traced, and what they
-cost.
+"""``recycle simulate --fault``: a few steps with kills, played instruction by instruction.
+
+The steps are drawn, traced, and what they cost is printed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ DRAWN_COLUMNS = 120
 
 
 def run(found: argparse.Namespace, given: JobArguments, machine: Any) -> int:
+    """Play the steps, write what is asked for, and print the rest; returns the exit code.  Raises ValueError for bad
+    input.
+    """
     from recycle_plugin import planner
     from recycle_plugin.simulator.simulated_job import SimulatedJob
 
@@ -53,6 +57,7 @@ def run(found: argparse.Namespace, given: JobArguments, machine: Any) -> int:
 
 
 def record(ran: Any) -> dict:
+    """A simulated run's commits and losses as data, times in microseconds."""
     losses = [
         asdict(loss) | {"seats": list(map(str, loss.seats)), "redone_share": redone_share(ran, loss)}
         for loss in ran.losses
@@ -61,7 +66,7 @@ def record(ran: Any) -> dict:
 
 
 def redone_share(ran: Any, loss: Any) -> float:
-    """What is run again, in the time that the whole interrupted step computes."""
+    """The share of the interrupted step's whole compute time that is run again after ``loss``."""
     once = {
         span.instruction: span.end_us - span.start_us
         for span in ran.spans
@@ -71,7 +76,7 @@ def redone_share(ran: Any, loss: Any) -> float:
 
 
 def comparison(ran: Any, restarted: Any) -> str:
-    """Lineage beside step restart."""
+    """A line that compares recovery by lineage with a restart of the step."""
     shares = [f"{sum(redone_share(each, loss) for loss in each.losses):.1%}" for each in (ran, restarted)]
     ends = [f"{max(each.commits.values()) / 1000:g}" for each in (ran, restarted)]
     return (
@@ -82,6 +87,7 @@ def comparison(ran: Any, restarted: Any) -> str:
 
 
 def report(spans: list[Span], ran: Any) -> str:
+    """The drawn grid, up to 64 seats, and a line on commits and on each loss."""
     from recycle_plugin.render import grid
 
     tick = max(1, max(span.end_us for span in spans) // DRAWN_COLUMNS)
@@ -101,7 +107,7 @@ def report(spans: list[Span], ran: Any) -> str:
 
 
 def moments(ran: Any) -> dict[str, int]:
-    """What happened to the job, and when, for the trace."""
+    """What happened to the job, and when in microseconds, for the trace."""
     found = {f"step {step} committed": at for step, at in ran.commits.items()}
     for loss in ran.losses:
         names = ", ".join(map(str, loss.seats))
@@ -114,6 +120,7 @@ def moments(ran: Any) -> dict[str, int]:
 
 
 def draw_png(found: argparse.Namespace, spans: list[Span], ran: Any) -> None:
+    """Draw the steps as a picture, to the file that the arguments name."""
     from recycle_plugin.render import gantt
 
     origin = ran.losses[0].died_us if ran.losses else None

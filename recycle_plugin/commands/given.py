@@ -1,6 +1,6 @@
-"""Arguments that several subcommands share, from text to what the layers below take.
+"""Arguments that several subcommands share, from text to what the planner and the simulator take.
 
-Raises ValueError with one line.
+Functions raise ValueError, with one line, for bad input.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ _SINGLE = ("comm", "across", "tie", "dispatch")
 
 @dataclass(frozen=True)
 class JobArguments:
-    """A job: shape, who is alive, costs and their unit.  ``scale``: integers of ``costs`` in one ``unit``.
+    """A job as the arguments describe it: shape, who is alive, costs and their unit.
 
-    ``samples``: of a micro-batch; ``state_bytes``: per stage, what a copy of a worker's state moves (where costs are
-    given by hand: nothing).  ``network``: opens the lines between the workers; None: nobody shares one.
+    ``scale``: integers of ``costs`` in one ``unit``.  ``samples``: of a micro-batch; ``state_bytes``: per stage, what a
+    copy of a worker's state moves (where costs are given by hand: nothing).  ``network``: opens the network links
+    between the workers; None: nobody shares one.
     """
 
     view: ClusterView
@@ -60,11 +61,11 @@ class JobArguments:
     network: Callable[[], Any] | None = None
 
     def shown(self, value: int) -> int | float:
-        """``value`` of the cost model in ``unit``."""
+        """A value of the cost model as a number of ``unit``."""
         return value // self.scale if value % self.scale == 0 else value / self.scale
 
     def plan(self) -> Plan:
-        """Raises ValueError where there is no plan."""
+        """Plan a step.  Raises ValueError where there is no plan."""
         from recycle_plugin import planner
 
         try:
@@ -74,7 +75,7 @@ class JobArguments:
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
-    """Shape, techniques, memory and costs."""
+    """Add the arguments that describe a job: shape, techniques, memory and costs."""
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline stages")
     parser.add_argument(
         "--dp", type=int, required=True, metavar="D", help="replicas of the pipeline (data parallelism)"
@@ -116,7 +117,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def job(found: argparse.Namespace, milliseconds: bool = False, placement: str = "alone") -> JobArguments:
-    """What :func:`add_job`'s arguments say.
+    """The job that :func:`add_job`'s arguments describe.
 
     ``milliseconds``: so long is a tick of ``--costs``; otherwise it has no length.
     """
@@ -148,7 +149,7 @@ def job(found: argparse.Namespace, milliseconds: bool = False, placement: str = 
 
 
 def ties(text: str) -> tuple[tuple[int, ...], ...]:
-    """What ``--tied`` says."""
+    """The groups of stages that share weights, from the text of ``--tied``."""
     groups = [group.split("+") for group in text.split(",") if group.strip()]
     if not all(len(group) > 1 and all(stage.strip().isdecimal() for stage in group) for group in groups):
         raise ValueError(f"--tied {text}: write the numbers of stages that share weights, for instance 0+3 or 0+3,1+2")
@@ -156,7 +157,9 @@ def ties(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def techniques(found: argparse.Namespace, taken: Profile | None) -> Policy:
-    """What :func:`add_job`'s arguments allow the planner; ``taken``: where bytes are known from."""
+    """The policy that :func:`add_job`'s arguments leave the planner; ``taken``: the profile that bytes are known
+    from.
+    """
     held, room = cap(found.cap, found.pp, taken)
     return Policy(
         not found.no_split, not found.no_stagger, not found.no_reroute, held, memory_bytes=room, couple=found.couple
@@ -164,7 +167,7 @@ def techniques(found: argparse.Namespace, taken: Profile | None) -> Policy:
 
 
 def seats(text: str, shape: Topology) -> tuple[Seat, ...]:
-    """``1.2,0.3`` in a job of ``shape``."""
+    """The seats of a job of ``shape`` that a text such as ``1.2,0.3`` names."""
     found = tuple(Seat.parse(part.strip()) for part in text.split(",") if part.strip())
     for seat in found:
         if seat not in shape.seats:
@@ -178,8 +181,9 @@ def seats(text: str, shape: Topology) -> tuple[Seat, ...]:
 
 
 def cap(text: str, stages: int, taken: Profile | None = None) -> tuple[int | str | None, int | tuple[int, ...] | None]:
-    """``Policy``'s activation_cap and memory_bytes, one of them None: micro-batches from a multiple of ``stages``,
-    rounded down, or bytes.
+    """The activation cap of ``--cap`` as ``Policy``'s activation_cap and memory_bytes, one of them None.
+
+    A number is a multiple of ``stages`` in micro-batches, rounded down; bytes need the profile ``taken``.
     """
     word = caps.normal(text)
     if word == ONE_F_ONE_B:
@@ -201,8 +205,9 @@ def cap(text: str, stages: int, taken: Profile | None = None) -> tuple[int | str
 
 
 def ticks(text: str, stages: int, scale: int = 1) -> tuple[CostModel, int]:
-    """The cost model of ``F=1,I=1,...`` and the integers in a tick: as few as make every cost whole, at least
-    ``scale``.
+    """The cost model of ``F=1,I=1,...``, and how many integers are a tick.
+
+    They are as few as make every cost whole, at least ``scale``.
     """
     values = dict(_entry(part, stages) for part in text.split(",") if part.strip())
     missing = [name for name in ("F", "I", "W") if name not in values]

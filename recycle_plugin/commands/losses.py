@@ -11,7 +11,10 @@ NAMED, NAME_WIDTH = 4, 16  # stages in a name, a host's name
 
 
 def worker_cases(job: ConfiguredJob) -> Iterator[tuple[str, tuple[Seat, ...]]]:
-    """Losses that are survived.  Replicas that lost the same stages are interchangeable, so each kind comes once."""
+    """The losses of workers that are survived, by name.
+
+    Replicas that lost the same stages are interchangeable, so each kind comes once.  Makes one plan for each stage.
+    """
     seen = set()
     for name, lost in _worker_losses(job):
         if (alike := _alike(lost)) not in seen:
@@ -60,7 +63,7 @@ def _alike(lost: tuple[Seat, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def stages_text(stages: Sequence[int]) -> str:
-    """``stage 2``, ``stages 0-3, 7``; ``stages`` in order."""
+    """Stages, given in order, in words: ``stage 2``, ``stages 0-3, 7``."""
     runs: list[list[int]] = []
     for stage in stages:
         if runs and stage == runs[-1][-1] + 1:
@@ -73,4 +76,5 @@ def stages_text(stages: Sequence[int]) -> str:
 
 
 def clipped(host: str) -> str:
+    """A host's name, shortened to 16 characters."""
     return host if len(host) <= NAME_WIDTH else f"{host[: NAME_WIDTH - 3]}..."

@@ -31,7 +31,7 @@ SMALL, LARGE = 1 << 20, 1 << 26  # bytes of the all-reduces from which a link's 
 
 
 class Case(NamedTuple):
-    """A part as a stage runs it: ``forward(inputs)`` gives what its backward starts from."""
+    """A part of the model as a stage runs it: ``forward(inputs)`` gives what its backward starts from."""
 
     module: nn.Module
     inputs: Tensor
@@ -39,12 +39,13 @@ class Case(NamedTuple):
 
 
 class Clock:
-    """Seconds of work on a device."""
+    """Measures the seconds that work on a device takes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def of(self, work: Callable[[], object]) -> float:
+        """Seconds that ``work`` takes until the device is done with it."""
         self._settle()
         start = time.perf_counter()
         work()
@@ -252,7 +253,7 @@ def _across(found: argparse.Namespace, device: torch.device) -> tuple[Wire, str]
 
 
 def _all_reduce(size: int, device: torch.device, repeat: int) -> float:
-    """Microseconds."""
+    """Microseconds of an all-reduce of so many bytes."""
     buffer = torch.ones(size // 4, device=device)
     return 1e6 * median([Clock(device).of(lambda: dist.all_reduce(buffer)) for _ in range(WARM_UP + repeat)][WARM_UP:])
 

@@ -31,6 +31,7 @@ COARSE = 60  # columns of a grid whose costs are no ticks
 
 
 def add(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand and its arguments."""
     made = commands.add_parser(
         "plan",
         help="plan one step for a shape and its lost workers",
@@ -63,6 +64,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
+    """Plan, write what is asked for, and print the rest; returns the exit code.  Raises ValueError for bad input."""
     from recycle_plugin.planner.assemble import timeline
 
     given = job(found)
@@ -90,7 +92,10 @@ def timed(given: JobArguments) -> tuple[Plan, float]:
 
 
 def refined(given: JobArguments, planned: Plan, seconds: float, exactly: bool) -> Plan:
-    """``planned`` or a better one.  Raises ValueError where the search asked for can't be made."""
+    """A plan at least as good as ``planned``, after a search of so many ``seconds``.
+
+    Raises ValueError where the search asked for can't be made.
+    """
     from recycle_plugin import planner
 
     if seconds < 0 or (exactly and not seconds):
@@ -106,8 +111,11 @@ def refined(given: JobArguments, planned: Plan, seconds: float, exactly: bool) -
 
 
 def summary(given: JobArguments, planned: Plan, spans: list[Span], plan_ms: float) -> dict:
-    """Times in ``unit``.  ``span``: staggered, the longest of the stages' own windows, first forward to last weight
-    gradient; else the whole plan's.  ``gap``: of the period above the bound, as a fraction of the bound."""
+    """The plan's figures as data, times in ``unit``.
+
+    ``span``: with a staggered optimizer the longest of the stages' own windows, first forward to last weight gradient;
+    else the whole plan's.  ``gap``: of the period above the bound, as a fraction of the bound.
+    """
     span = planned.span_us if planned.policy.together else max(windows(spans))
     return {
         "unit": given.unit,
@@ -126,7 +134,7 @@ def summary(given: JobArguments, planned: Plan, spans: list[Span], plan_ms: floa
 
 
 def cap_text(policy: Policy) -> str:
-    """In micro-batches, or in bytes for each stage."""
+    """The activation cap in words: micro-batches, or bytes for each stage."""
     room = policy.memory_bytes
     if room is None:
         return (
@@ -138,7 +146,7 @@ def cap_text(policy: Policy) -> str:
 
 
 def windows(spans: list[Span]) -> list[int]:
-    """Per stage, from its first computation's start to its last one's end."""
+    """Per stage, the microseconds from its first computation's start to its last one's end."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for span in spans:
@@ -162,6 +170,7 @@ def peaks(planned: Plan) -> list[int]:
 
 
 def program_lines(given: JobArguments, planned: Plan, figures: dict) -> Iterator[str]:
+    """The lines of ``--programs``: the job, and each worker's instructions with their planned starts."""
     topology = given.view.topology
     yield f"# stages {topology.stages}, replicas {topology.replicas}, micro-batches {topology.micro_batches} of each replica{ties_text(topology)}"
     yield f"# lost: {', '.join(figures['lost']) or 'nobody'}; cap: {cap_text(planned.policy)}"
@@ -173,10 +182,12 @@ def program_lines(given: JobArguments, planned: Plan, figures: dict) -> Iterator
 
 
 def ties_text(topology: Topology) -> str:
+    """The stages that share weights, in words that follow a shape; empty where none do."""
     return "".join(f", stages {'+'.join(map(str, tie))} share weights" for tie in topology.ties)
 
 
 def report(given: JobArguments, planned: Plan, figures: dict, spans: list[Span]) -> str:
+    """What is printed: the grid, where it is not too large, and the plan's figures."""
     from recycle_plugin.render import grid
 
     unit, before = figures["unit"], figures["period_unrefined"]
@@ -197,6 +208,7 @@ def report(given: JobArguments, planned: Plan, figures: dict, spans: list[Span])
 
 
 def draw_png(given: JobArguments, planned: Plan, spans: list[Span], path: Path) -> None:
+    """Draw the plan as a picture, to ``path``."""
     from recycle_plugin.render import gantt
 
     unit = (given.scale, "ticks") if given.unit == "ticks" else None

@@ -1,5 +1,5 @@
-"""``recycle profile``: what the parts of a GPT cost on the device at hand, for ``recycle plan`` and ``recycle
-simulate``.
+"""``recycle profile``: measures what the parts of a GPT cost on the device at hand, for the planner and the
+simulator.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ several hosts (torchrun --nnodes 2 ... -m recycle_plugin.cli profile ...), one p
 
 
 def add(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand and its arguments."""
     made = commands.add_parser(
         "profile",
         help="measure a GPT's costs on the device at hand",
@@ -69,6 +70,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
+    """Measure, print and write the profile; returns the exit code.  Raises ValueError for bad input."""
     if found.micro_batch < 1 or found.repeat < 1 or found.bandwidth <= 0 or found.latency < 0:
         raise ValueError(
             "--micro-batch and --repeat have to be at least 1, --bandwidth above 0, --latency not negative"
@@ -89,7 +91,7 @@ def run(found: argparse.Namespace) -> int:
 
 
 def report(taken: Profile) -> str:
-    """A row per part; milliseconds and megabytes."""
+    """A table of the profile with a row for each part, in milliseconds and megabytes."""
     lines = [
         taken.title,
         f"{'':>9} {'F':>9} {'I':>9} {'W':>9} {'I + W':>9} {'fused B':>9} {'step':>9} {'held F-I':>9} {'held I-W':>9}  "

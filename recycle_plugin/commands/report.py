@@ -1,4 +1,4 @@
-"""``recycle report``: the report of a run, as the job itself writes it at its end."""
+"""``recycle report``: writes the report of a run, as the job itself does at its end."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ recycle report runs/train
 
 
 def add(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand and its arguments."""
     made = commands.add_parser(
         "report",
         help="write report.html of a run",
@@ -25,6 +26,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
+    """Write the report and print its path; returns the exit code.  Raises ValueError where the folder is no run's."""
     from recycle_plugin.observability import report
 
     print(report.write(found.folder))

@@ -32,6 +32,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def add(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand and its arguments."""
     made = commands.add_parser(
         "simulate",
         help="simulate hours of training under failures",
@@ -79,6 +80,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
+    """Simulate and print what came out; returns the exit code.  Raises ValueError for bad input."""
     from recycle_plugin import planner
     from recycle_plugin.simulator import machine
 
@@ -102,7 +104,7 @@ def run(found: argparse.Namespace) -> int:
 
 
 def failures(found: argparse.Namespace, workers: int) -> tuple[list, float]:
-    """Changes, and the length of the job in seconds."""
+    """The changes of the membership that the arguments ask for, and the length of the job in seconds."""
     from recycle_plugin.simulator import traces
 
     if found.hours is not None and not 0 < found.hours < float("inf"):
@@ -121,7 +123,7 @@ def failures(found: argparse.Namespace, workers: int) -> tuple[list, float]:
 
 
 def span(text: str, name: str) -> float:
-    """``30m`` in seconds."""
+    """Seconds of a text such as ``30m``; ``name`` is the option's, for the ValueError of bad input."""
     match = _SPAN.fullmatch(text.strip())
     if match is None or float(match["number"]) == 0:
         raise ValueError(f"{name} {text}: write a time such as 90s, 30m or 6h")
@@ -129,7 +131,7 @@ def span(text: str, name: str) -> float:
 
 
 def simulate(given: JobArguments, costs: Any, changes: list, length_s: float, normalise: bool, seed: int) -> dict:
-    """Everything that is printed; times in seconds, throughput in micro-batches' samples per second."""
+    """Simulate a job's hours; everything that is printed, times in seconds, throughput in samples per second."""
     from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Policy
     from recycle_plugin.simulator.history import SimulatedTrainer, StepPeriods
 
@@ -188,6 +190,7 @@ def simulate(given: JobArguments, costs: Any, changes: list, length_s: float, no
 
 
 def report(given: JobArguments, result: dict) -> str:
+    """A table with a line for each membership, averages, and what the changes cost."""
     shape = given.view.topology
     lines = [
         f"costs: {result['costs']}",

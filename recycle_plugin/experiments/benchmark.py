@@ -42,7 +42,9 @@ def run_part(parts: Mapping[str, Callable[[argparse.Namespace], dict]], found: a
 
 
 def calibration(folder: Path, workers: int, overrides: Sequence[str], nominal_us: int) -> Constants:
-    """From the trace of a fault-free run whose F, I and W all take ``nominal_us``.  Raises RunFailed."""
+    """Calibrate from the trace of a fault-free run whose F, I and W all take ``nominal_us`` microseconds.  Raises
+    RunFailed.
+    """
     with TrainingRun(folder, workers, [*overrides, "recycle.enabled=true", "recycle.trace=true"]) as run:
         run.finish(DEADLINE_S)
     return calibrate(read_traces(folder / "trace"), nominal_us)
@@ -51,8 +53,7 @@ def calibration(folder: Path, workers: int, overrides: Sequence[str], nominal_us
 def one_loss(
     folder: Path, workers: int, overrides: Sequence[str], lost: Seat, steps: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """A run in which ``lost`` is killed: seconds of ``steps`` steps before and after, and the digests of the plans that
-    ran.
+    """Run a job in which ``lost`` is killed; seconds of ``steps`` steps before and after, and the digests of its plans.
 
     Raises RunFailed.
     """

@@ -21,7 +21,7 @@ class TooShort(ValueError):
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to the worker of ``seat`` ``at`` seconds since the epoch."""
+    """A kill by SIGKILL of the worker of ``seat``, ``at`` seconds since the epoch."""
 
     seat: Seat
     at: float
@@ -59,7 +59,7 @@ class RecoveryCost:
 
 
 def recovery_costs(kills: Sequence[Kill], events: Sequence[Mapping], spans: Sequence[Span]) -> list[RecoveryCost]:
-    """One entry per kill, in their order; the kills of one run, far enough apart.  Raises TooShort."""
+    """The costs of each kill of one run, in their order; they have to be far enough apart.  Raises TooShort."""
     resumed = [_resume_after(kill, events) for kill in kills]
     found = []
     for number, (kill, resume) in enumerate(zip(kills, resumed)):

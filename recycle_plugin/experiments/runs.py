@@ -59,11 +59,10 @@ class RunOutcome(RunHistory):
 
 
 class TrainingRun:
-    """``script`` on ``workers`` local ranks with Hydra ``overrides``; ``plugin`` False: the launcher's own way.
+    """A run of ``script`` on ``workers`` local ranks with Hydra ``overrides``, which starts at once.
 
-    ``checkout``: another one than this, whose own .venv it runs in.
-
-    Starts at once.  Leaving the ``with`` block kills whatever is left of it.
+    ``plugin`` False: the launcher's own way.  ``checkout``: another one than this, whose own .venv it runs in. Leaving
+    the ``with`` block kills whatever is left of it.
     """
 
     def __init__(
@@ -110,6 +109,7 @@ class TrainingRun:
 
     @property
     def output(self) -> str:
+        """What the run has printed so far."""
         return self._output.read_text(errors="replace")
 
     def events(self) -> list[dict]:
@@ -130,7 +130,7 @@ class TrainingRun:
         return start["seats"][seat]
 
     def kill(self, rank: int) -> float:
-        """SIGKILL for the worker of ``rank``; the time just before, in seconds since the epoch."""
+        """Send SIGKILL to the worker of ``rank``; returns the time just before, in seconds since the epoch."""
         pids = {event["rank"]: event["pid"] for event in self.events() if event["event"] == "worker"}
         at = time.time()
         os.kill(pids[rank], signal.SIGKILL)
@@ -141,6 +141,7 @@ class TrainingRun:
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
+        """Let all processes of the run go on after :meth:`pause`."""
         self._signal(signal.SIGCONT)
 
     def wait_for(self, found: Callable[[], T], what: str, timeout_s: float = 120.0, poll_s: float = POLL_S) -> T:
@@ -192,7 +193,7 @@ class TrainingRun:
         return used
 
     def memory_bytes(self) -> int:
-        """Of the run's processes; what several share is divided among them."""
+        """Bytes of memory of the run's processes; what several share is divided among them."""
         held = 0
         for pid in self._pids():
             try:
@@ -220,7 +221,7 @@ class TrainingRun:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM is taken like Ctrl-C, so that the runs are cleaned up."""
+    """Inside of this context SIGTERM is taken like Ctrl-C, so that the runs are cleaned up."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -233,8 +234,9 @@ def terminable() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment, below those that systems hand out: nobody else gets it by chance
-    before it is used.
+    """A port that nobody listens on at the moment, between 20000 and 32000.
+
+    That is below those that systems hand out, so nobody else gets it by chance before it is used.  Raises RuntimeError.
     """
     for port in Random().sample(range(20_000, 32_000), 100):
         try:
@@ -246,8 +248,9 @@ def free_port() -> int:
 
 
 def training_script(checkout: Path | None = None) -> Path:
-    """scripts/train_gpt.py of this checkout, or of another; FileNotFoundError where the package is installed without
-    one.
+    """The path of scripts/train_gpt.py in this checkout, or in another.
+
+    Raises FileNotFoundError where the package is installed without one.
     """
     path = (checkout or Path(__file__).resolve().parents[2]) / "scripts" / "train_gpt.py"
     if not path.exists():
@@ -256,8 +259,10 @@ def training_script(checkout: Path | None = None) -> Path:
 
 
 def environment(checkout: Path | None = None, **more: str) -> dict[str, str]:
-    """CPU, one thread a worker, ``deepspeed`` of this interpreter, or of ``checkout``'s; a run prints warnings that are
-    not ours to fix.
+    """The environment of a run on CPU: one thread a worker, and ``deepspeed`` of this interpreter, or of
+    ``checkout``'s.
+
+    Warnings that are not ours to fix are not printed.
     """
     commands = Path(sys.executable).parent if checkout is None else checkout / ".venv" / "bin"
     path = os.pathsep.join([str(commands), os.environ.get("PATH", "")])
@@ -267,13 +272,14 @@ def environment(checkout: Path | None = None, **more: str) -> dict[str, str]:
 
 
 def await_reports(mark: str) -> None:
-    """Return when those that the jobs with ``mark`` are writing, after their ends, are there."""
+    """Wait until the reports are written that jobs with ``mark`` begin at their ends."""
     psutil.wait_procs(processes_with(mark, of="recycle_plugin.observability.report"), timeout=REPORT_S)
 
 
 def processes_with(mark: str, of: str = "") -> list[psutil.Process]:
-    """All processes of this machine that were started with ``mark`` in their environment; ``of`` this module, if one is
-    named.
+    """All processes of this machine that were started with ``mark`` in their environment.
+
+    ``of``: only those that run this module.  Looks at every process of the machine.
     """
     found = []
     for process in psutil.process_iter():

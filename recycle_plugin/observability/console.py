@@ -1,7 +1,7 @@
-"""Says what the job does: a line per event for people, the same as JSON lines in the run's folder.
+"""Shows what the job does: a line per event for people, and the same as JSON lines in the run's folder.
 
-No job ends since one of them can't be written (observability/telemetry.py).  Of what workers can't write, on disks that
-they may share, the first is said, and when all is written again.
+No job ends because one of them can't be written (observability/telemetry.py).  Of what workers can't write, on disks
+that they may share, the first is shown, and when all is written again.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ QUIET = {"committed", "loss", "peak", "recovery_plan", "worker"}  # in the log, 
 
 
 def event_line(event: Event, now: float) -> str:
-    """As the log has it, without its end."""
+    """The event as a line of the log, without its newline; ``now`` in seconds since the epoch."""
     return json.dumps({"time": round(now, 6), "event": event.kind, "text": event.text, **event.details}, default=str)
 
 
 class Announcer:
-    """Plain lines, a step each; on a terminal one live line for the steps instead, with the events above it.
+    """Shows events on the console and logs them in the run's folder.
 
-    Logs once the run's folder is known: ``folder``, None before; ``wants_report``: there is to be a report in it.
-    ``stop``: the process that ends the job where it gets SIGTERM.
+    Steps get a line each, on a terminal one live line instead, with the events above it.  It logs once the run's folder
+    is known: ``folder``, None before; ``wants_report``: there is to be a report in it.  ``stop``: the process that ends
+    the job where it gets SIGTERM.
     """
 
     def __init__(self, stop: int) -> None:
@@ -70,7 +71,7 @@ class Announcer:
         self._last_commit = 0.0
 
     def say(self, event: Event, now: float, run_dir: str = "") -> None:
-        """``now``: seconds since the epoch, when it happened.
+        """Show and log an event that happened at ``now``, in seconds since the epoch.
 
         ``run_dir``: the run's folder where there was no start, and this is to be found in one.
         """
@@ -94,6 +95,7 @@ class Announcer:
             }
 
     def close(self) -> None:
+        """Write what waits, and close the log and the live line."""
         if self._live is not None:
             self._live.stop()
         if self._log is not None:
@@ -104,7 +106,10 @@ class Announcer:
             self._go_on_unread()
 
     def _go_on_unread(self) -> None:
-        """Who has read the lines is gone, pdsh for instance: that is no reason to end a job, which rich would do."""
+        """Print to nowhere from now on, since who has read the lines is gone, pdsh for instance.
+
+        That is no reason to end a job, which rich would do.
+        """
         with open(os.devnull, "w") as nobody:
             os.dup2(nobody.fileno(), self._console.file.fileno())
 
@@ -125,7 +130,7 @@ class Announcer:
             self._log.add("\n".join(lines), keep=event.kind not in STEPS)
 
     def _say_of(self, kind: str, text: str, **details: object) -> None:
-        """Of what is written here."""
+        """Say something of what is written here."""
         self.say(Event(kind, text, details), time.time())
 
     def _of_a_file(self, event: Event, now: float) -> None:
@@ -166,7 +171,7 @@ class Announcer:
             self._printing.attempt(lambda: self._print(stamp + line), 1)
 
     def _print(self, line: str) -> None:
-        """To what is no terminal, perhaps a file."""
+        """Print to what is no terminal, perhaps a file."""
         try:
             print(line, flush=True)
         except BrokenPipeError:

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class Exporter:
-    """``say`` gets the events that it has of its own."""
+    """Takes a job's events, and serves metrics from its start on if the settings ask for that.
+
+    ``say`` gets the events that it has of its own.
+    """
 
     def __init__(self, say: Callable[[Event], None]) -> None:
         self._say = say
@@ -25,7 +28,7 @@ class Exporter:
         self._server: MetricsServer | None = None
 
     def take(self, event: Event, now: float) -> None:
-        """``now``: seconds since the epoch, when it happened."""
+        """Count an event that happened at ``now``, in seconds since the epoch."""
         if self._early is not None:
             self._early.append((event, now))
             if event.kind == "start":
@@ -36,7 +39,7 @@ class Exporter:
             self._metrics.take(event, now)
 
     def close(self) -> None:
-        """Nobody is answered any more."""
+        """Close the server, if there is one."""
         if self._server is not None:
             self._server.close()
 

@@ -1,4 +1,4 @@
-"""A job's events as numbers that Prometheus scrapes.
+"""The metrics of a job for Prometheus, made of its events.
 
 Everything comes from the events that the log gets, so that a board and ``events.jsonl`` can't tell two stories; what a
 failure is, and when it began and was over, is said by recycle_plugin.observability.run_history, which reads the same
@@ -29,7 +29,7 @@ prometheus_client.disable_created_metrics()  # a series for each counter that sa
 
 
 class Metrics:
-    """Of one job, from its ``worker`` and ``start`` events on; a scrape collects ``registry``.
+    """The metrics of one job, from its ``worker`` and ``start`` events on; a scrape collects ``registry``.
 
     ``clock``: seconds since the epoch, as events have them.
     """
@@ -89,7 +89,7 @@ class Metrics:
         self._begin_counts()
 
     def take(self, event: Event, now: float) -> None:
-        """``now``: seconds since the epoch, when it happened."""
+        """Count an event that happened at ``now``, in seconds since the epoch."""
         for failure, began_at in self._recoveries.take(event, now):
             self._recovered(failure, began_at)
         self._training.take(event, now)
@@ -123,7 +123,7 @@ class Metrics:
         return Counter(name, text, labels, registry=self.registry)
 
     def _begin_counts(self) -> None:
-        """A series that begins with its first event hides that one from ``rate``."""
+        """Begin all series now: one that begins with its first event hides that one from ``rate``."""
         for cause in Cause:
             self._failures.labels(cause.value)
             self._suspicions.labels(cause.value)
@@ -168,14 +168,14 @@ class Metrics:
             self._bound.set(details["period_us"] / details["bound_us"])
 
     def _recovered(self, failure: Failure, began_at: float) -> None:
-        """Hosts' clocks may differ: no part is less than nothing."""
+        """Observe the three parts of a recovery; hosts' clocks may differ, so no part is less than nothing."""
         moments = began_at, failure.seen_at, failure.resumed_at, failure.committed_at
         for phase, begins, ends in zip((NOTICE, REGROUP, FINISH), moments, moments[1:]):
             self._recovery.labels(phase).observe(max(0.0, ends - begins))
 
 
 class Recoveries:
-    """Failures that are over, each once: with the next commit after it.
+    """Finds failures that are over, each once, with the next commit after it, and times three parts of each.
 
     * *notice*: until the coordinator knows that the worker is lost.  It begins when an injected fault struck, or when a
       worker that was given up was last heard of or began what it did not get on with; where a death or a broken
@@ -192,7 +192,10 @@ class Recoveries:
         self._given_up: dict[str, float] = {}  # the same of lost ones
 
     def take(self, event: Event, now: float) -> Iterator[tuple[Failure, float]]:
-        """What is over with this event: the failure, and when it began."""
+        """The failures that are over with this event, and when each began, in seconds since the epoch.
+
+        The cost grows with the events since the first failure that is not over.
+        """
         if event.kind == "suspected":
             self._owing[event.details["seat"]] = now - event.details["for_s"]
         elif event.kind == "cleared":
@@ -215,7 +218,7 @@ class Recoveries:
         self._forget(lambda event: bool(waiting) and event.get("seat", "") in {"", *waiting})
 
     def _forget(self, wanted: Callable[[dict], bool]) -> None:
-        """All but workers, faults, and what is ``wanted``."""
+        """Forget all but workers, faults, and what is ``wanted``."""
         self._known = [event for event in self._known if event["event"] in ("worker", "fault") or wanted(event)]
 
 
@@ -246,6 +249,7 @@ class TrainingTime:
         self._samples = 0
 
     def take(self, event: Event, now: float) -> None:
+        """Count an event that happened at ``now``, in seconds since the epoch."""
         details = event.details
         match event.kind:
             case "start":
@@ -267,11 +271,12 @@ class TrainingTime:
             self._undisturbed.append({"time": now, "event": event.kind, **details})
 
     def ratio(self) -> float:
+        """The ratio now; NaN where it is not known."""
         since_s = min(self._clock(), self._ended) - self._began
         return self._samples * self._usual_s() / since_s if since_s > 0 else nan
 
     def _usual_s(self) -> float:
-        """Seconds a sample."""
+        """The usual seconds a sample; NaN where they are not known."""
         if not self._undisturbed:
             return nan
         history = RunHistory(tuple(self._undisturbed))

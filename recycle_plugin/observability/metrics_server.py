@@ -1,4 +1,4 @@
-"""Answers scrapes over HTTP, a thread each; whoever connects and then says nothing is dropped."""
+"""The server that answers scrapes over HTTP, in a thread each; whoever connects and then says nothing is dropped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ ANYWHERE = ("0.0.0.0", "::")
 
 
 class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
-    """Listens on ``address`` from now on, with port 0 on one that is free; OSError where that is not possible."""
+    """A server for metrics that listens on ``address`` from now on, with port 0 on one that is free.
+
+    Raises OSError where that is not possible.
+    """
 
     daemon_threads = True
     allow_reuse_port = False
@@ -28,23 +31,25 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
 
     @property
     def url(self) -> str:
-        """Where others find it."""
+        """The address at which others find the metrics."""
         host = socket.gethostname() if self.server_name in ANYWHERE else self.server_name
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/metrics"
 
     def close(self) -> None:
-        """Nobody is answered any more.  Takes STOP_S, at most."""
+        """Stop answering; takes 0.1 s, at most."""
         self.shutdown()
         self.server_close()
 
     def server_bind(self) -> None:
-        """As in the standard library, but that asks the name server for a name, and may wait for it."""
+        """Bind as the standard library does, but without asking the name server for a name, which may take long."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
         self.setup_environ()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Whoever asked is gone, or has said nothing."""
+        """The standard library's call after an error in a request: nothing, whoever asked is gone, or has said
+        nothing.
+        """
 
 
 class _Handler(WSGIRequestHandler):

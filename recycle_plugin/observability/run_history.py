@@ -1,4 +1,7 @@
-"""A run as its event log tells it: steps, throughput, who was lost and why; for status, report, demo and benchmarks."""
+"""The history of a run as its event log tells it: steps, throughput, who was lost and why.
+
+For status, report, demo and benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +42,12 @@ RECENT = 10  # steps that "now" is over
 
 @dataclass(frozen=True)
 class Failure:
-    """One lost worker.
+    """One lost worker, the step that its loss interrupted, and when what happened.
 
-    ``step`` was interrupted; times are seconds since the epoch, as the events have them, None where it did not come to
-    that.  ``fault``: what was injected, if that was it.
-
-    ``struck_at``: when that struck, else as ``seen_at``; ``seen_at``: the coordinator knew; ``resumed_at``: the
-    survivors had agreed where to go on; ``committed_at``: the step that they went on with was committed.
+    Times are seconds since the epoch, as the events have them, None where it did not come to that.  ``fault``: what was
+    injected, if that was it.  ``struck_at``: when that struck, else as ``seen_at``; ``seen_at``: the coordinator knew;
+    ``resumed_at``: the survivors had agreed where to go on; ``committed_at``: the step that they went on with was
+    committed.
     """
 
     seat: Seat
@@ -60,18 +62,19 @@ class Failure:
 
     @property
     def stall_s(self) -> float:
+        """Seconds from the failure to the commit of the interrupted step; NaN where it was not committed."""
         return (self.committed_at or nan) - self.struck_at
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """``events``: of one start of a job, in their order."""
+    """The history of one start of a job, from its ``events`` in their order."""
 
     events: tuple[dict, ...]
 
     @classmethod
     def read(cls, folder: Path) -> RunHistory:
-        """Of the last job that was started in the run folder ``folder``.
+        """Read the history of the last job that was started in the run folder ``folder``.
 
         Raises ValueError, in one line, where there is none.
         """
@@ -89,10 +92,12 @@ class RunHistory:
         return cls(tuple(events[first:]))
 
     def of(self, kind: str) -> list[dict]:
+        """The events of one kind."""
         return [event for event in self.events if event["event"] == kind]
 
     @property
     def job(self) -> dict[str, Any]:
+        """The job's settings and shape, from its start event."""
         return self.of("start")[0]["job"]
 
     @property
@@ -102,7 +107,7 @@ class RunHistory:
 
     @property
     def shape(self) -> Topology:
-        """At the end, where the number of micro-batches has changed."""
+        """The job's shape at the end, where the number of micro-batches has changed."""
         micro_batches = next(
             (event["micro_batches"] for event in reversed(self.of("batch"))), self.job["micro_batches"]
         )
@@ -112,15 +117,16 @@ class RunHistory:
 
     @property
     def policy(self) -> Policy:
+        """The policy that plans were made with.  Raises ValueError where the log has none that can be read."""
         return self._of_job(Policy, "policy")
 
     @property
     def costs(self) -> CostModel:
-        """Those that plans were made with."""
+        """The costs that plans were made with.  Raises ValueError where the log has none that can be read."""
         return self._of_job(CostModel, "costs")
 
     def _of_job(self, kind: type[T], name: str) -> T:
-        """ValueError names what is wrong."""
+        """Read a part of the job's settings; ValueError names what is wrong."""
         found = read(kind, self.job[name], f"job.{name}")
         if isinstance(found, Unreadable):
             raise ValueError(str(found))
@@ -153,7 +159,7 @@ class RunHistory:
 
     @staticmethod
     def _why(lost: dict, confirmed: str) -> str:
-        """A broken connection says less than what the supervisor has seen."""
+        """Why a worker is lost; a broken connection says less than what the supervisor has seen."""
         return "; ".join(filter(None, ("" if lost["how"] == BROKEN and confirmed else lost["how"], confirmed)))
 
     @property
@@ -163,11 +169,12 @@ class RunHistory:
 
     @property
     def view(self) -> ClusterView:
-        """Who is left."""
+        """The cluster as it is at the end: who is left."""
         return self.shape.full().without(*map(Seat.parse, self.gone))
 
     @cached_property
     def failures(self) -> tuple[Failure, ...]:
+        """All lost workers, in the order of their losses."""
         return tuple(self._failure(event) for event in self.of("lost"))
 
     def _failure(self, lost: dict) -> Failure:
@@ -201,7 +208,7 @@ class RunHistory:
 
     @property
     def last_before(self) -> int:
-        """... before the first failure."""
+        """The last step that was committed before the first failure."""
         return self.failures[0].step - 1 if self.failures else self.last
 
     @property
@@ -213,7 +220,7 @@ class RunHistory:
 
     @property
     def now_s(self) -> float:
-        """The same of the last steps, none of which was interrupted; nan where there are none since the last
+        """Median seconds of the last steps, none of which was interrupted; nan where there are none since the last
         failure.
         """
         begins = [
@@ -225,7 +232,7 @@ class RunHistory:
 
     @property
     def predicted(self) -> float | None:
-        """The planner's throughput of those that are left, where 1 is everybody's; None before they have a plan."""
+        """The planner's throughput with those that are left, where 1 is everybody's; None before they have a plan."""
         if self.unmanned:
             return 0.0
         planned = max((number for number, event in enumerate(self.events) if event["event"] == "resume"), default=-1)
@@ -234,7 +241,7 @@ class RunHistory:
 
     @property
     def checkpoint(self) -> str | None:
-        """Where the last one is."""
+        """The path of the last checkpoint, None if there is none."""
         return next((event["path"] for event in reversed(self.of("checkpoint"))), None)
 
     @property
@@ -244,14 +251,16 @@ class RunHistory:
 
     @property
     def coordinator(self) -> dict[str, Any]:
-        """``host`` and ``pid`` of its process, the process to ``stop`` it by, and the ``place`` where these numbers
-        hold; empty in logs that don't have it.
+        """The coordinator's process: its ``host`` and ``pid``, the process to ``stop`` it by, and the ``place`` of
+        these numbers.
+
+        Empty in logs that don't have it.
         """
         return self.of("start")[0].get("coordinator", {})
 
     @property
     def was_killed(self) -> bool:
-        """The job has no end, and its coordinator is known to be gone, since it would be on this host."""
+        """Whether the job has no end, and its coordinator is known to be gone, since it would be on this host."""
         if self.end is not None or self.coordinator.get("place") != place():
             return False
         try:
@@ -262,17 +271,17 @@ class RunHistory:
             return True
 
     def rate(self, step_s: float, step: int) -> float:
-        """Samples a second, from seconds a step, of steps as large as ``step``."""
+        """Samples a second, from seconds a step, for steps as large as ``step``."""
         return self.batch_from(step)[1] / step_s if step_s else nan
 
     def batch_from(self, step: int) -> tuple[int, int]:
-        """The first step of those as large as ``step``, and their samples."""
+        """The first step of those as large as ``step``, and their number of samples."""
         sizes = [(0, self.job["batch"]), *((event["step"], event["batch"]) for event in self.of("batch"))]
         return next(size for size in reversed(sizes) if size[0] <= step)
 
 
 def place() -> str:
-    """Where processes have the numbers that this one sees."""
+    """The name of where processes have the numbers that this one sees: this boot and namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 

@@ -1,4 +1,4 @@
-"""What is written for people to read, and no training depends on: logs, traces, the lines on the console.
+"""Writing what people read and no training depends on: logs, traces, the lines on the console.
 
 Where it can't be written, since the disk is full for instance, it is dropped; that is said once, and it is tried again
 now and then.  Once it can be written again, that is said too, with how much is missing.
@@ -24,7 +24,7 @@ Say = Callable[..., None]
 
 
 class Droppable:
-    """What goes to ``path``, in ``unit``.  ``say`` tells the user."""
+    """Something that is written to ``path`` and may be dropped, counted in ``unit``.  ``say`` tells the user."""
 
     def __init__(self, path: Path | str, unit: str, say: Say) -> None:
         self.path = path
@@ -34,7 +34,7 @@ class Droppable:
         self._again = 0.0  # when it is tried again
 
     def attempt(self, write: Callable[[], None], count: int, errors: type[Exception] = OSError) -> bool:
-        """Whether ``write``, of so many, is done; else they are dropped."""
+        """Try to ``write`` so many units; returns whether it is done, else they are dropped and counted."""
         if self._failing and time.monotonic() < self._again:
             self._dropped += count
             return False
@@ -47,7 +47,7 @@ class Droppable:
         return True
 
     def at_once(self) -> None:
-        """The next attempt is made whenever it comes."""
+        """Make the next attempt whenever it comes, without a pause."""
         self._again = 0.0
 
     def _fail(self, error: Exception, count: int) -> None:
@@ -74,12 +74,12 @@ class Droppable:
 
 
 def console() -> Path:
-    """Where this process prints to, if that is a file."""
+    """The file that this process prints to, or whatever else its standard output is."""
     return Path(os.path.realpath("/proc/self/fd/1"))
 
 
 class LineFile:
-    """A file that lines are appended to, each whole or not at all.  Nothing is opened before the first one."""
+    """A file that lines are appended to, each whole or not at all; it is opened with the first one."""
 
     def __init__(self, path: Path, say: Say) -> None:
         self.path = path
@@ -88,20 +88,20 @@ class LineFile:
         self._kept: deque[str] = deque(maxlen=KEPT)
 
     def add(self, line: str, keep: bool = False) -> None:
-        """``keep``: it is not dropped, and waits until there is room."""
+        """Append a line.  ``keep``: it is not dropped, and waits until there is room."""
         if keep:
             self._kept.append(line)
         self._target.attempt(lambda: self._append([] if keep else [line]), 0 if keep else 1)
 
     def close(self) -> None:
-        """Of what is kept another attempt is made."""
+        """Try once more to write what waits, and close the file."""
         if self._kept:
             self._target.at_once()
             self.add(self._kept.pop(), keep=True)
         self._let_go()
 
     def _append(self, lines: list[str]) -> None:
-        """What is kept, and then these."""
+        """Write what waits, and then these lines."""
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class LineFile:
             raise
 
     def _cut_off(self, count: int) -> None:
-        """The last so many bytes are of a line that is not whole."""
+        """Cut off the last so many bytes, which are of a line that is not whole."""
         try:
             os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - count)
         except OSError:  # what can't be cut off either is no file

@@ -1,4 +1,4 @@
-"""Writes what a worker executed, one span a line, so that a killed worker's trace ends where it died."""
+"""The traces of workers: what each executed, one span a line, so that a killed worker's trace ends where it died."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from recycle_plugin.observability.telemetry import LineFile, Say
 
 
 class TraceFile:
-    """``<folder>/<seat>.txt``: instruction, start and end in microseconds since the epoch.
+    """One worker's trace ``<folder>/<seat>.txt``: instruction, start and end in microseconds since the epoch.
 
-    ``say``: to be told of what can't be written.
+    ``say`` is told of what can't be written.
     """
 
     def __init__(self, folder: Path, seat: Seat, say: Say) -> None:
         self._lines = LineFile(folder / f"{seat}.txt", say)
 
     def add(self, span: Span) -> None:
+        """Append a span."""
         self._lines.add(f"{span.instruction} {span.start_us} {span.end_us}")
 
     def close(self) -> None:
+        """Close the file."""
         self._lines.close()
 
 

@@ -10,7 +10,7 @@ HEAD = ("step", "fault-free", "with failure", "difference")
 def table(
     fault_free: Mapping[int, float], failed: Mapping[int, float], killed_in: tuple[int, ...] = (), digits: int = 6
 ) -> str:
-    """One line per step that either run has; ``killed_in``: steps to mark.  Losses in whatever unit they come.
+    """A table of two loss curves: one line for each step that either run has; ``killed_in``: steps to mark.
 
     Raises ValueError where the runs have no step in common.
     """
@@ -27,7 +27,7 @@ def table(
 
 
 def largest_difference(fault_free: Mapping[int, float], failed: Mapping[int, float]) -> float:
-    """Over the steps that both runs have; nan if any of them is."""
+    """The largest difference over the steps that both runs have; nan if any of them is."""
     differences = [abs(fault_free[step] - failed[step]) for step in sorted(fault_free.keys() & failed.keys())]
     return max(differences, key=lambda value: (value != value, value))
 

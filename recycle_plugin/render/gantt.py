@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Look(NamedTuple):
-    """Of an instruction that takes time."""
+    """How an instruction that takes time is drawn."""
 
     colour: str
     name: str
@@ -68,10 +68,10 @@ class Panel(NamedTuple):
 
 
 def draw(path: str | Path | BinaryIO, *panels: Panel) -> None:
-    """Write the picture to ``path`` (its ending says which: .png, .svg, .pdf; into a stream: PNG), panels one below the
-    other.
+    """Write the picture to ``path`` (its ending says which: .png, .svg, .pdf; into a stream: PNG).
 
-    Panels share their scale of time, so that a longer step looks longer.  Raises ValueError without spans.
+    Panels are one below the other, and share their scale of time, so that a longer step looks longer.  Raises
+    ValueError without spans.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -218,7 +218,7 @@ def _draw_pause(axes: Axes, pause: Pause, at: _Scale, height: float) -> None:
 
 
 def label(instruction: Instruction, rerouted: bool) -> str:
-    """What stands on a bar: the micro-batch's index, or its whole name where a peer runs it."""
+    """The text on a bar: the micro-batch's index, or its whole name where a peer runs it."""
     if instruction.op not in COMPUTE:
         return ""
     return str(instruction.micro_batch) if rerouted else str(instruction.micro_batch.index)

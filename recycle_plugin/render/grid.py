@@ -18,8 +18,9 @@ HERE = "<-- HERE"
 
 
 def cell(seat: Seat, instruction: Instruction) -> str:
-    """``F3`` for an own micro-batch, ``F1.3`` for one of another replica, and of what ends a step the first letter:
-    ``R``, ``T``, ``V``, ``S``.
+    """The text of an instruction: ``F3`` for an own micro-batch, ``F1.3`` for one of another replica.
+
+    What ends a step has the first letter: ``R``, ``T``, ``V``, ``S``.
     """
     if instruction.op in STAGE_WIDE:
         return instruction.op.value[0]
@@ -31,8 +32,8 @@ def cell(seat: Seat, instruction: Instruction) -> str:
 def draw(spans: Iterable[Span], tick_us: int = 1, mark: tuple[Seat, Instruction] | None = None) -> str:
     """The grid of ``spans``, ``tick_us`` microseconds a column.  What takes less than half a tick is not drawn.
 
-    ``mark``: this instruction stands in brackets and its row ends in ``<-- HERE``.
-    Raises ValueError for a tick that is not positive.
+    ``mark``: this instruction is in brackets and its row ends in ``<-- HERE``. Raises ValueError for a tick that is not
+    positive.
     """
     if tick_us < 1:
         raise ValueError(f"tick_us is {tick_us}: it has to be at least 1 microsecond")
@@ -50,7 +51,7 @@ def draw(spans: Iterable[Span], tick_us: int = 1, mark: tuple[Seat, Instruction]
 
 
 def draw_programs(programs: Mapping[Seat, Iterable[Instruction]], mark: tuple[Seat, Instruction] | None = None) -> str:
-    """Programs in their own order, without time: for plans whose times mean nothing."""
+    """The grid of programs in their own order, without time: for plans whose times mean nothing."""
     rows = {
         seat: {place: _marked(seat, one, mark) for place, one in enumerate(program)}
         for seat, program in sorted(programs.items())
@@ -59,7 +60,7 @@ def draw_programs(programs: Mapping[Seat, Iterable[Instruction]], mark: tuple[Se
 
 
 def draw_error(error: VerificationError) -> str:
-    """What is wrong, and where it stands in the refused plan."""
+    """What is wrong with a refused plan, and the grid that shows where."""
     mark = None if error.seat is None or error.instruction is None else (error.seat, error.instruction)
     return f"{error}\n{draw_programs(error.plan.programs, mark)}"
 

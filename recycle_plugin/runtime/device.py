@@ -1,28 +1,28 @@
 """The port to what tensors are computed on: copies to and from host memory, events, random numbers, memory.
 
 Nothing else names a kind of device; a test checks it.  Work on a device may go on after the call that has started it;
-what stands here is what that changes for others.
+this module has what that changes for others.
 
 **Copies** are started and go on by themselves.  Whoever gives a tensor says whether its memory may be ``shared``: then
 nobody changes it before the copy is over, nor afterwards while the copy is of use, and on a device that is the host
 there is no copy at all.  Otherwise the giver may change it as soon as the call returns, and the copy has memory of its
 own.  Who needs what:
 
-* boundary tensors, for peers and for the store (tiers.py): shared.  A stage gives nothing that an optimizer, a layer or
-  the next forward writes to (worker/stage.py copies such), and what is in a store is not changed in place.  So they are
-  sent from where they were made, by any thread;
-* what has come from a peer, for the stage: shared.  Layers get copies of it (boundary.py);
-* a script's batches, kept (batches.py) or given to layers (boundary.py): not shared, since loaders and layers write to
-  them;
-* bytes for hashes and for other workers (state.py), and single numbers: shared, since they are read before the thread
-  goes on;
+* boundary tensors, for peers and for the store (runtime/worker/tiers.py): shared.  A stage gives nothing that an
+  optimizer, a layer or the next forward writes to (runtime/stage/stage.py copies such), and what is in a store is not
+  changed in place.  So they are sent from where they were made, by any thread;
+* what has come from a peer, for the stage: shared.  Layers get copies of it (runtime/stage/boundary.py);
+* a script's batches, kept (runtime/movers/batches.py) or given to layers (runtime/stage/boundary.py): not shared, since
+  loaders and layers write to them;
+* bytes for hashes and for other workers (runtime/state/stage_state.py), and single numbers: shared, since they are read
+  before the thread goes on;
 * a checkpoint that is written in the background: not shared, since training goes on meanwhile.
 
 **Events** tell when work is done.  An instruction that computes waits for the one behind its work
-(worker/operations.py), so that traces and a worker's pace (core/worker/stopwatch.py), which the host's clock measures,
-are of the work and not of its start, and a device that hangs is found at the instruction that it hangs in, by name.
-That costs the device the time until the host has started the next instruction; copies go on meanwhile.  A worker's
-beats (heart.py) say what its thread is at, and need no device.
+(runtime/stage/operations.py), so that traces and compute times (core/worker/stopwatch.py), which the host's clock
+measures, are of the work and not of its start, and a device that hangs is found at the instruction that it hangs in, by
+name. That costs the device the time until the host has started the next instruction; copies go on meanwhile.  A
+worker's heartbeats (runtime/control/heartbeats.py) say what its thread is at, and need no device.
 
 An implementation passes tests/runtime/test_device.py.
 """
@@ -44,7 +44,7 @@ HOST = torch.device("cpu")  # where memory is that other processes, files and ne
 
 
 class Copy(Protocol):
-    """Of tensors, under way.  May be used by any thread.  ``nbytes``: of all."""
+    """A copy of tensors that is under way, of ``nbytes`` bytes in all; any thread may use it."""
 
     nbytes: int
 
@@ -52,7 +52,7 @@ class Copy(Protocol):
         """Whether it is over, well or badly."""
 
     def wait(self, timeout_s: float) -> Tensors:
-        """The tensors.  Raises its error, WaitTimeout past the deadline (it goes on).
+        """The tensors; raises the copy's error, or WaitTimeout past the deadline (it goes on).
 
         Those on the device are for what it computes from now on: a device with an order of its own may return them
         earlier, and put that behind the copy.
@@ -60,90 +60,98 @@ class Copy(Protocol):
 
 
 class DeviceEvent(Protocol):
-    """Behind the work that was started before it."""
+    """A mark behind the work that was started on a device before it."""
 
     def poll(self) -> bool:
-        """Whether it has happened, or never will."""
+        """Whether the work before it is done, or never will be."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it has.  Raises what the work has failed with, WaitTimeout past the deadline."""
+        """Return when the work before it is done; raises what that has failed with, WaitTimeout past the deadline."""
 
     def since(self, earlier: DeviceEvent) -> float:
-        """Seconds between two of a device that have happened."""
+        """Seconds between two events of one device, both of which have happened."""
 
 
 class DeviceMemory(NamedTuple):
-    """In bytes; ``used`` by whatever process."""
+    """A device's memory in bytes; ``used`` counts all processes."""
 
     used: int
     total: int
 
 
 class Device(Protocol):
-    """``where`` tensors are made that it computes with; ``kind``: what torch.autocast calls it.
+    """What a worker computes on, for any thread.
 
-    May be used by any thread.
-
-    ``what``: named by a wait that passes its deadline; it is made a text then.
+    ``where`` is where tensors are made that it computes with, ``kind`` its name for torch.autocast.  Methods' ``what``
+    is named by a wait that passes its deadline; only then is it made a text.
     """
 
     where: torch.device
     kind: str
 
     def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
-        """Copies in host memory, contiguous and without a graph; of such as are on the host already too."""
+        """Start copying tensors, wherever they are, to host memory, contiguous and without a graph."""
 
     def from_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
-        """Copies on the device, without a graph; of such as are there already too."""
+        """Start copying tensors, wherever they are, to the device, without a graph."""
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """In host memory, from which a copy is quickest."""
+        """An uninitialised tensor in host memory, of the kind from which a copy to the device is quickest."""
 
-    def event(self, what: object) -> DeviceEvent: ...
+    def event(self, what: object) -> DeviceEvent:
+        """Mark the end of the work that has been started on the device so far."""
 
     @property
     def generators(self) -> Sequence[torch.Generator]:
-        """The default ones that layers on it draw from, the device's own last."""
+        """The default random generators that layers on the device draw from, the device's own last."""
 
-    def memory(self) -> DeviceMemory: ...
+    def memory(self) -> DeviceMemory:
+        """How much of the device's memory is used, and how much there is."""
 
     def arithmetic(self) -> str:
-        """What decides how its operations round, besides their inputs: workers with the same text round alike."""
+        """A text of all that decides how operations round, besides their inputs: workers with the same text round
+        alike.
+        """
 
 
 class There(NamedTuple):
-    """A copy that is over well."""
+    """A copy that has succeeded already."""
 
     tensors: Tensors
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def poll(self) -> bool:
+        """Always True: the copy is over."""
         return True
 
     def wait(self, timeout_s: float) -> Tensors:
+        """The tensors, at once."""
         return self.tensors
 
 
 class Done(NamedTuple):
-    """An event that has happened, ``at`` seconds."""
+    """An event that has happened, ``at`` that many seconds of time.perf_counter."""
 
     at: float
 
     def poll(self) -> bool:
+        """Always True: the work is done."""
         return True
 
     def wait(self, timeout_s: float) -> None:
-        pass
+        """Return at once: the work is done."""
 
     def since(self, earlier: Done) -> float:
+        """Seconds between an earlier event and this one."""
         return self.at - earlier.at
 
 
 class Cpu:
-    """The host itself: its work is done when a call returns.
+    """The host itself as a device: its work is done when a call returns.
 
     Its memory is the machine's, which other workers use too.
     """
@@ -152,23 +160,29 @@ class Cpu:
     generators = (torch.default_generator,)
 
     def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
+        """Detached tensors, contiguous; copies where their memory may not be shared."""
         given = (tensor.detach() if shared else tensor.detach().clone() for tensor in tensors)
         return There(tuple(tensor.contiguous() if tensor.layout is torch.strided else tensor for tensor in given))
 
     def from_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
+        """Detached tensors on the host; copies where their memory may not be shared."""
         return There(tuple(tensor.detach().to(HOST, copy=not shared) for tensor in tensors))
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in host memory."""
         return torch.empty(shape, dtype=dtype, device=HOST)
 
     def event(self, what: object) -> DeviceEvent:
+        """An event that has happened now."""
         return Done(time.perf_counter())
 
     def memory(self) -> DeviceMemory:
+        """The machine's memory, used by all processes and in total."""
         found = psutil.virtual_memory()
         return DeviceMemory(found.total - found.available, found.total)
 
     def arithmetic(self) -> str:
+        """The torch version, the CPU capability that torch uses, and its number of threads."""
         return (
             f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         )
@@ -179,13 +193,13 @@ DEVICES: Mapping[str, Callable[[torch.device], Device]] = {HOST.type: lambda whe
 
 
 def device_of(where: torch.device) -> Device:
-    """The one that tensors on ``where`` are computed on.  RecycleError where it is of a kind that is not supported."""
+    """The device that tensors on ``where`` are computed on.  Raises RecycleError where its kind is not supported."""
     check(where.type)
     return DEVICES[where.type](where)
 
 
 def check(kind: str) -> None:
-    """Raises RecycleError where there is no device of that kind."""
+    """Raise RecycleError where devices of that kind are not supported."""
     if kind not in DEVICES:
         raise RecycleError(
             f"the accelerator is {kind}: process groups that lose members work over Gloo on the CPU only yet (NCCL "
@@ -194,9 +208,7 @@ def check(kind: str) -> None:
 
 
 def supports(asked: str | None) -> bool:
-    """Whether this process runs on a device that is supported: on the kind it was ``asked`` to, or on what torch
-    finds.
-    """
+    """Whether this process runs on a supported device: on the kind it was ``asked`` to, or on what torch finds."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return (asked or (HOST.type if found is None else found.type)) in DEVICES
 
@@ -207,10 +219,11 @@ def in_use() -> bool:
 
 
 def on_host(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is in host memory."""
     return tensor.device.type == HOST.type
 
 
 def fetch(tensor: torch.Tensor, what: object, *, shared: bool = True) -> torch.Tensor:
-    """``tensor`` in host memory, wherever it is."""
+    """Return ``tensor`` in host memory, wherever it is, once it is there; raises WaitTimeout after 300 s."""
     (found,) = device_of(tensor.device).to_host((tensor,), what, shared=shared).wait(COPY_S)
     return found

@@ -26,21 +26,22 @@ def size(text: str) -> int | None:
 
 
 def normal(text: str) -> str | None:
-    """``text`` as the other functions take it; None where it is neither "1f1b" nor "auto" nor a size."""
+    """The cap in the form that the other functions take; None where it is neither "1f1b" nor "auto" nor a size."""
     word = text.strip().lower()
     return word if word in (ONE_F_ONE_B, AUTO) else text.strip() if size(text) else None
 
 
 def in_bytes(cap: object) -> bool:
-    """Whether ``cap`` needs a profile."""
+    """Whether ``cap`` is in bytes, and so needs a profile."""
     return isinstance(cap, str) and cap != ONE_F_ONE_B
 
 
 def memory_bytes(cap: str, profile: Profile, stages: int, undo: str = "snapshot") -> int | tuple[int, ...]:
-    """``Policy.memory_bytes`` of a size, or of "auto": what a device has left beside a worker's state, per stage.
+    """The bytes of ``Policy.memory_bytes`` for a size, or for "auto", per stage what a device has left beside the
+    state.
 
-    ``undo``: how steps are taken back, as in the settings.
-    Raises ValueError where "auto" has nothing to go by, or nothing is left.
+    ``undo``: how steps are taken back, as in the settings. Raises ValueError where "auto" has nothing to go by, or
+    nothing is left.
     """
     if cap != AUTO:
         return size(cap)

@@ -1,8 +1,7 @@
-"""Hydra overrides in, one typed and resolved :class:`TrainingJob` out: the only place that knows Hydra.
+"""Hydra overrides in, one typed and resolved :class:`TrainingJob` out: the only module that knows Hydra.
 
-The launcher hands every rank a ``--local_rank`` that Hydra refuses, and the run folder must not
-depend on the time at which a rank looks at its clock; so ranks compose with Hydra's compose API
-instead of ``@hydra.main``.
+The launcher hands every rank a ``--local_rank`` that Hydra refuses, and the run folder must not depend on the time at
+which a rank looks at its clock; so ranks compose with Hydra's compose API instead of ``@hydra.main``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CONFIGS = "recycle_plugin.configs"
 
 
 class ComposeError(ValueError):
-    """One line: which override or value is wrong."""
+    """An override or a value is wrong; the message is one line that says which."""
 
 
 class _Section(BaseModel):
@@ -38,7 +37,7 @@ class _Section(BaseModel):
 
 
 class GPTModel(_Section):
-    """Shape of a GPT; ``sequence`` in tokens; ``tied``: its head's weights are the embedding's."""
+    """The shape of a GPT; ``sequence`` in tokens; ``tied``: its head's weights are the embedding's."""
 
     kind: Literal["gpt"]
     layers: PositiveInt
@@ -51,14 +50,16 @@ class GPTModel(_Section):
 
     @property
     def pipeline_layers(self) -> int:
-        """Layers that can be spread over stages: embedding, transformer layers, head; a tied one apart from the norm
-        before it.
+        """How many layers can be spread over stages: embedding, transformer layers, head; a tied one apart from the
+        norm before it.
         """
         return self.layers + 2 + self.tied
 
 
 class EmulatedModel(_Section):
-    """``layers`` layers that take the given times per micro-batch, on vectors of ``width`` numbers."""
+    """A model of ``layers`` layers that take the given milliseconds per micro-batch, on vectors of ``width``
+    numbers.
+    """
 
     kind: Literal["emulated"]
     layers: PositiveInt
@@ -69,17 +70,20 @@ class EmulatedModel(_Section):
 
     @property
     def pipeline_layers(self) -> int:
+        """How many layers can be spread over stages."""
         return self.layers
 
 
 class JobTopology(_Section):
+    """A job's numbers of stages, of replicas, and of micro-batches of a replica in a step."""
+
     stages: PositiveInt
     replicas: PositiveInt
     micro_batches: PositiveInt
 
 
 class TextData(_Section):
-    """Bytes of text files as tokens."""
+    """Text files whose bytes are the tokens."""
 
     kind: Literal["text"]
     path: str | None
@@ -119,6 +123,7 @@ class TrainingJob(_Section):
 
     @property
     def workers(self) -> int:
+        """How many workers the topology needs."""
         return self.topology.stages * self.topology.replicas
 
     def deepspeed_config(self) -> dict[str, Any]:
@@ -135,6 +140,7 @@ class TrainingJob(_Section):
 
     @property
     def bf16(self) -> bool:
+        """Whether the DeepSpeed config enables bf16."""
         return bool((self.deepspeed or {}).get("bf16", {}).get("enabled"))
 
 
@@ -158,10 +164,11 @@ def compose(overrides: Sequence[str] = ()) -> TrainingJob:
 
 
 def compose_from_command_line(arguments: Sequence[str], description: str, workers: int | None = None) -> TrainingJob:
-    """As :func:`compose`, from a rank's command line; what is wrong ends the script with one line.
+    """The job that a rank's command line describes, as :func:`compose` makes it; what is wrong ends the script with one
+    line.
 
-    Every rank says the same; under ``recycle_plugin.launch`` the coordinator prints it once.
-    ``workers``: how many were started, where the topology has to fit them.
+    Every rank says the same; under ``recycle_plugin.launch`` the coordinator prints it once. ``workers``: how many were
+    started, where the topology has to fit them.  Raises SystemExit.
     """
     parser = argparse.ArgumentParser(
         description=description, epilog="groups and keys: see configs/ (recycle_plugin.configs)"
@@ -218,7 +225,7 @@ def _typed(tree: Any) -> TrainingJob:
 
 
 def _check_faults(job: TrainingJob) -> None:
-    """A fault in a step that the run never reaches would be a test that tests nothing."""
+    """Refuse a fault in a step that the run never reaches: it would be a test that tests nothing."""
     for number, fault in enumerate(Settings.from_section(job.recycle).fault_list):
         step = None if fault.when == "at" else Instruction.parse(fault.where).step
         if (

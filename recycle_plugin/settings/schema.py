@@ -29,7 +29,7 @@ SECTION = "recycle"
 
 
 class SettingsError(ValueError):
-    """One line: ``recycle.<key>: what is wrong; what to write instead``."""
+    """A setting is wrong; the message is one line: ``recycle.<key>: what is wrong; what to write instead``."""
 
     def __init__(self, key: str, wrong: str, fix: str, others: tuple[str, ...] = ()) -> None:
         where = f"{SECTION}.{key}" if key else SECTION
@@ -39,7 +39,9 @@ class SettingsError(ValueError):
 
 
 def _setting(default: Any, write: str, description: str, **limits: Any) -> Any:
-    """A field.  ``write``: what a correct value looks like, in the words of the error that asks for it."""
+    """A field of the settings.  ``write``: what a correct value looks like, in the words of the error that asks for
+    it.
+    """
     return Field(default, description=description, json_schema_extra={"write": write}, **limits)
 
 
@@ -57,7 +59,7 @@ def _checked_cap(value: Any) -> Any:
 
 
 def _checked_size(value: Any) -> Any:
-    """A size in words becomes bytes."""
+    """A size in words as bytes."""
     if not isinstance(value, str):
         return value
     if (size := cap.size(value)) is None:
@@ -361,11 +363,12 @@ class Settings(BaseModel):
 
     @property
     def deadlines(self) -> Deadlines:
+        """The settings that are deadlines, in seconds."""
         return Deadlines(**{one.name: getattr(self, one.name) for one in fields(Deadlines)})
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Where metrics are served, if they are."""
+        """Where metrics are served, None if they are not."""
         return Endpoint(self.metrics.address, self.metrics.port) if self.metrics else None
 
     @classmethod
@@ -490,7 +493,7 @@ class Settings(BaseModel):
         return self.clip == "sync" and (clipping > 0 or self.loss_scaling)
 
     def policy(self, validate: bool, stages: int) -> Policy:
-        """What the planner may use.  ``validate``: gradient clipping is on, so that a step waits for its norm.
+        """The planner's policy.  ``validate``: gradient clipping is on, so that a step waits for its norm.
 
         Raises :class:`SettingsError` for an activation cap that doesn't go with the profile or the number of stages.
         """
@@ -518,6 +521,7 @@ class Settings(BaseModel):
 
     @property
     def fault_list(self) -> tuple[Fault, ...]:
+        """The faults to inject, parsed."""
         return tuple(map(Fault.parse, self.faults))
 
     def fault_script(self, seat: Seat) -> FaultScript:

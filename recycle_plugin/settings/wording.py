@@ -67,12 +67,12 @@ def _write(field: FieldInfo) -> str:
 
 
 def shown(value: Any) -> str:
-    """``value`` as JSON, shortened to a line's part."""
+    """A value as JSON, shortened to 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def kind(value: Any) -> str:
-    """What sort of JSON value it is."""
+    """The sort of JSON value that it is, with its article."""
     names = {bool: "a boolean", int: "a whole number", float: "a number", str: "a string", dict: "an object"}
     return names.get(type(value), "a list" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""Planning ahead: the same plans, sooner, and nobody waits for it."""
+"""The plan prefetcher: the same plans, sooner, and nobody waits for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.runtime.worker.plan_prefetcher import Ahead
+from recycle_plugin.runtime.worker.plan_prefetcher import PlanPrefetcher
 
 SHAPE, COSTS, POLICY = Topology(3, 2, 4), CostModel.uniform(2, 10, 11, 9, 1), Policy()
 
@@ -18,26 +18,26 @@ def members(view) -> list[Member]:
 
 
 def test_every_single_loss_and_every_host_is_in_store_and_as_on_demand() -> None:
-    ahead, view = Ahead(COSTS, POLICY), SHAPE.full()
-    assert ahead.plan(view).digest == planner.plan(view, COSTS, POLICY).digest
-    ahead.prepare(view, members(view))
-    assert ahead.prepared.wait(60)
+    prefetcher, view = PlanPrefetcher(COSTS, POLICY), SHAPE.full()
+    assert prefetcher.plan(view).digest == planner.plan(view, COSTS, POLICY).digest
+    prefetcher.prepare(view, members(view))
+    assert prefetcher.prepared.wait(60)
     for lost in [[seat] for seat in SHAPE.seats] + [[Seat(replica, 0), Seat(replica, 1)] for replica in range(3)]:
         after = view.without(*lost)
-        assert after in ahead._store
-        assert ahead.plan(after).digest == planner.plan(after, COSTS, POLICY).digest
+        assert after in prefetcher._store
+        assert prefetcher.plan(after).digest == planner.plan(after, COSTS, POLICY).digest
 
 
 def test_a_failure_does_not_wait_for_what_is_being_planned() -> None:
-    ahead, view = Ahead(COSTS, POLICY), SHAPE.full()
-    with ahead._lock:  # as the thread has it while it plans
-        assert ahead.plan(view).digest == planner.plan(view, COSTS, POLICY).digest
-    assert view not in ahead._store
+    prefetcher, view = PlanPrefetcher(COSTS, POLICY), SHAPE.full()
+    with prefetcher._lock:  # as the thread has it while it plans
+        assert prefetcher.plan(view).digest == planner.plan(view, COSTS, POLICY).digest
+    assert view not in prefetcher._store
 
 
 def test_what_was_begun_for_an_older_membership_is_left() -> None:
-    ahead, old, new = Ahead(COSTS, POLICY), SHAPE.full(), SHAPE.full().without(Seat(1, 1))
-    ahead.prepare(old, members(old))
-    ahead.prepare(new, members(new))
-    assert ahead.prepared.wait(60)
-    assert new.without(Seat(0, 1)) in ahead._store and new.without(Seat(2, 0)) in ahead._store
+    prefetcher, old, new = PlanPrefetcher(COSTS, POLICY), SHAPE.full(), SHAPE.full().without(Seat(1, 1))
+    prefetcher.prepare(old, members(old))
+    prefetcher.prepare(new, members(new))
+    assert prefetcher.prepared.wait(60)
+    assert new.without(Seat(0, 1)) in prefetcher._store and new.without(Seat(2, 0)) in prefetcher._store

@@ -65,7 +65,7 @@ async def supervised(monkeypatch):
         return worker
 
     monkeypatch.setattr(worker_keeper, "spawn", spawn)
-    monkeypatch.setattr(supervisor, "PULSE_S", 0.01)
+    monkeypatch.setattr(supervisor, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr(supervisor, "END_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()

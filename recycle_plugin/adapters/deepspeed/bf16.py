@@ -1,4 +1,4 @@
-"""bf16 with the optimizer's state whole on every worker, and its files in DeepSpeed's format.
+"""The optimizer's state in bf16 jobs: whole on every worker, and in DeepSpeed's format in files.
 
 Stock DeepSpeed gives each replica of a stage a part of the fp32 master weights and of the optimizer's state, at ZeRO
 stage 0 too, so that a lost worker's part has no copy.  Here every worker has all of it, and takes the whole step.  In a
@@ -28,10 +28,9 @@ Parameters = list[torch.nn.Parameter]
 
 
 class MasterOptimizer:
-    """Where stock code has its BF16_Optimizer: steps ``optimizer``, whose groups it fills with the masters, and rounds
-    the weights off.
+    """Stands where stock code has its BF16_Optimizer: steps ``optimizer`` on the masters, and rounds the weights off.
 
-    ``clip``: called with the whole gradients in place.
+    It fills the optimizer's groups with the masters.  ``clip`` is called with the whole gradients in place.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Masters, clip: Callable[[], None]) -> None:
@@ -41,24 +40,30 @@ class MasterOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's groups, for stock code."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:
+        """The wrapped optimizer's state, for stock code."""
         return self.optimizer.state
 
     def step(self) -> None:
+        """Clip, step the masters, and round the weights off; the engine's optimizer step calls it."""
         self._clip()
         self.optimizer.step()
         self._masters.round_off()
 
     def zero_grad(self) -> None:
+        """Drop the masters' gradients."""
         for parameter in self._masters.parameters:
             parameter.grad = None
 
 
 class StateFiles:
-    """The optimizer's state and the masters of ``stage`` in a checkpoint.  ``called``: the weights' names."""
+    """The optimizer's state and the masters of ``stage`` in a checkpoint, in DeepSpeed's format.  ``called``: the
+    weights' names.
+    """
 
     def __init__(
         self,
@@ -73,6 +78,7 @@ class StateFiles:
         self._masters = masters
 
     def name(self, part: int | str) -> str:
+        """The name of the file that has the part of this number."""
         return (
             f"{names.BF16_ZERO_FILE_PREFIX}{part}_{names.MODEL_FILE_PREFIX}{self._stage:02d}{names.OPTIM_FILE_SUFFIX}"
         )
@@ -81,7 +87,9 @@ class StateFiles:
 
     @torch.no_grad()
     def part(self, number: int, parts: int) -> dict[str, Any]:
-        """What stock's replica ``number`` of ``parts`` would write."""
+        """What stock's replica ``number`` of ``parts`` would write.  Raises RecycleError for state that its format has
+        no place for.
+        """
         groups, state = self._groups, {}
         spans = [_span(group, number, parts) for group in groups]
         for index, (group, span) in enumerate(zip(groups, spans)):
@@ -108,8 +116,10 @@ class StateFiles:
         return [group["params"] for group in self._optimizer.param_groups]
 
     def _flat_state(self, group: Parameters, name: str, span: tuple[int, int]) -> Any:
-        """What belongs to each element is cut as the masters are; what is left counts steps, and the last parameter's
-        is right for all.
+        """One kind of the optimizer's state for a part of a file: what belongs to each element is cut as the masters
+        are.
+
+        What is left counts steps, and the last parameter's is right for all.
         """
         values = [self._optimizer.state[parameter][name] for parameter in group]
         if name != "step" and all(
@@ -136,7 +146,9 @@ class StateFiles:
     # --- and reading -------------------------------------------------------------------------------
 
     def load(self, path: Path | None, load: Callable[[str], dict[str, Any]]) -> None:
-        """From the checkpoint at ``path``; None: from the weights, which have been loaded alone."""
+        """Load from the checkpoint at ``path``; None: take the masters from the weights, which have been loaded
+        alone.
+        """
         if path is None:
             self._masters.take_over()
         else:
@@ -145,7 +157,7 @@ class StateFiles:
     def read(self, folder: Path, load: Callable[[str], dict[str, Any]]) -> None:
         """Take masters and state from the parts in ``folder``, of whatever number of replicas.
 
-        RecycleError where they are not all there.
+        Raises RecycleError where they are not all there, or of another model.
         """
         first = folder / self.name(0)
         if not first.is_file():
@@ -202,7 +214,7 @@ class StateFiles:
 
 
 def whole_state_mib(weights: Parameters) -> float:
-    """What it costs a worker to have the optimizer's state whole, with Adam."""
+    """MiB that it costs a worker to have the optimizer's state whole, with Adam."""
     return 12 * sum(weight.numel() for weight in weights) / 2**20
 
 

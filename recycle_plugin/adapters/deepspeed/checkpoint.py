@@ -40,10 +40,10 @@ FOLLOWING = frozenset(("places",))  # small parts that the step and the batch si
 
 @dataclass(frozen=True)
 class EngineFiles:
-    """What the worker of ``session`` writes and reads of a checkpoint (runtime/worker/ports.py): by stock code of
-    ``engine``, and what that leaves out.
+    """What a worker writes and reads of a checkpoint (runtime/worker/ports.py), by stock code of ``engine`` and beside
+    it.
 
-    ``masters``: files of the optimizer's state in bf16; ``scaler``: whose state has to be in them; ``client_state``,
+    ``masters``: files of the optimizer's state in bf16; ``scaler``: its state has to be in them; ``client_state``,
     ``exclude_frozen_parameters``: as scripts give them to ``save_checkpoint``.
     """
 
@@ -56,11 +56,15 @@ class EngineFiles:
     exclude_frozen_parameters: bool = False
 
     def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
+        """Write this worker's files to ``folder``/``tag``; they are on the disk when this returns.  Raises NotSaved."""
         files = Durable(self.engine.checkpoint_engine, reach)
         self._write(state, files, folder, tag)
         files.conclude()
 
     def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
+        """Copy this worker's share of the state now; the result writes it to ``folder``/``tag``, and raises
+        NotSaved.
+        """
         files = Copied(Durable(self.engine.checkpoint_engine, reach))
         self._write(state, files, folder, tag)
         return files.write
@@ -94,12 +98,14 @@ class EngineFiles:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """While stock code loads."""
+        """A context in which stock code loads a checkpoint."""
         with self.session.heartbeats.at(ELSEWHERE, "a checkpoint"), without_optimizer(self.engine), self.ties.loading():
             yield
 
     def load_rest(self, state: StageState, path: Path, with_optimizer: bool) -> None:
-        """What stock code leaves to the plugin, of the checkpoint at ``path``."""
+        """Load what stock code leaves to the plugin, from the checkpoint at ``path``.  Raises RecycleError where it
+        does not fit.
+        """
         read = self.engine.checkpoint_engine.load
         with self.session.heartbeats.at(ELSEWHERE, "a checkpoint"):
             self.ties.load(path, partial(read, map_location=self.engine.device))
@@ -108,7 +114,7 @@ class EngineFiles:
                 self.masters.load(path if with_optimizer else None, partial(read, map_location=HOST))
 
     def load_beside(self, state: StageState, path: Path, with_optimizer: bool) -> None:
-        """What stock's files have no place for."""
+        """Load what stock's files have no place for, from the stage's own file beside them."""
         engine, read = self.engine, partial(self.engine.checkpoint_engine.load, map_location=HOST)
         saved = beside(path, engine.stage_id, engine.global_steps if with_optimizer else None, read)
         take_beside(state, saved, with_optimizer)
@@ -122,7 +128,9 @@ class EngineFiles:
 
 @contextmanager
 def stand_in(engine: Any, seat: Seat, generation: Generation, files: Durable | Copied | Inventory) -> Iterator[None]:
-    """``engine`` writes, through ``files``, what its stage's and the job's lowest live member has to write."""
+    """Inside of this context ``engine`` writes, through ``files``, what its stage's and the job's lowest live member
+    has to write.
+    """
     writer = is_writer(seat, generation)
     first = generation.roster.first.rank == engine.global_rank
     grid, module = engine.grid, engine.module
@@ -152,7 +160,9 @@ def stand_in(engine: Any, seat: Seat, generation: Generation, files: Durable | C
 
 @contextmanager
 def without_optimizer(engine: Any) -> Iterator[None]:
-    """Stock code neither writes nor reads the optimizer's state: in bf16 it has files of its own (bf16.py)."""
+    """Inside of this context stock code neither writes nor reads the optimizer's state: in bf16 it has files of its
+    own.
+    """
     optimizer = engine.optimizer
     engine.optimizer = None if engine.masters is not None else optimizer
     try:
@@ -162,11 +172,11 @@ def without_optimizer(engine: Any) -> Iterator[None]:
 
 
 class Inventory:
-    """In a checkpoint engine's place: hands what it is to save on to ``files``, and notes what of a stage's state is in
-    that.
+    """Stands in a checkpoint engine's place: hands what it is to save on to ``files``, and notes what that has of the
+    state.
 
-    ``places``: where the module has the layers that files are named by; ``parameters``: the optimizer's, in its order;
-    ``known``: what else is in files.
+    ``places``: the names in the module of the layers that files are named by; ``parameters``: the optimizer's, in its
+    order; ``known``: what else is in files.
     """
 
     def __init__(
@@ -176,6 +186,7 @@ class Inventory:
         self._saved = set(known)
 
     def save(self, state_dict: Any, path: str) -> None:
+        """DeepSpeed's call to save a file: note what is in it, and hand it on."""
         name = Path(path).name
         if name.startswith(names.LAYER_FILE_PREFIX):
             layer = int(name.removeprefix(names.LAYER_FILE_PREFIX).partition("-")[0])
@@ -190,7 +201,7 @@ class Inventory:
         self._files.save(state_dict, path)
 
     def left(self, state: StageState) -> dict[str, Any]:
-        """What is in no file yet."""
+        """What of the state is in no file yet; empty where nothing is left."""
         small = {name: value for name, value in state.small().items() if value and name not in STOCKS | FOLLOWING}
         tensors = {name: tensor.detach() for name, tensor in state.tensors().items() if name not in self._saved}
         return {"step": state.version.step, "small": small, "tensors": tensors} if small or tensors else {}
@@ -200,15 +211,15 @@ class Inventory:
 
 
 def file_beside(folder: Path, stage: int) -> Path:
-    """The file of what is left."""
+    """The path of the file that has what stock's files of a stage have no place for."""
     return folder / f"recycle_stage_{stage:02d}.pt"
 
 
 def beside(folder: Path, stage: int, step: int | None, read: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    """What was left of ``stage`` in a checkpoint of ``step``; None: of whatever step, for the weights alone.
+    """Read what stock's files of ``stage`` have no place for; ``step`` None: of whatever step, for the weights alone.
 
-    RecycleError where it is of another step, as where stock has saved once more under the same tag, or missing beside
-    that of other stages: small parts are alike in all, so that stages would go on with different ones.
+    Raises RecycleError where it is of another step, as where stock has saved once more under the same tag, or missing
+    beside that of other stages: small parts are alike in all, so that stages would go on with different ones.
     """
     file = file_beside(folder, stage)
     if file.is_file():
@@ -231,7 +242,7 @@ def beside(folder: Path, stage: int, step: int | None, read: Callable[[str], dic
 
 
 def take_beside(state: StageState, saved: Mapping[str, Any], optimizer: bool) -> None:
-    """``saved``: what was left; without ``optimizer``, only the weights of it."""
+    """Take ``saved``, which :func:`beside` has read, into the state; without ``optimizer``, only the weights of it."""
     if optimizer:
         state.put(saved["small"])
     state.fill({name: value for name, value in saved["tensors"].items() if optimizer or name.startswith("weights/")})
@@ -244,11 +255,12 @@ def parts_of(seat: Seat, generation: Generation, parts: int) -> range:
 
 
 def is_writer(seat: Seat, generation: Generation) -> bool:
-    """Of what its stage writes once."""
+    """Whether the worker at ``seat`` writes what its stage writes once: it is the stage's lowest live replica."""
     return live_replicas(seat.stage, generation)[0] == seat.replica
 
 
 def live_replicas(stage: int, generation: Generation) -> list[int]:
+    """The replicas that have a live worker of ``stage``, in order."""
     return sorted(member.seat.replica for member in generation.roster.stage(stage))
 
 
@@ -264,16 +276,18 @@ class Durable:
         self._refused: NotSaved | None = None
 
     def save(self, state_dict: Any, path: str) -> None:
+        """DeepSpeed's call to save a file: write it, unless something could not be written before."""
         if self._done(
             lambda: folders.write(Path(path), lambda file: self._stock.save(state_dict=state_dict, path=file))
         ):
             self._reach("checkpoint.file")
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """DeepSpeed's call to make a folder."""
         self._done(lambda: folders.make(Path(path)))
 
     def conclude(self) -> None:
-        """Raises NotSaved where something could not be written."""
+        """Raise NotSaved where something could not be written."""
         if self._refused is not None:
             raise self._refused
 
@@ -290,19 +304,22 @@ class Durable:
 
 
 class Copied:
-    """In its place: what it is to save is copied to host memory, and saved by ``write``."""
+    """Stands in a checkpoint engine's place: what it is to save is copied to host memory, and saved by ``write``."""
 
     def __init__(self, durable: Durable) -> None:
         self._durable = durable
         self._copies: list[tuple[Any, str]] = []
 
     def save(self, state_dict: Any, path: str) -> None:
+        """DeepSpeed's call to save a file: copy what is to be in it."""
         self._copies.append((_copied(state_dict, path), path))
 
     def preserves_storage_sharing(self) -> bool:
+        """False, so that DeepSpeed makes no copies of its own."""
         return False  # so nobody else makes copies
 
     def write(self) -> None:
+        """Write all copies; raises NotSaved where something could not be written."""
         while self._copies:
             self._durable.save(*self._copies.pop(0))
         self._durable.conclude()
@@ -323,15 +340,15 @@ def _copied(value: Any, path: str) -> Any:
 
 
 def chosen(folder: Path, tag: str | None) -> Path:
-    """The checkpoint that stock code will load, if it is there."""
+    """The folder of the checkpoint that stock code will load, if it is there."""
     latest = folder / "latest"
     return folder / (latest.read_text().strip() if tag is None and latest.is_file() else str(tag))
 
 
 def check_loadable(path: Path, stages: int, bf16: bool) -> None:
-    """A checkpoint of another number of stages: stock DeepSpeed would give every stage the first one's optimizer state.
+    """Refuse a checkpoint of another number of stages, or of another precision.
 
-    Or of another precision.
+    With another number, stock DeepSpeed would give every stage the first one's optimizer state.  Raises RecycleError.
     """
     found = len(list(path.glob(f"{names.MODEL_FILE_PREFIX}*{names.MODEL_FILE_SUFFIX}")))
     if found not in (0, stages):

@@ -1,9 +1,9 @@
 """The DeepSpeed engine that runs plans: ``PipelineEngine`` as scripts call it, in front of the worker runtime's
 trainer.
 
-No algorithm lives here.  It lends DeepSpeed's model, optimizer, gradient buckets and checkpoints to
-the trainer (runtime/worker/trainer.py), and keeps the signatures that user scripts call.  DeepSpeed's private names are
-used in this module only.
+No algorithm lives here.  It lends DeepSpeed's model, optimizer, gradient buckets and checkpoints to the trainer
+(runtime/worker/trainer.py), and keeps the signatures that user scripts call.  DeepSpeed's private names are used in
+this module only.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ class EngineArguments:
 
 
 class RecycleEngine(PipelineEngine):
-    """``train_batch``, ``eval_batch``, ``save_checkpoint`` as in DeepSpeed; they survive the loss of workers.
+    """DeepSpeed's ``PipelineEngine``, which survives the loss of workers: ``train_batch``, ``eval_batch``,
+    ``save_checkpoint``.
 
-    Besides: ``set_data_source(source)`` gives batches by (step, micro-batch) instead of
-    ``training_data`` or an iterator, and ``settle()`` waits until all steps done so far are committed.
+    Besides: ``set_data_source(source)`` gives batches by (step, micro-batch) instead of ``training_data`` or an
+    iterator, and ``settle()`` waits until all steps done so far are committed.
     """
 
     _job: EngineArguments  # of the class that engine_class makes: users' constructors need not know of it
@@ -109,7 +110,7 @@ class RecycleEngine(PipelineEngine):
     # --- what scripts call -------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """One optimizer step; returns the mean loss over all micro-batches of all replicas, on every worker.
+        """Train one optimizer step; returns the mean loss over all micro-batches of all replicas, on every worker.
 
         It may return before the step is committed.  What it returned stays final: recovery finishes the step inside the
         next call into the engine.  Whatever of torch's touches parameters or the optimizer's state first, in the thread
@@ -131,9 +132,10 @@ class RecycleEngine(PipelineEngine):
             return self.agg_train_loss
 
     def set_data_source(self, source: Callable[[int, int, int], Any]) -> None:
-        """``source(step, replica, micro_batch)`` gives (inputs, labels); steps count from 1, the same on every worker.
+        """Take data from ``source(step, replica, micro_batch)``, which gives (inputs, labels); call it before the first
+        step.
 
-        Iterators that ``train_batch`` is given are not read then.
+        Steps count from 1, the same on every worker.  Iterators that ``train_batch`` is given are not read then.
         """
         self._feeding.set_source(source)
 
@@ -142,7 +144,7 @@ class RecycleEngine(PipelineEngine):
         self._trainer.settle()
 
     def finish(self) -> None:
-        """Everybody's last step is committed and this worker may go."""
+        """Wait until everybody's last step is committed, report, and close; then this worker may go."""
         self.settle()
         self._reporting.commits()
         self._trainer.finish()
@@ -156,9 +158,10 @@ class RecycleEngine(PipelineEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss, on every worker, after all training steps so far are committed; whoever dies meanwhile.
+        """DeepSpeed's ``eval_batch``: the mean loss, on every worker, after all training steps so far are committed.
 
-        Whatever else stock evaluation returns needs every worker.
+        Workers may die meanwhile.  Raises RecycleError for whatever else stock evaluation returns where a worker is
+        lost: that needs every one.
         """
         self._trainer.start()
         self.settle()
@@ -180,8 +183,9 @@ class RecycleEngine(PipelineEngine):
         return mean
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As in DeepSpeed, another number of micro-batches from the next step on; every worker asks for the same
-        there.
+        """DeepSpeed's ``set_train_batch_size``: another number of micro-batches from the next step on.
+
+        Every worker asks for the same at the same step; raises RecycleError where they do not.
         """
         if train_batch_size == self.train_batch_size():
             return
@@ -198,8 +202,10 @@ class RecycleEngine(PipelineEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """DeepSpeed's own checkpoint of the last committed step, complete also while workers are missing, and in place
-        at once.
+        """DeepSpeed's ``save_checkpoint``: its own checkpoint of the last committed step, complete while workers are
+        missing.
+
+        It is in place at once.  Raises NotSaved, on all workers, where one can't write it.
         """
         files = replace(self._files, client_state=client_state, exclude_frozen_parameters=exclude_frozen_parameters)
         self._trainer.save(Path(save_dir), tag, save_latest, files)
@@ -215,10 +221,10 @@ class RecycleEngine(PipelineEngine):
         load_module_only: bool = False,
         custom_load_fn: Callable | None = None,
     ) -> Any:
-        """Stock; while training, everybody goes on from the checkpoint's step, from which data and randomness are those
-        of the first time.
+        """DeepSpeed's ``load_checkpoint``; while training, everybody goes on from the checkpoint's step.
 
-        But plain iterators go on where they stand, as in DeepSpeed.
+        Data and randomness are those of the first time, but plain iterators go on where they are, as in DeepSpeed.
+        Raises RecycleError for a checkpoint that does not fit this job.
         """
         path = chosen(Path(load_dir), tag)
         if not load_module_only:
@@ -241,6 +247,7 @@ class RecycleEngine(PipelineEngine):
         return found
 
     def compile(self, *arguments: Any, **named: Any) -> None:
+        """Raises RecycleError: the plugin's layers can't be compiled yet."""
         raise RecycleError(
             "engine.compile(): layers whose backward is split, and run again by peers, cannot be compiled yet; leave "
             "the call out"
@@ -249,28 +256,29 @@ class RecycleEngine(PipelineEngine):
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **INSTRUCTION_MAP}
 
     def plan_schedule(self) -> PlanSchedule | None:
-        """What this worker runs, or has run last, as DeepSpeed's own schedules are looked at; None before the first
-        step.
-        """
+        """What this worker runs, or has run last, as a DeepSpeed ``PipeSchedule``; None before the first step."""
         program = self._trainer.program
         return None if program is None else PlanSchedule(program, self.micro_batches, self.num_stages, self.stage_id)
 
     # --- what stock code calls -----------------------------------------------------------------------
 
     def clip_fp32_gradients(self) -> None:
-        """Inside the optimizer step, where clipping is on; in bf16 the optimizer calls it."""
+        """DeepSpeed's call inside the optimizer step, where clipping is on; in bf16 the optimizer calls it."""
         self._trainer.clip()
 
     def zero_optimization(self) -> bool:
-        """Never: at ZeRO stage 1 with recycle.zero "replicate" stock code does what it does at stage 0."""
+        """False for stock code: at ZeRO stage 1 with recycle.zero "replicate" it does what it does at stage 0."""
         return False
 
     def zero_optimization_stage(self) -> int:
+        """0 for stock code, whatever stage recycle.zero "replicate" was given."""
         return 0
 
     def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MasterOptimizer:
-        """Where stock's has a part of the state each: masters of all that is trained, and gradients are summed over the
-        workers in fp32.
+        """DeepSpeed's call for its bf16 optimizer: masters of all that is trained, where stock's has a part of the
+        state each.
+
+        Gradients are summed over the workers in fp32.
         """
         if optimizer is None:
             raise RecycleError(
@@ -328,7 +336,9 @@ class RecycleEngine(PipelineEngine):
         return DataCursor(self.micro_batches)
 
     def _check_batch_size(self) -> None:
-        """Before each step."""
+        """Raise RecycleError where the script has changed the number of micro-batches by hand; called before each
+        step.
+        """
         planned = self._trainer.topology.micro_batches
         if self.micro_batches != planned:
             raise RecycleError(
@@ -338,8 +348,10 @@ class RecycleEngine(PipelineEngine):
 
 
 def engine_class(users: type, job: EngineArguments) -> type:
-    """``users``, DeepSpeed's engine or a subclass of it, on top of ours: what it overrides and hands on to ``super()``
-    gets here.
+    """The plugin's engine under the user's: ``users``, DeepSpeed's engine or a subclass of it, gets ours as its base.
+
+    What the subclass overrides and hands on to ``super()`` gets here.  Raises RecycleError where it overrides what
+    would not be called, or what the plugin's engine needs.
     """
     mine = {name for each in users.__mro__ if not issubclass(PipelineEngine, each) for name in vars(each)}
     unheard = sorted(
@@ -367,5 +379,5 @@ def engine_class(users: type, job: EngineArguments) -> type:
 
 
 def layer_specs(model: PipelineModule) -> list:
-    """What the layers of all stages are built from."""
+    """The specs that the layers of all stages are built from."""
     return model._layer_specs

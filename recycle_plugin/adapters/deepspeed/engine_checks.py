@@ -1,4 +1,4 @@
-"""What is not supported is refused at the door, in one line that says what works and what to change."""
+"""Checks before an engine is built: what is not supported is refused in one line that says what to change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recycle_plugin.settings.schema import SECTION
 
 
 def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters: Any) -> None:
-    """Before the engine is built.
+    """Raise RecycleError for a job that is not supported, before its engine is built.
 
     ``config``: the whole DeepSpeed config; the others as ``deepspeed.initialize`` gets them.
     """
@@ -48,7 +48,11 @@ def _refuse(wrong: Iterator[str]) -> None:
 
 
 def check_placement(placement: str, model: PipelineModule, given: str) -> None:
-    """``given``: how ranks were given out, when nobody knew the config but from the command line."""
+    """Raise RecycleError where the setting ``placement`` can't be heeded any more, or does not fit the module's
+    topology.
+
+    ``given``: how ranks were given out, when nobody knew the config but from the command line.
+    """
     replicas = model.topology().get_axis_comm_lists("data")
     axes = f"give PipelineModule topology=ProcessTopology(axes=['data', 'pipe'], dims=[{len(replicas[0])}, {len(replicas)}])"
     if placement == "spread" and given != "spread":
@@ -68,7 +72,10 @@ def check_placement(placement: str, model: PipelineModule, given: str) -> None:
 
 
 def check_dataset(dataset: Any) -> None:
-    """``training_data`` as the script gives it.  IterableDataset inherits a __getitem__ that is not there for use."""
+    """Raise RecycleError for ``training_data`` that can't be read by index.
+
+    IterableDataset inherits a __getitem__ that is not there for use.
+    """
     iterable = isinstance(dataset, torch.utils.data.IterableDataset) or not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     )
@@ -116,8 +123,10 @@ def _check_module(model: PipelineModule, parameters: Any) -> None:
 
 
 def _check_real(model: PipelineModule, config: dict[str, Any]) -> None:
-    """Converted to the master weights' fp32, complex ones lose their imaginary part, with stock DeepSpeed too; and
-    Gloo's all-to-all takes none.
+    """Refuse complex weights in bf16 and in exact mode.
+
+    Converted to the master weights' fp32 they lose their imaginary part, with stock DeepSpeed too; and Gloo's
+    all-to-all takes none.
     """
     why = (
         "bf16's master weights are real"
@@ -138,7 +147,7 @@ def _check_real(model: PipelineModule, config: dict[str, Any]) -> None:
 
 
 def _check_layers(model: PipelineModule) -> None:
-    """What would train otherwise than with stock DeepSpeed, or not the same whoever computes it."""
+    """Refuse layers that would train otherwise than with stock DeepSpeed, or not the same whoever computes them."""
     if has_moe_layers(model)[0]:
         raise RecycleError(
             "deepspeed.moe layers send tokens between replicas, which may be lost, and are not supported; use dense "

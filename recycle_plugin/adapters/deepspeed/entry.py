@@ -1,9 +1,9 @@
-"""Where the plugin enters an unmodified training script.
+"""The entry of the plugin into an unmodified training script.
 
-The script imports torch and DeepSpeed when and how it likes.  An import hook waits for that and
-wraps three public functions: ``init_process_group`` and ``new_group`` of ``torch.distributed``, so that groups can lose
-members, and ``deepspeed.initialize``, which builds our engine where the config switches it on and
-the stock one, untouched, everywhere else.
+The script imports torch and DeepSpeed when and how it likes.  An import hook waits for that and wraps three public
+functions: ``init_process_group`` and ``new_group`` of ``torch.distributed``, so that groups can lose members, and
+``deepspeed.initialize``, which builds our engine where the config switches it on and the stock one, untouched,
+everywhere else.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ALIKE = 0.85  # of 1: a section of this likeness is taken for a slip of the pen
 
 
 class Plugin:
-    """The plugin in this process, for ``deepspeed.initialize``."""
+    """The plugin in this process, which wraps torch.distributed and ``deepspeed.initialize``."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     def install(self) -> None:
-        """Call before the training script runs."""
+        """Wrap both as soon as they are imported; call it before the training script runs."""
         AfterImport({"torch.distributed": self._wrap_torch, "deepspeed": self._wrap_deepspeed}).install()
 
     # --- torch -------------------------------------------------------------------------------------
@@ -98,7 +98,9 @@ class Plugin:
         module.initialize = initialize
 
     def _check_section(self, config: dict) -> None:
-        """Who starts a job through the plugin means to have it."""
+        """Warn where the config has no section, and refuse a misspelt one: who starts a job through the plugin means to
+        have it.
+        """
         meant = next(
             (name for name in config if difflib.get_close_matches(name.lower(), [SECTION], cutoff=ALIKE)), None
         )
@@ -118,8 +120,9 @@ class Plugin:
     def _our_engine(
         self, module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]
     ) -> Iterator[None]:
-        """``deepspeed.initialize`` builds what the name PipelineEngine stands for at that moment, which may be a class
-        of the user's.
+        """Inside of this context ``deepspeed.initialize`` builds our engine.
+
+        It builds what the name PipelineEngine stands for at that moment, which may be a class of the user's.
         """
         check_versions()
         from recycle_plugin.adapters.deepspeed.engine import EngineArguments, engine_class
@@ -158,7 +161,9 @@ def find_config(arguments: tuple, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_versions() -> None:
-    """Refuse releases that the plugin is not written for; megatron-core's only where the script uses it."""
+    """Raise RecycleError for releases that the plugin is not written for; megatron-core's only where the script uses
+    it.
+    """
     used = [name for name in RANGES if name != "megatron-core" or "megatron.core" in sys.modules]
     wrong = next((one for one in releases(used) if not one.fits), None)
     if wrong is not None:
@@ -176,6 +181,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self._wrappers = dict(wrappers)
 
     def install(self) -> None:
+        """Wrap the modules that are imported already, and wait for the others."""
         for name in [name for name in self._wrappers if name in sys.modules]:  # a warm process has them already
             self._wrappers.pop(name)(sys.modules[name])
         sys.meta_path.insert(0, self)
@@ -183,6 +189,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Any, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Python's import calls this: for a named module, have it wrapped once it is loaded."""
         wrap = self._wrappers.pop(name, None)
         if wrap is None:
             return None

@@ -1,6 +1,4 @@
-"""DeepSpeed's rules of where data comes from: ``training_data``, a source that the script sets, or what it passes to
-``train_batch``.
-"""
+"""DeepSpeed's rules of where data comes from: ``training_data``, a source, or an iterator given to ``train_batch``."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from recycle_plugin.runtime.worker.ports import Source
 
 
 class Feeding:
-    """For ``feed`` of ``engine``, made with ``training_data`` in whose place ``dataset`` stands, if there was any.
+    """Applies DeepSpeed's rules for ``feed`` of ``engine``; ``dataset`` stands in the place of its ``training_data``.
 
     ``next_batch()``: stock's, of ``engine.data_iterator``.
     """
@@ -31,6 +29,9 @@ class Feeding:
         feed.source = self._collated(dataset) if self._has_dataset else dataset
 
     def set_source(self, source: Callable[[int, int, int], Any]) -> None:
+        """Take data from a script's ``source(step, replica, micro_batch)``; raises RecycleError after steps with an
+        iterator.
+        """
         if self._feed.source is None and self._feed.settled:
             raise RecycleError(
                 "set_data_source() was called after a step with data from an iterator: call it before the first "
@@ -43,8 +44,10 @@ class Feeding:
         )
 
     def take_iterator(self, data_iter: Any) -> None:
-        """What the script passes stands above ``training_data``, as in DeepSpeed, and below a source that it has
-        set.
+        """Choose a step's data: an iterator that the script passes, above ``training_data`` and below a source that it
+        has set.
+
+        Raises RecycleError where there is none, or it does not suit the settings.
         """
         feed, engine = self._feed, self._engine
         if not feed.reads or self._set_by_script:
@@ -85,7 +88,9 @@ class Feeding:
         self._engine.set_dataiterator(data_iter)
 
     def next_batch(self, what: str) -> tuple[Any, Any]:
-        """Of the script's iterator (runtime/worker/ports.py)."""
+        """Read inputs and labels from the script's iterator (runtime/worker/ports.py); raises RecycleError where it has
+        ended.
+        """
         try:
             batch = self._next_batch()
         except StopIteration:
@@ -102,7 +107,9 @@ class Feeding:
         return batch[0], batch[1]
 
     def evaluated(self, data_iter: Any, count: int) -> list[Any]:
-        """Batches to evaluate, as stock reads them: the first and the last stage's workers all of their replica's."""
+        """Batches to evaluate, read as stock does: the first and the last stage's workers read all of their
+        replica's.
+        """
         engine = self._engine
         training, engine.data_iterator = engine.data_iterator, data_iter
         try:

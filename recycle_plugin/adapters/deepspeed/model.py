@@ -13,7 +13,7 @@ from recycle_plugin.runtime.stage.randomness import keyed
 
 
 def reentrant(module: PipelineModule) -> bool:
-    """Whether it checkpoints activations in a way that leaves out layers whose inputs require no gradient."""
+    """Whether ``module`` checkpoints activations in a way that leaves out layers whose inputs require no gradient."""
     return (
         module.activation_checkpoint_interval > 0
         and module.activation_checkpoint_func is not checkpointing.non_reentrant_checkpoint
@@ -22,10 +22,10 @@ def reentrant(module: PipelineModule) -> bool:
 
 @contextmanager
 def keyed_forward(module: PipelineModule, seed: int, place: int, device: Device) -> Iterator[None]:
-    """A forward on ``device`` draws by ``seed``, through DeepSpeed's tracker of random states too.
+    """A context in which a forward on ``device`` draws by ``seed``, through DeepSpeed's tracker of random states too.
 
-    ``place``: that of the micro-batch among its replica's.  ``seed_layers`` seeds each layer by how many forwards its
-    worker has run: by ``place``, which is that number without a failure, and the same whoever runs it.
+    ``place``: the position of the micro-batch among its replica's.  ``seed_layers`` seeds each layer by how many
+    forwards its worker has run: by ``place``, which is that number without a failure, and the same whoever runs it.
     """
     module.micro_offset = place
     tracker, own = checkpointing.get_cuda_rng_tracker(), device.generators[-1]

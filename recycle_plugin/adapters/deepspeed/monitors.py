@@ -27,7 +27,7 @@ RANK_0 = SimpleNamespace(get_rank=lambda: 0)
 
 
 class FirstLive:
-    """An engine's ``monitor``: writes where ``is_first()``, and nowhere else.
+    """Stands in the place of an engine's ``monitor``: writes where ``is_first()``, and nowhere else.
 
     ``note`` tells the user; what can't be written is dropped.
     """
@@ -44,7 +44,7 @@ class FirstLive:
         return getattr(self._stock, name)
 
     def write_events(self, entries: list[Entry]) -> None:
-        """Entries are tuples of name, value and samples so far, as stock's."""
+        """DeepSpeed's call to write entries, tuples of name, value and samples so far."""
         if not self.enabled or not entries or not self._is_first():
             return
         with _rank_0():
@@ -70,7 +70,7 @@ class FirstLive:
 
 
 class Reporting:
-    """Says how far the training of ``engine`` is, as stock does, from whichever worker is first alive."""
+    """Reports how far the training of ``engine`` is, as stock does, from whichever worker is first alive."""
 
     def __init__(self, engine: PipelineEngine, session: Session) -> None:
         self._engine, self._session = engine, session
@@ -78,7 +78,7 @@ class Reporting:
         engine.monitor = FirstLive(engine.monitor, lambda: session.is_first, session.note)
 
     def step(self, loss: torch.Tensor) -> None:
-        """Stock's own line and monitor entries."""
+        """Write stock's own line and monitor entries of a step."""
         engine, every = self._engine, self._engine.steps_per_print()
         if self._session.is_first and every is not None and engine.global_steps % every == 0:
             self._printing.attempt(lambda: print(f"steps: {engine.global_steps} loss: {loss:0.4f}", flush=True), 1)
@@ -91,11 +91,12 @@ class Reporting:
         self.commits()
 
     def evaluated(self, loss: torch.Tensor) -> None:
+        """Write stock's monitor entry of an evaluation."""
         if self._session.is_first and self._engine.monitor.enabled:
             self._engine.monitor.write_events([("Train/Samples/eval_loss", loss.item(), self._engine.global_samples)])
 
     def commits(self) -> None:
-        """What is news of committed steps goes to the monitors; once, whoever was first when it came."""
+        """Write what is news of committed steps to the monitors; once, by whoever was first when it came."""
         engine, batch = self._engine, self._engine.train_batch_size()
         for generation, commit in self._session.take_news():
             if generation.roster.first.worker == self._session.worker:
@@ -104,9 +105,9 @@ class Reporting:
 
 
 def figures(known: dict, generation: int, batch: int, samples: int) -> list[Entry]:
-    """Entries of a committed step.
+    """The monitor entries of a committed step, whose figures ``known`` are core.coordinator.step_figures's.
 
-    ``known``: core.coordinator.step_figures's; ``batch``: samples of a step; ``samples``: of all steps so far.
+    ``batch``: samples of a step; ``samples``: of all steps so far.
     """
     values = {
         "live_workers": known.get("workers"),
@@ -120,7 +121,7 @@ def figures(known: dict, generation: int, batch: int, samples: int) -> list[Entr
 
 @contextmanager
 def _rank_0() -> Iterator[None]:
-    """DeepSpeed's monitors, and nobody else, take this worker for rank 0."""
+    """Inside of this context DeepSpeed's monitors, and nobody else, take this worker for rank 0."""
     modules = [
         module
         for name, module in list(sys.modules.items())

@@ -1,5 +1,5 @@
-"""DeepSpeed's side of what a worker's step needs (runtime/worker/ports.py): its buckets, its step, its norm in fp32,
-its loss scaler.
+"""DeepSpeed's side of what a worker's step needs (runtime/worker/ports.py): buckets, step, norm in fp32, loss
+scaler.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recycle_plugin.runtime.worker.ports import Parameters, Scaler
 
 
 class StockBuckets:
-    """The sum of gradients of ``engine``."""
+    """Sums gradients by the functions of a DeepSpeed ``engine``; the interface is runtime/worker/ports.py's."""
 
     limit = MEMORY_OPT_ALLREDUCE_SIZE
 
@@ -28,37 +28,45 @@ class StockBuckets:
 
     @property
     def averages(self) -> bool:
+        """Whether DeepSpeed divides sums by the logical number of replicas."""
         return self._engine.gradient_average
 
     @property
     def group(self) -> dist.ProcessGroup:
+        """DeepSpeed's process group of the stage's workers."""
         return self._engine.mpu.get_data_parallel_group()
 
     def all_reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The flat sum of ``gradients`` over the group, by DeepSpeed's ``allreduce_bucket``."""
         return self._engine.allreduce_bucket(gradients, self.group)
 
     def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One flat tensor that has all elements of ``tensors``."""
         return self._engine.flatten(tensors)
 
     def unflatten(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The parts of a flat tensor, in the shapes of ``like``."""
         return self._engine.unflatten(flat, like)
 
 
 class StockOptimizer:
-    """The step of ``engine``; ``apply``: stock code's, which also counts."""
+    """The optimizer step of a DeepSpeed ``engine``; ``apply`` is stock code's, which also counts."""
 
     def __init__(self, engine: Any, apply: Callable[[], None]) -> None:
         self._engine, self.apply = engine, apply
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
+        """The torch optimizer that changes the weights."""
         return self._engine.basic_optimizer
 
     @property
     def steps(self) -> int:
+        """How many steps DeepSpeed has counted; those of a checkpoint's job included."""
         return self._engine.global_steps
 
     def skip(self) -> None:
+        """Have DeepSpeed count a step as one that overflowed; no weight changes."""
         optimizer = self._engine.optimizer
         self._engine.optimizer = Skipped(optimizer)
         try:
@@ -68,9 +76,7 @@ class StockOptimizer:
 
 
 class Skipped:
-    """In the optimizer's place for a step that is not applied: stock code does the counting, as for fp16's
-    overflows.
-    """
+    """Stands in the optimizer's place for a step that is not applied: stock code counts it, as fp16's overflows."""
 
     overflow = True
 
@@ -78,24 +84,27 @@ class Skipped:
         self.param_groups = optimizer.param_groups
 
     def step(self) -> None:
-        pass
+        """Nothing: the step is skipped."""
 
 
 class StockNorm:
-    """What stock DeepSpeed 0.19 computes in fp32, which takes a pipeline for a tensor-parallel group: it counts the
-    first stage, and of the others only what calls itself tensor parallel (megatron-core's parallel linears do), and
-    averages that over the replicas.  Kept for comparisons.
+    """The gradient norm that stock DeepSpeed 0.19 computes in fp32, kept for comparisons.
+
+    It takes a pipeline for a tensor-parallel group: it counts the first stage, and of the others only what calls itself
+    tensor parallel (megatron-core's parallel linears do), and averages that over the replicas.
     """
 
     def __init__(self, stage: int, replicas: int) -> None:
         self._stage, self._replicas = stage, replicas
 
     def share(self, parameters: Parameters) -> float:
+        """The squared norm of what stock counts of this stage."""
         return squared_norm(
             [parameter for parameter in parameters if not self._stage or is_model_parallel_parameter(parameter)]
         )
 
     def total(self, shares: Mapping[str, float]) -> torch.Tensor:
+        """The norm over all stages, a scalar, in stock's order of roundings."""
         squares = torch.tensor(shares["0"])
         for stage in range(1, len(shares)):
             squares += torch.tensor(shares[str(stage)])
@@ -107,7 +116,7 @@ class StockNorm:
 
 
 def loss_scaler(fp16: Any) -> Scaler:
-    """``fp16``: DeepSpeed's section of that name, whether it is enabled or not."""
+    """DeepSpeed's loss scaler by its section ``fp16``, whether that is enabled or not."""
     return CreateLossScaler(
         torch.half,
         fp16.loss_scale,
@@ -126,7 +135,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 def counters_part(engine: Any) -> StatePart:
-    """What stock code counts in a step."""
+    """The part of a stage's state that is what stock code counts in a step."""
 
     def count(counts: Mapping[str, int]) -> None:
         for name, value in counts.items():

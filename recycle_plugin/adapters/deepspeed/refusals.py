@@ -1,4 +1,4 @@
-"""What a DeepSpeed config asks for and does not get.
+"""What a DeepSpeed config asks for that is refused.
 
 Read from the config alone: imports neither torch nor DeepSpeed.
 """
@@ -17,7 +17,7 @@ from recycle_plugin.settings.wording import shown
 
 
 def refusals(config: dict[str, Any]) -> Iterator[str]:
-    """A line for each, which says what to change.  ``config``: the whole DeepSpeed config.
+    """A line for each thing in ``config``, the whole DeepSpeed config, that is not supported; it says what to change.
 
     Raises RecycleError for sections that are no JSON objects.
     """
@@ -32,7 +32,7 @@ def refusals(config: dict[str, Any]) -> Iterator[str]:
 
 
 def sizes(config: dict[str, Any]) -> Iterator[str]:
-    """What DeepSpeed would refuse on every worker, by an assertion."""
+    """A line for each wrong batch size, which DeepSpeed would refuse on every worker by an assertion."""
     given = {
         name: config.get(name)
         for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -60,7 +60,7 @@ def _precision(config: dict[str, Any]) -> Iterator[str]:
 
 
 def bf16(config: dict[str, Any]) -> str | None:
-    """The section that asks for it: DeepSpeed knows two names."""
+    """The name of the section that asks for bf16, None if none does: DeepSpeed knows two."""
     return next((name for name in ("bf16", "bfloat16") if _section(config, name).get("enabled")), None)
 
 
@@ -168,7 +168,7 @@ REMOVED = (
 
 
 def _bypassed(config: dict[str, Any]) -> Iterator[str]:
-    """What DeepSpeed does in places that the plugin has its own of: it would be left undone without a word."""
+    """Refuse what DeepSpeed does where the plugin has its own instead: it would be left undone silently."""
     for name, reason in BYPASSED.items():
         if _value(config, name):
             yield f"{name} {reason}"
@@ -199,7 +199,7 @@ def _exact(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _value(config: dict[str, Any], name: str) -> Any:
-    """Of a key, or of one in a section."""
+    """The value of a key of the config, or of one in a section, as ``section.key``."""
     section, _, key = name.rpartition(".")
     return (_section(config, section) if section else config).get(key)
 

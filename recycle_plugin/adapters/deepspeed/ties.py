@@ -28,8 +28,8 @@ def shared(module: PipelineModule, specs: list) -> dict[str, tuple[int, ...]]:
 
 
 def check(specs: list) -> None:
-    """RecycleError where layers of one key do not say alike what is tied: DeepSpeed takes what a stage's first one
-    says.
+    """Raise RecycleError where layers of one key name different weights to be tied: DeepSpeed would take a stage's
+    first.
     """
     said: dict[str, list[str]] = {}
     for spec in specs:
@@ -45,11 +45,9 @@ def check(specs: list) -> None:
 
 
 class Ties:
-    """Of ``module``, made from ``specs``, whose tied keys are on the stages ``shared``.
+    """The tied weights of ``module``, made from ``specs``, whose tied keys are on the stages ``shared``.
 
-    All workers build it: it makes process groups.
-
-    ``masters``: of a model in bf16, whose gradients are those that are summed.
+    All workers build it: it makes process groups.  ``masters``: those of a model in bf16, whose gradients are summed.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class Ties:
                     )
 
     def place(self, layer: int) -> str:
-        """Where the module has the layer of this number, which its file in a checkpoint has too."""
+        """The name in the module of the layer of this number, which its file in a checkpoint has too."""
         spec = self._specs[layer]
         return f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(layer)
 
@@ -103,8 +101,8 @@ class Ties:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Stock code, which loads a checkpoint, does not hand the copies round: whom it would take them from may be
-        lost.
+        """A context in which stock code loads a checkpoint without handing copies round: it might take them from lost
+        workers.
         """
         kept, self._module.tied_comms = self._module.tied_comms, {}
         try:
@@ -113,11 +111,10 @@ class Ties:
             self._module.tied_comms = kept
 
     def load(self, folder: Path, read: Callable[[str], dict[str, Any]]) -> None:
-        """... but each worker takes its copies from the file of the first layer that has them, as the worker does of
-        which they would have come.
+        """Load this worker's copies of tied weights from the file of the first layer that has them.
 
-        Stock saves no layer that has a ``forward_fn``: where all of a key have one, it is in no file, and stays as it
-        is.
+        That is what the worker loads of which they would have come.  Stock saves no layer that has a ``forward_fn``:
+        where all of a key have one, it is in no file, and stays as it is.
         """
         for place, name, weight in self._copies:
             (path,) = folder.glob(f"layer_{place:02d}-*model_states.pt")

@@ -63,14 +63,13 @@ class GPTShape:
 
 
 def gpt_layers(shape: GPTShape, params_dtype: torch.dtype = torch.float32, seed: int = 1234) -> list[LayerSpec]:
-    """Specs for ``PipelineModule``: embedding, ``shape.layers`` transformer layers, norm with head; a tied head is a
-    spec of its own behind the norm.
+    """Specs for ``PipelineModule``: embedding, ``shape.layers`` transformer layers, norm with head.
 
-    Ids are int64 [batch, sequence], activations [sequence, batch, hidden], logits [sequence, batch,
-    vocabulary], the last two in ``params_dtype``.  Layer i initialises itself from ``seed + i``, hence equally
-    in every replica and under every partition.  Leave ``PipelineModule(seed_layers=False)``: its
-    ``seed_layers`` also reseeds before each layer's forward from a count that differs between workers,
-    which takes the dropout masks out of the caller's hands.
+    A tied head is a spec of its own behind the norm.  Ids are int64 [batch, sequence], activations [sequence, batch,
+    hidden], logits [sequence, batch, vocabulary], the last two in ``params_dtype``.  Layer i initialises itself from
+    ``seed + i``, hence equally in every replica and under every partition.  Leave
+    ``PipelineModule(seed_layers=False)``: its ``seed_layers`` also reseeds before each layer's forward from a count
+    that differs between workers, which takes the dropout masks out of the caller's hands.
     """
     middle = [LayerSpec(GPTBlock, shape, number, params_dtype, seed + number) for number in range(1, shape.layers + 1)]
     if not shape.tied:
@@ -109,14 +108,15 @@ class GPTEmbedding(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Activations [sequence, batch, hidden] of int64 ids [batch, sequence]."""
         ids = ids.t()
         positions = torch.arange(ids.shape[0], device=ids.device)
         return self.dropout(self.tokens(ids) + self.positions(positions)[:, None])
 
 
 class GPTBlock(nn.Module):
-    """megatron-core's TransformerLayer ``number`` (from 1) under a causal mask: [sequence, batch, hidden] to the
-    same.
+    """megatron-core's TransformerLayer ``number`` (from 1) under a causal mask, on activations [sequence, batch,
+    hidden].
     """
 
     def __init__(self, shape: GPTShape, number: int, dtype: torch.dtype, seed: int) -> None:
@@ -132,31 +132,34 @@ class GPTBlock(nn.Module):
             self.layer.to(dtype)  # the local spec's norms know no params_dtype
 
     def forward(self, x: Tensor) -> Tensor:
+        """Activations [sequence, batch, hidden] of such; no token looks at later ones."""
         length = x.shape[0]
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=x.device).triu(1)  # True: may not look there
         return self.layer(x, attention_mask=mask)[0]
 
 
 class GPTNorm(nn.Module):
-    """Final norm, before a tied head: [sequence, batch, hidden] to the same."""
+    """The final norm before a tied head, on activations [sequence, batch, hidden]."""
 
     def __init__(self, shape: GPTShape, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(shape.hidden, eps=_transformer_config(shape, dtype).layernorm_epsilon, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalised activations [sequence, batch, hidden]."""
         return self.norm(x)
 
 
 def tied_logits(embedding: GPTEmbedding, x: Tensor) -> Tensor:
-    """The head whose weights are the embedding's, of which the last stage has a copy, positions (unused there)
-    included, as in Megatron-DeepSpeed: [sequence, batch, hidden] to logits [sequence, batch, vocabulary].
+    """Logits [sequence, batch, vocabulary] of activations [sequence, batch, hidden], by the embedding's weights.
+
+    The last stage has a copy of the embedding, positions (unused there) included, as in Megatron-DeepSpeed.
     """
     return F.linear(x, embedding.tokens.weight)
 
 
 class GPTHead(nn.Module):
-    """Final norm and untied output layer: [sequence, batch, hidden] to logits [sequence, batch, vocabulary]."""
+    """The final norm and an untied output layer: activations [sequence, batch, hidden] to logits."""
 
     def __init__(self, shape: GPTShape, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
@@ -167,6 +170,7 @@ class GPTHead(nn.Module):
             config.init_method(self.output.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Logits [sequence, batch, vocabulary] of activations [sequence, batch, hidden]."""
         return self.output(self.norm(x))
 
 

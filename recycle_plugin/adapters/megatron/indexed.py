@@ -1,6 +1,4 @@
-"""Megatron's tokenized files (.bin, .idx) as a map-style dataset, read by megatron-core: every item addressed by its
-index.
-"""
+"""Megatron's tokenized files (.bin, .idx) as a map-style dataset, read by megatron-core."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ from recycle_plugin.runtime.stage.operators import (
 
 
 class ParallelLinearOperator(LinearOperator):
-    """megatron-core's ``LinearWithGradAccumulationAndAsyncCommunication``, its weight half apart.
+    """One use of a parallel linear layer of megatron-core's, ``LinearWithGradAccumulationAndAsyncCommunication`` in
+    halves.
 
     ``group``: the tensor-parallel group over which I sums the input's gradient, or None.
     """
@@ -33,10 +34,12 @@ class ParallelLinearOperator(LinearOperator):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
+        """The output, in megatron-core's own arithmetic."""
         output = torch.matmul(x, self.weight.t())
         return output if self.bias is None else output + self.bias
 
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient of ``x``, in its shape, summed over the tensor-parallel group."""
         mine = gradient.matmul(self.weight)
         if self.group is not None:
             torch.distributed.all_reduce(mine, group=self.group)

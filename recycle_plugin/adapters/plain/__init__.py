@@ -1,7 +1,7 @@
-"""Pure torch: a list of layers, a loss, an optimizer and a data source, trained as a pipeline that survives the loss of
-workers; or a script's own forward and backward, trained by replicas that do.  Needs no DeepSpeed.
+"""Training in plain torch that survives the loss of workers, without DeepSpeed.
 
-Started by ``python -m recycle_plugin.launch --workers 4 train.py``.
+Either a list of layers, a loss, an optimizer and a data source are trained as a pipeline, or a script's own forward and
+backward by replicas.  Started by ``python -m recycle_plugin.launch --workers 4 train.py``.
 """
 
 from recycle_plugin.adapters.plain.pipeline import Pipeline

@@ -1,4 +1,4 @@
-"""A pipeline's checkpoint: a folder with a file for each stage, which the stage's lowest live worker writes."""
+"""Checkpoints of a plain job: a folder with a file for each stage, which the stage's lowest live worker writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from recycle_plugin.runtime.worker.ports import Reach
 
 @dataclass(frozen=True)
 class StageFiles:
-    """Of the worker at ``seat``, whose ``module`` has its stage's layers, of ``stages`` (runtime/worker/ports.py).
+    """Writes and reads the file of one worker's stage, whose layers are in ``module`` (runtime/worker/ports.py).
 
     ``kinds``: the names of the classes of what else has a state, which says nothing to others.
     """
@@ -35,17 +35,19 @@ class StageFiles:
     kinds: Mapping[str, str]
 
     def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
+        """Write the stage's file, if this worker does so; it is on the disk when this returns.  Raises NotSaved."""
         if self._writes:
             self._save(self._contents(state), folder / tag, reach)
 
     def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
+        """Copy the state now, if this worker writes the stage's file; the result writes it, and raises NotSaved."""
         if not self._writes:
             return lambda: None
         contents = copy.deepcopy(self._contents(state))
         return lambda: self._save(contents, folder / tag, reach)
 
     def read(self, state: StageState, folder: Path) -> None:
-        """Everything, from the checkpoint ``folder``.  RecycleError where it is none of this pipeline."""
+        """Load everything from the checkpoint ``folder``.  Raises RecycleError where it is not one of this job."""
         file = folder / _name(self.seat.stage)
         if not file.is_file():
             raise RecycleError(
@@ -76,11 +78,13 @@ class StageFiles:
 
     @property
     def _writes(self) -> bool:
-        """One worker does for its stage."""
+        """Whether this worker writes the file of its stage: one does."""
         return self.session.roster.first_of(self.seat.stage).worker == self.session.worker
 
     def _contents(self, state: StageState) -> dict[str, Any]:
-        """``layers``: as the stage's module has them, buffers and frozen weights too; the rest is what else a step
+        """The contents of the stage's file.
+
+        ``layers``: as the stage's module has them, buffers and frozen weights too; the rest is what else a step
         changes.
         """
         rest = {name: tensor.detach() for name, tensor in state.tensors().items() if not name.startswith("weights/")}
@@ -100,7 +104,9 @@ class StageFiles:
 
 
 def chosen(folder: Path, tag: str | None) -> Path:
-    """The checkpoint ``folder``/``tag``, or the one that was saved last."""
+    """The folder of the checkpoint ``folder``/``tag``, or of the one that was saved last.  Raises RecycleError if none
+    was.
+    """
     latest = folder / "latest"
     if tag is None and not latest.is_file():
         raise RecycleError(

@@ -1,4 +1,4 @@
-"""The face of the plain adapter: one object that trains a stage of a pipeline, and its replicas, whoever dies."""
+"""Pipelines in plain torch: one object that trains a stage of a pipeline, whoever dies."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ class Pipeline(PlainJob):
     def evaluate(self, data: Callable[[int, int], Any], micro_batches: int | None = None) -> float:
         """The mean loss, on every worker, with the layers in evaluation mode.
 
-        ``data(replica, micro_batch)`` gives (inputs, labels), of so many for each replica.
+        ``data(replica, micro_batch)`` gives (inputs, labels), for ``micro_batches`` of each replica, by default as in a
+        step.
         """
         count = micro_batches or self._trainer.topology.micro_batches
         ours = [packed(data(self.seat.replica, number)) for number in range(count)] if self._trainer.feed.reads else []
@@ -120,7 +121,7 @@ def _cut(layers: int, stages: int, workers: int, parts: Sequence[int] | None) ->
 
 
 def _refuse_shared(layers: Sequence[Layer], cut: list[tuple[int, int]]) -> None:
-    """Each stage would train a copy of its own."""
+    """Refuse weights that stages share: each stage would train a copy of its own."""
     owner: dict[nn.Parameter, tuple[int, int]] = {}
     for stage, numbers in enumerate(cut):
         for number in range(*numbers):
@@ -135,7 +136,7 @@ def _refuse_shared(layers: Sequence[Layer], cut: list[tuple[int, int]]) -> None:
 
 
 def _built(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequential:
-    """Each layer draws its weights by its number, whichever stage has it."""
+    """Make a stage's layers; each draws its weights by its number, whichever stage has it."""
     made = OrderedDict()
     for number in numbers:
         given = layers[number]
@@ -158,7 +159,7 @@ def _built(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequential:
 
 
 def _refuse_function(number: int, given: Layer) -> None:
-    """One that computes, in place of one that makes a layer."""
+    """Refuse a function that computes, in place of one that makes a layer."""
     try:
         if callable(given) and not isinstance(given, nn.Module):
             inspect.signature(given).bind()

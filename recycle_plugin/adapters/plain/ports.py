@@ -14,7 +14,7 @@ BUCKET = 500_000_000  # numbers
 
 
 class PlainBuckets:
-    """The mean over ``group``, whose size is the logical number of replicas."""
+    """Averages gradients over ``group``, whose size is the logical number of replicas (runtime/worker/ports.py)."""
 
     limit = BUCKET
     averages = True
@@ -23,21 +23,24 @@ class PlainBuckets:
         self.group = group
 
     def all_reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The flat mean of ``gradients`` over the group."""
         flat = self.flatten(gradients)
         dist.all_reduce(flat, group=self.group)
         return flat.mul_(1.0 / self.group.size())
 
     def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One flat tensor that has all elements of ``tensors``."""
         return torch._utils._flatten_dense_tensors(tensors)
 
     def unflatten(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The parts of a flat tensor, in the shapes of ``like``."""
         return torch._utils._unflatten_dense_tensors(flat, like)
 
 
 class PlainOptimizer:
-    """Of ``wrapped``, with its learning-rate ``scheduler``, if it has one.
+    """Steps the torch optimizer ``wrapped``, with its learning-rate ``scheduler``, if it has one.
 
-    ``clip()`` clips what stands in ``parameter.grad``.
+    ``clip()`` clips what is in ``parameter.grad``.
     """
 
     def __init__(self, wrapped: torch.optim.Optimizer, scheduler: Any, clip: Callable[[], None]) -> None:
@@ -45,6 +48,7 @@ class PlainOptimizer:
         self.steps, self.skipped = 0, 0
 
     def apply(self) -> None:
+        """Clip, step optimizer and scheduler, and count."""
         self._clip()
         self.wrapped.step()
         if self.scheduler is not None:
@@ -52,12 +56,13 @@ class PlainOptimizer:
         self.steps += 1
 
     def skip(self) -> None:
-        """The scheduler waits for a step that is applied."""
+        """Count a step that is not applied; the scheduler waits for one that is."""
         self.steps += 1
         self.skipped += 1
 
     @property
     def counters(self) -> StatePart:
+        """The part of a stage's state that is the counts of steps."""
         return StatePart("counters", get=lambda: {"steps": self.steps, "skipped": self.skipped}, set=self._count)
 
     def _count(self, counts: Mapping[str, int]) -> None:

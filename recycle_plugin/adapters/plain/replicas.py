@@ -1,6 +1,4 @@
-"""Data parallel training of a model whose script runs forward and backward itself: replicas that survive each other's
-loss, without a pipeline.
-"""
+"""Data parallel training of a model whose script runs forward and backward itself, by replicas that survive losses."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from recycle_plugin.runtime.worker.ports import Compute
 
 
 class Replicas(PlainJob):
-    """A replica of ``module`` on each worker, all of which are stepped alike by ``optimizer``, with its ``scheduler``,
-    if there is one.
+    """A replica of ``module`` on each worker; ``optimizer`` steps all alike, with its ``scheduler``, if there is one.
 
     ``compute(step, replica, micro_batch)`` does what a script's loop does with a micro-batch: forward, loss,
     ``loss.backward()``; and returns the loss.  It gets all that it needs from its arguments, since the micro-batches of

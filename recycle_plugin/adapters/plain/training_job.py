@@ -31,7 +31,7 @@ from recycle_plugin.settings.schema import Settings
 
 
 def settings_of(section: Mapping[str, Any] | None, **defaults: Any) -> Settings:
-    """Of a plain job; raises SettingsError, and RecycleError where nothing would heed them."""
+    """The settings of a plain job; raises SettingsError, and RecycleError for those that nothing would heed."""
     if not isinstance(section, Mapping | None):
         raise RecycleError(
             f'settings is a {type(section).__name__}: give a dict, as the section "recycle" of a DeepSpeed config'
@@ -52,19 +52,19 @@ def settings_of(section: Mapping[str, Any] | None, **defaults: Any) -> Settings:
 
 
 def check_numbers(**given: Any) -> None:
-    """RecycleError where one of them, counts by name, is none."""
+    """Raise RecycleError where one of these counts, given by name, is no whole number of at least 1."""
     for name, value in given.items():
         if not isinstance(value, Integral) or value < 1:
             raise RecycleError(f"{name} is {value!r}: write a whole number, 1 or more")
 
 
 def device() -> Device:
-    """What plain jobs compute on."""
+    """The device that plain jobs compute on."""
     return device_of(HOST)
 
 
 class PlainJob:
-    """Of the worker of ``line``, whose stage is ``module``, stepped by ``optimizer``."""
+    """The training of one worker's stage ``module`` by ``optimizer``; ``line`` is the worker's session."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class PlainJob:
         line.at_end = self._trainer.finish
 
     def step(self) -> float:
-        """One optimizer step; the mean loss over all micro-batches of all replicas, on every worker.
+        """Train one optimizer step; returns the mean loss over all micro-batches of all replicas, on every worker.
 
         It may return before the step is committed; what it returned stays final.  Whoever reads parameters or the
         optimizer's state with torch in the thread that trains waits for the commit; call :meth:`settle` before
@@ -129,23 +129,26 @@ class PlainJob:
 
     @property
     def steps(self) -> int:
-        """How many were done, by the job of a loaded checkpoint too."""
+        """How many steps were done, by the job of a loaded checkpoint too."""
         return self._trainer.step
 
     def settle(self) -> None:
-        """Return when all of them are committed, whoever dies meanwhile."""
+        """Return when all steps so far are committed, whoever dies meanwhile."""
         self._trainer.settle()
 
     def save(self, folder: str | Path, tag: str | None = None) -> None:
-        """A checkpoint of all steps so far is in ``folder``/``tag`` when this returns, complete whoever is missing.
+        """Save a checkpoint of all steps so far in ``folder``/``tag``, complete whoever is missing; there when this
+        returns.
 
-        ``tag`` None: by the step.
+        ``tag`` None: by the step.  Raises NotSaved, on all workers, where one can't write it.
         """
         self._trainer.save(Path(folder), tag)
 
     def load(self, folder: str | Path, tag: str | None = None) -> None:
-        """Everybody goes on from that checkpoint, by default the one saved last, with the data and the random numbers
-        of its next step.
+        """Load a checkpoint, by default the one saved last; everybody goes on from it, with its next step's data and
+        randomness.
+
+        Raises RecycleError where it does not fit this job.
         """
         self._trainer.begin_loading(f"load({str(folder)!r}, {tag!r})")
         with self._trainer.lifted():
@@ -168,7 +171,7 @@ def _meet(topology: Topology, stage: int) -> dist.ProcessGroup:
 
 @torch.no_grad()
 def _alike(module: nn.Module, peers: dist.ProcessGroup) -> None:
-    """All begin with what the first of them has: layers may have been made outside, from whatever seed."""
+    """Give all peers what the first of them has: layers may have been made outside, from whatever seed."""
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor, src=dist.get_global_rank(peers, 0), group=peers)
 

@@ -10,7 +10,10 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def mean(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """See there."""
+    """The average of ``tensor`` over the live members of ``group``, in its own dtype, as a new tensor.
+
+    Half-precision numbers are summed in fp32.  Raises TypeError for whole numbers.
+    """
     if not tensor.is_floating_point() and not tensor.is_complex():
         raise TypeError(
             f"recycle_plugin.mean of a tensor of {tensor.dtype}: whole numbers have no average of their kind; convert "

@@ -1,7 +1,8 @@
-"""Who calls a collective, and whether what they get can be right.
+"""Checks of who calls a collective: whether all members would call it, and whether its result can be right after a
+loss.
 
-A group keeps its logical size when members are lost, and sums are never scaled without a word: they may be counts of
-tokens.  So a script's sum over a group with lost members is said, with the script's line, or refused.
+A group keeps its logical size when members are lost, and sums are never scaled silently: they may be counts of tokens.
+So a script's sum over a group with lost members is reported, with the script's line, or refused.
 
 What a program runs, a micro-batch's forward and backward first of all, is run by other workers after a loss, and more
 often by some than by others.  A collective in there would be called by some members and not by others, and wait for
@@ -26,8 +27,9 @@ NAMED = 16  # ranks in a message
 
 
 class Callers:
-    """Of all groups of the worker of ``session``, whose setting ``group_sums`` says what becomes of a sum that lacks
-    somebody's part.
+    """The checks that all groups of one worker apply to the collectives that are asked of them.
+
+    The setting ``group_sums`` of ``session`` says whether a sum that lacks lost members' parts warns or raises.
     """
 
     def __init__(self, session: Session) -> None:
@@ -35,10 +37,10 @@ class Callers:
         self._said: set[str] = set()  # lines of the script
 
     def admit(self, called: str, ranks: Sequence[int]) -> None:
-        """Raises RecycleError for ``called``, a function of torch.distributed, over ``ranks``, where not all of them
-        would call it.
+        """Refuse a collective that not all members would call.
 
-        A group of one has nobody to wait for.
+        ``called`` is the function of torch.distributed, ``ranks`` the members of its group.  Raises RecycleError inside
+        of what a program runs, and in threads other than the one that trains.  A group of one has nobody to wait for.
         """
         if len(ranks) == 1 or self.is_own:
             return
@@ -62,8 +64,10 @@ class Callers:
         )
 
     def sum_without(self, called: str, ranks: Sequence[int], live: Sequence[int], line: str) -> None:
-        """Of ``ranks`` only ``live`` are left to add up what the script has asked for in ``line``: said once for each
-        line, or refused.
+        """Warn about, or refuse, a sum of a script over a group that has lost members.
+
+        ``live`` are those of ``ranks`` that are left, ``line`` is the script's ``file:line``; the lowest live rank
+        warns once for each line.  Raises RecycleError where ``group_sums`` is "raise".
         """
         if len(live) == len(ranks):
             return
@@ -90,13 +94,13 @@ class Callers:
 
     @property
     def is_own(self) -> bool:
-        """Whether what is called now is the plugin's own."""
+        """Whether the collective that is called now is one of the plugin's own sums, a REDUCE or TIE instruction."""
         work = self._session.work
         return isinstance(work, Instruction) and work.op in SUMS and self._session.trainer == threading.get_ident()
 
 
 def calling_line() -> str:
-    """``file:line`` of whoever has called, through torch, DeepSpeed and this package."""
+    """The line of the script, as ``file:line``, that called into torch, DeepSpeed or this package."""
     frame = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
         frame = frame.f_back
@@ -104,5 +108,6 @@ def calling_line() -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
+    """The ranks in words for a message, "ranks 0, 1, 5"; past 16 only how many more there are."""
     shown = ", ".join(map(str, ranks[:NAMED])) + (f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"

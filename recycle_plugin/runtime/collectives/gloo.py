@@ -1,4 +1,4 @@
-"""Links over Gloo, by TCP between hosts."""
+"""The links of groups (runtime/collectives/link.py) over Gloo, which connects hosts by TCP."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ NOT_GLOOS = (
 
 
 class Rendezvous:
-    """Where the links of one group meet, one after the other: at ``store``.
+    """Where the successive links of one group meet: the key-value store ``store``.
 
-    Each that connects has a connection to the store for itself.  To open one may take seconds, since torch asks the
-    name server for the name of the address that it leads to; so those that are free again are kept for the next link,
-    which is made when a worker has just been lost.
+    Each link that connects has a connection to the store for itself.  To open one may take seconds, since torch asks
+    the name server for the name of the address that it leads to; so those that are free again are kept for the next
+    link, which is made when a worker has just been lost.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -54,11 +54,12 @@ class Rendezvous:
         self._free: list[dist.Store] = []
 
     def has(self, prefix: str, key: str) -> bool:
+        """Whether ``key`` has been set in the store under ``prefix``."""
         return dist.PrefixStore(prefix, self._store).check([key])
 
     @contextmanager
     def alone(self, prefix: str) -> Iterator[dist.Store]:
-        """A connection of one's own, for the link that is called ``prefix``.
+        """Lend a connection to the store that nobody else uses, for the link that is called ``prefix``.
 
         After an error somebody may wait on it still, and nobody gets it again.
         """
@@ -71,16 +72,16 @@ class Rendezvous:
 
 
 class GlooLink:
-    """Of the ``members``, of whom this one is ``position``; ``name``: what they are called, as "ranks 0, 1".
+    """A link over Gloo among ``members`` workers, of whom this one has position ``position``.
 
-    At ``rendezvous`` no other link is called ``prefix``.
+    ``name`` is for messages, as "ranks 0, 1"; no other link at ``rendezvous`` is called ``prefix``.
 
     Gloo does not wake a member that waits for a live one which has left the operation, its abort closes nothing while
     one is pending, and a wait with a deadline breaks the connection (measured, torch 2.13).  So connecting and each
     operation has a thread, Gloo's or one of ours, and :meth:`abort` shuts the group's sockets down, which ends those
     that block.
 
-    Which sockets are Gloo's nobody tells.  They are those opened while it connected that lead to a port on which some
+    Nobody tells which sockets are Gloo's.  They are those opened while it connected that lead to a port on which some
     member's Gloo listens; members tell each other those ports through the store, before they connect, so that no
     connection of anybody else's is ever shut: not the next generation's either, which may connect at the same time.
 
@@ -124,13 +125,18 @@ class GlooLink:
 
     @property
     def connected(self) -> bool:
+        """Whether the connections to all members stand."""
         return self._group is not None
 
     def connect(self) -> Handle:
+        """Start connecting, once, in a thread; the handle names the members that have not come."""
         with self._lock:
             return self._connect()
 
     def start(self, operation: Operation) -> Handle:
+        """Start ``operation``, or queue it until the link is connected; after :meth:`abort` its handle ends as
+        Broken.
+        """
         handle = Handle(f"{type(operation).__name__} among {self._name}")
         with self._lock:
             if self._end is None and self._group is None:
@@ -143,6 +149,7 @@ class GlooLink:
         return handle
 
     def abort(self) -> None:
+        """Shut the group's sockets, so that whoever waits on it, here or elsewhere, gets Broken; a thread cleans up."""
         with self._lock:
             ended = self._stop(Broken(f"the connections among {self._name} were given up"))
         for handle in ended:
@@ -170,7 +177,7 @@ class GlooLink:
             future.add_done_callback(lambda over: self._result_of(over.value, handle))
 
     def _see_through(self, work: dist.Work, operation: Operation, handle: Handle) -> None:
-        """Holding ``work`` and the buffers, also where it was left behind."""
+        """Wait for ``work``, holding it and its buffers, also where it was left behind."""
         self._result_of(work.wait, handle, work._source_rank if isinstance(operation, Receive) else None)
 
     def _result_of(self, result: Callable[[], object], handle: Handle, source: Callable[[], int] | None = None) -> None:
@@ -219,7 +226,7 @@ class GlooLink:
         self._connecting.end(self._end)
 
     def _stop(self, error: Broken) -> list[Handle]:
-        """Nothing begins any more; what has to be told so."""
+        """Let nothing begin any more; returns the handles that have to be told so."""
         self._end = self._end or error
         ended = [
             *self._running,
@@ -250,7 +257,7 @@ class GlooLink:
         return group
 
     def _listening(self) -> tuple[dist.ProcessGroupGloo._Options, list[int]]:
-        """Options of a group that listens already, and where."""
+        """Options of a group that listens already, and its ports."""
         with self._opening:
             before = set(_sockets())
             options = _options(self._address, self._timeout)
@@ -311,7 +318,7 @@ STARTS: dict[type, Callable[[dist.ProcessGroupGloo, Operation], dist.Work]] = {
 
 
 def _options(address: str, timeout: timedelta) -> dist.ProcessGroupGloo._Options:
-    """Gloo listens on the interface of ``address``, unless GLOO_SOCKET_IFNAME names others.
+    """Options that have Gloo listen on the interface of ``address``, unless GLOO_SOCKET_IFNAME names others.
 
     Left alone it looks its host's name up, and many a host's name is its loopback's.
     """

@@ -52,7 +52,7 @@ OF_THE_LIVE = (
 
 
 def register(session: Session) -> None:
-    """Make the backend known to torch.distributed; all groups of this process follow ``session``."""
+    """Make the backend ``recycle`` known to torch.distributed; all groups of this process follow ``session``."""
     callers, outcomes = Callers(session), Outcomes(session)
 
     def create(options: object, _backend_options: object = None) -> MemberGroup:
@@ -63,7 +63,10 @@ def register(session: Session) -> None:
 
 
 def check_backend(backend: str) -> None:
-    """Of the group of all, which the script has asked for; groups that others make can't lose members."""
+    """Raise RecycleError where the script asks for a default process group over another backend than ``recycle``.
+
+    Only its groups can lose members.
+    """
     if backend != BACKEND:
         raise RecycleError(
             f'process groups over {backend} are not supported yet: write "gloo" where your script names a backend, or '
@@ -72,8 +75,9 @@ def check_backend(backend: str) -> None:
 
 
 class MemberGroup(dist.ProcessGroup):
-    """Of the live ones of its logical members; ``options`` are torch's for a new group, with its name and its members'
-    global ranks.
+    """A torch.distributed process group that goes on with its live members when others are lost.
+
+    ``options`` are torch's for a new group, with its name and its members' global ranks.
     """
 
     def __init__(self, session: Session, callers: Callers, outcomes: Outcomes, options: object) -> None:
@@ -86,11 +90,15 @@ class MemberGroup(dist.ProcessGroup):
         )
 
     def getBackendName(self) -> str:
+        """torch.distributed's question for the backend's name: "recycle"."""
         return BACKEND
 
     # --- operations -----------------------------------------------------------------------------------
 
     def allreduce(self, tensors, options=None):
+        """torch.distributed's ``all_reduce`` over the live members; an average is divided by how many of them took
+        part.
+        """
         op = (
             options.reduceOp
             if isinstance(options, dist.AllreduceOptions)
@@ -104,6 +112,8 @@ class MemberGroup(dist.ProcessGroup):
         )
 
     def reduce(self, tensors, options):
+        """torch.distributed's ``reduce`` over the live members; raises RecycleError where the root is lost."""
+
         def check():
             self._place(root, "reduce to")
             adding()
@@ -124,6 +134,8 @@ class MemberGroup(dist.ProcessGroup):
         )
 
     def broadcast(self, tensors, options):
+        """torch.distributed's ``broadcast`` to the live members; raises RecycleError where the root is lost."""
+
         def make(held):
             return Broadcast(held, self._flight.position[root])
 
@@ -133,39 +145,48 @@ class MemberGroup(dist.ProcessGroup):
         )
 
     def barrier(self, opts=None):  # torch passes it by this name
+        """torch.distributed's ``barrier`` of the live members."""
         return self._run(Asked("barrier", lambda _: Barrier()))
 
     def allgather(self, outputs, inputs, options=None):
+        """torch.distributed's ``all_gather``; raises RecycleError once a member is lost."""
         return self._whole("all_gather", lambda held: AllGather(held, *inputs), outputs[0], inputs)
 
     def gather(self, outputs, inputs, options):
+        """torch.distributed's ``gather``; raises RecycleError once a member is lost."""
         return self._whole(
             "gather", lambda held: Gather(held, *inputs, options.rootRank), outputs[0] if outputs else [], inputs
         )
 
     def scatter(self, outputs, inputs, options):
+        """torch.distributed's ``scatter``; raises RecycleError once a member is lost."""
         return self._whole(
             "scatter", lambda held: Scatter(*held, inputs[0] if inputs else [], options.rootRank), outputs, inputs
         )
 
     def reduce_scatter(self, outputs, inputs, options):
+        """torch.distributed's ``reduce_scatter`` from lists of tensors; raises RecycleError once a member is lost."""
         source = torch.cat([tensor.reshape(-1) for tensor in inputs[0]])
         return self._whole(
             "reduce_scatter", lambda held: ReduceScatter(*held, source, options.reduceOp), outputs, inputs
         )
 
     def all_gather_single(self, output, source, options=None):
+        """torch.distributed's ``all_gather_into_tensor``; raises RecycleError once a member is lost."""
+
         def make(held):
             return AllGather([*held[0].view(len(self._ranks), source.numel())], source.reshape(-1))
 
         return self._whole("all_gather_into_tensor", make, [output], source)
 
     def reduce_scatter_single(self, output, source, options):
+        """torch.distributed's ``reduce_scatter_tensor``; raises RecycleError once a member is lost."""
         return self._whole(
             "reduce_scatter_tensor", lambda held: ReduceScatter(*held, source, options.reduceOp), [output], source
         )
 
     def all_to_all_single(self, output, source, incoming, outgoing, options):
+        """torch.distributed's ``all_to_all_single``; raises RecycleError once a member is lost."""
         return self._whole(
             "all_to_all_single", lambda held: AllToAll(*held, source, incoming, outgoing), [output], source
         )
@@ -177,6 +198,8 @@ class MemberGroup(dist.ProcessGroup):
     )  # before torch 2.13
 
     def send(self, tensors, destination, tag=0):
+        """torch.distributed's ``send`` to a logical member; raises RecycleError where that worker is lost."""
+
         def make(held):
             return Send(*held, self._flight.position[destination], tag)
 
@@ -192,6 +215,8 @@ class MemberGroup(dist.ProcessGroup):
         )
 
     def recv(self, tensors, source, tag=0):
+        """torch.distributed's ``recv`` from a logical member; raises RecycleError where that worker is lost."""
+
         def make(held):
             return Receive(*held, self._flight.position[source], tag)
 
@@ -206,6 +231,7 @@ class MemberGroup(dist.ProcessGroup):
         )
 
     def recv_anysource(self, tensors, tag=0):
+        """torch.distributed's ``recv`` from whichever live member sends first."""
         return self._run(
             Asked("recv", lambda held: Receive(*held, None, tag), tensors, gives=Channel(None, self._rank, tag))
         )
@@ -219,7 +245,8 @@ class MemberGroup(dist.ProcessGroup):
     def exchange(self, target: torch.Tensor, source: torch.Tensor, incoming: list[int], outgoing: list[int]) -> None:
         """Give each live member its part of ``source``, and write what comes from each to ``target``.
 
-        After an interruption ``target`` is not to be read.
+        Both have one dimension; ``incoming`` and ``outgoing`` are the lengths of the parts by live position.  After an
+        interruption ``target`` is not to be read.
         """
         if self.live_position()[1] == 1:
             target.copy_(source)
@@ -232,7 +259,7 @@ class MemberGroup(dist.ProcessGroup):
     # --- asking ---------------------------------------------------------------------------------------
 
     def _run(self, asked: Asked) -> TorchWork:
-        """What the script asks for, or stock code, if it can be right where it is called
+        """Start what the script or stock code asks for, if it can be right where it is called
         (runtime/collectives/callers.py).
         """
         self._callers.admit(asked.called, self._ranks)
@@ -244,9 +271,9 @@ class MemberGroup(dist.ProcessGroup):
     def _whole(
         self, called: str, make: Callable[[Tensors], Operation], outputs: Sequence[torch.Tensor], *given: Any
     ) -> TorchWork:
-        """An operation that needs every logical member, and has something to do for a single one too.
+        """Start an operation that needs every logical member, and has something to do for a single one too.
 
-        In such a one positions are logical.
+        Positions in it are logical.
         """
         line = calling_line()
 
@@ -263,7 +290,7 @@ class MemberGroup(dist.ProcessGroup):
         return self._run(Asked(called, make, outputs, check, alone=True, gives=EACH, given=given))
 
     def _adding(self, called: str, op: dist.ReduceOp, tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
-        """What is to be seen to before each try of a reduction."""
+        """The check to make before each try of a reduction."""
         if not _is_mean(op):
             line = "" if self._callers.is_own or any(op == one for one in OF_THE_LIVE) else calling_line()
             return (
@@ -289,5 +316,5 @@ def _is_mean(op: dist.ReduceOp) -> bool:
 
 
 def _added(op: dist.ReduceOp) -> dist.ReduceOp:
-    """An average is a sum that is divided here, by how many took part."""
+    """The operation for the link: an average is a sum that is divided here, by how many took part."""
     return dist.ReduceOp.SUM if _is_mean(op) else op

@@ -7,7 +7,7 @@ survives: with another membership everybody leaves behind what is not over, says
 among those who are left, still in the calls' order.
 
 What is broken off leaves nothing half done: an operation of the script has buffers of its own
-(runtime/collectives/link.py), each try new ones, and the script's tensors are written when it is over well.  The
+(runtime/collectives/link.py), each try new ones, and the script's tensors are written when it has succeeded.  The
 plugin's own sums go straight to buffers that were made for them, and that nobody reads after an interruption. They have
 a link to themselves, since recovery runs them in an order that is not the script's.
 """
@@ -38,7 +38,9 @@ NEWS_TIMEOUT_S = 30.0  # between a broken connection and the coordinator's word 
 
 
 class Channel(NamedTuple):
-    """From logical member ``source`` (None: from anyone) to ``target``, of messages with ``tag``."""
+    """One direction between two members: from logical member ``source`` (None: from anyone) to ``target``, messages
+    with ``tag``.
+    """
 
     source: int | None
     target: int
@@ -46,18 +48,19 @@ class Channel(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The name under which the channel's messages are counted."""
         return f"{self.source} to {self.target}, {self.tag}"
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """``called``: the function of torch.distributed; ``make`` gives the link's operation on copies of ``tensors``, what
-    it changes, or here only reads.
+    """A collective as it was asked for.
 
-    ``given``: whatever else the caller has given it.  ``check`` sees before each try whether it can be right;
-    ``alone``: there is something to do for a single member too; ``divide``: the result is, by how many took part;
-    ``gives``: the same to ALL members, to EACH its own, or to both ends of a Way; ``writes``: something to the caller's
-    tensors.
+    ``called`` is the function of torch.distributed; ``make`` gives the link's operation on copies of ``tensors``, which
+    it changes, or with ``writes`` False only reads.  ``given``: whatever else the caller has given it.  ``check`` is
+    called before each try, and raises RecycleError where the result could not be right.  ``alone``: there is something
+    to do for a single member too.  ``divide``: the result is divided by how many took part.  ``gives``: the same result
+    to ALL members, to EACH its own, or to both ends of a :class:`Channel`.
     """
 
     called: str
@@ -73,10 +76,12 @@ class Asked:
 
 @dataclass(eq=False)
 class Call:
-    """One that was asked for, on ``link``; ``number``: of the script's, on its line, None where nobody counts it.
+    """A collective under way on the link ``link``.
 
-    ``handle``: of the present try, None while there is none.  Then it is ``over``, with ``error`` or with what ``held``
-    has, and from rank ``source``.
+    ``number`` counts the script's collectives of one group or channel, None where nobody counts this one; ``lasts``: it
+    survives a membership change.  ``handle`` is that of the present try, None while there is none.  Once ``over`` it
+    has ``error``, or results in ``held``, which for a receive came from rank ``source``; ``handed``: the caller's
+    tensors have them.
     """
 
     asked: Asked
@@ -92,22 +97,25 @@ class Call:
 
     @property
     def has_news(self) -> bool | None:
+        """True where the present try, or all of it, is over, and None while it is not, as Session.wait asks."""
         handle = self.handle
         return True if self.over or (handle is not None and handle.poll()) else None
 
 
 class TorchWork(dist.Work):
-    """What torch hands to the script for a call."""
+    """The torch.distributed ``Work`` that a script gets for a call."""
 
     def __init__(self, flight: Flight, call: Call) -> None:
         super().__init__()
         self._flight, self._call = flight, call
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """torch.distributed's ``Work.wait``: return once the caller's tensors have the result; raises its error."""
         self._flight.finish(self._call, timeout.total_seconds() if timeout else 0)
         return True
 
     def is_completed(self) -> bool:
+        """torch.distributed's ``Work.is_completed``: whether it is over, well or badly."""
         return self._flight.poll(self._call)
 
     def _source_rank(self) -> int:
@@ -117,7 +125,10 @@ class TorchWork(dist.Work):
 
 
 class Flight:
-    """Of the group ``name`` of the global ``ranks``, in which this one is ``rank``; links meet at ``store``."""
+    """All operations under way of one group, over the links of its present live members.
+
+    ``ranks`` are the members' global ranks, ``rank`` is this worker's logical one; links meet at ``store``.
+    """
 
     def __init__(
         self,
@@ -145,7 +156,10 @@ class Flight:
     # --- calls ----------------------------------------------------------------------------------------
 
     def begin(self, asked: Asked, link: str = SCRIPT) -> Call:
-        """Start it, or have it started as soon as it is its turn."""
+        """Start what is asked for, or queue it until all members have said what is behind them.
+
+        Raises the error of a call that fails at once, and RecycleError where its check refuses it.
+        """
         outside = self._session.between_steps is not None or self._session.generation is None
         if link == SCRIPT:
             self._hand_over_finished()
@@ -167,9 +181,9 @@ class Flight:
         return call
 
     def finish(self, call: Call, timeout_s: float = 0) -> None:
-        """Return when it is over and its caller has the result.
+        """Return when it is over and its caller has the result; raises its error.
 
-        Interruptible in a step; between steps recovery comes first, and then it goes on.
+        A membership change interrupts it inside a step; between steps recovery comes first, and then it goes on.
         """
         while not call.over:
             self._see_to(
@@ -203,9 +217,7 @@ class Flight:
             self._session.between_steps()
 
     def _break_off(self, call: Call) -> None:
-        """Who runs the step begins it anew; what the script waits for there has been asked for between steps, and
-        stays.
-        """
+        """Leave a call inside a step, which begins it anew; what the script has asked for between steps stays."""
         with self._lock:
             if not call.lasts:
                 self._forget(call)
@@ -217,8 +229,10 @@ class Flight:
             self._calls.remove(call)
 
     def _number_of(self, asked: Asked) -> int | None:
-        """None: only its end says from whom it has come, and no other receive may be under way then, lest it be open
-        which has what.
+        """The script's number for a call; None for a receive from any source, whose end says from whom it has come.
+
+        Raises RecycleError for another receive beside such a one: after a loss it would be open which message each was
+        to get.
         """
         way = asked.gives
         if isinstance(way, Channel) and way.target == self._rank:
@@ -238,13 +252,13 @@ class Flight:
         return self._outcomes.take_number(self._line(asked.gives))
 
     def _line(self, gives: str | Channel) -> str:
-        """What is counted together."""
+        """The name of the sequence in which a call is counted."""
         return lines_of(self._name) + gives.name if isinstance(gives, Channel) else self._name
 
     # --- tries ----------------------------------------------------------------------------------------
 
     def _go_on_with(self, call: Call) -> None:
-        """It is its turn, and all have said what is behind them."""
+        """Start a call whose turn it is, or take its result from others; all have said what is behind them."""
         try:
             if not call.lasts or not self._taken(call):
                 call.asked.check()
@@ -290,7 +304,7 @@ class Flight:
         self._wake()
 
     def _count(self, call: Call) -> None:
-        """It is behind this worker, also where it has failed, as it has elsewhere then."""
+        """Record that a call is behind this worker, also where it has failed, as it has elsewhere then."""
         gives = call.asked.gives
         if call.number is None and call.source is not None:
             gives = gives._replace(source=call.source)
@@ -305,7 +319,7 @@ class Flight:
             self._session.changed.notify_all()
 
     def _hand_over_finished(self) -> None:
-        """Also to callers who have not asked."""
+        """Give all finished calls their results, also to callers who have not asked."""
         with self._lock:
             for call in self._calls:
                 self._notice(call)
@@ -333,13 +347,14 @@ class Flight:
     # --- membership -----------------------------------------------------------------------------------
 
     def live_ranks(self) -> tuple[int, ...]:
+        """The global ranks of the group's members that are alive, in the group's order."""
         if self._session.generation is None:
             return self._ranks
         live = set(self._session.roster.ranks)
         return tuple(rank for rank in self._ranks if rank in live)
 
     def _join(self) -> None:
-        """The logical positions of the live members are those in the membership's links."""
+        """Take the session's membership: who is alive, and each one's position in the links."""
         self._generation = self._session.number
         live = set(self.live_ranks())
         self._live = [logical for logical, rank in enumerate(self._ranks) if rank in live]
@@ -350,6 +365,7 @@ class Flight:
         self._asking = False
 
     def cut(self) -> None:
+        """Leave behind what is not over, since the membership has changed; calls inside a step end with Interrupted."""
         with self._lock:
             for call in self._calls:
                 self._notice(call)
@@ -361,6 +377,7 @@ class Flight:
             self._join()
 
     def go_on(self) -> None:
+        """Resume calls that survive the membership change, once it is known what is behind the other members."""
         with self._lock:
             if self._said is not None:
                 self._go_on_with_all()
@@ -377,7 +394,7 @@ class Flight:
         ).start()
 
     def _hear(self, generation: int, others: list[int]) -> None:
-        """In a thread of its own.
+        """Ask what is behind the others, in a thread of its own.
 
         Where the store is gone, or one of them does not speak, whoever waits has a deadline.
         """
@@ -398,7 +415,10 @@ class Flight:
                 self._go_on_with(call)
 
     def _taken(self, call: Call) -> bool:
-        """Whether it is behind others: then it is here too, with their result."""
+        """Whether a call is behind other members: then it is over here too, with their result.
+
+        Raises RecycleError where the result can't be had again.
+        """
         asked, ahead = call.asked, None
         if call.number is not None and call.number >= self._ends.get(self._line(asked.gives), 0):
             return False
@@ -420,7 +440,7 @@ class Flight:
         return False
 
     def _sources(self, gives: str | Channel) -> list[int]:
-        """Who may be through with it."""
+        """The members that may be through with a call."""
         if not isinstance(gives, Channel):
             return self._others
         ends = {gives.source, gives.target}
@@ -438,8 +458,10 @@ class Flight:
         return self._name_of(call) if connecting.poll() else f"{connecting.what} for {self._name_of(call)}"
 
     def _await_news(self, call: Call, failure: Broken) -> None:
-        """Raises Interrupted once it is known who is lost, or, where nobody is, once all meet again over new
-        connections.
+        """Wait until it is known who is lost, or, where nobody is, until all come to another barrier; raises
+        Interrupted.
+
+        Raises RecycleError where there is no news after 30 s.
         """
         name, session = self._name_of(call), self._session
         what = f"news of a lost worker after {name} failed"
@@ -459,7 +481,7 @@ class Flight:
     # --- links ----------------------------------------------------------------------------------------
 
     def _link(self, which: str) -> Link:
-        """Of the present membership.
+        """The link of the present membership.
 
         The one before is broken once this one stands: by then nobody needs it, and it ends who still waits there.
         """
@@ -484,6 +506,6 @@ class Flight:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Laid out alike on all members."""
+    """A copy that is laid out alike on all members."""
     strided = tensor.layout == torch.strided
     return tensor.detach().clone(memory_format=torch.contiguous_format if strided else torch.preserve_format)

@@ -5,8 +5,8 @@ A membership change finds operations that wait for who is gone, or for who has l
 
 **The buffers of an operation are its own**, from :meth:`Link.start` until its handle is over, and for ever once it was
 left behind: threads of the link may go on reading and writing them.  They stay allocated as long, and nothing else is
-touched.  So who may be broken off, and needs a tensor afterwards, gives copies of it, and takes the result from them
-when the handle is over well.
+touched.  So a caller that may be broken off, and needs a tensor afterwards, gives copies of it, and takes the result
+from them when the handle has succeeded.
 
 An implementation passes tests/runtime/test_link.py.
 """
@@ -25,7 +25,7 @@ from recycle_plugin.errors import RecycleError, WaitTimeout
 
 
 class Broken(RuntimeError):
-    """A connection of the group is, or the group was aborted: who is lost is for others to say."""
+    """A connection of the group has broken, or the group was aborted; who is lost, the coordinator says."""
 
 
 # --- operations: every member of the link starts the same ones in the same order, but for sends and receives
@@ -35,7 +35,7 @@ class Broken(RuntimeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllReduce:
-    """``tensors`` become everybody's, put together by ``op``."""
+    """Combine ``tensors`` of all members by ``op``, in place, so that every member has the result."""
 
     tensors: Sequence[torch.Tensor]
     op: ReduceOp
@@ -43,7 +43,7 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduce:
-    """... at ``root``; what they become elsewhere is not defined."""
+    """Combine ``tensors`` of all members by ``op``, in place at ``root``; what they become elsewhere is not defined."""
 
     tensors: Sequence[torch.Tensor]
     op: ReduceOp
@@ -52,7 +52,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Broadcast:
-    """``tensors`` become those of ``root``, which are only read."""
+    """Fill ``tensors`` of all members with those of ``root``, which are only read."""
 
     tensors: Sequence[torch.Tensor]
     root: int
@@ -60,7 +60,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllGather:
-    """``outputs``, one a member, become everybody's ``source``."""
+    """Collect everybody's ``source`` in ``outputs``, one for each member, on every member."""
 
     outputs: Sequence[torch.Tensor]
     source: torch.Tensor
@@ -68,7 +68,9 @@ class AllGather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather:
-    """... at ``root``; elsewhere there are no ``outputs``."""
+    """Collect everybody's ``source`` in ``outputs`` of ``root``, one for each member; elsewhere ``outputs`` is
+    empty.
+    """
 
     outputs: Sequence[torch.Tensor]
     source: torch.Tensor
@@ -77,7 +79,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scatter:
-    """``output`` becomes this member's one of the ``sources`` of ``root``; elsewhere there are none."""
+    """Give each member, as ``output``, its own of the ``sources`` of ``root``; elsewhere ``sources`` is empty."""
 
     output: torch.Tensor
     sources: Sequence[torch.Tensor]
@@ -86,8 +88,9 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReduceScatter:
-    """``output`` becomes this member's part of everybody's ``source``, put together by ``op`` and cut into as many
-    parts as there are members.
+    """Combine everybody's ``source`` by ``op``, and give each member, as ``output``, its part of the result.
+
+    There are as many equal parts as members.
     """
 
     output: torch.Tensor
@@ -97,8 +100,10 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllToAll:
-    """Each member gets its part of everybody's ``source``, into ``output``; ``outgoing`` and ``incoming`` are the
-    parts' lengths in the first dimension, empty where all are equal.  Of any two members' own lengths.
+    """Give each member its part of everybody's ``source``, in ``output``.
+
+    ``outgoing`` and ``incoming`` are the parts' lengths in the first dimension, empty where all are equal; they may
+    differ from member to member.
     """
 
     output: torch.Tensor
@@ -109,12 +114,15 @@ class AllToAll:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Barrier:
-    """Nobody is through before all have started it."""
+    """Wait until all members have started it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Send:
-    """It may be over before it is received.  Of one ``tag`` nothing overtakes anything else to the same member."""
+    """Send ``tensor`` to member ``to``; it may be over before it is received.
+
+    With one ``tag`` nothing overtakes anything else to the same member.
+    """
 
     tensor: torch.Tensor
     to: int
@@ -123,7 +131,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Receive:
-    """... from member ``source``, None: from any one, whom the handle names."""
+    """Receive into ``tensor`` from member ``source``, or with None from any one, whom the handle then names."""
 
     tensor: torch.Tensor
     source: int | None
@@ -136,9 +144,9 @@ Operation = (
 
 
 class Handle:
-    """Of something under way, named ``what``.  May be used by any thread.
+    """Something under way on a link, named ``what``; any thread may use it.
 
-    ``error``: with which it is over.  ``source``: from which member a :class:`Receive` that is over has something.
+    ``error`` is the one with which it is over, if any; ``source`` the member from which a :class:`Receive` has come.
     """
 
     def __init__(self, what: Callable[[], str] | str) -> None:
@@ -151,14 +159,15 @@ class Handle:
 
     @property
     def what(self) -> str:
+        """What it is, in words, as messages name it."""
         return self._what if isinstance(self._what, str) else self._what()
 
     def poll(self) -> bool:
-        """Whether it is over, well or badly.  Never so once it was left behind."""
+        """Whether it is over, well or badly; never so once it was left behind."""
         return self._over
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it is over well.
+        """Return when it has succeeded.
 
         Raises its error, WaitTimeout past the deadline (it goes on), RecycleError where it was left behind.
         """
@@ -173,13 +182,15 @@ class Handle:
             raise self.error
 
     def leave(self) -> bool:
-        """Its result is not wanted any more.  False, and nothing has changed, if it was over already."""
+        """Abandon it: its result is not wanted any more.  Returns False, and changes nothing, if it was over
+        already.
+        """
         return self._finish(left=True)
 
     def when_over(self, tell: Callable[[], object]) -> None:
-        """``tell`` is called once, by any thread, when it is over or was left behind; at once where it already is.
+        """Call ``tell`` once, in any thread, when it is over or left behind; at once where it already is.
 
-        It must not block.
+        ``tell`` must not block.
         """
         with self._lock:
             if not self._over and not self._left:
@@ -188,7 +199,7 @@ class Handle:
         tell()
 
     def end(self, error: Exception | None = None, source: int | None = None) -> None:
-        """For the link: it is over.  The first end counts, and none once it was left behind."""
+        """Called by the link: it is over.  Only the first end counts, and none once it was left behind."""
         self._finish(error, source)
 
     def _finish(self, error: Exception | None = None, source: int | None = None, left: bool = False) -> bool:
@@ -203,28 +214,28 @@ class Handle:
 
 
 class Link(Protocol):
-    """``generation``: of which it is the group.
+    """A collective group of the members of one ``generation``.
 
-    A member's death breaks what others have under way with that member itself.  Who waits for a live one that waits for
-    the dead may not hear of it before somebody aborts.
+    A member's death breaks what others have under way with that member itself.  A member that waits for a live one,
+    which in turn waits for the dead, may not hear of it before somebody aborts.
     """
 
     generation: int
 
     @property
-    def connected(self) -> bool: ...
+    def connected(self) -> bool:
+        """Whether the connections to all members stand."""
 
     def connect(self) -> Handle:
-        """Meet the other members.  The handle, always the same one, names whoever has not come."""
+        """Start connecting to the other members.  The handle, always the same one, names whoever has not come."""
 
     def start(self, operation: Operation) -> Handle:
-        """Begin ``operation``, once connected, after all that was started before; of the link's threads each sees its
-        end.
+        """Begin ``operation`` once connected, after all that was started before.
 
-        An error of the operation's, as :class:`Broken` and what the group can't do, is the handle's.
+        Its handle ends with the operation's error: :class:`Broken`, or what says that the group can't do it.
         """
 
     def abort(self) -> None:
         """Break the connections: whoever waits for one of its handles gets :class:`Broken`, here at once and elsewhere
-        when it is known there.
+        as soon as it is known there.
         """

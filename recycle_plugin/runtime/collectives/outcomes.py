@@ -1,10 +1,13 @@
-"""What the script's last collectives have come to, for members whom a loss has cut off from the result.
+"""Results of the script's last collectives, kept for members whom a loss has cut off from them.
 
 A loss may find some members through with a collective, and others in it, or before it.  Those that are through don't
 come back: they go on to the next one, or to a training step.  If the others simply tried again, they would meet them
 there, and take one sum for another.  So collectives are counted, and with each membership everybody says which of each
 group are behind it, and what the last ones gave, which for most is the same for all members; who was cut off takes it
 from there.
+
+Collectives are counted in sequences: one for each group, and one for each channel from one member to another.  A
+sequence goes by its name, here ``line``.
 """
 
 from __future__ import annotations
@@ -27,21 +30,21 @@ Values = list[torch.Tensor]
 
 
 class Follower(Protocol):
-    """A group."""
+    """A group that is told of membership changes."""
 
     def cut(self) -> None:
-        """There is another membership: what is not over is left behind, and what is over is added to the outcomes."""
+        """There is another membership: leave behind what is not over, and add what is over to the outcomes."""
 
     def go_on(self) -> None:
-        """This worker has told the others."""
+        """This worker has told the others what is behind it: resume what survives the change."""
 
 
 @dataclass
 class Said:
-    """Of one line, which is a group or a way from one member to another, by one worker: the first ``count`` collectives
-    are behind it, and those of ``after``.
+    """What one worker has behind it of one sequence of collectives: the first ``count``, and those numbered in
+    ``after``.
 
-    ``values``: of the last ones what they gave to all; None: to each something else, or too much to keep.
+    ``values`` has what the last ones gave to all; None where each member got something else, or it is too much to keep.
     """
 
     count: int = 0
@@ -51,13 +54,17 @@ class Said:
 
     @property
     def end(self) -> int:
-        """After the last one that is over."""
+        """The number after the last collective that is over."""
         return max(self.after, default=self.count - 1) + 1
 
     def is_over(self, number: int) -> bool:
+        """Whether the collective with this number is behind the worker."""
         return number < self.count or number in self.after
 
     def add(self, number: int, values: Values | None) -> None:
+        """Count the collective ``number`` as over, and keep ``values`` while they are small (1 MiB each, 4 MiB in
+        all).
+        """
         self.values[number] = values if _bytes(values) <= LARGEST else None
         self._bytes += _bytes(self.values[number])
         self.after.add(number)
@@ -69,7 +76,7 @@ class Said:
 
 
 class Outcomes:
-    """Of the worker of ``session``, of all its groups' lines by name."""
+    """The outcomes of one worker's collectives, in all its groups and channels."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -81,28 +88,36 @@ class Outcomes:
         session.when_adopted = self._tell
 
     def meet_at(self, store: dist.Store) -> None:
-        """Of the first group, which everybody is in."""
+        """Exchange outcomes at ``store``, that of the first group, which every worker is in; later calls change
+        nothing.
+        """
         self._store = self._store or dist.PrefixStore("outcomes", store)
 
     def follow(self, group: Follower) -> None:
+        """Tell ``group`` of membership changes from now on, as long as it exists."""
         self._followers.add(group)
 
     def next_number(self, line: str) -> int:
-        """Of the collective that is asked for next on ``line``, which :meth:`take_number` gives it."""
+        """The number that the next collective of ``line`` will get from :meth:`take_number`."""
         return self._numbers.get(line, 0)
 
     def take_number(self, line: str) -> int:
+        """Number the next collective of ``line``, from 0 on."""
         number = self.next_number(line)
         self._numbers[line] = number + 1
         return number
 
     def add(self, line: str, number: int, values: Values | None) -> None:
-        """That collective is behind this worker, and gave ``values`` to all; None: to each something else."""
+        """Record that a collective is behind this worker, and gave ``values`` to all; None: something else to each."""
         with self._lock:
             self._own.setdefault(line, Said()).add(number, values)
 
     def of_others(self, generation: int, ranks: Sequence[int], group: str) -> dict[int, dict[str, Said]]:
-        """What those of ``ranks`` have said with that membership of the lines of ``group``; blocks until all have."""
+        """What the workers ``ranks`` have said, in membership ``generation``, about the sequences of ``group``: by
+        rank, by name.
+
+        Blocks until all have said so; RuntimeError where the store is gone.  One message a rank is read.
+        """
         store = self._store.clone()  # who is left waiting keeps the connection
         told = store.multi_get([_key(generation, rank) for rank in ranks])
         lines = {rank: torch.load(io.BytesIO(bytes(text)), weights_only=True) for rank, text in zip(ranks, told)}
@@ -131,7 +146,7 @@ class Outcomes:
 
 
 def lines_of(group: str) -> str:
-    """What the names of its ways begin with."""
+    """The prefix of the names of a group's channels."""
     return f"{group}\n"
 
 

@@ -2,7 +2,7 @@
 
 A worker's threads wait in ``send`` and ``receive``, each with a deadline.  The event loops of the coordinator and of
 the supervisors wait for nobody: there a connection is in an :class:`InLoop`.  Both implementations carry the same
-frames (core/messages/encoding.py), so whatever bytes come are dealt with in one place.
+frames (core/messages/encoding.py), so malformed bytes are dealt with in one place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNSENT = 4 * LIMIT  # bytes that may wait for an other end that takes nothing
 
 @dataclass(frozen=True)
 class Disconnected:
-    """Why nothing comes any more.  ``unreadable``: what has come, where that was no message."""
+    """Why nothing comes any more over a connection.  ``unreadable``: what has come, where that was no message."""
 
     why: str
     unreadable: Unreadable | None = None
@@ -40,14 +40,14 @@ class Disconnected:
 
 
 class Control(Protocol):
-    """One end of a connection.
+    """One end of a connection for messages between processes.
 
     What is sent comes out of the other end in the same order, each message whole and once; when the connection breaks,
-    the last ones may not have got there.
+    the last ones may not have got there.  Every thread may call anything at any time, and nothing raises because the
+    connection is broken.
 
-    Every thread may call anything at any time, and nothing raises because the connection is broken. ``here``: this
-    end's address, on the interface that reaches the other; ``there``: host and port of the other, None within a
-    process.
+    ``here`` is this end's address, on the interface that reaches the other; ``there`` is host and port of the other,
+    None within a process.
     """
 
     here: str
@@ -55,42 +55,49 @@ class Control(Protocol):
 
     @property
     def broken(self) -> Disconnected | None:
-        """None as long as something may come.
+        """Why the connection is broken; None as long as something may come.
 
         A peer's death breaks it once all that it has said is handed out, and so does what is no message.
         """
 
     def send(self, message: object, timeout_s: float = 0.0) -> bool:
-        """False where the other end has not taken all that was sent: with a ``timeout_s`` that breaks the connection,
-        without one the rest is kept for :meth:`push`.  Raises what core.messages.encoding.encode does; what it has made
-        of a message for several may be given in the message's place.
+        """Send a message; False where the other end has not taken all that was sent.
+
+        That breaks the connection after ``timeout_s`` seconds; with 0 the rest is kept for :meth:`push`.  ``message``
+        may also be the frame that core.messages.encoding.encode has made of one for several; raises what that does.
         """
 
     def push(self) -> bool:
-        """The same of what is kept."""
+        """Send what :meth:`send` has kept, as far as the other end takes it; False where some of it is left."""
 
     def receive(self, timeout_s: float = 0.0) -> object | None:
-        """The next message; None where it is broken, or nothing has come after ``timeout_s``."""
+        """The next message; None where the connection is broken, or nothing has come within ``timeout_s`` seconds."""
 
     def resume(self, hello: object, timeout_s: float) -> bool:
-        """Make the connection again, with ``hello`` as its first message, and say whether it stands; only who has made
-        it can.  What was under way either way is lost.  ``hello`` says who comes, and whoever answers decides whether
-        that one goes on where it was.
+        """Make the connection again, with ``hello`` as its first message, and say whether it stands.
 
-        The coordinator takes a supervisor that comes again for the one before, in its rank's place; its worker does not
-        notice.  A worker's broken connection is its end: others are told of its loss at once, go on without it, and
-        refuse it as they do any that comes late.
+        Only the side that has made it can.  What was under way either way is lost.  ``hello`` says who comes, and
+        whoever answers decides whether that one goes on where it was: the coordinator puts a supervisor that comes
+        again in the place of the one before, and its worker does not notice.  A worker's broken connection is its end:
+        others are told of its loss at once, go on without it, and refuse it as they do any that comes late.
         """
 
     def close(self) -> None:
-        """Also for those who wait in it now.  The other end gets all that is on its way, and then hears of the end."""
+        """Close it, also for those who wait in it now; the other end gets all that is on its way, and then finds the
+        end.
+        """
 
     def fileno(self) -> int:
-        """It is readable when something can be received, and writable when something can be pushed."""
+        """A descriptor for ``select``: readable when something can be received, writable when something can be
+        pushed.
+        """
 
 
 class _Framed:
-    """What both have in common: messages in, frames out.  Subclasses move bytes, as non-blocking sockets do."""
+    """What both implementations have in common: messages in, frames out.
+
+    Subclasses move bytes, as non-blocking sockets do.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -99,7 +106,7 @@ class _Framed:
         self.broken: Disconnected | None = None
 
     def _anew(self, hello: object) -> None:
-        """Under both locks, so that nothing comes before ``hello``."""
+        """Begin anew with ``hello``; call it under both locks, so that nothing comes before that."""
         self._frames, self._unsent, self._mute, self.broken = Frames(self._limit), bytearray(encode(hello)), False, None
         self._push(0.0)
 
@@ -181,7 +188,7 @@ class _Framed:
         self._shut()
 
     def _await(self, what: int, deadline: float) -> None:
-        """Until that is so, or the connection is shut."""
+        """Wait until the descriptor is so, or the connection is shut."""
         poll = select.poll()
         poll.register(self.fileno(), what)
         poll.poll(max(1.0, (deadline - time.monotonic()) * 1000))
@@ -191,22 +198,22 @@ class _Framed:
     def _write(self, data: bytearray) -> int: ...
 
     def _read(self) -> bytes:
-        """Empty at the end."""
+        """The bytes that have come; empty at the end."""
 
     def _shut(self) -> None:
         """Wake whoever waits, here and at the other end.  What has come can still be read, and then the end."""
 
     def _release(self) -> None:
-        """Nobody is in it any more.  May be called again."""
+        """Give the descriptors back, when nobody is in it any more.  May be called again."""
 
 
 # --- over sockets ------------------------------------------------------------------------------------
 
 
 class SocketControl(_Framed):
-    """Over a connected TCP ``connection``, which belongs to it from now on.
+    """A connection over a connected TCP socket, which belongs to it from now on.
 
-    ``address``: of whom it was made to, by who made it.
+    ``address``: the listener's, given by the side that has made the connection, which can resume it.
     """
 
     def __init__(self, connection: socket.socket, address: tuple[str, int] | None = None, limit: int = LIMIT) -> None:
@@ -221,7 +228,7 @@ class SocketControl(_Framed):
         self.here, self.there = connection.getsockname()[0], connection.getpeername()[:2]
 
     def resume(self, hello: object, timeout_s: float) -> bool:
-        """Over another connection to the same address."""
+        """Connect to the same address again, and say whether the connection stands; see Control.resume."""
         if self._address is None:
             return False
         self.close()
@@ -235,6 +242,7 @@ class SocketControl(_Framed):
         return True
 
     def fileno(self) -> int:
+        """The socket's descriptor, -1 once it is closed."""
         return self._socket.fileno()
 
     def _write(self, data: bytearray) -> int:
@@ -254,9 +262,9 @@ class SocketControl(_Framed):
 
 
 def connect(address: tuple[str, int], timeout_s: float) -> SocketControl:
-    """To whoever listens at ``address``, once somebody does.
+    """Connect to ``address``, waiting until somebody listens there.
 
-    ConnectionError says that for so long nobody did, and why.
+    Raises ConnectionError, with the reason, where nobody does within ``timeout_s`` seconds.
     """
     try:
         return SocketControl(_connected(address, timeout_s), address)
@@ -324,9 +332,9 @@ class _Wire:
 
 
 class InProcess(_Framed):
-    """Between two threads or tasks of one process.
+    """A connection between two threads or tasks of one process.
 
-    ``answer`` gets the other end, now and each time that it is resumed; None for that end itself.
+    ``answer`` is called with the other end, now and each time that it is resumed; it is None for that end itself.
     """
 
     here = "127.0.0.1"
@@ -345,7 +353,7 @@ class InProcess(_Framed):
         return wires
 
     def resume(self, hello: object, timeout_s: float) -> bool:
-        """Whoever answers gets another other end, at once."""
+        """Give whoever answers a new other end, at once; see Control.resume."""
         if self._answer is None:
             return False
         self.close()
@@ -355,6 +363,7 @@ class InProcess(_Framed):
         return True
 
     def fileno(self) -> int:
+        """The descriptor of an eventfd that is readable while bytes wait."""
         return self._in.fd
 
     def _write(self, data: bytearray) -> int:
@@ -376,11 +385,14 @@ class InProcess(_Framed):
 
 
 class InLoop:
-    """``control`` in the running event loop, where whoever waits lets all others go on."""
+    """A connection in the running event loop: waiting for it lets all other tasks go on."""
 
     @classmethod
     async def connect(cls, address: tuple[str, int], timeout_s: float) -> InLoop:
-        """As :func:`connect`.  A thread does it, an attempt at a time: whoever gives up waits for no more than that."""
+        """Connect as :func:`connect` does, in threads of one attempt each.
+
+        A caller that gives up waits for no more than one attempt, 5 s.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -396,24 +408,28 @@ class InLoop:
 
     @property
     def broken(self) -> Disconnected | None:
+        """Why the connection is broken, None as long as something may come."""
         return self._control.broken
 
     def send(self, message: object) -> None:
-        """What the other end does not take now goes once it does."""
+        """Send a message; what the other end does not take now goes out once it does."""
         if not self._control.send(message) and self.broken is None:
             self._loop.add_writer(self._control.fileno(), self._push)
 
     async def receive(self, timeout_s: float) -> object | None:
+        """The next message; None where the connection is broken, or nothing has come within ``timeout_s`` seconds."""
         deadline = self._loop.time() + timeout_s
         while (message := self._control.receive()) is None and self.broken is None and self._loop.time() < deadline:
             await self._readable(deadline)
         return message
 
     async def resume(self, hello: object, timeout_s: float) -> bool:
+        """Make the connection again, and say whether it stands; see Control.resume."""
         self._leave()
         return await asyncio.to_thread(self._control.resume, hello, timeout_s)
 
     def close(self) -> None:
+        """Close the connection, and wake the task that waits in it."""
         self._leave()
         self._control.close()
 
@@ -433,7 +449,7 @@ class InLoop:
                 self._loop.remove_reader(number)
 
     def _leave(self) -> None:
-        """The loop must not look at a number that is given back."""
+        """Take the descriptor out of the loop, which must not look at a number that is given back."""
         if self._control.fileno() >= 0:
             self._loop.remove_reader(self._control.fileno())
             self._loop.remove_writer(self._control.fileno())

@@ -1,9 +1,9 @@
-"""Carries the messages of ``core.coordinator.membership``; lives in a process of rank 0's guard
-(runtime/processes/guard.py), imports no torch.
+"""The coordinator's server: it carries the messages of ``core.coordinator.membership`` between processes.
 
-Each worker and each supervisor holds one connection.  A worker's death shows twice: its supervisor
-sees the process end and knows how, and its connection closes.  What it said before it died is read
-to the end first, because a number that it contributed to a finished step still counts.
+It lives in a process of rank 0's guard (runtime/processes/guard.py) and imports no torch.  Each worker and each
+supervisor holds one connection.  A worker's death shows twice: its supervisor sees the process end and knows how, and
+its connection closes.  What it said before it died is read to the end first, because a number that it contributed to a
+finished step still counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.placement import spread
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.runtime.control import supervisor_heartbeat as pulse
+from recycle_plugin.runtime.control import supervisor_heartbeat
 from recycle_plugin.runtime.control.connections import Control, InLoop, InProcess, SocketControl
 from recycle_plugin.runtime.processes.accepting import Refusals
 
@@ -50,7 +50,10 @@ BACKLOG = 4096
 
 
 class Coordinator:
-    """The server; ``say(event, now)`` gets every event."""
+    """The coordinator's server for a job of ``ranks`` workers; ``say(event, now)`` gets every event.
+
+    ``store_port`` is that of the job's key-value store; ``run_dir`` the run folder, once workers have said which.
+    """
 
     def __init__(self, ranks: int, store_port: int, say: Callable[[Event, float], None]) -> None:
         self._gone = asyncio.Event()
@@ -79,23 +82,23 @@ class Coordinator:
         self._closing = False
         self._loop = asyncio.get_running_loop()
         self._accepting: asyncio.Task | None = None
-        self._pulses: asyncio.DatagramTransport | None = None
+        self._heartbeats: asyncio.DatagramTransport | None = None
         self._ticking: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int) -> None:
-        """Listen; OSError when the port is taken."""
-        self._pulses = await pulse.listen((host, port), self._take)
+        """Listen for workers and supervisors; raises OSError when the port is taken."""
+        self._heartbeats = await supervisor_heartbeat.listen((host, port), self._take)
         try:
             listener = socket.create_server((host, port), backlog=BACKLOG)
         except OSError:
-            self._pulses.close()
+            self._heartbeats.close()
             raise
         listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(listener))
         self._tick()
 
     def connect(self) -> InProcess:
-        """From within this process, by whichever thread."""
+        """A connection to the coordinator from within this process, for any thread."""
         return InProcess(lambda far: self._loop.call_soon_threadsafe(self._answer, far))
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -114,12 +117,13 @@ class Coordinator:
 
     @property
     def code(self) -> int:
-        """That the job has ended with, 0 where it has not."""
+        """The exit code that the job has ended with, 0 where it has not ended."""
         return self._last_word.code if self._last_word is not None else 0
 
     async def all_gone(self, goodbye_s: float) -> None:
-        """Return when every supervisor that can be reached has closed its connection, ``goodbye_s`` after the end of
-        the job at the latest.
+        """Return when every supervisor that can be reached has closed its connection.
+
+        It waits for ``goodbye_s`` seconds after the end of the job at the latest.
         """
         if not self._awaited:
             return
@@ -130,11 +134,11 @@ class Coordinator:
         over.cancel()
 
     def fail(self, text: str) -> None:
-        """End the job for everybody, with this line."""
+        """End the job as failed for everybody; ``text`` is the line that all get."""
         self._act(self._membership.fail(text))
 
     def terminate(self, reason: str) -> None:
-        """End the job as a supervisor's word would."""
+        """End the job at the next commit, as a supervisor that gets SIGTERM would; ``reason`` is for the user."""
         self._act(self._membership.receive(Terminate(0, reason), time.time()))
 
     async def close(self) -> None:
@@ -143,7 +147,7 @@ class Coordinator:
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait({self._accepting})
-            self._pulses.close()
+            self._heartbeats.close()
             self._ticking.cancel()
         for control in self._serving.values():
             control.close()
@@ -185,7 +189,9 @@ class Coordinator:
         self._worker_closed(worker)
 
     async def _attend_supervisor(self, hello: Hello, control: InLoop) -> None:
-        """One that comes again takes its own place: it has lost the line before, or does not know yet that it has."""
+        """Serve a supervisor; one that comes again takes its own place, also where it is not known yet that it has
+        gone.
+        """
         control.send(self._welcome)
         if self._last_word is not None:
             control.send(self._last_word)
@@ -207,7 +213,7 @@ class Coordinator:
             self._see_who_is_gone()
 
     def _greet(self, hello: Hello, control: InLoop) -> WorkerId:
-        """Ranks are given out by the launcher, incarnations here, where all workers come by."""
+        """Welcome a worker, and give it its incarnation; its rank is from the launcher."""
         worker = WorkerId(hello.rank, self._come[hello.rank])
         self._come[hello.rank] += 1
         self._workers[worker] = control
@@ -226,7 +232,7 @@ class Coordinator:
         return worker
 
     async def _hear(self, hello: Hello, control: InLoop) -> None:
-        """Until the connection is broken."""
+        """Take all messages until the connection is broken."""
         try:
             while (message := await control.receive(LISTEN_S)) is not None or control.broken is None:
                 if message is not None:
@@ -237,14 +243,14 @@ class Coordinator:
         self._complain(f"the {hello.role} of {named(hello.rank)}", control, rank=hello.rank)
 
     def _complain_of_stranger(self, who: str, control: InLoop) -> None:
-        """Once of each address: a scanner of ports comes more often."""
+        """Tell the user of nonsense once for each address: a scanner of ports comes more often."""
         host = control.there[0] if control.there else ""
         if host not in self._strangers and control.broken is not None and control.broken.unreadable is not None:
             self._strangers.add(host)
             self._complain(who, control)
 
     def _complain(self, who: str, control: InLoop, **details: object) -> None:
-        """A connection that speaks nonsense is as good as closed."""
+        """Tell the user of a connection that speaks nonsense, and so is as good as closed."""
         if control.broken is not None and control.broken.unreadable is not None:
             self._say(Event("warning", f"{who} says what can't be understood: {control.broken}", details), time.time())
 
@@ -253,7 +259,7 @@ class Coordinator:
         await control.receive(LISTEN_S)  # until it has its answer, and goes
 
     def _place(self, hello: Hello, control: InLoop) -> None:
-        """Once the hosts of all are known, each gets the rank of its worker."""
+        """Give each supervisor the rank of its worker, once the hosts of all are known."""
         self._placing[hello.rank] = hello.host, control
         if len(self._placing) == self._ranks:
             places = [self._placing[place] for place in range(self._ranks)]
@@ -305,7 +311,7 @@ class Coordinator:
             self._act(self._membership.connection_lost(worker, time.time()))
 
     def _closed_by_exit(self, worker: WorkerId) -> None:
-        """The connection outlived its process, since some child of the script has inherited it."""
+        """Take a worker's connection for closed after its exit: some child of the script has inherited it."""
         exited = self._exits.pop(worker, None)
         if exited is not None:
             self._act(self._membership.receive(exited, time.time()))
@@ -324,7 +330,7 @@ class Coordinator:
         self._act(self._membership.tick(time.time()))
 
     def _send(self, whom: str | WorkerId, message: object) -> None:
-        """For all, a frame is made once; each of them costs one system call, 2 to 3 µs here."""
+        """Send a message; for all, its frame is made once, and each of them costs one system call, 2 to 3 µs here."""
         frame = encode(message)
         for control in self._controls(whom):
             control.send(frame)

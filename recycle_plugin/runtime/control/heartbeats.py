@@ -1,9 +1,9 @@
-"""A worker's beats: what it is at, for the coordinator (core/coordinator/failure_detector.py), and how fresh the
-coordinator's word is here.
+"""A worker's heartbeats: they tell the coordinator what it is at, and keep its lease.
 
-Beats come from a thread, so that long code of the script's is no death.  The answers carry a promise: for so long the
-others don't go on without this worker.  A process that was stopped, or cut off, finds when it goes on that the promise
-has run out, and asks again before it does anything that others could see.
+They come from a thread, so that long code of the script's is not taken for a death
+(core/coordinator/failure_detector.py).  Each answer extends the lease: for so long the others don't go on without this
+worker.  A process that was stopped, or cut off, finds when it goes on that its lease has run out, and asks again before
+it does anything that others could see.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, LONGEST
 from recycle_plugin.core.messages.protocol import Heartbeat, Lease
 
 SCRIPT = "the training script"
-SLOWEST_S = 1.0  # between two beats
+SLOWEST_S = 1.0  # between two heartbeats
 
 
 class Heartbeats:
-    """Of the worker of ``rank``.  Only the process's main thread says what it is at.
+    """The heartbeats of the worker of ``rank``; only the main thread reports what it is at.
 
-    ``lease_until``: when the coordinator's promise ends, by time.monotonic; never before :meth:`start`.  ``step``: the
-    last one that was begun.
+    ``lease_until``: when the lease ends, by time.monotonic in seconds, infinite before :meth:`start`.  ``step``: the
+    last step that was begun.
     """
 
     def __init__(self, rank: int, send: Callable[[object], None]) -> None:
@@ -40,7 +40,7 @@ class Heartbeats:
         self._beating, self._lock = threading.Lock(), threading.Lock()
 
     def start(self, lease_s: float) -> None:
-        """Beat from now on.  ``lease_s``: the shortest promise that the coordinator makes."""
+        """Send heartbeats from now on.  ``lease_s``: the shortest lease that the coordinator gives, in seconds."""
         self.lease_until = time.monotonic() + lease_s
         threading.Thread(
             target=self._beat_on, args=(min(SLOWEST_S, lease_s / 4),), name="recycle: heart", daemon=True
@@ -50,8 +50,10 @@ class Heartbeats:
 
     @contextmanager
     def at(self, at: str, what: object) -> Iterator[None]:
-        """``at``: one of core.coordinator.failure_detector's words; ``what``, or what it returns, is only made a text
-        when it is said, in another thread.
+        """Report that the main thread is at ``what`` inside of this context; does nothing in other threads.
+
+        ``at`` is one of the words of core/messages/activity.py; ``what``, or what it returns, is only made a text when
+        it is sent, in another thread.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -64,12 +66,13 @@ class Heartbeats:
             self._change(before)
 
     def finished(self) -> None:
-        """One more instruction."""
+        """Count one more finished instruction."""
         self._done += 1
 
     def _change(self, at: tuple[str, object]) -> None:
-        """Who was said to compute says at once when that is over: whatever comes next may hold the interpreter up, and
-        no beat with it.
+        """Note what the thread is at; the end of computing is sent at once.
+
+        Whatever comes next may hold the interpreter up, and no heartbeat gets out.
         """
         self._at = at
         if self._said_to_compute:
@@ -79,10 +82,11 @@ class Heartbeats:
 
     @property
     def has_lease(self) -> bool:
-        """Whether the coordinator's promise holds now."""
+        """Whether the lease holds now."""
         return time.monotonic() < self.lease_until
 
     def beat(self) -> None:
+        """Send one heartbeat now."""
         with self._beating:  # in the order of their numbers
             self._said_to_compute = True  # until it is known better: a change meanwhile is said afterwards
             at, what = self._at
@@ -102,7 +106,7 @@ class Heartbeats:
             )
 
     def heard(self, answer: Lease) -> None:
-        """The promise counts from when the beat was sent: how long the answer was under way does not matter."""
+        """Extend the lease by the coordinator's answer; it counts from when the heartbeat was sent."""
         with self._lock:
             sent = self._sent[answer.number]
             self._sent = {number: when for number, when in self._sent.items() if number > answer.number}

@@ -1,9 +1,9 @@
-"""A worker's line to the coordinator, and the one place where a worker waits.
+"""A worker's session with the coordinator: its connection, and the one place where a worker waits.
 
-A thread reads the coordinator's messages into plain fields under one condition variable.  The
-transport announces arrivals on the same condition, so every wait of the worker (for a tensor, a
-commit, a collective) wakes at once when the membership changes, and every wait has a deadline and
-names what it waited for.  Another thread beats (runtime/control/heartbeats.py).
+A thread reads the coordinator's messages into plain fields under one condition variable.  The transport announces
+arrivals on the same condition, so every wait of the worker (for a tensor, a commit, a collective) wakes at once when
+the membership changes, and every wait has a deadline and names what it waited for.  Another thread sends heartbeats
+(runtime/control/heartbeats.py).
 """
 
 from __future__ import annotations
@@ -47,20 +47,21 @@ LISTEN_S = 60.0  # how long nothing need be heard; whoever waits for something h
 
 
 class Session(ControlView):
-    """Over ``control`` to the coordinator, as the worker of ``rank``.
+    """The session of the worker of ``rank`` with the coordinator, over ``control``.
 
-    When that breaks, the job is over here: the others go on without this worker.
+    When the connection breaks, the job is over here: the others go on without this worker.  What the coordinator says
+    is read under :attr:`changed`.
 
-    What the line says is read under :attr:`changed`.  ``between_steps`` recovers from a membership change that the
-    training script meets outside a step, in a collective of its own.  ``work`` is what of a program is being carried
-    out, None between steps, and ``trainer`` the thread that does so (runtime/collectives/callers.py); ``group_sums`` is
-    the setting.  ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py), ``at_end`` when the
-    script is through, to go when everybody's last step is committed; ``trains``: this process has its trainer;
-    ``forked``: it is not the worker, but was forked from it.
-
-    ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then be
-    blocked where no exception gets in.  ``given_up`` is called there with the reason when the others go on without this
-    worker: nothing that it might still do is wanted.
+    * ``between_steps`` recovers from a membership change that the training script meets outside a step, in a collective
+      of its own.
+    * ``work`` is what of a program is being carried out, None between steps, and ``trainer`` the thread that does so
+      (runtime/collectives/callers.py); ``group_sums`` is the setting; ``trains``: this process has its trainer.
+    * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py), ``at_end`` when the script is
+      through, to go when everybody's last step is committed.
+    * ``forked``: this process is not the worker, but was forked from it.
+    * ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
+      be blocked where no exception gets in.  ``given_up`` is called there with the reason when the others go on without
+      this worker: nothing that it might still do is wanted.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Session(ControlView):
         threading.Thread(target=self._listen, name="recycle-session", daemon=True).start()
 
     def configure(self, wait_timeout_s: float, regroup_timeout_s: float, group_sums: str) -> None:
-        """By the settings of these names, which are known once the script has come to them."""
+        """Take over the settings of these names, which are known once the script has come to them; times in seconds."""
         self.wait_timeout_s, self.regroup_timeout_s, self.group_sums = wait_timeout_s, regroup_timeout_s, group_sums
 
     @property
@@ -111,7 +112,10 @@ class Session(ControlView):
     # --- talking -----------------------------------------------------------------------------------
 
     def send(self, message: object) -> None:
-        """As this worker: who says something of itself need not know which incarnation it is."""
+        """Send a message to the coordinator; what a worker says of itself is stamped with this worker's incarnation.
+
+        Raises RecycleError in a fork of the worker.
+        """
         self._refuse_forks()
         if isinstance(message, OfWorker):
             message = replace(message, incarnation=self.incarnation)
@@ -122,6 +126,7 @@ class Session(ControlView):
         self.send(Note(self.rank, kind, text, details))
 
     def ask_to_leave(self, reason: str) -> None:
+        """Ask the coordinator for a planned leave, at a commit, for ``reason``."""
         self.send(Leaving(self.rank, reason))
 
     def leave(self, code: int = 0, planned: bool = False) -> None:
@@ -135,8 +140,8 @@ class Session(ControlView):
     # --- forks of this process -----------------------------------------------------------------------
 
     def cut_off(self) -> None:
-        """In a process that was forked from the worker (runtime/processes/forked.py): nothing is said, awaited or
-        waited for in its name.
+        """Mark this process as a fork of the worker (runtime/processes/forked.py): nothing is said, awaited or waited
+        for in the worker's name.
         """
         self.forked, self.changed = True, threading.Condition()
 
@@ -224,8 +229,10 @@ class Session(ControlView):
                 self.changed.wait(min(deadline, cut_off) - now)
 
     def await_lease(self, what: object, interruptible: bool = True) -> None:
-        """Return once it is sure that nobody goes on without this worker: to be called before ``what``, which others
-        would see.
+        """Return once the lease holds, so that nobody goes on without this worker; call it before ``what``, which
+        others would see.
+
+        Raises WaitTimeout, or CutOff where the coordinator is not heard any more.
         """
         if not self.heartbeats.has_lease:
             self.heartbeats.beat()
@@ -243,11 +250,12 @@ class Session(ControlView):
         )
 
     def wait_committed(self, step: int, interruptible: bool = True) -> None:
+        """Wait until ``step`` is committed; raises as :meth:`wait` does."""
         self.wait(f"the commit of step {step}", lambda: self.is_committed(step), interruptible)
 
     @contextmanager
     def at_work(self, work: object) -> Iterator[None]:
-        """``work`` of a program is carried out, by this thread."""
+        """Note that this thread carries out ``work`` of a program inside of this context."""
         before, self.work, self.trainer = self.work, work, threading.get_ident()
         try:
             yield
@@ -255,19 +263,21 @@ class Session(ControlView):
             self.work = before
 
     def rewind(self, step: int) -> None:
+        """Go back to ``step`` as the last one that was begun, here and in heartbeats."""
         super().rewind(step)
         self.heartbeats.step = step
 
     def adopt(self, generation: Generation) -> None:
+        """Take over a new membership, and tell the collectives of it."""
         with self.changed:
             super().adopt(generation)
         self.when_adopted()
 
     def run_interruptibly(self, what: str, function: Callable[[], T]) -> T:
-        """Run a blocking ``function`` in a thread of its own and wait for it as for anything else.
+        """Run a blocking ``function`` in a thread of its own and wait for it as for anything else; raises its error.
 
-        After an interruption the thread is left behind: whoever owns the blocked resource has to
-        break it (see runtime.collectives.group).  Its late result is dropped.
+        After an interruption the thread is left behind: whoever owns the blocked resource has to break it (see
+        runtime.collectives.group).  Its late result is dropped.
         """
         outcome: list[tuple[T | None, BaseException | None]] = []
 
@@ -300,7 +310,7 @@ def connect_from_environment(
 
 
 def of_this_process() -> Session:
-    """The one that :func:`connect_from_environment` has made; RecycleError if it has not."""
+    """The session that :func:`connect_from_environment` has made in this process; RecycleError if it has not."""
     if not _made:
         raise RecycleError(NOT_LAUNCHED)
     return _made[-1]

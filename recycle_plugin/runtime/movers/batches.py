@@ -1,5 +1,5 @@
-"""A script's batch as the transport carries it: a tuple of tensors, the first of which describes the rest, so that
-nothing needs pickle.
+"""A script's batch as the transport carries it, without pickle: a tuple of tensors, the first of which describes the
+rest.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from recycle_plugin.runtime.device import Tensors, fetch
 
 
 def packed(batch: Any, label: Any = None) -> Tensors:
-    """Copies in host memory of its tensors, which may stand in tuples and lists, or be None.
+    """Pack a batch for the transport: copies in host memory of its tensors, which may stand in tuples and lists, or be
+    None.
 
-    ``label``: JSON that goes with it.  Raises RecycleError.
+    ``label``: JSON that goes with it.  Raises RecycleError for anything else in a batch.
     """
     tensors: list[torch.Tensor] = []
     description = json.dumps([label, _describe(batch, tensors)]).encode()
@@ -24,12 +25,12 @@ def packed(batch: Any, label: Any = None) -> Tensors:
 
 
 def described(tensors: Tensors) -> Any:
-    """The label."""
+    """The label that :func:`packed` was given."""
     return json.loads(bytes(tensors[0].numpy()))[0]
 
 
 def unpacked(tensors: Tensors) -> Any:
-    """The batch, in memory of its own, because a model may change it; lists have become tuples."""
+    """The batch that was packed, in memory of its own, because a model may change it; lists have become tuples."""
 
     def value(description: Any) -> Any:
         if isinstance(description, list):

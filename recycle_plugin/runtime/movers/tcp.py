@@ -42,14 +42,14 @@ LINGER_S = 1.0  # how long what live peers still have to get may take
 
 @dataclass(frozen=True)
 class Sender:
-    """What a connection begins with: whose it is."""
+    """The first message on a connection: the address of its sender."""
 
     address: str
 
 
 @dataclass(frozen=True)
 class Header:
-    """Before the bytes of a datum's tensors: the dtype of each, and its shape."""
+    """What comes before the bytes of a datum's tensors: the dtype and shape of each."""
 
     datum: Datum
     valid_from: int
@@ -60,13 +60,13 @@ LANGUAGE = Language((Sender, Header))
 
 
 class Nonsense(ValueError):
-    """What has come is none of ours; the message says what is wrong with it."""
+    """Something has arrived that is not the transport's; the message says what is wrong with it."""
 
 
 class Transport:
-    """As runtime.movers.mover.Mover: one inbox of this worker and one outbox per peer.
+    """The mover over TCP: one inbox of this worker and one outbox for each peer.
 
-    ``device``: for which what arrives is.
+    ``device``: the one on which arriving tensors will be used.
     """
 
     def __init__(self, session: Session, device: Device) -> None:
@@ -89,17 +89,25 @@ class Transport:
         self._accepting.start()
 
     def send(self, address: str, datum: Datum, tensors: Copy, valid_from: int) -> None:
+        """Send a datum to a peer without blocking; see Mover.send.  Raises the RecycleError of a copy that failed
+        before.
+        """
         self._check()
         if address not in self._outboxes:
             self._outboxes[address] = Outbox(address, self.address, self._broke, self._emptied, self._failed)
         self._outboxes[address].send(Message(datum, valid_from, tensors, self._session.wait_timeout_s))
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
+        """What has come since this was asked last: datum, tensors, and the generation from which they are valid."""
         self._check()
         while self._arrived:
             yield self._arrived.popleft()
 
     def wait_sent(self, addresses: Iterable[str]) -> None:
+        """Return when the sockets to these peers have taken all that is for them, or the peers are gone; see
+        Mover.wait_sent.
+        """
+
         def taken() -> bool | None:
             self._check()
             return None if any(outbox.backlog for outbox in outboxes) else True
@@ -108,12 +116,16 @@ class Transport:
         self._session.wait("a peer to take what is sent to it", taken)
 
     def hears(self) -> bool:
+        """Whether this worker's own listener lets peers in; it connects to it, and waits up to 10 s."""
         if not self._knock():
             return False
         with self._session.changed:
             return self._session.changed.wait_for(lambda: self._knocked is None, CONNECT_S)
 
     def hear_out(self, peers: set[str]) -> bool:
+        """Take what peers other than ``peers`` have sent before they went, waiting up to 1 s, and nothing of theirs
+        after.
+        """
         could_knock = self._knock()
         with (
             self._session.changed
@@ -125,7 +137,7 @@ class Transport:
             return could_knock and self._knocked is None
 
     def _knock(self) -> bool:
-        """Come to one's own door: who came before, and has perhaps sent and died since, is let in before.
+        """Connect to this worker's own listener: who came before, and has perhaps sent and died since, is let in first.
 
         False where that can't be, for want of a descriptor as may be; then whoever is in is heard out.
         """
@@ -141,14 +153,15 @@ class Transport:
         return True
 
     def leave(self, peers: set[str]) -> None:
+        """Send nothing more to anybody but ``peers``; broken connections to these are made anew."""
         for address in [address for address, outbox in self._outboxes.items() if address not in peers or outbox.broken]:
             self._outboxes.pop(address).close(linger_s=0)
 
     def _broke(self, address: str, error: OSError | None) -> None:
-        """The connection to a peer has.
+        """Note that the connection to a peer has broken.
 
-        Most often it is dead, and the coordinator says so within moments; for want of room here, this worker is at
-        fault itself.
+        Most often the peer is dead, and the coordinator says so within moments; for want of room here, this worker is
+        at fault itself.
         """
         room = error is not None and error.errno in NO_ROOM
         what, at = (f"a connection ({error.strerror})", self.address) if room else ("a connection", address)
@@ -168,7 +181,7 @@ class Transport:
             session.send(Missing(session.rank, generation, what, str(peer.seat)))
 
     def _failed(self, error: RecycleError) -> None:
-        """A copy of what was to be sent has: the thread that trains has to know."""
+        """Note that a copy of what was to be sent has failed: the thread that trains has to know."""
         with self._session.changed:
             self._failure = error
             self._session.changed.notify_all()
@@ -178,6 +191,7 @@ class Transport:
             raise self._failure
 
     def close(self) -> None:
+        """Stop receiving; what is under way to live peers still gets there, within a second."""
         deadline = time.monotonic() + LINGER_S
         for outbox in self._outboxes.values():
             outbox.close(max(0.0, deadline - time.monotonic()))
@@ -244,7 +258,7 @@ class Transport:
         self._let_go(connection, reader)
 
     def _say_nonsense(self, peer: tuple[str, int], nonsense: Nonsense) -> None:
-        """Once: a scanner of ports comes more often."""
+        """Warn of nonsense once: a scanner of ports comes more often."""
         if not self._said_nonsense:
             self._said_nonsense = True
             self._session.note(
@@ -281,7 +295,9 @@ class Transport:
 
 
 class Message(NamedTuple):
-    """``tensors`` may be on their way still; they get there within ``timeout_s``."""
+    """One datum to send; its ``tensors`` may still be on their way to host memory, for at most ``timeout_s``
+    seconds.
+    """
 
     datum: Datum
     valid_from: int
@@ -289,7 +305,7 @@ class Message(NamedTuple):
     timeout_s: float
 
     def parts(self) -> list[memoryview]:
-        """What is written to the socket."""
+        """The pieces of memory that are written to the socket: the header, and each tensor's bytes."""
         tensors = self.tensors.wait(self.timeout_s)
         shapes = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
         return [
@@ -299,14 +315,14 @@ class Message(NamedTuple):
 
 
 class Outbox:
-    """To one peer.
+    """The queue of messages to one peer.
 
     What the socket does not take at once, or is not in host memory yet, waits for a thread, so that no sender ever
-    does.
+    does.  A peer that cannot be reached any more is the coordinator's business: what was for it is dropped.
 
-    A peer that cannot be reached any more is the coordinator's business: what was for it is dropped, and
-    ``tell(address, error)`` is called, once, with what was wrong if that is known.  ``emptied`` is called when nothing
-    waits any more; ``failed`` with the error where something can't be sent.  ``own``: the sender's address.
+    ``own`` is the sender's address.  ``tell(address, error)`` is called once when the connection breaks, with what was
+    wrong if that is known; ``emptied`` when nothing waits any more; ``failed`` with the error where something can't be
+    sent.
     """
 
     def __init__(
@@ -334,6 +350,7 @@ class Outbox:
         return bool(self._waiting) and not self.broken
 
     def send(self, message: Message) -> None:
+        """Send a message now as far as the socket takes it, and queue the rest; it never blocks."""
         with self._changed:
             rest: Message | list[memoryview] = message
             if self._connection is not None and not self._waiting and message.tensors.poll():
@@ -343,7 +360,9 @@ class Outbox:
                 self._changed.notify()
 
     def close(self, linger_s: float) -> None:
-        """Break off, after what is waiting has gone out if that takes no longer than ``linger_s``."""
+        """Close the connection, after what is waiting has gone out if that takes no longer than ``linger_s``
+        seconds.
+        """
         with self._changed:
             self._closing = True
             self._changed.wait_for(lambda: self.broken or not self._waiting, linger_s)
@@ -352,7 +371,7 @@ class Outbox:
                 _end(self._connection)
 
     def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
-        """What is left after the socket has taken what it can."""
+        """Write what the socket takes at once; returns what is left."""
         try:
             while parts:
                 sent = self._connection.sendmsg(parts, [], socket.MSG_DONTWAIT)
@@ -394,7 +413,7 @@ class Outbox:
                     self._emptied()
 
     def _connected(self) -> socket.socket:
-        """Where there is no room for a connection here, there may be in a moment."""
+        """A connection to the peer; where there is no room for one here, it is tried again for a while."""
         deadline = time.monotonic() + CONNECT_S
         while True:
             try:
@@ -406,7 +425,7 @@ class Outbox:
                 self._changed.wait_for(lambda: self._closing, PAUSE_S)
 
     def _parts(self, waiting: Message | list[memoryview]) -> list[memoryview]:
-        """Once it is on the host.
+        """The pieces of a message, once it is on the host.
 
         Where it does not get there, nothing comes behind it, and nobody is told that the peer is at fault.
         """
@@ -434,7 +453,7 @@ class Outbox:
 
 
 def _receive_header(connection: socket.socket, kind: type[T]) -> T:
-    """Raises Nonsense where something else comes."""
+    """Read a header; raises Nonsense where something else comes."""
     size = LANGUAGE.size(_receive(connection, HEAD.size), LONGEST_HEADER)
     header = size if isinstance(size, Unreadable) else LANGUAGE.message(bytes(_receive(connection, size)))
     if not isinstance(header, kind):
@@ -463,7 +482,7 @@ def _fill(connection: socket.socket, target: memoryview) -> None:
 
 
 def _end(connection: socket.socket) -> None:
-    """Wake whoever is blocked on it."""
+    """Shut a connection, which wakes whoever is blocked on it."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:  # not connected any more, or closed

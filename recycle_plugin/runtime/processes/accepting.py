@@ -1,9 +1,8 @@
-"""What becomes of a listener whose ``accept`` fails: nothing.
+"""What a listener does when ``accept`` fails: it goes on, after a pause where there was no room.
 
-A moment without room for one more connection makes nobody deaf for good.
-
-Linux hands out so whatever is wrong with the one that comes, who is gone by then; and EMFILE, ENFILE, ENOBUFS or ENOMEM
-where this process or its host has no room: who comes meanwhile waits in the listener's queue.
+A moment without room for one more connection must not make it deaf for good.  Linux reports so whatever is wrong with
+the connection that comes, which is gone by then; and EMFILE, ENFILE, ENOBUFS or ENOMEM where this process or its host
+has no room: who comes meanwhile waits in the listener's queue.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ PAUSE_S = 0.5  # between two attempts where there is no room
 
 
 class Refusals:
-    """Of connections that a listener could not take; ``say`` gets a line about the first one that is worth it."""
+    """The connections that one listener could not accept; ``say`` gets a line about the first for want of room."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._said = False
 
     def pause_s(self, error: OSError) -> float:
-        """How long to wait before the next attempt, after ``error``."""
+        """How many seconds to wait before the next attempt, after ``error``."""
         if error.errno in GONE:
             return 0.0
         if not self._said:

@@ -20,11 +20,11 @@ EACH = 4  # more for each worker of the job
 
 
 class TooFewDescriptors(RuntimeError):
-    """The message says how many there are, how many it takes, and where to get them."""
+    """A process may not open as many files and connections as the job needs; the message says where to get more."""
 
 
 def needed(workers: int) -> int:
-    """By a process of a job of so many."""
+    """How many descriptors a process needs in a job of so many workers."""
     return OWN + EACH * workers
 
 

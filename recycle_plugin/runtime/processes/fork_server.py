@@ -40,7 +40,7 @@ FOR_THE_JOB = (signal.SIGINT, signal.SIGTERM)  # who ends the job ends this proc
 
 
 class Server:
-    """Waits for requests, for the ends of workers and for those who go away that asked for them, in one loop.
+    """Serves requests for forks in one loop, with the ends of workers and of those who asked for them.
 
     ``in_worker`` is called in each fork, in its environment and before anything else.
     """
@@ -59,6 +59,7 @@ class Server:
         self._workers: dict[int, tuple[socket.socket, int]] = {}  # pid: the connection of who asked for it, a pidfd
 
     def serve(self) -> None:
+        """Serve until this process is ended."""
         while True:
             for key, _ in self._selector.select(
                 None if self._opens_at is None else max(0.0, self._opens_at - time.monotonic())
@@ -200,7 +201,7 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 
 def _run(module: str, first: Callable[[], None]) -> int:
-    """Run it as ``python -m`` would; its exit code."""
+    """Run the module as ``python -m`` would; its exit code."""
     try:
         first()
         _seed()
@@ -220,10 +221,10 @@ def _run(module: str, first: Callable[[], None]) -> int:
 
 
 def _seed() -> None:
-    """NumPy's and torch's generators take what they begin with from the system when they are imported, which has been
-    once for all workers.
+    """Seed NumPy's and torch's generators anew: they were seeded when they were imported, which was once for all
+    workers.
 
-    Python's own sees to itself.
+    Python's own generator sees to itself.
     """
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -232,7 +233,7 @@ def _seed() -> None:
 
 
 def unsafe() -> str:
-    """Why this process should not be forked, or nothing."""
+    """Why this process should not be forked, in words; empty where it may be."""
     threads = sorted(Path("/proc/self/task").iterdir())
     if len(threads) > 1:
         return (
@@ -246,7 +247,10 @@ def unsafe() -> str:
 
 
 def main(address: str, modules: list[str], in_worker: Callable[[], None] = lambda: None) -> None:
-    """Import, say so, and serve until this process is ended.  ``in_worker``: see :class:`Server`."""
+    """Import the modules, print ``ready`` or ``unsafe``, and serve until this process is ended.
+
+    ``in_worker``: see :class:`Server`.
+    """
     die_with_parent()
     signal.pthread_sigmask(
         signal.SIG_BLOCK, FOR_THE_JOB

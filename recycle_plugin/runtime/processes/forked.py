@@ -1,6 +1,4 @@
-"""Processes that a script forks from a worker: loaders' workers, pools, whatever a library forks.
-
-None of them is the worker.
+"""Processes that a script forks from a worker (loaders' workers, pools, whatever a library forks): none is the worker.
 
 A fork has the worker's handlers, its open connections and its session, and no thread but one.  What it did with them,
 the job would take for the worker's doing: its end would be the worker's leave, and a connection that it keeps open
@@ -26,7 +24,7 @@ _inodes: weakref.WeakSet[Inodes] = weakref.WeakSet()
 
 
 class Inodes:
-    """Sockets that a library has opened: ``found()``, by their inodes."""
+    """Sockets that a library has opened, which ``found()`` lists by their inodes: forks close them too."""
 
     def __init__(self, found: Callable[[], Collection[int]]) -> None:
         self.found = found
@@ -34,16 +32,15 @@ class Inodes:
 
 
 def own(connection: socket.socket) -> socket.socket:
-    """... belongs to the worker, and no fork keeps it open.  Returns it."""
+    """Mark ``connection`` as the worker's own, so that forks of the process close it, and return it."""
     _connections.add(connection)
     return connection
 
 
 def register(cut_off: Callable[[], None]) -> None:
-    """From now on, in each fork of this process, and in forks of these: ``cut_off()`` is called there once nothing of
-    the worker's is left.
+    """Cut each later fork of this process, and forks of these, off from the worker; there ``cut_off()`` is called last.
 
-    A signal that comes to the fork before that waits until it is what it is for any process.
+    A signal that comes to the fork before that waits until it does what it does in any process.
     """
     masks: list[
         set[signal.Signals]

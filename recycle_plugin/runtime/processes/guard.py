@@ -5,27 +5,37 @@ library, no event loop, no threads, no connections.  Its children are
 
 * the *supervisor* (runtime/processes/supervisor.py), which may be killed: another is forked, and learns here its rank,
   its worker's process, and what it is to do;
-* the *worker*, which the guard starts when the supervisor says so, whose parent it is, and whose exit code it knows.
-  It does not notice that supervisors change;
+* the *worker*, which the guard starts when the supervisor says so, whose parent it is, and whose exit code it knows. It
+  does not notice that supervisors change;
 * for rank 0 the *host*, the coordinator with the store (supervisor.Hosted), which outlives everybody.  It is not
   started again: its end is the job's, and the guard says so in the run folder.
 
-Each of supervisor and host has a line here: objects of JSON, one a line of text.
+Each of supervisor and host has a connection here, which carries objects of JSON, one a line of text.  From the guard to
+a supervisor:
 
-===========================================================  ==================================================================================
-from the guard to a supervisor ``{"held": {"rank", "pid", "code", "signal", "guard"}}``     first, once the host is
-there: what the guard has of the one before, null for nothing ``{"pid"}``, ``{"failed"}``
-the worker was started, or why not ``{"code"}``                                                 the worker has ended
-``{"signal"}``                                               the guard has got it (a name): the job is to end from a
-supervisor ``{"start": [module, argument, ...], "rank", "environment"}``  start the worker ``{"kill"}``
-send the worker that signal to the host ``{"through"}``                                              the supervisor has
-ended by itself: the host ends once all others have gone ``{"signal"}``                                               as
-for a supervisor, where there is none any more from the host ``{"ready"}``, ``{"folder"}``
-it listens; the run folder is known ``{"closing"}``                                              all others have gone:
-it ends
-===========================================================  ==================================================================================
+* ``{"held": {"rank", "pid", "code", "signal", "guard"}}`` comes first, once the host is there: what the guard has of
+  the supervisor before, null for nothing;
+* ``{"pid"}`` or ``{"failed"}``: the worker was started, or why not;
+* ``{"code"}``: the worker has ended;
+* ``{"signal"}``: the guard has got it (a name), so the job is to end.
 
-At the end of its line each of them knows that the guard is gone.
+From a supervisor:
+
+* ``{"start": [module, argument, ...], "rank", "environment"}``: start the worker;
+* ``{"kill"}``: send the worker that signal.
+
+To the host:
+
+* ``{"through"}``: the supervisor has ended by itself, so the host ends once all others have gone;
+* ``{"signal"}``: as for a supervisor, where there is none any more.
+
+From the host:
+
+* ``{"ready"}``: it listens;
+* ``{"folder"}``: the run folder is known;
+* ``{"closing"}``: all others have gone, and it ends.
+
+At the end of its connection each of them knows that the guard is gone.
 """
 
 from __future__ import annotations
@@ -44,7 +54,7 @@ from typing import BinaryIO
 
 from recycle_plugin.runtime.processes import signal_info
 
-Child = Callable[[socket.socket], int]  # runs in a process of its own, with its end of the line; its exit code
+Child = Callable[[socket.socket], int]  # runs in a process of its own, with its end of the connection; its exit code
 
 SERVER_VARIABLE = "RECYCLE_FORK_SERVER"  # names the process that workers are forked from, if there is one
 TRIES, WITHIN_S = 5, 60.0  # so many supervisors may be killed in that time
@@ -54,20 +64,21 @@ PIECE = 1 << 16
 
 
 class Pipe:
-    """One end."""
+    """One end of the connection between a guard and its supervisor or host: JSON objects, one a line of text."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self._half = b""
 
     def tell(self, **message: object) -> None:
+        """Send one message; where the other end is gone, it is dropped."""
         try:
             self.end.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             pass  # the other end is gone, which whoever reads sees as well
 
     def heard(self) -> list[dict] | None:
-        """All that has come, at least something; None at its end."""
+        """All messages that have come, waiting for at least some bytes; None at the end."""
         try:
             data = self.end.recv(PIECE)
         except OSError:
@@ -77,7 +88,10 @@ class Pipe:
 
 
 class Guard:
-    """``host``: for rank 0 only."""
+    """Holds a rank's place in the job: starts supervisors, the worker, and for rank 0 the host.
+
+    ``supervise`` and ``host`` run in forks of it; ``host`` is None for other ranks.
+    """
 
     def __init__(self, supervise: Child, host: Child | None) -> None:
         self._supervise, self._host = supervise, host
@@ -98,8 +112,9 @@ class Guard:
         self._result: int | None = None
 
     def hold(self) -> int:
-        """The exit code for the launcher: the supervisor's, and where that knew of nothing bad, the host's, which sees
-        the job's end.
+        """Run until the supervisor has ended by itself, and the host too; returns the exit code for the launcher.
+
+        That is the supervisor's, and where that is 0, the host's, which sees the job's end.
         """
         _call_this("recycle-guard")
         wake = self._take_signals()
@@ -179,7 +194,7 @@ class Guard:
             self._host_ended(code)
 
     def _told(self, what: str | None) -> None:
-        """To end the job: a signal, with its sender where that is known."""
+        """Pass on that the job is to end: a signal, with its sender where that is known."""
         if what is not None:
             self._signal = what
             line = self._supervisor if self._supervisor_pid else self._hosted
@@ -187,7 +202,9 @@ class Guard:
                 line.tell(signal=what)
 
     def _supervisor_ended(self, code: int) -> None:
-        """One that ends by itself is through with its worker and the job."""
+        """Deal with a supervisor's end; one that ends by itself is through with its worker and the job, else another is
+        forked.
+        """
         while self._supervisor.end.fileno() in self._watched:  # what it has said before
             self._hear_supervisor()
         self._supervisor_pid = 0
@@ -220,7 +237,7 @@ class Guard:
             self._supervisor.end.shutdown(socket.SHUT_WR)
 
     def _tell_folder(self, text: str) -> None:
-        """Only the host writes to it otherwise."""
+        """Log the job's end in the run folder; only the host writes to it otherwise."""
         _say(f"the job ends: {text}")
         if self._folder is not None:
             event = {"time": round(time.time(), 6), "event": "end", "text": f"the job ends: {text}"}
@@ -271,7 +288,9 @@ class Guard:
             self._supervisor.tell(pid=self._worker)
 
     def _forked_elsewhere(self, command: list[str], environment: dict[str, str]) -> int:
-        """As long as this process has the connection, the worker runs."""
+        """Have the fork server start the worker, which runs as long as this process has the connection; its process
+        id.
+        """
         from recycle_plugin.runtime.processes.spawn import Request, ask, forked_pid
 
         module, *arguments = command
@@ -287,7 +306,7 @@ class Guard:
         return pid
 
     def _hear_server(self) -> None:
-        """A worker's exit code, or that its parent is gone, and it with it."""
+        """Hear a worker's exit code from the fork server, or that this is gone, and the worker with it."""
         code = self._forked.heard()
         self._forget(self._forked.end)
         self._worker_ended(code[0] if code else -signal.SIGKILL)
@@ -315,7 +334,7 @@ class Guard:
 
     @staticmethod
     def _take_signals() -> socket.socket:
-        """Where their numbers come out."""
+        """A socket on which the numbers of arriving signals come out."""
         out, into = socket.socketpair()
         out.setblocking(False)
         into.setblocking(False)
@@ -326,7 +345,7 @@ class Guard:
 
 
 def _become(child: Child, line: socket.socket, others: list[socket.socket | BinaryIO], name: str) -> None:
-    """In a fork of the guard.  Does not return."""
+    """Be a child, in a fork of the guard.  Does not return."""
     code = 1
     try:
         _call_this(name)
@@ -349,7 +368,7 @@ def _become(child: Child, line: socket.socket, others: list[socket.socket | Bina
 
 
 def _call_this(name: str) -> None:
-    """This process, where people look for one: in top, and to pkill."""
+    """Name this process where people look for one: in top, and to pkill."""
     with suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)
 

@@ -1,7 +1,7 @@
-"""A launcher for one host: all supervisors in one process, and workers forked from a warm one, which the launcher
-starts and ends.
+"""A launcher for one host: all supervisors in one process, and workers forked from a warm one.
 
-What ends this process ends all others.  Imports no torch and no DeepSpeed.
+The launcher starts and ends the warm process too.  What ends this process ends all others.  Imports no torch and no
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ END_S = 30.0  # how long a job that was told to end may take, as under DeepSpeed
 
 
 class Launcher:
-    """Runs ``command``, the training script with its arguments, ``workers`` times; ``placement`` as in the script's
-    config.
+    """Runs a job on this host: ``command``, the training script with its arguments, ``workers`` times.
 
-    ``imports``: the modules that workers are to have when they begin, None to start them as children that import
-    everything themselves. Where the environment names a process to fork from, that one is used, and not ended.
+    ``placement`` is as in the script's config.  ``imports``: the modules that workers are to have when they begin, None
+    to start them as children that import everything themselves. Where the environment names a process to fork from,
+    that one is used, and not ended.
     """
 
     def __init__(
@@ -55,8 +55,10 @@ class Launcher:
         self._told = False  # to end
 
     async def run(self) -> int:
-        """The exit code: 0 when the job has come to its end, whoever died on the way; 1 when it was told to end; else
-        the largest of its workers, and of what the job has ended with.
+        """Run the job; returns the exit code: 0 when it has come to its end, whoever died on the way.
+
+        It is 1 when the job was told to end; else the largest of its workers', and of what the job has ended with.
+        Raises TooFewDescriptors, BadMaster.
         """
         provide(self._workers)
         self._running = asyncio.current_task()
@@ -101,7 +103,7 @@ class Launcher:
         return Supervisor(self._command, described, self._placement, Here(), self._hosted)
 
     def _signalled(self, what: str) -> None:
-        """The job ends at a commit; at the second one, where there is no job yet, or once it takes too long: at
+        """End the job at a commit; at the second signal, where there is no job yet, or once it takes too long: at
         once.
         """
         if self._told or self._hosted is None:
@@ -117,7 +119,7 @@ def _say(line: str) -> None:
 
 
 def main(launcher: Launcher) -> int:
-    """The exit code."""
+    """Run the launcher's job in an event loop; returns the exit code, and prints what could not be started."""
     try:
         return asyncio.run(launcher.run())
     except (BadMaster, ConnectionError, TooFewDescriptors) as error:

@@ -1,4 +1,4 @@
-"""How a worker's process ends: with what its script has left to do, and without what the plugin has."""
+"""The end of a worker's process: with what its script has left to do, and without what the plugin has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 
 
 def leave_process(code: int) -> None:
-    """End, without waiting for the plugin's threads that were left behind in broken operations; they are daemons.
+    """End this process, without waiting for the plugin's threads that were left behind in broken operations.
 
     Where the script has ended well, its own threads and pools of them come to their end before, as with Python: an
     upload that is under way, say.
@@ -23,7 +23,7 @@ def leave_process(code: int) -> None:
 
 
 def flush() -> None:
-    """What was printed is out, as far as that is possible."""
+    """Flush standard output and error, as far as that is possible."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # on a full disk
             stream.flush()

@@ -1,5 +1,5 @@
-"""Signals with their senders, by signalfd: Python's handlers are not told who has sent one, and who has ended a job is
-what people ask first.
+"""Signals with their senders, by signalfd: who has ended a job is what people ask first, and Python's handlers don't
+know.
 
 Linux hands a descriptor the signals that every thread blocks.  What a process starts inherits that they are blocked,
 and unblocks them where they are meant for it.  Standard library only, and little of it: a guard is to stay small.
@@ -19,7 +19,7 @@ SHOWN = 60  # characters of a command
 
 
 def opened() -> BinaryIO | None:
-    """Where those of ``ENDING`` come out that every thread blocks; None where a sandbox forbids it.
+    """A file that delivers the signals of ``ENDING`` which every thread blocks; None where a sandbox forbids it.
 
     Children don't inherit it over an exec.
     """
@@ -29,7 +29,7 @@ def opened() -> BinaryIO | None:
 
 
 def heard(signals: BinaryIO) -> str | None:
-    """The next one, as ``SIGTERM from process 12 (bash)``; None where there is none."""
+    """The next signal, as ``SIGTERM from process 12 (bash)``; None where there is none."""
     info = signals.read(INFO)
     if not info:
         return None
@@ -38,7 +38,7 @@ def heard(signals: BinaryIO) -> str | None:
 
 
 def unblock() -> None:
-    """In a process that somebody who takes them has started."""
+    """Let signals through again, in a process that was started by one that blocks them."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 

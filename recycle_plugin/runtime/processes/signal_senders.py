@@ -14,9 +14,7 @@ from recycle_plugin.runtime.processes.signal_info import ENDING, heard, opened
 
 
 def take(told: Callable[[str], None]) -> None:
-    """From now on ``told("SIGTERM from process 12 (bash)")`` is called in the running loop for each of ``ENDING``, as
-    long as that runs.
-    """
+    """Call ``told("SIGTERM from process 12 (bash)")`` in the running loop for each signal of ``ENDING`` from now on."""
     loop, before = asyncio.get_running_loop(), signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     for number in ENDING:
         loop.add_signal_handler(number, told, number.name)
@@ -32,7 +30,7 @@ def take(told: Callable[[str], None]) -> None:
 
 
 def spare_threads() -> None:
-    """The running loop's threads get none of these signals: call it before there are any."""
+    """Keep these signals from the running loop's threads; call it before there are any."""
     asyncio.get_running_loop().set_default_executor(
         ThreadPoolExecutor(initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, ENDING))
     )

@@ -1,6 +1,4 @@
-"""A place in the job, as DeepSpeed's launcher describes it to each process: from what SLURM tells srun's tasks, where
-no launcher has been.
-"""
+"""Where a process stands in the job: the launcher's variables, or the same made from those of SLURM's srun."""
 
 from __future__ import annotations
 
@@ -15,9 +13,10 @@ class NoPlace(RuntimeError):
 
 
 def described(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT.
+    """The environment with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    Unless they are given, the master is the step's first node, and its port follows from the job's number.
+    Under srun, unless they are given, the master is the step's first node, and its port follows from the job's number.
+    Raises NoPlace where neither a launcher nor srun has started this process.
     """
     if "RANK" in environment:
         return dict(environment)
@@ -43,12 +42,12 @@ def described(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """Of a list such as ``rack2n[07-09,12],login1``."""
+    """The first host of a SLURM node list such as ``rack2n[07-09,12],login1``."""
     first = re.match(r"(?:[^,\[]|\[[^]]*\])+", nodes)[0]
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first)
 
 
 def tasks(each: str) -> list[int]:
-    """Of each node, from a text such as ``2(x3),1``."""
+    """The number of tasks on each node, from SLURM's text, such as ``2(x3),1``."""
     counts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in each.split(",")]
     return [int(count[1]) for count in counts for _ in range(int(count[2] or 1))]

@@ -1,7 +1,7 @@
 """Starting the worker process: a plain child, or a fork of a warm server that has the imports done.
 
-The server (``RECYCLE_FORK_SERVER`` names its Unix socket) saves the seconds that importing torch takes, for each
-worker.
+The server (the variable ``RECYCLE_FORK_SERVER`` names its Unix socket) saves each worker the seconds that importing
+torch takes.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ STOP_S = 10.0
 
 
 class Process(Protocol):
-    """A started worker."""
+    """A started worker process."""
 
     pid: int
 
     async def wait(self) -> int:
-        """Its exit code; negative for a signal."""
+        """Wait for its end; returns its exit code, negative for a signal."""
 
-    def send_signal(self, number: int) -> None: ...
+    def send_signal(self, number: int) -> None:
+        """Send the process a signal; raises ProcessLookupError where it is gone."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """For a fork that runs ``module`` with ``arguments``; ``keep_fd``: the number that the third descriptor gets, if
-    there is one.
+    """A request to fork a process that runs ``module`` with ``arguments`` in ``folder``.
+
+    ``keep_fd``: the number that the third descriptor gets, if there is one.
     """
 
     module: str
@@ -64,7 +66,7 @@ class NoServer(RuntimeError):
 async def spawn(module: str, arguments: list[str], environment: dict[str, str], keep_fd: int | None = None) -> Process:
     """Start ``python -m module arguments``.  ``keep_fd``: an open descriptor that it inherits under the same number.
 
-    ConnectionError where it is to be a fork, and can't be.
+    Raises ConnectionError where it is to be forked by a server, and can't be.
     """
     server = environment.get(SERVER_VARIABLE)
     if server:
@@ -87,23 +89,28 @@ class ForkedProcess:
     async def start(
         cls, server: str, module: str, arguments: list[str], environment: dict[str, str], keep_fd: int | None = None
     ) -> ForkedProcess:
+        """Have ``server`` fork a process; raises ConnectionError where it does not."""
         request = Request(module, tuple(arguments), environment, os.getcwd(), keep_fd)
         connection = ask(server, request, [1, 2] if keep_fd is None else [1, 2, keep_fd])
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         return cls(forked_pid(module, await reader.readline()), reader, writer)
 
     async def wait(self) -> int:
+        """Wait for its end; the exit code, negative for a signal, as for SIGKILL where the server itself has gone."""
         line = await self._reader.readline()
         self._writer.close()
         return int(line) if line else -signal.SIGKILL
 
     def send_signal(self, number: int) -> None:
+        """Send the process a signal; raises ProcessLookupError where it is gone."""
         os.kill(self.pid, number)
 
 
 def ask(server: str, request: Request, descriptors: list[int]) -> socket.socket:
-    """For a fork that has them as its standard output, standard error and ``request.keep_fd``; answers are a line with
-    its process and one with its code.
+    """Ask the server for a fork with these descriptors as its standard output, standard error and ``request.keep_fd``.
+
+    The answers on the returned socket are a line with its process id and one with its exit code.  Raises
+    ConnectionError where the server can't be reached.
     """
     frame = LANGUAGE.encode(request)
     connection = socket.socket(socket.AF_UNIX)
@@ -123,7 +130,7 @@ def ask(server: str, request: Request, descriptors: list[int]) -> socket.socket:
 
 
 def forked_pid(module: str, answer: bytes) -> int:
-    """From the first line that comes back.  ConnectionError where it is none."""
+    """The process id from the server's first answer; raises ConnectionError where that is something else."""
     said = answer.decode().strip()
     if not said.isdecimal():
         raise ConnectionError(
@@ -133,13 +140,14 @@ def forked_pid(module: str, answer: bytes) -> int:
 
 
 def socket_name(listener: socket.socket) -> str:
-    """For :func:`ask`: the path, or @ and the name of a socket that has no file."""
+    """The address of a server's socket, for :func:`ask`: its path, or @ and the name of a socket that has no file."""
     name = listener.getsockname()
     return name if isinstance(name, str) else "@" + name[1:].decode()
 
 
 class ServerProcess:
-    """A fork server of this process's own (runtime/processes/fork_server.py), which ends with it at the latest.
+    """A fork server that this process has started (runtime/processes/fork_server.py), and that ends with it at the
+    latest.
 
     Its output is this process's.
     """
@@ -150,7 +158,9 @@ class ServerProcess:
 
     @classmethod
     async def start(cls, modules: list[str], timeout_s: float = SERVER_S) -> ServerProcess:
-        """Return once it has imported ``modules``; raises NoServer."""
+        """Start a server, and return once it has imported ``modules``; raises NoServer where it does not within
+        ``timeout_s``.
+        """
         command = [sys.executable, "-u", "-m", "recycle_plugin.runtime.processes.fork_server", "@", *modules]
         process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         try:
@@ -175,7 +185,7 @@ class ServerProcess:
         return cls(process, what)
 
     async def stop(self) -> str:
-        """End it, and with it what it has forked; how it had ended before, if it had."""
+        """End it, and with it what it has forked.  Returns how it had ended before, or "" if it had not."""
         with suppress(ProcessLookupError):
             os.kill(
                 self._process.pid, STOP
@@ -189,8 +199,8 @@ class ServerProcess:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """SIGKILL once the process that started this one has ended, at once if it has: ``parent`` is no longer its
-    parent.
+    """Have the kernel kill this process once the one that started it has ended; at once where ``parent`` is no longer
+    its parent.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:

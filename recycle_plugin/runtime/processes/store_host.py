@@ -13,6 +13,7 @@ import sys
 
 
 def main(descriptor: int) -> None:
+    """Host the store on the listening socket ``descriptor`` until SIGTERM, or until this process's parent is gone."""
     parent = os.getppid()
     port = socket.socket(fileno=os.dup(descriptor)).getsockname()[1]
     from torch.distributed import TCPStore

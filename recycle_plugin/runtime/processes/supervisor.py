@@ -1,10 +1,10 @@
 """Each rank's supervisor: it outlives its worker and tells how that ended.
 
-Imports no torch.  The stock launcher kills all ranks as soon as one exits badly; since a worker's
-death ends only the worker, the launcher needs no change, and since what it has started is only the
-supervisor's guard (runtime/processes/guard.py), a supervisor's death ends nothing: the next one takes its place.
-Rank 0's guard also has the host: the coordinator, on the launcher's own master port, and the job's key-value
-store; workers learn the store's port through ``MASTER_PORT``, so stock ``env://`` finds it.
+Imports no torch.  The stock launcher kills all ranks as soon as one exits badly; since a worker's death ends only the
+worker, the launcher needs no change, and since what it has started is only the supervisor's guard
+(runtime/processes/guard.py), a supervisor's death ends nothing: the next one takes its place. Rank 0's guard also has
+the host: the coordinator, on the launcher's own master port, and the job's key-value store; workers learn the store's
+port through ``MASTER_PORT``, so stock ``env://`` finds it.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import CutOff
 from recycle_plugin.observability.console import Announcer
 from recycle_plugin.observability.exporter import Exporter
-from recycle_plugin.runtime.control import supervisor_heartbeat as pulse
+from recycle_plugin.runtime.control import supervisor_heartbeat
 from recycle_plugin.runtime.control.connections import InLoop, InProcess
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.guard import Pipe
 from recycle_plugin.runtime.processes.spawn import Process, spawn
-from recycle_plugin.runtime.processes.worker_keeper import Guarded, Place
+from recycle_plugin.runtime.processes.worker_keeper import Guarded, WorkerKeeper
 
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
 RESUME_S = 5.0  # the same once more, where the connection has broken
 LISTEN_S = 60.0  # how long nothing need be heard
 GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
-PULSE_S = 0.5  # between two signs of the worker's life
+HEARTBEAT_S = 0.5  # between two signs of the worker's life
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
 ANOTHER_ADDRESS = "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's for all others"
@@ -64,11 +64,10 @@ class BadMaster(RuntimeError):
 
 
 class Supervisor:
-    """Runs one worker: ``command`` is the training script with its arguments, and ``place`` where the worker runs.
+    """Runs one worker: ``command`` is the training script with its arguments, and ``place`` what keeps the worker.
 
-    ``placement`` "spread": the worker's rank is not the one that the launcher gave this place
-    (core/vocabulary/placement.py). ``hosted``: the coordinator, where that is in this process; ``started`` is called
-    once there is a worker.
+    With ``placement`` "spread" the worker's rank is not the one that the launcher gave this place
+    (core/vocabulary/placement.py). ``hosted``: the coordinator, where that is in this process.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Supervisor:
         command: list[str],
         environment: dict[str, str],
         placement: str,
-        place: Place,
+        place: WorkerKeeper,
         hosted: Hosted | None = None,
     ) -> None:
         self._command = command
@@ -93,7 +92,11 @@ class Supervisor:
         self._answered = asyncio.Event()  # the news of the worker's end have got there
 
     async def run(self) -> int:
-        """The exit code for the launcher: 0 also when the worker was killed and the job went on."""
+        """Run the worker to its end, and then wait for the job's.
+
+        Returns the exit code for the launcher: 0 also when the worker was killed and the job went on.  Raises
+        ConnectionError where the coordinator can't be reached.
+        """
         try:
             if self._placement == "spread" and self._place.rank is None:
                 self._rank = await self._placed()
@@ -149,7 +152,10 @@ class Supervisor:
                     self._command,
                     self._worker_environment(welcome.store_port),
                 )
-            tasks += asyncio.create_task(self._pulse()), asyncio.create_task(self._place.watch(self._told_to_end))
+            tasks += (
+                asyncio.create_task(self._send_heartbeats()),
+                asyncio.create_task(self._place.watch(self._told_to_end)),
+            )
             return await self._until_both_ended(self._worker, tasks[-1])
         finally:
             for task in tasks:
@@ -193,7 +199,9 @@ class Supervisor:
         return job_code if job_code == 0 or code < 0 else code
 
     async def _without_guard(self, exit_code: asyncio.Task) -> int:
-        """Who has killed it may be about to end the job, and why is to be known before."""
+        """Tell the coordinator that the guard was killed; who has done so may be about to end the job, and that has to
+        be known.
+        """
         self._tell(Unguarded(self._rank, self._place.pid))
         self._exited = Exited(self._rank, exit_code.result() if exit_code.done() else -signal.SIGKILL, time.time())
         self._tell(self._exited)
@@ -215,25 +223,27 @@ class Supervisor:
             worker.send_signal(number)
         await exit_code
 
-    async def _pulse(self) -> None:
-        """Say now and then that the worker's process is there, and whether it runs; over a network also by datagram."""
-        datagrams = await pulse.connect(self._control.there) if self._control.there else None
+    async def _send_heartbeats(self) -> None:
+        """Tell the coordinator now and then that the worker's process is there, and whether it runs; over a network
+        also by datagram.
+        """
+        datagrams = await supervisor_heartbeat.connect(self._control.there) if self._control.there else None
         on_disk_s = 0.0  # it has waited for a disk, or for memory that is on one: that is work too
         try:
             while self._worker is not None and not self._over.done():
                 state, cpu_s = life_of(self._worker.pid)
-                on_disk_s += PULSE_S * (state == "D")
+                on_disk_s += HEARTBEAT_S * (state == "D")
                 message = SupervisorHeartbeat(self._rank, state == "T", None if cpu_s is None else cpu_s + on_disk_s)
                 self._tell(message)
                 if datagrams is not None:
                     datagrams.sendto(encode(message))
-                await asyncio.sleep(PULSE_S)
+                await asyncio.sleep(HEARTBEAT_S)
         finally:
             if datagrams is not None:
                 datagrams.close()
 
     def _fence(self) -> None:
-        """Whoever goes on does so without the worker: it must not wake up."""
+        """Kill the worker: whoever goes on does so without it, and it must not wake up."""
         try:
             if self._worker is not None:
                 self._worker.send_signal(signal.SIGKILL)
@@ -253,7 +263,7 @@ class Supervisor:
             self._over.set_result(1)  # the coordinator is gone
 
     async def _resumed(self) -> bool:
-        """The connection has broken: it is made once more, and the worker goes on meanwhile.
+        """Make the broken connection once more, while the worker goes on; returns whether it stands.
 
         What was said since the break is said again where it counts.
         """
@@ -279,9 +289,7 @@ class Supervisor:
 
 
 class Hosted:
-    """What only rank 0's guard has a process for, or the launcher for one host runs: the coordinator and the store's
-    process.
-    """
+    """The coordinator and the store's process, which rank 0's guard, or the launcher for one host, hosts."""
 
     def __init__(self, coordinator: Coordinator, store: Process, announcer: Announcer, exporter: Exporter) -> None:
         self._coordinator = coordinator
@@ -300,7 +308,9 @@ class Hosted:
         told: Callable[[Event], None] = lambda event: None,
         stop: int | None = None,
     ) -> Hosted:
-        """``told``: gets all events, as the user does; ``stop``: the process that ends the job at SIGTERM, where it is
+        """Start the coordinator and the store's process; raises BadMaster where the port of ``address`` is taken.
+
+        ``told`` gets all events, as the user does; ``stop`` is the process that ends the job at SIGTERM, where it is
         not this one.
         """
         listener = socket.create_server(("", 0), backlog=4096)
@@ -331,21 +341,23 @@ class Hosted:
         return cls(coordinator, store, announcer, exporter)
 
     def connect(self) -> InProcess:
-        """To the coordinator."""
+        """A connection to the coordinator from within this process."""
         return self._coordinator.connect()
 
     def terminate(self, reason: str) -> None:
-        """End the job, at a commit if training has started."""
+        """End the job: at a commit if training has started."""
         self._coordinator.terminate(reason)
 
     @property
     def code(self) -> int:
-        """That the job has ended with, 0 where it has not."""
+        """The exit code that the job has ended with, 0 where it has not ended."""
         return self._coordinator.code
 
     async def close(self, closing: Callable[[], None] = lambda: None, at_once: bool = False) -> None:
-        """Outlive the other supervisors, whose workers may train on without this one's, unless that is to be
-        ``at_once``.  ``closing`` is called once they have gone.
+        """End coordinator and store, after the other supervisors have gone, whose workers may train on without this
+        one's.
+
+        ``at_once``: without waiting for them.  ``closing`` is called once they have gone.
         """
         if not at_once:
             await self._coordinator.all_gone(GOODBYE_S)
@@ -367,15 +379,19 @@ class Hosted:
             _begin_report(folder)
 
     async def _watch_store(self) -> None:
-        """Without the store workers could not even find each other, and would wait for it."""
+        """Fail the job where the store's process ends: without it workers could not find each other, and would wait for
+        it.
+        """
         how = how_ended(await self._store.wait())
         if not self._closing:
             self._coordinator.fail(f"the key-value store's process {how}; without it workers can't find each other")
 
 
 def _begin_report(folder: Path) -> None:
-    """In a process of its own, which outlives this one: nobody waits for it, and nothing that goes wrong in it gets out
-    of it.  The launcher's SIGTERM is for those that train.
+    """Write the report in a process of its own, which outlives this one.
+
+    Nobody waits for it, and nothing that goes wrong in it gets out of it.  The launcher's SIGTERM is for those that
+    train.
     """
     nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     try:
@@ -403,8 +419,10 @@ def _resolved(host: str) -> str:
 
 
 def life_of(pid: int) -> tuple[str, float | None]:
-    """The process's state, as ps has it, and how many seconds of CPU its threads have used or, of its main thread,
-    waited for, which on a crowded machine is most of it; None where that can't be read.
+    """The state of a process, a letter as ps has it, and its seconds of CPU time.
+
+    Those include the seconds for which its main thread has waited for a CPU, which on a crowded machine is most of it;
+    None where that can't be read.  The state is empty where the process has ended.
     """
     process = Path(f"/proc/{pid}")
     try:
@@ -424,7 +442,7 @@ def life_of(pid: int) -> tuple[str, float | None]:
 def supervise(
     command: list[str], environment: dict[str, str], placement: Callable[[list[str]], str], line: socket.socket
 ) -> int:
-    """One rank's supervisor, at the end of its guard's ``line``; the exit code."""
+    """Run one rank's supervisor at the end of its guard's ``line``; returns the exit code."""
 
     async def run() -> int:
         senders.spare_threads()
@@ -435,8 +453,9 @@ def supervise(
 
 
 def host(environment: dict[str, str], line: socket.socket) -> int:
-    """Rank 0's host, at the end of its guard's ``line``: until the supervisor there has gone, and then until the others
-    have; the job's exit code.
+    """Run rank 0's coordinator and store at the end of its guard's ``line``; returns the job's exit code.
+
+    It returns once the supervisor there has gone, and then the others.
     """
     address, ranks = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"])), int(environment["WORLD_SIZE"])
     guard = Pipe(line)
@@ -463,7 +482,7 @@ def host(environment: dict[str, str], line: socket.socket) -> int:
 
 
 async def _hear_guard(reader: asyncio.StreamReader, hosted: Hosted, through: asyncio.Event) -> None:
-    """Until it is gone, and its supervisor with it."""
+    """Pass the guard's messages on until it is gone, and its supervisor with it."""
     while said := await reader.readline():
         message = json.loads(said)
         if "signal" in message:
@@ -474,9 +493,7 @@ async def _hear_guard(reader: asyncio.StreamReader, hosted: Hosted, through: asy
 
 
 def _check_reachable(name: str) -> None:
-    """Workers tell each other the addresses at which they reach the coordinator: over a loopback that is none for other
-    hosts.
-    """
+    """Raise BadMaster for a loopback address, which workers on other hosts could not reach the coordinator at."""
     if ip_address(found := _resolved(name)).is_loopback:
         raise BadMaster(
             f"master address {name} is {found} on its own host, where no other host reaches anybody: {ANOTHER_ADDRESS}"

@@ -1,6 +1,4 @@
-"""Where a supervisor has its worker: under its guard, which started both and outlives it, or in its own process's
-care.
-"""
+"""Who keeps a supervisor's worker: the guard, which started both and outlives the supervisor, or its own process."""
 
 from __future__ import annotations
 
@@ -17,10 +15,11 @@ from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.spawn import Process, spawn
 
 
-class Place(Protocol):
-    """``rank`` and ``worker``: those of a supervisor that was here before, None if there was none.
+class WorkerKeeper(Protocol):
+    """Keeps the worker of a supervisor, and knows whether its guard is still there.
 
-    ``pid``: of the process that holds the place.
+    ``rank`` and ``worker`` are those of a supervisor that was here before, None if there was none; ``pid`` is the
+    process that holds the rank's place in the job.
     """
 
     rank: int | None
@@ -28,31 +27,35 @@ class Place(Protocol):
     pid: int
 
     async def start(self, rank: int, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
-        """As runtime/processes/spawn.py's; ``rank`` is what the next supervisor finds."""
+        """Start the worker, as runtime/processes/spawn.py does; ``rank`` is kept for the next supervisor.  Raises
+        ConnectionError.
+        """
 
     async def watch(self, told_to_end: Callable[[str], None]) -> None:
-        """Until the place is lost.
+        """Return when the guard is gone, and the worker with it.
 
-        ``told_to_end`` is called with the signal that says so, and its sender where that is known.
+        ``told_to_end`` is called with each signal that is to end the job, and its sender where that is known.
         """
 
 
 class Here:
-    """In a process that nobody guards, and whose signals are not for one supervisor."""
+    """Keeps the worker in the supervisor's own process, without a guard; signals there are not for one supervisor."""
 
     def __init__(self) -> None:
         self.rank = self.worker = None
         self.pid = os.getpid()
 
     async def start(self, rank: int, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
+        """Start the worker, as runtime/processes/spawn.py does."""
         return await spawn(module, arguments, environment)
 
     async def watch(self, told_to_end: Callable[[str], None]) -> None:
+        """Wait for ever: there is no guard that could go."""
         await asyncio.get_running_loop().create_future()
 
 
 class Guarded:
-    """At the end of a guard's line; see runtime/processes/guard.py for what is said on it."""
+    """Keeps the worker at its guard, over the connection to it; runtime/processes/guard.py has the messages."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, held: dict) -> None:
         self._reader, self._writer = reader, writer
@@ -74,13 +77,16 @@ class Guarded:
 
     @classmethod
     async def take(cls, line: socket.socket) -> Guarded | None:
-        """None where the guard wants no supervisor any more."""
+        """Take the place over from the guard, at this end of the connection to it; None where it wants no supervisor
+        any more.
+        """
         reader, writer = await asyncio.open_connection(sock=line)
         while (said := await reader.readline()) and "held" not in (message := json.loads(said)):
             pass  # what it holds has the signals that have come before
         return cls(reader, writer, message["held"]) if said else None
 
     async def start(self, rank: int, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
+        """Have the guard start the worker; raises ConnectionError where it does not."""
         self._tell(start=[module, *arguments], rank=rank, environment=environment)
         self.worker = GuardedProcess(await self._started, self._code, self._tell)
         return self.worker
@@ -89,13 +95,16 @@ class Guarded:
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def watch(self, told_to_end: Callable[[str], None]) -> None:
+        """Return when the guard is gone; ``told_to_end`` is called with the first signal that the guard, or this
+        process, gets.
+        """
         self._told_to_end = told_to_end
         for what in self._signals[:1]:
             told_to_end(what)
         await asyncio.shield(self._hearing)
 
     def _signalled(self, what: str) -> None:
-        """The guard's signals mostly come here as well, and say no more.
+        """Take note of a signal, the guard's or this process's, which mostly come together.
 
         Before there is a worker nobody has anything to lose, and the supervisor just ends.
         """
@@ -106,7 +115,7 @@ class Guarded:
             self._told_to_end(what)
 
     async def _hear(self) -> None:
-        """Until the guard is gone, and the worker with it."""
+        """Take the guard's messages until it is gone, and the worker with it."""
         while said := await self._reader.readline():
             message = json.loads(said)
             if "pid" in message:
@@ -127,7 +136,7 @@ class Guarded:
 
 
 class GuardedProcess:
-    """A worker, whose parent is the guard."""
+    """A worker process whose parent is the guard."""
 
     def __init__(self, pid: int, code: asyncio.Future[int], tell: Callable[..., None]) -> None:
         self.pid = pid
@@ -135,7 +144,9 @@ class GuardedProcess:
         self._tell = tell
 
     async def wait(self) -> int:
+        """Wait for its end, which the guard tells; the exit code, negative for a signal."""
         return await asyncio.shield(self._code)
 
     def send_signal(self, number: int) -> None:
+        """Have the guard send it a signal."""
         self._tell(kill=number)

@@ -1,5 +1,5 @@
-"""Exact mode's weight gradients: one sum for each block (core/vocabulary/blocks.py), and the sum over all of them in
-the blocks' order.
+"""Exact mode's weight gradients: one sum for each block (core/vocabulary/blocks.py), and their sum in the blocks'
+order.
 
 The sum costs what an all-reduce does: every worker gets one slice of all blocks, adds it up, and gives the result to
 all.  Each element is added in the same order wherever the slices are cut, so the bits depend neither on who has which
@@ -33,13 +33,17 @@ class Group(Protocol):
 
     def exchange(self, target: torch.Tensor, source: torch.Tensor, incoming: list[int], outgoing: list[int]) -> None:
         """Give each live worker its part of ``source``, and write what comes from each to ``target``, both in their
-        order and of one dimension; ``outgoing`` and ``incoming`` are the lengths of the parts.
+        order.
+
+        Both have one dimension; ``outgoing`` and ``incoming`` are the lengths of the parts.
         """
 
 
 @contextmanager
 def in_place_of(parameters: list[torch.nn.Parameter], gradients: Gradients) -> Iterator[None]:
-    """``parameter.grad`` are ``gradients``, which afterwards hold what was added meanwhile."""
+    """Put ``gradients`` in the place of ``parameter.grad`` inside of this context; afterwards they hold what was
+    added.
+    """
     aside = [parameter.grad for parameter in parameters]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
@@ -52,7 +56,7 @@ def in_place_of(parameters: list[torch.nn.Parameter], gradients: Gradients) -> I
 
 
 class BlockSums:
-    """Of ``parameters``, from this worker's contributions to one step."""
+    """The weight gradients of one step that this worker has contributed, summed by block; exact mode's."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], blocks: Blocks) -> None:
         self.parameters, self._blocks = parameters, blocks
@@ -61,8 +65,9 @@ class BlockSums:
 
     @contextmanager
     def adding(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """What is added to ``parameter.grad`` goes to the sum of the block of ``micro_batch``, whose turn it has to
-        be.
+        """Inside of this context ``parameter.grad`` is the sum of the block that ``micro_batch`` belongs to.
+
+        Raises AssertionError where it is not the micro-batch's turn in its block.
         """
         block = self._blocks.of(micro_batch)
         count = self._counts.get(block, 0)
@@ -75,17 +80,18 @@ class BlockSums:
         self._counts[block] = count + 1
 
     def resize(self, blocks: Blocks) -> None:
-        """Of steps with another number of micro-batches."""
+        """Take the blocks of steps with another number of micro-batches, and drop all sums."""
         self.clear()
         self._blocks = blocks
 
     def clear(self) -> None:
+        """Drop all sums."""
         self._sums, self._counts = {}, {}
 
     def owners(self, group: Group) -> list[list[Block]]:
-        """The blocks of each live worker, from what each says.
+        """The blocks of each live worker, by its position in ``group``, from what each says; costs one exchange.
 
-        Raises RecycleError where one is missing, not whole, or there twice.
+        Raises RecycleError where a block is missing, not whole, or there twice.
         """
         members, (position, live) = self._blocks.members(), group.live_position()
         mine = torch.tensor([self._counts.get(block, 0) for block in members])
@@ -103,7 +109,9 @@ class BlockSums:
         return [[block for block, count in zip(members, row) if count] for row in counts.tolist()]
 
     def total(self, places: list[int], owners: list[list[Block]], group: Group) -> torch.Tensor:
-        """The sum of all blocks' gradients of the parameters at ``places``, one after the other in one dimension."""
+        """The sum of all blocks' gradients of the parameters numbered ``places``, one after the other in one
+        dimension.
+        """
         mine = {
             block: torch.cat([self._gradient(block, place) for place in places])
             for block in owners[group.live_position()[0]]
@@ -119,9 +127,10 @@ class BlockSums:
 def fixed_order_sum(
     mine: dict[Part, torch.Tensor], owners: list[list[Part]], result: torch.Tensor, group: Group
 ) -> torch.Tensor:
-    """Fill ``result`` with the sum of everybody's blocks (or whatever is sorted), added in sorted order.
+    """Fill ``result``, a flat tensor, with the sum of everybody's blocks (or stages' sums), added in sorted order.
 
-    ``mine``: this worker's, each as long as ``result``; ``owners``: which each live worker of ``group`` has.
+    ``mine``: this worker's, each as long as ``result``; ``owners``: which each live worker of ``group`` has.  Every
+    worker sends and receives about ``result`` once for each part that it has, in pieces.
     """
     for begin in range(0, result.numel(), PIECE):
         _sum_piece(

@@ -1,5 +1,6 @@
-"""Gradient norms over a pipeline, each stage's share known to all through the coordinator, and what is done about
-them.
+"""Gradient norms over a whole pipeline, and what is done about them: skip a step, or clip its gradients.
+
+The coordinator tells all stages the share of each.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from recycle_plugin.runtime.worker.ports import Norm, Parameters
 
 
 class Clipping:
-    """Of the worker whose ``store`` it is, where norms are as soon as they are known.
+    """Decides by a step's gradient norm whether the step is skipped or clipped; norms come from the worker's ``store``.
 
     ``limit`` 0: nothing is clipped, but a norm that is not finite still skips its step.
     """
@@ -27,15 +28,17 @@ class Clipping:
         self._parameters, self._norm, self._limit = parameters, norm, limit
 
     def share(self) -> float:
-        """The stage's, of what ``parameter.grad`` is; its workers hold the same gradients and find the same."""
+        """This stage's share of the squared norm, from ``parameter.grad``; its workers hold the same gradients and find
+        the same.
+        """
         return self._norm.share(self._parameters)
 
     def norm_of(self, shares: Mapping[str, float]) -> torch.Tensor:
-        """Over all stages."""
+        """The norm over all stages, from the share of each."""
         return self._norm.total(shares)
 
     def norm(self, step: int) -> torch.Tensor | None:
-        """None where it is not known, or not yet."""
+        """The norm of ``step``; None where it is not known, or not yet."""
         found = self._store.get(Datum("norm", self._stage, None, step))
         return None if found is None else torch.as_tensor(found)
 
@@ -49,25 +52,31 @@ class Clipping:
         return self._limit > 0 and self.norm(step) is not None and not self.skips(step)
 
     def clip(self, step: int) -> None:
+        """Scale ``parameter.grad`` down to the limit where the norm of ``step`` is above it."""
         if self.clips(step):
             clip(self._parameters, self.norm(step), self._limit)
 
 
 class TrueNorm:
-    """Over all stages (ports.Norm).  ``elsewhere``: parameters that are another stage's too, which counts them."""
+    """The Euclidean norm of all gradients over all stages (ports.Norm).
+
+    ``elsewhere``: parameters that are another stage's too, which counts them.
+    """
 
     def __init__(self, elsewhere: AbstractSet[torch.nn.Parameter] = frozenset()) -> None:
         self._elsewhere = elsewhere
 
     def share(self, parameters: Parameters) -> float:
+        """Sum of the squared elements of this stage's gradients."""
         return squared_norm([parameter for parameter in parameters if parameter not in self._elsewhere])
 
     def total(self, shares: Mapping[str, float]) -> torch.Tensor:
+        """The norm over all stages, a scalar tensor, from the squared shares."""
         return torch.tensor(math.sqrt(math.fsum(shares.values())))
 
 
 def squared_norm(parameters: Parameters) -> float:
-    """Sum of the squared elements of all gradients, in the arithmetic of DeepSpeed's clip_grad_norm_ (which forgets
+    """Sum of the squared elements of all gradients, computed as DeepSpeed's clip_grad_norm_ does (which forgets
     imaginary parts).
     """
     gradients = (parameter.grad.detach() for parameter in parameters if parameter.grad is not None)
@@ -76,8 +85,9 @@ def squared_norm(parameters: Parameters) -> float:
 
 
 def clip(parameters: Parameters, norm: torch.Tensor, limit: float) -> None:
-    """Replace all gradients by min(1, limit / norm) times themselves, as DeepSpeed does; what they were stays for peers
-    that lack it.
+    """Replace all gradients by min(1, limit / norm) times themselves, as DeepSpeed does.
+
+    New tensors take their place: what the gradients were stays for peers that lack it.
     """
     coefficient = torch.min(torch.tensor([1.0]), torch.tensor([float(limit)]) / (norm + 1e-6))
     for parameter in parameters:

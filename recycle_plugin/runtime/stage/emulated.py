@@ -16,10 +16,10 @@ from recycle_plugin.runtime.stage.operators import Converter, Gradients, Operato
 
 
 class EmulatedLayer(nn.Module):
-    """``x * scale`` on floats [batch, width]; F, I and W sleep for their stated seconds.
+    """A layer that computes ``x * scale`` on floats [batch, width], and sleeps for the stated seconds in F, I and W.
 
-    Stock backward sleeps ``input_s + weight_s`` in one go; under ``DeferredWeights.hold`` I sleeps the one
-    and ``pending.run()`` the other.  ``scale [width]``, all ones at first, has a real gradient.
+    Stock backward sleeps ``input_s + weight_s`` in one go; under ``DeferredWeights.hold`` I sleeps the one and
+    ``pending.run()`` the other.  ``scale [width]``, all ones at first, has a real gradient.
 
     Raises ValueError for a negative cost.
     """
@@ -32,6 +32,7 @@ class EmulatedLayer(nn.Module):
         self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """The input times ``scale``, after ``forward_s`` seconds."""
         return _Stock.apply(x, self.scale, self)
 
 

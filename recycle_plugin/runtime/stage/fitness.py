@@ -1,5 +1,5 @@
-"""Layers that would train otherwise than without the plugin, or not the same whoever computes them, whatever framework
-they are in.
+"""Checks for layers and optimizers that would train otherwise than without the plugin, whatever framework they are
+in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from recycle_plugin.errors import RecycleError
 
 
 def check_layers(module: torch.nn.Module) -> None:
-    """RecycleError, which names the layer and says what to use instead."""
+    """Raise RecycleError for a layer that can't be run again by a peer; the message names it and says what to use
+    instead.
+    """
     for name, part in module.named_modules():
         if getattr(part, "track_running_stats", False):
             raise RecycleError(
@@ -32,7 +34,7 @@ def check_layers(module: torch.nn.Module) -> None:
 
 
 def check_optimizer(module: torch.nn.Module, optimizer: Any) -> None:
-    """RecycleError where it would step otherwise than by the sums of the gradients of ``module``."""
+    """Raise RecycleError where the optimizer would step otherwise than by the sums of the gradients of ``module``."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RecycleError(
             f"the optimizer is a {type(optimizer).__name__}: give one of torch's, or of a class that is made from "

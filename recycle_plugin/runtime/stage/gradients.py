@@ -1,8 +1,7 @@
-"""A stage's gradients, from contributions in ``parameter.grad`` (in exact mode, in sums of blocks) over their sum to
-the commit of the step.
+"""A stage's weight gradients in a step: from contributions over their sum to the commit.
 
-Of weights that several stages share, what is applied is the sum over the stages (runtime/stage/tied.py), beside the
-stage's own, from which it can be made again.
+Contributions are in ``parameter.grad``, in exact mode in sums of blocks.  Of weights that several stages share, what is
+applied is the sum over the stages (runtime/stage/tied.py), beside the stage's own, from which it can be made again.
 
 The sum stands in second buffers until every bucket is done, so an interrupted one leaves the contributions as they
 were; and it is kept until the step is committed, since a peer may lack it, or this worker may have to apply it once
@@ -34,9 +33,9 @@ EXACT_BUCKET = 1 << 22  # numbers
 
 
 class Gradients:
-    """Of ``parameters``, summed by ``buckets``, or from ``blocks``.
+    """Sums the gradients of ``parameters`` over a stage's workers, by ``buckets`` or, in exact mode, from ``blocks``.
 
-    ``tied``: those of them that other stages have too.
+    ``tied``: those of the parameters that other stages have too.
     """
 
     def __init__(
@@ -54,13 +53,14 @@ class Gradients:
         self._tied = {self._places[weight.parameter]: weight for weight in tied}
 
     def forget(self) -> None:
-        """Neither contributions nor their sum count any more."""
+        """Drop all contributions, and their sum."""
         self._put([None] * len(self._parameters))
 
     def reduce(self, step: int, holder: int | None) -> list[torch.Tensor] | None:
-        """Sum the stage's contributions, or take the sum from the live worker of rank ``holder``: of each parameter.
+        """Sum the stage's contributions, or take the sum from the live worker of rank ``holder``: one tensor for each
+        parameter.
 
-        None where that is here already.
+        None where this worker has the sum already, and only gives it to others.
         """
         owners = self._blocks.owners(self._buckets.group) if self._blocks is not None and holder is None else None
         reduced = [(bucket, self._sum(bucket, step, holder, owners)) for bucket in self._cut()]
@@ -72,9 +72,9 @@ class Gradients:
         return [parameter.grad for parameter in self._parameters]
 
     def tie(self, step: int) -> dict[int, torch.Tensor]:
-        """Sum what is tied over the stages, from their own sums: of each tied parameter, by its place.
+        """Sum what is tied over the stages, from their own sums: one tensor for each tied parameter, by its place.
 
-        Where it is made again it comes out the same.
+        Raises RecycleError where it is made again and comes out otherwise.
         """
         totals = {place: weight.total(self._whole(step)[place]) for place, weight in self._tied.items()}
         before = self._of("tied", step) or totals
@@ -89,12 +89,16 @@ class Gradients:
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """``parameter.grad`` is the sum of ``step``, also where the contributions to the next step have begun."""
+        """Inside of this context ``parameter.grad`` is the sum of ``step``, whatever has begun for the next step."""
         with in_place_of(self._parameters, self._applied(step)):
             yield
 
     def apply(self, step: int, optimizer: torch.optim.Optimizer, step_once: Callable[[], None], clipped: bool) -> None:
-        """``step_once`` with the sum of ``step``, which stays as it is.  ``clipped``: it makes gradients of its own."""
+        """Call ``step_once`` with the sum of ``step`` in ``parameter.grad``; the sum itself stays as it is.
+
+        ``clipped``: ``step_once`` puts gradients of its own in place.  Raises AssertionError where the optimizer has
+        changed the sum.
+        """
         whole, sums = self._applied(step), [parameter.grad for parameter in self._parameters]
         with self.of(step):
             if type(optimizer) not in READ_ONLY and not clipped:
@@ -143,8 +147,8 @@ class Gradients:
         return flat
 
     def _cut(self) -> list[Parameters]:
-        """Parameters by dtype, cut as DeepSpeed cuts them; smaller for blocks, all of which a worker then has once
-        more.
+        """Parameters by dtype, cut into buckets as DeepSpeed does; smaller ones for blocks, which a worker then has
+        once more.
         """
         limit = self._buckets.limit if self._blocks is None else EXACT_BUCKET
         buckets: list[Parameters] = []

@@ -1,4 +1,4 @@
-"""What a forward differentiates while it runs: energies, gradient penalties, learning inside of a layer.
+"""Listens to what a forward differentiates while it runs: energies, gradient penalties, learning inside of a layer.
 
 torch offers no seam here that sees every call: ``torch.autograd.grad`` may have been imported by name, and functions of
 ``torch.func`` end in it too.  All of them, and ``backward``, reach the engine through one function of
@@ -18,8 +18,10 @@ ENGINE = "_engine_run_backward"  # (outputs, gradients, retain_graph, create_gra
 
 @contextmanager
 def engine_runs(heard: Callable[[tuple, bool], None]) -> Iterator[None]:
-    """``heard(inputs, accumulates)`` is called before each run of autograd's engine: for the gradients of ``inputs``
-    (none: of all leaves), which are added to their ``.grad`` or, as by ``torch.autograd.grad``, returned.
+    """Inside of this context, call ``heard(inputs, accumulates)`` before each run of autograd's engine.
+
+    It is for the gradients of ``inputs`` (none: of all leaves), which are added to their ``.grad`` if it
+    ``accumulates`` or, as by ``torch.autograd.grad``, returned.
     """
     run = getattr(torch.autograd, ENGINE)
 
@@ -35,9 +37,9 @@ def engine_runs(heard: Callable[[tuple, bool], None]) -> Iterator[None]:
 
 
 class InnerGradients:
-    """Of one forward.
+    """Records which gradients one forward has asked for while it ran.
 
-    ``parameters``: of the stage, by id.  ``asked``: those of which the forward wants gradients; ``adds``: whether it
+    ``parameters`` are the stage's, by id.  ``asked``: those of which the forward wants gradients; ``adds``: whether it
     adds to the ``.grad`` of some, as ``backward`` does.
     """
 
@@ -47,14 +49,13 @@ class InnerGradients:
         self.adds = False
 
     def heard(self, inputs: tuple, accumulates: bool) -> None:
+        """Record a run of autograd's engine; see :func:`engine_runs`."""
         asked = asked_for(inputs, self._parameters)
         self.asked += asked
         self.adds |= accumulates and (bool(asked) or not inputs)
 
 
 def asked_for(inputs: tuple, known: Mapping[int, torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """The parameters, ``known`` by id, among the tensors and ``torch.autograd.graph.GradientEdge`` that a run is
-    for.
-    """
+    """The parameters, ``known`` by id, among the tensors and GradientEdges that a run of autograd's engine is for."""
     leaves = (getattr(one.node, "variable", None) if isinstance(one, GradientEdge) else one for one in inputs)
     return [known[id(leaf)] for leaf in leaves if id(leaf) in known]

@@ -13,7 +13,7 @@ import torch
 
 
 class Masters:
-    """Of ``weights``, in their order."""
+    """fp32 copies of bf16 ``weights``, in their order, which the optimizer steps."""
 
     def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
         self.weights = list(weights)
@@ -21,22 +21,23 @@ class Masters:
         self._of = dict(zip(self.weights, self.parameters))
 
     def of(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+        """The master of ``weight``."""
         return self._of[weight]
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Add the weights' gradients to the masters'."""
+        """Add the weights' gradients to the masters', in fp32, and drop them."""
         for weight, master in zip(self.weights, self.parameters, strict=True):
             if weight.grad is not None:
                 master.grad = weight.grad.to(master.dtype) if master.grad is None else master.grad.add_(weight.grad)
                 weight.grad = None
 
     def round_off(self) -> None:
-        """The masters have changed: so do the weights."""
+        """Round the masters, which have changed, to the weights."""
         _copy(self.weights, self.parameters)
 
     def take_over(self) -> None:
-        """The weights alone are known: so are the masters, to the weights' precision."""
+        """Take the masters from the weights, to whose precision they are then known."""
         _copy(self.parameters, self.weights)
 
 

@@ -1,4 +1,4 @@
-"""The operation table: what each instruction that computes, or adds up with others, comes to in torch."""
+"""What each instruction that computes, or adds up with others, comes to in torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Operation = Callable[[Instruction, StepStore, bool], Mapping[Datum, Any]]
 
 
 class Operations:
-    """As core.worker.worker.Machine has them, each returning when it is done.
+    """A worker's computing instructions as core.worker.worker.Machine has them, each returning when it is done.
 
-    ``source``: of data that is addressed; ``applied(step)``: to be told of each step.
+    ``source`` gives data that is addressed by step and micro-batch; ``applied(step)`` is called after each step.
     """
 
     def __init__(
@@ -44,21 +44,23 @@ class Operations:
         self._sums: Mapping[Op, Callable[[int, Seat | None], Any]] = {Op.REDUCE: self._reduce, Op.TIE: self._tie}
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """What LOAD, F, I, W, B or STEP makes, once the device is done with it."""
+        """What LOAD, F, I, W, B or STEP makes, once the device is done with it.  Raises WaitTimeout where that takes
+        too long.
+        """
         made = self._table[instruction.op](instruction, have, boundary_only)
         self._stage.device.event(instruction).wait(self._session.wait_timeout_s)
         return made
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
-        """What REDUCE or TIE makes, with all that take part in it."""
+        """What REDUCE or TIE makes, together with all workers that take part in it."""
         return self._sums[instruction.op](instruction.step, holder)
 
     def share(self, step: int, have: StepStore) -> float:
-        """Of this stage in the squared norm of ``step``."""
+        """This stage's share of the squared norm of ``step``."""
         return self._stepping.share(step)
 
     def norm(self, shares: Mapping[str, float]) -> torch.Tensor:
-        """Over all stages."""
+        """The norm over all stages, from the share of each."""
         return self._stepping.norm_of(shares)
 
     def undo(self, step: int) -> None:
@@ -66,7 +68,7 @@ class Operations:
         self._stepping.undo(step)
 
     def forget_sums(self, after: int) -> None:
-        """No gradient of the steps after ``after`` counts."""
+        """Drop all gradients of the steps after ``after``."""
         self._stepping.forget_sums()
 
     def _load(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:

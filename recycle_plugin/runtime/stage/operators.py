@@ -1,4 +1,4 @@
-"""Layers whose backward can be split: how each type's is, and which types are known.
+"""Layers whose backward can be split in two: how each type's is, and which types are known.
 
 An :class:`Operator` is one use of a layer's parameters, its backward in two halves.  A :class:`Converter` says how a
 layer type's calls become operators; other modules register their own.  runtime/stage/split_backward.py runs them.
@@ -25,32 +25,39 @@ class Operator(Protocol):
 
     parameters: tuple[nn.Parameter, ...]
 
-    def forward(self, x: Tensor) -> Tensor: ...
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output for ``x``."""
 
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """Gradient of ``x``, in its shape.  Called only when ``x`` requires one."""
+        """The gradient of ``x``, in its shape; called only when ``x`` requires one."""
 
     def weight_gradients(self, x: Tensor, gradient: Tensor) -> Gradients:
-        """A gradient in its parameter's shape for each parameter that requires one."""
+        """The gradient of each parameter that requires one, in the parameter's shape."""
 
 
 class LinearOperator:
-    """``x [..., in] @ weight [out, in].T + bias [out]``; the two halves repeat torch's own GEMMs."""
+    """One use of a linear layer, ``x [..., in] @ weight [out, in].T + bias [out]``.
+
+    The two halves of its backward repeat torch's own GEMMs, bit for bit.
+    """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         self.weight, self.bias = weight, bias
         self.parameters = (weight,) if bias is None else (weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The output, [..., out]."""
         return F.linear(x, self.weight, self.bias)
 
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient of ``x``, [..., in], by the GEMM that torch itself would choose."""
         rows, upper = _rows(x), _rows(gradient)
         if rows.stride() == (1, rows.shape[0]):  # column-major: torch multiplies the transposes
             return self.weight.t().mm(upper.t()).t().view(x.shape)
         return upper.mm(self.weight).view(x.shape)
 
     def weight_gradients(self, x: Tensor, gradient: Tensor) -> Gradients:
+        """The gradients of weight [out, in] and bias [out], where they are trained."""
         rows = _rows(gradient)
         if self.weight.requires_grad:
             yield self.weight, rows.t().mm(_rows(x))
@@ -65,19 +72,24 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class EmbeddingOperator:
-    """Rows of ``weight [vocabulary, hidden]`` by ``x``, int64 ids of any shape; ids have no gradient."""
+    """One use of an embedding: rows of ``weight [vocabulary, hidden]`` by ``x``, int64 ids of any shape, without a
+    gradient.
+    """
 
     def __init__(self, weight: nn.Parameter) -> None:
         self.weight = weight
         self.parameters = (weight,)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The rows, [..., hidden]."""
         return F.embedding(x, self.weight)
 
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """Raises TypeError: the ids of an embedding have no gradient."""
         raise TypeError("the ids of an embedding have no gradient")
 
     def weight_gradients(self, x: Tensor, gradient: Tensor) -> Gradients:
+        """The gradient of the weight, dense, [vocabulary, hidden]."""
         yield self.weight, torch.ops.aten.embedding_dense_backward(gradient, x, self.weight.shape[0], -1, False)
 
 
@@ -99,7 +111,7 @@ CONVERTERS: dict[type[nn.Module], Converter] = {}
 
 
 def register_converter(kind: type[nn.Module], converter: Converter) -> None:
-    """Convert modules whose type is exactly ``kind`` (a subclass may have another forward)."""
+    """Convert modules whose type is exactly ``kind`` by ``converter`` (a subclass may have another forward)."""
     CONVERTERS[kind] = converter
 
 

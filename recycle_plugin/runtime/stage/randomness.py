@@ -24,8 +24,11 @@ def key(seed: int, step: int, micro_batch: MicroBatch, stage: int, half: str = "
 
 @contextmanager
 def keyed(seed: int, device: Device) -> Iterator[None]:
-    """All default generators of ``device`` start from ``seed`` inside, Python's and numpy's too (layers that are left
-    out at random draw from these); outside, the worker's own streams go on as if nothing was.
+    """Inside of this context all default random generators start from ``seed``: torch's for ``device``, Python's and
+    numpy's.
+
+    Layers that are left out at random draw from the latter.  Afterwards the worker's own streams go on as if nothing
+    was.
     """
     python, numpy = random.getstate(), sys.modules.get("numpy")
     array = numpy.random.get_state() if numpy else None
@@ -43,7 +46,10 @@ def keyed(seed: int, device: Device) -> Iterator[None]:
 
 @contextmanager
 def keyed_torch(seed: int, device: Device) -> Iterator[None]:
-    """The same of torch's generators alone, for a backward: the others take ten times as long."""
+    """Inside of this context torch's default generators for ``device`` start from ``seed``; Python's and numpy's stay.
+
+    That is for a backward: with the others it takes ten times as long.
+    """
     states = [(generator, generator.get_state()) for generator in device.generators]
     for generator, _ in states:
         generator.manual_seed(

@@ -1,5 +1,5 @@
-"""Whether a layer may be run again: after a failure some are, for a peer, and workers with more micro-batches run more
-of them.
+"""Checks that a layer may be run again: after a failure some are, for a peer, and workers with more micro-batches run
+more.
 
 What a forward takes over from the one before (running statistics, counters, random numbers of a generator of its own)
 is not to be seen in a model.  So the first forward in training is run twice, on the same micro-batch and with the same
@@ -25,7 +25,7 @@ ROUNDINGS = {torch.bfloat16: 8, torch.float16: 8}  # of a type's smallest step
 class _Kept(NamedTuple):
     """A tensor that a module has: itself, how often it was changed in place, and what is in it.
 
-    A workspace may be: what is in it counts.
+    A workspace may be changed: of that only what is in it counts.
     """
 
     tensor: torch.Tensor
@@ -37,8 +37,10 @@ class _Kept(NamedTuple):
 
 
 class ModuleState:
-    """What a module has at this moment: parameters and buffers, other tensors among its attributes, and numbers and
+    """What a module has at this moment: parameters and buffers, other tensors among its attributes, numbers, and
     generators.
+
+    It costs one pass over all tensors, for the sums of their bits.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -51,7 +53,7 @@ class ModuleState:
         self._others = dict(_others(attributes))
 
     def changed_in_place(self, since: ModuleState) -> str | None:
-        """The first of the parameters and buffers that was, whatever has been put in the place of others."""
+        """The name of the first parameter or buffer that was changed in place since then, None if none was."""
         return next(
             (
                 name
@@ -62,14 +64,14 @@ class ModuleState:
         )
 
     def changed(self, since: ModuleState, exact: bool) -> str | None:
-        """The first of its tensors that is not what it was."""
+        """The name of the first tensor that is not what it was; ``exact``: to the bit, else up to roundings."""
         here, there = {**self._owned, **self._tensors}, {**since._owned, **since._tensors}
         return self.changed_in_place(since) or next(
             (name for name, kept in here.items() if not _as_before(kept, there.get(name), exact)), None
         )
 
     def counted(self, since: ModuleState) -> str | None:
-        """The first number, or generator of random numbers, that has changed."""
+        """The name of the first number, or generator of random numbers, that has changed since then."""
         return next((name for name, value in self._others.items() if since._others.get(name, value) != value), None)
 
 
@@ -100,7 +102,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _content(tensor: torch.Tensor) -> tuple:
-    """Of a tensor in no time: type, shape, and the sum of its bits."""
+    """The content of a tensor, found quickly: type, shape, and the sum of its bits."""
     if (
         tensor.layout is not torch.strided
         or tensor.is_quantized
@@ -113,9 +115,9 @@ def _content(tensor: torch.Tensor) -> tuple:
 
 
 class Rehearsal:
-    """The first forward of ``module``, or whatever else ``what`` is, which is run twice.
+    """The two runs of the first forward of ``module``, or of what ``what`` says, which have to give the same.
 
-    ``before``: its state before that; ``exact``: it has to give the same bits. ``advice``: where it doesn't.
+    ``before``: the module's state before the first; ``exact``: the same bits.  ``advice``: what a refusal says to do.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class Rehearsal:
         self._what, self._advice = what, advice
 
     def once(self, made: Tensors) -> None:
-        """The first time has given ``made``."""
+        """Take what the first run has ``made``.  Raises RecycleError where it has changed parameters or buffers."""
         self._between = ModuleState(self._module)
         _refuse(self._between.changed_in_place(self._before), self._what, self._advice)
         self._storages = {
@@ -140,10 +142,9 @@ class Rehearsal:
         self._first = [tensor.detach().clone() for tensor in made]
 
     def twice(self, made: Tensors) -> bool:
-        """The second.
+        """Compare with what the second run has ``made``; returns whether both are in the same memory.
 
-        Whether both are in the same memory.  Raises RecycleError where it is not the same, or may not be run again for
-        another reason.
+        Raises RecycleError where they differ, or the forward may not be run again for another reason.
         """
         now = ModuleState(self._module)
         _refuse(now.changed(self._between, self._exact), self._what, self._advice)
@@ -167,7 +168,9 @@ class Rehearsal:
 
 
 def check_unchanged(module: torch.nn.Module, before: ModuleState, what: str, advice: str = ADVICE) -> None:
-    """Raises RecycleError where the first ``what`` (forward, backward) has changed the state of ``module``."""
+    """Raise RecycleError where the first ``what`` (forward, backward) has changed parameters or buffers of
+    ``module``.
+    """
     _refuse(ModuleState(module).changed_in_place(before), what, advice)
 
 
@@ -182,7 +185,10 @@ def _refuse(changed: str | None, what: str, advice: str) -> None:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor, exact: bool) -> bool:
-    """Up to what the order of a sum may change, relative to the largest number; ``exact``: in all bits."""
+    """Whether two tensors are equal up to what the order of a sum may change; ``exact``: in all bits.
+
+    Roundings are relative to the largest number.
+    """
     if one.dtype != other.dtype or one.shape != other.shape or one.layout is not torch.strided:
         return False
     if exact or not (one.is_floating_point() or one.is_complex()) or not one.numel():

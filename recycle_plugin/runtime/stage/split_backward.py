@@ -92,14 +92,14 @@ class PendingWeights:
         return sum(storages.values()) + sum(gradient.nbytes for gradient in self._made.values())
 
     def add(self, operator: Operator, x: Tensor, gradient: Tensor) -> None:
-        """Called by the node during backward, in the order of the backward."""
+        """Take the weight half of one use of a layer; called by its node, in the order of the backward."""
         x, gradient = x.detach(), gradient.detach()
         task = torch._C._current_graph_task_id()
         self._work.append(_Work(operator, x, gradient, task, _versions((x, gradient))))
 
     def join(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """``gradient`` is what I has made of that of ``parameter``: W adds what it will make of it, and delivers
-        both.
+        """Take a ``gradient`` of ``parameter`` that I has made outside of its layer, for W to add to its own and
+        deliver.
         """
         self._made[parameter] = gradient
 
@@ -146,7 +146,8 @@ class _Deferral:
         return _Deferral, ()
 
     def trains(self, operator: Operator) -> bool:
-        """Whether its parameters are those of the layers, want gradients as at the conversion, and one of them does.
+        """Whether the operator's parameters are those of the layers, want gradients as at the conversion, and one of
+        them does.
 
         A weight in the parameter's place (torch.func.functional_call, a hook) is in the graph, and has no .grad.
         """
@@ -159,7 +160,7 @@ class _Deferral:
 
     @contextmanager
     def splitting(self) -> Iterator[None]:
-        """Uses of the layers inside are split."""
+        """Inside of this context uses of the layers are split."""
         self.splits = True
         try:
             yield
@@ -167,7 +168,7 @@ class _Deferral:
             self.splits = False
 
     def take(self, operator: Operator, x: Tensor, gradient: Tensor) -> None:
-        """Called by a node during a backward: its weight half, if that backward is one for weights.
+        """Take the weight half of a node's backward, if that is one for weights.
 
         Then it is for all leaves, this anchor too; ``torch.autograd.grad`` of something else passes the anchor by.
         """
@@ -183,7 +184,7 @@ class _Deferral:
         self.put_off.update(map(id, operator.parameters))
 
     def differentiated_twice(self, operator: Operator) -> None:
-        """A node's backward is to have a graph itself, which this one has not."""
+        """Note that a node's backward is to have a graph itself, which this one has not."""
         if self.held is not None:
             raise RecycleError(_UNSEEN)
         self.twice.update(operator.parameters)
@@ -232,8 +233,9 @@ def _run_seam(deferral: _Deferral, module: nn.Module, converter: Converter, *arg
 
 
 def _plain_autograd() -> bool:
-    """Without grad there is nothing to split; under autocast the casts belong to the graph; and torch.func and forward
-    mode need the stock functions.
+    """Whether layers can be split here: with gradients, and without autocast, torch.func and forward mode.
+
+    Under autocast the casts belong to the graph; torch.func and forward mode need the stock functions.
     """
     if not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return False
@@ -275,19 +277,24 @@ class DeferredWeights:
         self.fused = tuple(name for name in self._names if name not in self._layers)
 
     def forward(self) -> AbstractContextManager:
-        """A forward runs inside, whose backward will be that of :meth:`hold`."""
+        """A context for a forward whose backward will run in :meth:`hold`; uses of the converted layers inside are
+        split.
+        """
         self._deferral.twice.clear()
         return self._deferral.splitting()
 
     def unfit(self, asked: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """Fuses the layers whose parameters the last forward has ``asked`` for gradients of, or through which it has
-        differentiated twice: in vain, if there are any (their names are returned), and it has to be run again.
+        """Fuse the layers that the last forward has differentiated in a way that a split does not allow; returns their
+        names.
+
+        These are those whose parameters it has ``asked`` for gradients of, or through which it has differentiated
+        twice. Where there are any, the forward has to be run again.
         """
         return self.fuse({*asked, *self._deferral.twice})
 
     def hooked(self) -> tuple[str, ...]:
-        """Fuses the layers whose parameters have hooks, which may look at anything else of the backward that they
-        belong to; their names.
+        """Fuse the layers whose parameters have hooks, which may look at anything of their backward; returns their
+        names.
         """
         return self.fuse(
             [one for one in self._deferral.known.values() if one._backward_hooks or one._post_accumulate_grad_hooks]
@@ -295,7 +302,7 @@ class DeferredWeights:
 
     @contextmanager
     def hold(self) -> Iterator[PendingWeights]:
-        """The backward that runs inside leaves its weight work in the collection that this yields."""
+        """A context for the backward, whose weight work is left in the collection that this yields."""
         if self._deferral.held is not None:
             raise RuntimeError("hold() inside hold(): the backward of two micro-batches can't be collected at once")
         self._deferral.held = pending = PendingWeights()
@@ -321,8 +328,9 @@ class DeferredWeights:
             raise RecycleError(_UNSEEN)
 
     def fuse(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """Bring the layers that have one of ``parameters`` back, with those that share another one with them; returns
-        their names.
+        """Make the layers that have one of ``parameters`` stock again, with those that share a parameter with them.
+
+        Returns their names.
         """
         asked, names = set(parameters), []
         while asked and (
@@ -346,7 +354,7 @@ class DeferredWeights:
 
 @contextmanager
 def resting_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Hooks of ``parameters`` do nothing inside; one that is removed there stays so."""
+    """Inside of this context hooks of ``parameters`` do nothing; one that is removed there stays so."""
     resting = [
         (hooks, dict(hooks))
         for one in parameters

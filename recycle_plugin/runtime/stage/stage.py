@@ -7,8 +7,8 @@ mode they end up in sums of blocks (runtime/stage/block_sums.py), all of a micro
 whose backward is not split, which are made in its I. In bf16 the sums are those of the fp32 masters
 (runtime/stage/masters.py), which what each instruction makes is added to by itself.
 
-After a failure a *bare* forward or input gradient is run for the boundary tensor alone, because a peer needs it once
-more: it leaves no stash and adds nothing to any gradient.
+After a failure a *boundary-only* forward or input gradient is run for the boundary tensor alone, because a peer needs
+it once more: it leaves no stash and adds nothing to any gradient.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Key = tuple[int, MicroBatch]  # step, micro-batch
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """Of a micro-batch, what the first stage computes with, and what the last one compares with."""
+    """A micro-batch's data: the inputs on the first stage, the labels on the last one, None elsewhere."""
 
     data: Any = None
     labels: Any = None
@@ -57,8 +57,8 @@ class LoadedBatch:
 
 @dataclass(frozen=True)
 class Stash:
-    """What F leaves for the backward: received activations, leaves of the graph, and what is computed from them, with
-    the graph behind it.
+    """What F leaves for the backward: received activations (the graph's leaves), outputs and loss with the graph behind
+    them.
     """
 
     inputs: Tensors
@@ -68,7 +68,7 @@ class Stash:
 
 @dataclass(frozen=True)
 class Inner:
-    """What I leaves for W: the weights' work, and, in exact mode, weight gradients that are made already."""
+    """What I leaves for W: the weights' pending work, and, in exact mode, weight gradients that are made already."""
 
     pending: PendingWeights | None
     early: Gradients | None
@@ -76,19 +76,19 @@ class Inner:
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What a forward computes with."""
+    """What a forward computes with: a loaded batch, and received activations, which are the leaves of the graph."""
 
     loaded: LoadedBatch
     inputs: Tensors  # leaves of the graph
 
 
 class Stage:
-    """Runs forward and backward of single micro-batches.
+    """Runs forward and backward of single micro-batches of one stage.
 
-    ``deferred`` splits the backward, None leaves it fused.  ``randomness``: what a micro-batch of a step draws in its
-    forward ("") and in the halves of its backward ("input", "weight"). ``blocks``: exact mode's sums.  ``masters``: of
-    a model in bf16.  ``fused``: is told the names of layers whose backward is split no more; ``warn``: of what may go
-    wrong.
+    ``deferred`` splits the backward, None leaves it fused.  ``randomness``: the context in which a micro-batch of a
+    step draws in its forward ("") and in the halves of its backward ("input", "weight").  ``blocks``: exact mode's
+    sums; ``masters``: those of a model in bf16.  ``fused`` is told the names of layers whose backward is split no more,
+    and ``warn`` what may go wrong.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Stage:
         self._trains: bool | None = None  # whether some micro-batch's outputs had a graph; None: there was none yet
 
     def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
-        """A replica has so many micro-batches in a step from now on.  ``blocks``: exact mode's, of them."""
+        """Train with so many micro-batches a replica in a step from now on; ``blocks``: exact mode's, of these."""
         self._model = replace(self._model, scale=micro_batches)
         if self._blocks is not None:
             self._blocks.resize(blocks)
@@ -124,6 +124,7 @@ class Stage:
 
     @property
     def device(self) -> Device:
+        """The device that the stage computes on."""
         return self._model.device
 
     def load(self, batch: tuple[Any, Any]) -> LoadedBatch:
@@ -135,7 +136,7 @@ class Stage:
         )
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
-        """What F, I, W or B makes."""
+        """What F, I, W or B makes, by datum; with ``boundary_only`` I makes the boundary tensor alone."""
         stage, step, one = instruction.stage, instruction.step, instruction.micro_batch
 
         def datum(kind: str, at: int = stage) -> Datum:
@@ -159,7 +160,10 @@ class Stage:
         return {datum("grad"): made, datum("inner"): inner}
 
     def forward(self, key: Key, loaded: LoadedBatch, received: Tensors) -> tuple[Tensors, Stash, torch.Tensor | None]:
-        """What goes to the next stage, what the backward needs, and on the last stage the loss."""
+        """Run one forward: what goes to the next stage, what the backward needs, and on the last stage the loss.
+
+        Raises RecycleError where the model can't be trained so, for instance where the forward calls ``backward()``.
+        """
         model = self._model
         moved = model.device.from_host(received, "what goes into a forward", shared=True).wait(COPY_S)
         given = ForwardInputs(loaded, tuple(tensor.requires_grad_(differentiable(tensor)) for tensor in moved))
@@ -175,8 +179,8 @@ class Stage:
         return tuple(tensor.detach() for tensor in made), stash, None
 
     def _computed(self, key: Key, given: ForwardInputs) -> tuple[Any, torch.Tensor | None]:
-        """Outputs and loss; once more where the forward has differentiated what is in no graph while layers are split,
-        which they are no more then.
+        """Compute outputs and loss; once more where layers had to be fused, since the forward differentiates through
+        them.
         """
         unfit = self._deferred.hooked() if self._deferred is not None else ()
         while True:
@@ -201,8 +205,8 @@ class Stage:
 
     def _compute(self, key: Key, given: ForwardInputs, inner: InnerGradients) -> tuple[Any, torch.Tensor | None]:
         model, (step, micro_batch) = self._model, key
-        # an evaluation has a negative step; a bare forward has a graph too: layers may want one, and without it torch
-        # may choose other kernels
+        # an evaluation has a negative step; a boundary-only forward has a graph too: layers may want one, and without
+        # it torch may choose other kernels
         split = nullcontext() if self._deferred is None else self._deferred.forward()
         with self._randomness(micro_batch, step, ""), torch.set_grad_enabled(step > 0), engine_runs(inner.heard), split:
             outputs = model.module(self._data(given) if model.first else incoming(given.inputs))
@@ -212,7 +216,7 @@ class Stage:
             return outputs, _checked(model.loss(outputs, labels) if model.loss is not None else outputs)
 
     def backward(self, key: Key, stash: Stash, grads: Tensors | None) -> Tensors:
-        """Both gradients at once; returns what goes to the previous stage."""
+        """Compute both gradients at once; returns what goes to the previous stage."""
         with self._summing(key), self._drawing(key), self._watching("both"):
             with self._hold() as pending:
                 made = self._differentiate(stash, grads)
@@ -221,7 +225,7 @@ class Stage:
             return made
 
     def backward_input(self, key: Key, stash: Stash, grads: Tensors | None) -> tuple[Tensors, Inner]:
-        """The gradient of the input; the weights' work is put off until :meth:`backward_weight`."""
+        """Compute the gradient of the input; the weights' work is put off until :meth:`backward_weight`."""
         early = [None] * len(self._parameters) if self._blocks is not None else None
         aside = nullcontext() if early is None else self._aside(early)
         with self._drawing(key), self._watching("input"), aside, self._hold() as pending:
@@ -231,7 +235,7 @@ class Stage:
 
     @contextmanager
     def _aside(self, early: Gradients) -> Iterator[None]:
-        """``early`` has the weight gradients that are made meanwhile, until W: hooks of their sums are called then."""
+        """Inside of this context ``early`` gets the weight gradients, until W; hooks of their sums are called there."""
         hooks = [
             (parameter._post_accumulate_grad_hooks, dict(parameter._post_accumulate_grad_hooks))
             for parameter in self._parameters
@@ -247,7 +251,7 @@ class Stage:
                 each.update(were)
 
     def backward_input_bare(self, key: Key, stash: Stash, grads: Tensors | None) -> Tensors:
-        """The gradient of the input and nothing else: no parameter's gradient changes, now or later.
+        """Compute the gradient of the input for the boundary alone: no parameter's gradient changes, now or later.
 
         Parameters' gradients are put aside: torch.autograd.grad, which would leave them alone, refuses checkpointed
         layers.
@@ -261,6 +265,7 @@ class Stage:
             return self._differentiate(stash, grads)
 
     def backward_weight(self, key: Key, inner: Inner) -> None:
+        """Compute the weight gradients that :meth:`backward_input` has put off, and add them to the sums."""
         with self._summing(key):
             _add(self._parameters, inner.early or ())
             if inner.pending is not None:
@@ -270,7 +275,10 @@ class Stage:
     # --- sums --------------------------------------------------------------------------------------
 
     def summed(self) -> None:
-        """What was counted is in a sum over all workers now, no contribution any more."""
+        """Drop this step's contributions, which are in a sum over all workers now.
+
+        Raises RecycleError where nothing that the stage gives depends on its parameters.
+        """
         if self._trains is False:
             raise RecycleError(
                 f"nothing that {'the first' if self._model.first else 'a'} stage gives depends on its parameters, so "
@@ -282,21 +290,21 @@ class Stage:
         self.forget_sums()
 
     def forget_sums(self) -> None:
-        """What was added up in blocks counts no more."""
+        """Drop what was added up in blocks."""
         if self._blocks is not None:
             self._blocks.clear()
 
     # --- parts -------------------------------------------------------------------------------------
 
     def _drawing(self, key: Key, half: str = "input") -> AbstractContextManager:
-        """Hooks and functions of a backward draw random numbers as the forward does, others than it."""
+        """A context in which the backward's hooks and functions draw keyed random numbers, others than the forward."""
         return self._randomness(key[1], key[0], half)
 
     def _hold(self) -> AbstractContextManager[PendingWeights | None]:
         return nullcontext() if self._deferred is None else self._deferred.hold()
 
     def _differentiate(self, stash: Stash, grads: Tensors | None) -> Tensors:
-        """The gradients of the inputs; parameters' go where they go."""
+        """Run the backward; returns the gradients of the inputs."""
         if self._model.last:
             stash.loss.backward()
         else:
@@ -315,7 +323,7 @@ class Stage:
             self._trains = False if any(parameter.requires_grad for parameter in self._parameters) else None
 
     def _watched_forward(self, key: Key, given: ForwardInputs) -> tuple[Any, torch.Tensor | None]:
-        """The first one in training."""
+        """Run the first forward in training, twice where it may be repeated, and check what it changes."""
         self._watched.add("forward")
         module, before = self._model.module, ModuleState(self._model.module)
         if self._model.keyed:
@@ -330,7 +338,7 @@ class Stage:
 
     @contextmanager
     def _watching(self, half: str) -> Iterator[None]:
-        """The first backward, and the first of each ``half``, must leave parameters and buffers as they are."""
+        """A context for a backward: the first of each ``half`` must leave parameters and buffers as they are."""
         if half in self._watched:
             yield
             return
@@ -350,9 +358,7 @@ class Stage:
             )
 
     def _own_memory(self, step: int, members: Tensors) -> Tensors:
-        """What goes to a peer, who may need it once more when the optimizer, or the next forward, has changed the
-        memory of a weight or a workspace.
-        """
+        """What goes to a peer, copied where it is in memory that the optimizer or the next forward will change."""
         if self._memory[0] != step:
             tensors = (*self._model.module.parameters(), *self._model.module.buffers())
             self._memory = step, {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -360,7 +366,7 @@ class Stage:
         return tuple(member.clone() if shares else member for member, shares in zip(members, shared))
 
     def _data(self, given: ForwardInputs) -> Any:
-        """Copies: a layer may change them."""
+        """A copy of the inputs, since a layer may change them."""
         data = batch_part(given.loaded.data, self._model.device)
         if self._model.reentrant():
             for tensor in data if isinstance(data, tuple) else (data,):
@@ -369,7 +375,7 @@ class Stage:
 
     @contextmanager
     def _summing(self, key: Key) -> Iterator[None]:
-        """What is added meanwhile is the micro-batch's weight gradient."""
+        """Inside of this context what is added to gradients is the micro-batch's."""
         with nullcontext() if self._blocks is None else self._blocks.adding(key[1]):
             yield
             self._collect()

@@ -1,8 +1,7 @@
-"""A weight that several stages share: its gradient over all of them, from what each stage's own sum has left
-(core/vocabulary/topology.py).
+"""A weight that several stages share: its gradient over all of them, from the sum that each stage has.
 
 The lowest live worker of each stage brings its stage's sum, and they are added in the stages' order, each element once
-and alike for all, so that all copies of the weight get the same bits, whoever is alive.
+and alike for all, so that all copies of the weight get the same bits, whoever is alive (core/vocabulary/topology.py).
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from recycle_plugin.runtime.stage.block_sums import Group, fixed_order_sum
 
 
 class TiedWeight:
-    """``parameter`` is this worker's copy, ``name`` is that of all copies; ``stages`` have one, and ``group`` is of all
-    their workers.
+    """A weight that all of ``stages`` have a copy of; ``parameter`` is this worker's.
+
+    ``name`` is that of all copies, and ``group`` has all workers of the stages.
     """
 
     def __init__(
@@ -26,9 +26,9 @@ class TiedWeight:
         self._group, self._session = group, session
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum over the stages; ``own``: this stage's, which is only read.
+        """The sum of the gradient over the stages; ``own``: this stage's, which is only read.
 
-        All live workers of the stages call this.
+        A collective of all live workers of the stages.
         """
         bring = self._bring()
         flat = own.reshape(-1)

@@ -13,7 +13,7 @@ from recycle_plugin.runtime.state.stage_state import raw
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """SHA-256 over its type, shape and bytes."""
+    """SHA-256 over a tensor's type, shape and bytes, in hex."""
     found = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     found.update(raw(tensor))
     return found.hexdigest()

@@ -35,7 +35,7 @@ Span = tuple[str, int]  # a tensor's name, and how many bytes of it come before
 
 
 class Elsewhere(Enum):
-    """Instead of a value in a small part: a tensor, which goes in chunks."""
+    """Stands in a small part in the place of a tensor, which goes in chunks."""
 
     TENSOR = "a tensor"
 
@@ -44,7 +44,7 @@ ELSEWHERE = Elsewhere.TENSOR
 
 
 class TensorForm(NamedTuple):
-    """Of a tensor.  ``on_host``: in host memory, where its parameter may be on an accelerator."""
+    """A tensor's dtype and shape.  ``on_host``: in host memory, where its parameter may be on an accelerator."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,11 +52,12 @@ class TensorForm(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of such a tensor."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 class Version(NamedTuple):
-    """Of the state at ``worker``, where ``step`` is applied.
+    """Which state of ``worker`` something was read from: that in which ``step`` is applied.
 
     ``rewritten``: how often it was written there otherwise than by a step: where one was taken back, its number comes
     again.
@@ -69,11 +70,13 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True)
 class StatePart:
-    """``tensors()``: by name, which begins with the part's and a slash, as they are now, to be written in place;
-    ``make(name, form)``: room for one that is missing.  ``get()``: a copy of what goes by value, which can be pickled;
-    ``set`` takes one over.
+    """One part of what a step changes.
 
-    ``follow``: makes the tensors anew from those of other parts, of which they are a copy.  ``own``: belongs to the
+    ``tensors()`` are those of the part as they are now, to be written in place, by names that begin with the part's and
+    a slash; ``make(name, form)`` makes room for one that is missing.  ``get()`` is a copy of what goes by value, which
+    can be pickled; ``set`` takes one over.
+
+    ``follow`` makes the tensors anew from those of other parts, of which they are a copy.  ``own``: belongs to the
     worker and not to its stage, so that replicas differ in it; and what a step has changed of it stays changed where
     the step is taken back.
     """
@@ -89,7 +92,7 @@ class StatePart:
 
 @dataclass(frozen=True)
 class Head:
-    """What is said of a state before its chunks, which are of ``chunk_bytes``, a tensor's last one of less.
+    """What a worker sends of its state before the chunks, each of ``chunk_bytes`` bytes, a tensor's last one of less.
 
     ``digest``: SHA-256 of the step, ``small`` and ``layout``; alike on all workers of a stage.
     """
@@ -111,7 +114,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Chunk:
-    """``data``: the bytes of the tensor ``name`` from ``offset`` on, in the order of its elements.
+    """Some bytes, ``data``, of the tensor ``name`` from byte ``offset`` on, in the order of its elements.
 
     ``digest``: SHA-256 of name, offset, step and data.
     """
@@ -127,10 +130,10 @@ class Chunk:
 
 
 class StageState:
-    """Of ``worker``, by whatever name others know it.
+    """All that a step changes on ``worker``: the optimizer's state, and all other ``parts``, in the order of setting
+    them.
 
-    ``applied()``: the last step that is; ``optimizer``, and all other ``parts``, in the order in which they are to be
-    set.
+    ``applied()`` is the last step that is applied.  Raises ValueError for ``chunk_bytes`` that are no multiple of 16.
     """
 
     def __init__(
@@ -151,6 +154,7 @@ class StageState:
 
     @property
     def version(self) -> Version:
+        """The version of the present state."""
         return Version(self._worker, self._applied(), self._rewritten)
 
     # --- by value ----------------------------------------------------------------------------------
@@ -160,9 +164,10 @@ class StageState:
         return {part.name: part.get() for part in self._parts.values() if part.get is not None and part.own is own}
 
     def put(self, small: Mapping[str, Any]) -> None:
-        """Set these parts, each to what is handed over here.
+        """Set these parts, each to what is handed over here; tensors of the optimizer that were not there then are
+        dropped.
 
-        Of the optimizer's tensors those go that were not there then.
+        Raises RecycleError for a part that this worker does not have.
         """
         foreign = small.keys() - {part.name for part in self._parts.values() if part.set is not None}
         if foreign:
@@ -177,7 +182,7 @@ class StageState:
     # --- tensors -----------------------------------------------------------------------------------
 
     def tensors(self, following: bool = True) -> dict[str, torch.Tensor]:
-        """All by name; not ``following``: without those that are copies of others."""
+        """All tensors by name; not ``following``: without those that are copies of others."""
         found: dict[str, torch.Tensor] = {}
         for part in self._parts.values():
             if following or part.follow is None:
@@ -185,7 +190,7 @@ class StageState:
         return found
 
     def make(self, name: str, form: TensorForm) -> None:
-        """Room for a tensor that is not there yet.  RecycleError where it does not belong here."""
+        """Make room for a tensor that is not there yet.  Raises RecycleError where it does not belong here."""
         part = self._parts.get(name.partition("/")[0])
         if part is None or part.make is None:
             raise RecycleError(
@@ -196,15 +201,15 @@ class StageState:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Each becomes what is handed over here, in place; those that are not there yet are made."""
+        """Write each tensor in place; those that are not there yet are made."""
         for name, value in tensors.items():
             if name not in self.tensors():
                 self.make(name, form_of(value))
             self.tensors()[name].copy_(value)
 
     def rewritten(self) -> None:
-        """To be called when tensors were written otherwise than by a step: copies follow, and whoever reads chunks
-        reads all again.
+        """Note that tensors were written otherwise than by a step: copies follow, and whoever reads chunks reads all
+        again.
         """
         self._rewritten += 1
         for part in self._parts.values():
@@ -214,6 +219,7 @@ class StageState:
     # --- for others --------------------------------------------------------------------------------
 
     def head(self) -> Head:
+        """The head of the present state."""
         version, small, layout = (
             self.version,
             self.small(),
@@ -222,7 +228,7 @@ class StageState:
         return Head(version, small, layout, self._chunk_bytes, _head_digest(version.step, small, layout))
 
     def chunks(self, spans: Iterable[Span] | None = None) -> Iterator[Chunk]:
-        """All, or of ``spans``, each as it is when it is taken from the iterator.
+        """All chunks, or those of ``spans``, each as it is when it is taken from the iterator.
 
         What is not there any more is left out: it is in no later head.
         """
@@ -252,10 +258,10 @@ class StageState:
 
 
 class Filling:
-    """``state`` becomes what another worker's is, whose ``head`` this is, by chunks in any order, as often as they
-    come; also from several workers of that stage.
+    """Fills ``state`` with another worker's, whose ``head`` this is, by chunks in any order, as often as they come.
 
-    The head makes room for them.  From then on, and after an error, the state is a mixture, until :meth:`finish`.
+    They may come from several workers of that stage.  The head makes room for them; from then on, and after an error,
+    the state is a mixture, until :meth:`finish`.
     """
 
     def __init__(self, state: StageState, head: Head) -> None:
@@ -264,8 +270,9 @@ class Filling:
         self.follow(head)
 
     def follow(self, head: Head) -> None:
-        """The other worker has gone on, and this is its state's head now; or that of another one with the same
-        state.
+        """Take a newer head: the other worker has gone on, or another worker has the same state.
+
+        Raises RecycleError where the head is damaged, or is of another job, model or state.
         """
         state, step, worker = self._state, head.version.step, head.version.worker
         if head.digest != _head_digest(step, head.small, head.layout):
@@ -297,7 +304,9 @@ class Filling:
 
     @torch.no_grad()
     def add(self, chunk: Chunk) -> None:
-        """RecycleError where it is not what was read at the other worker, or belongs to another state."""
+        """Write one chunk.  Raises RecycleError where it is not what was read at the other worker, or belongs to
+        another state.
+        """
         if (chunk.name, chunk.offset) not in self._spans:
             raise RecycleError(
                 f"{chunk} belongs to no tensor of the stage's state: it is another state's, or its tensor is gone; ask "
@@ -316,12 +325,12 @@ class Filling:
         self._read[chunk.name, chunk.offset] = chunk.version
 
     def stale(self) -> list[Span]:
-        """What has to be read, or read again, for all to be of the head's step."""
+        """The spans that have to be read, or read again, for all to be of the head's step."""
         versions = {head.version for head in self._heads.values()}
         return [span for span in self._head.spans() if self._read.get(span) not in versions]
 
     def finish(self) -> None:
-        """All has come.  RecycleError where it has not."""
+        """Set the small parts, now that all chunks are there.  Raises RecycleError where some are missing or stale."""
         stale = self.stale()
         if stale:
             (name, offset), read = stale[0], self._read.get(stale[0])
@@ -347,11 +356,10 @@ def _check_alike(here: Mapping[str, TensorForm], there: Mapping[str, TensorForm]
 
 
 class OptimizerState:
-    """``optimizer``'s, as a part: what it keeps for each parameter, and its groups.
+    """An optimizer's state as a part: what it keeps for each parameter, and its groups.
 
-    ``called``: the names of the model's parameters, or of their masters.
-
-    Parameters that are not among them are called by their place in the groups, and belong to its state.
+    ``called``: the names of the model's parameters, or of their masters.  Parameters that are not among them are called
+    by their place in the groups, and belong to the state.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, called: Mapping[torch.Tensor, str]) -> None:
@@ -359,7 +367,7 @@ class OptimizerState:
         self.part = StatePart("optimizer", self._tensors, self._get, self._set, self._make)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """By name, in the order of the groups."""
+        """The optimizer's parameters by name, in the order of the groups."""
         return {
             self._called.get(parameter) or f"{number}.{place}": parameter
             for number, group in enumerate(self.optimizer.param_groups)
@@ -367,12 +375,12 @@ class OptimizerState:
         }
 
     def beside(self) -> dict[str, torch.Tensor]:
-        """Those beside the model's; but frozen ones, which no step changes."""
+        """The optimizer's parameters that are not the model's, by name, without frozen ones, which no step changes."""
         others = ((name, one) for name, one in self.parameters().items() if one not in self._called)
         return {name: one for name, one in others if one.requires_grad or not isinstance(one, torch.nn.Parameter)}
 
     def kept(self) -> dict[tuple[str, str], torch.Tensor]:
-        """The tensors of its state by the names of the parameter and of the tensor."""
+        """The tensors of the optimizer's state, by the names of the parameter and of the tensor."""
         return {
             (name, kind): value
             for name, state in self._states()
@@ -444,6 +452,7 @@ class OptimizerState:
 def of_parameters(
     name: str, parameters: Mapping[str, torch.nn.Parameter], follow: Callable[[], None] | None = None
 ) -> StatePart:
+    """A part that has these parameters as its tensors, and nothing that goes by value."""
     named = {f"{name}/{called}": parameter for called, parameter in parameters.items()}
     return StatePart(name, lambda: named, follow=follow)
 
@@ -452,8 +461,10 @@ def of_parameters(
 
 
 def raw(tensor: torch.Tensor, offset: int = 0, length: int | None = None) -> Any:
-    """At most ``length`` bytes of it from ``offset`` on, in the order of its elements, as numpy's array; of a tensor
-    that lies so in host memory, no copy.
+    """Up to ``length`` bytes of a tensor from byte ``offset`` on, in the order of its elements, as a numpy array of
+    uint8.
+
+    Of a tensor that lies so in host memory, no copy.
     """
     flat, size = tensor.detach().reshape(-1), tensor.element_size()
     if length is not None and length < flat.nbytes:
@@ -462,7 +473,7 @@ def raw(tensor: torch.Tensor, offset: int = 0, length: int | None = None) -> Any
 
 
 def write(tensor: torch.Tensor, offset: int, data: bytes) -> None:
-    """Its bytes from ``offset`` on."""
+    """Write bytes into a tensor from byte ``offset`` on, in the order of its elements."""
     whole = tensor.detach().contiguous()
     size = whole.element_size()
     whole.view(-1)[offset // size : (offset + len(data)) // size] = torch.frombuffer(bytearray(data), dtype=whole.dtype)
@@ -471,6 +482,7 @@ def write(tensor: torch.Tensor, offset: int, data: bytes) -> None:
 
 
 def form_of(tensor: torch.Tensor) -> TensorForm:
+    """The form of a tensor."""
     return TensorForm(tensor.dtype, tuple(tensor.shape), on_host(tensor))
 
 

@@ -2,8 +2,9 @@
 
 What is left of a step after a loss may be run in the middle of something else: of an evaluation by hand, with the model
 in evaluation mode, without gradients, in another precision; or after the script has changed a learning rate, a
-temperature, the weight of a loss for the next step.  What it keeps of such on the model's layers and in the optimizer's
-groups, numbers and words, is seen here.  What it keeps elsewhere is not: ``settle()`` has to come before such a change.
+temperature, the weight of a loss for the next step.  Such things are seen here where the script keeps them on the
+model's layers or in the optimizer's groups, as numbers and words.  What it keeps elsewhere is not: ``settle()`` has to
+come before such a change.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ PLAIN = frozenset((int, float, bool, str, tuple, type(None)))
 
 
 class Surroundings:
-    """Of ``module``'s forwards and backwards on devices of ``kind``, and of steps with an optimizer of ``groups()``."""
+    """Remembers modes and plain attributes of ``module`` and of the optimizer's ``groups()``, on devices of
+    ``kind``.
+    """
 
     def __init__(self, module: torch.nn.Module, kind: str, groups: Callable[[], list[dict]] = list) -> None:
         self._module, self._kind, self._groups = module, kind, groups
@@ -31,12 +34,12 @@ class Surroundings:
         self.remember()
 
     def remember(self) -> None:
-        """A step begins."""
+        """Remember autocast and the layers' modes, as a step begins."""
         self._autocast = torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind)
         self._modes = [(part, part.training) for part in self._module.modules()]
 
     def leave(self) -> None:
-        """The script has its turn, and may change things for the next step."""
+        """Remember numbers and words as they are now, before the script may change them for the next step."""
         owners = [*self._groups(), *map(vars, self._module.modules())]
         if [len(owner) for owner in owners] != [
             len(owner) for owner in self._owners
@@ -51,7 +54,7 @@ class Surroundings:
         self._left = [owners[number].get(name) for number, name in self._places]
 
     def changed(self) -> dict[Place, Any]:
-        """What the script has changed since, as it is now."""
+        """What the script has changed since :meth:`leave`, as it is now."""
         found = {}
         for (number, name), left in zip(self._places, self._left):
             now = self._owners[number].get(name, left)
@@ -61,14 +64,12 @@ class Surroundings:
 
     @property
     def other_modes(self) -> bool:
-        """Whether some layer is in training mode that was in evaluation mode when the step began, or the other way
-        round.
-        """
+        """Whether some layer is in another mode, training or evaluation, than when the step began."""
         return any(part.training != training for part, training in self._modes)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """As in ``train_batch``; afterwards as before."""
+        """Inside of this context all is as it was when the step began; afterwards as before."""
         changed, left = self.changed(), dict(zip(self._places, self._left))
         for number, name in changed:
             self._owners[number][name] = left[number, name]
@@ -98,7 +99,7 @@ class AsStarted:
         self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
 
     def check(self) -> None:
-        """Raises RecycleError where a script has changed it."""
+        """Raise RecycleError where a script has frozen or thawed a parameter since."""
         changed = next((name for name, parameter, trained in self._trained if parameter.requires_grad != trained), None)
         if changed is not None:
             raise RecycleError(

@@ -56,12 +56,11 @@ DESCRIBING = frozenset(
 
 
 class FirstTouch(TorchFunctionMode):
-    """Calls ``settle()`` at the first touch of one of ``tensors()`` after :meth:`lifted`, unless all is ``settled()``
-    then.
+    """A torch function mode that calls ``settle()`` at a script's first touch of one of ``tensors()``.
 
-    On the thread's stack of modes it stands below the script's own, whose order of coming and going is theirs: what is
-    on top of the stack belongs to whoever has pushed it, also where ``train_batch`` is called under a mode that is left
-    before the next call.
+    It looks from the end of :meth:`lifted` on, unless all is ``settled()`` then.  On the thread's stack of modes it
+    stands below the script's own, whose order of coming and going is theirs: what is on top of the stack belongs to
+    whoever has pushed it, also where ``train_batch`` is called under a mode that is left before the next call.
     """
 
     def __init__(
@@ -74,9 +73,9 @@ class FirstTouch(TorchFunctionMode):
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """While the engine is at work, which touches parameters itself.
+        """A context in which the engine is at work, which touches parameters itself.
 
-        RecycleError where it already is, in another thread.
+        Raises RecycleError where it already is, in another thread.
         """
         thread = threading.get_ident()
         if self._depth and self._thread != thread:
@@ -96,7 +95,7 @@ class FirstTouch(TorchFunctionMode):
                 _put_below(self)
 
     def now(self) -> None:
-        """Something is about to touch parameters that no mode will see."""
+        """Settle now, since something is about to touch parameters that no mode will see."""
         if self._guards and self._thread == threading.get_ident():
             self._wait_for()
 
@@ -125,7 +124,7 @@ class FirstTouch(TorchFunctionMode):
 
 
 def touch(*given: Any) -> None:
-    """To be called where tensors go past torch's dispatch: to a collective."""
+    """Show tensors to the thread's modes; call it where they go past torch's dispatch, as to a collective."""
     for tensor in tensors_in(given):
         tensor.detach()
 
@@ -144,7 +143,10 @@ def tensors_in(given: Any) -> Iterator[torch.Tensor]:
 
 
 def storages(*given: Any) -> set[int | None]:
-    """Of all tensors in it; None for those without one of their own (sparse ones, and inside of torch.func)."""
+    """The storages, by address, of all tensors in what is given.
+
+    None stands for tensors without one of their own (sparse ones, and inside of torch.func).
+    """
     found: set[int | None] = set()
     for tensor in tensors_in(given):
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints that are made by themselves, written while training goes on.
+"""Automatic checkpoints, written in the background while training goes on.
 
 Between two steps everybody copies what it has to write (which needs a second copy of the state in host memory, on the
 lowest live replica of each stage), and a thread writes it.  How often follows from the measured cost
@@ -31,9 +31,9 @@ Write = Callable[[], None]
 
 @dataclass
 class _Begun:
-    """The state before ``step``, which ``members`` write.
+    """A checkpoint under way, of the state before ``step``, which ``members`` write.
 
-    ``arrived``: the generation in which this worker has said that it has.
+    ``arrived``: the generation in which this worker has said that it has written its share.
     """
 
     step: int
@@ -51,10 +51,10 @@ class _Begun:
 
 
 class Background:
-    """``keep`` checkpoints stay in ``folder``.
+    """Makes automatic checkpoints, of which the last ``keep`` stay in ``folder``.
 
-    ``copy(tag)``: copies this worker's share of the state and returns what writes it under that tag; ``recover()``:
-    after a membership change between steps.
+    ``copy(tag)`` copies this worker's share of the state and returns what writes it under that tag; ``recover()`` is
+    called after a membership change between steps.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Background:
         self._members = self._live()
 
     def before(self, step: int) -> None:
-        """The worker is about to start ``step``."""
+        """Begin a checkpoint before ``step`` if one is due, or see how the one under way gets on."""
         self._meter.tick(time.monotonic())
         if self._begun is not None:
             self._follow(self._begun)
@@ -89,7 +89,7 @@ class Background:
             self._begin(step)
 
     def conclude(self) -> None:
-        """Return when none is being written any more."""
+        """Return when no checkpoint is being written any more."""
         begun = self._begun
         if begun is None:
             return
@@ -110,7 +110,7 @@ class Background:
         self._end(begun, met)
 
     def loaded(self, step: int) -> None:
-        """Everybody goes on from the checkpoint of ``step``."""
+        """Count from ``step`` on, from whose checkpoint everybody goes on."""
         self._interval.loaded(step)
 
     def _begin(self, step: int) -> None:
@@ -142,7 +142,7 @@ class Background:
             begun.error = self._saving.said(error)
 
     def _follow(self, begun: _Begun) -> None:
-        """Everybody hears of the end of the writing or of a loss, whichever comes first."""
+        """See whether all have written, or somebody was lost, whichever comes first."""
         met = self._session.barrier_passed(begun.place, begun.arrived)
         if met:
             self._end(begun, met)
@@ -152,7 +152,9 @@ class Background:
             self._arrive(begun)
 
     def _arrive(self, begun: _Begun) -> None:
-        """Once in each generation: the coordinator forgets who is where when the membership changes."""
+        """Say that this worker has written, once in each generation: the coordinator forgets it when the membership
+        changes.
+        """
         session = self._session
         if begun.arrived != session.number:
             begun.arrived, begun.cost = session.number, begun.cost or self._meter.end()
@@ -189,7 +191,7 @@ class Background:
         )
 
     def _publish(self, begun: _Begun, cost: Cost) -> str:
-        """As Saving.publish."""
+        """Give the checkpoint its name, and remove old ones; returns why that can't be, or ""."""
         said = (
             f"checkpoint of step {begun.step - 1}, which has cost {cost.seconds:.3f} s with steps of {cost.step_s:.3f} "
             "s, "

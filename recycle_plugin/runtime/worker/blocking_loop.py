@@ -1,4 +1,4 @@
-"""``core.worker.training_loop`` in a real worker: waits block, so nothing is ever yielded."""
+"""A real worker's training loop: ``core.worker.training_loop`` on waits that block, so nothing is ever yielded."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from recycle_plugin.planner.forwards import forwards
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
 from recycle_plugin.runtime.worker.machine import TorchMachine
-from recycle_plugin.runtime.worker.plan_prefetcher import Ahead
-from recycle_plugin.runtime.worker.throughput_notes import Distance
+from recycle_plugin.runtime.worker.plan_prefetcher import PlanPrefetcher
+from recycle_plugin.runtime.worker.throughput_notes import ThroughputNotes
 
 
 class BlockingLoop:
-    """Of ``worker``, on ``world``: every method returns when it is done."""
+    """The training loop of ``worker`` on the machine ``world``; every method returns when it is done."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class BlockingLoop:
         recover: Callable[[], None],
         max_slowdown: float | None = None,
     ) -> None:
-        """``recover()``: after a membership change between steps, for which the script's own changes have to be put
-        aside.
+        """Make the loop; ``recover()`` is called after a membership change between steps, where the script's own
+        changes have to be put aside.
         """
         self._session, self._recover = session, recover
         self._planner = _Planner(costs, policy, session, max_slowdown)
@@ -53,9 +53,11 @@ class BlockingLoop:
         self.machine = machine
 
     def start(self) -> None:
+        """Wait for all workers, and take the first membership and plan."""
         _drain(self._loop.start())
 
     def train(self, step: int) -> dict:
+        """Train ``step``; returns the loss of each micro-batch of the step."""
         return _drain(self._loop.train(step))
 
     @property
@@ -64,34 +66,47 @@ class BlockingLoop:
         return max(self.machine.committed, self._session.committed) >= self.machine.stepped
 
     def settle(self) -> None:
-        """Where all are committed nothing is waited for, not even what has happened since."""
+        """Wait until all steps applied here are committed; returns at once where they are."""
         if self.settled:
             self.machine.commit(self.machine.stepped)
         else:
             _drain(self._loop.settle())
 
     def catch_up(self) -> None:
+        """Recover from a membership change between steps."""
         _drain(self._loop.catch_up())
 
     def evaluate(self, batches: Sequence[Tensors], count: int) -> dict[str, float]:
-        """As core.worker.evaluation.Evaluations.run."""
+        """Run ``count`` micro-batches of each replica forwards; returns the losses, as
+        core.worker.evaluation.Evaluations.run does.
+        """
         return _drain(self._evaluations.run(batches, count))
 
     def save(self, place: str, files: CheckpointFiles) -> str:
-        """As core.worker.checkpoint_saving.save."""
+        """Save a checkpoint on all workers; returns why it has failed, or "", as core.worker.checkpoint_saving.save
+        does.
+        """
         return _drain(save(self._loop, self._session, place, files, self._recover_between))
 
     @property
     def plan(self) -> Plan:
+        """The plan in force."""
         return self._loop.plan
 
     def barrier(self, place: str, values: dict) -> BarrierPassed:
+        """Wait until all live workers have come to ``place``, and return what they have brought.  Raises
+        Interrupted.
+        """
         return _drain(self._loop.barrier(place, values))
 
     def loaded(self, step: int) -> None:
+        """Go on from the checkpoint of ``step``, which all workers have loaded."""
         _drain(self._loop.loaded(step))
 
     def resize(self, topology: Topology, batch: int) -> None:
+        """Take another number of micro-batches, and so another plan, from the next step on; ``batch``: samples of a
+        step.
+        """
         self._planner.resize(topology.full())
         _drain(self._loop.resize(topology, batch, self._planner.full_us(topology)))
 
@@ -103,31 +118,31 @@ class BlockingLoop:
 class _Planner:
     def __init__(self, costs: CostModel, policy: Policy, session: Session, max_slowdown: float | None) -> None:
         self._costs, self._policy, self._session, self._max_slowdown = costs, policy, session, max_slowdown
-        self._distance: Distance | None = None
-        self._ahead = Ahead(costs, policy)
+        self._throughput: ThroughputNotes | None = None
+        self._prefetcher = PlanPrefetcher(costs, policy)
 
     def resize(self, full: ClusterView) -> None:
-        """``full``: everybody there, and the number of micro-batches from now on."""
+        """Plan from now on for the number of micro-batches in ``full``, the view with everybody there."""
         if self._max_slowdown is not None:
-            self._distance = Distance(self._session, full, self._costs, self._policy, self._max_slowdown)
+            self._throughput = ThroughputNotes(self._session, full, self._costs, self._policy, self._max_slowdown)
 
     def full_us(self, topology: Topology) -> int:
         return planner.plan(topology.full(), self._costs, self._policy).period_us
 
     def plan(self, view: ClusterView, slowness: core.Slowness) -> Plan:
-        """``slowness`` is what has been measured, beside what was known before.
+        """The plan for ``view``; ``slowness`` is what has been measured, beside what was known before.
 
         Also begins to plan for what may come next; members are those of the generation that is being entered.
         """
         costs = self._costs.slowed(slowness)
-        if costs != self._ahead.costs:
-            self._ahead.stop()
-            self._ahead = Ahead(costs, self._policy)
-        planned = self._ahead.plan(view)
+        if costs != self._prefetcher.costs:
+            self._prefetcher.stop()
+            self._prefetcher = PlanPrefetcher(costs, self._policy)
+        planned = self._prefetcher.plan(view)
         entered = self._session.pending or self._session.generation
-        self._ahead.prepare(view, entered.roster)
-        if self._distance is not None and self._session.worker == entered.roster.first.worker:
-            self._distance.say(view, costs)
+        self._prefetcher.prepare(view, entered.roster)
+        if self._throughput is not None and self._session.worker == entered.roster.first.worker:
+            self._throughput.say(view, costs)
         return planned
 
     def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:

@@ -1,6 +1,4 @@
-"""All that a step changes on a worker: the one list of what belongs to it (runtime/state/stage_state.py says what that
-is for).
-"""
+"""The one list of what a step changes on a worker; runtime/state/stage_state.py says what that is for."""
 
 from __future__ import annotations
 
@@ -17,7 +15,10 @@ from recycle_plugin.runtime.worker.scaling import LossScale
 
 
 def stage_state(framework: Framework, stage: Stage, scale: LossScale, iterator_data: IteratorData | None) -> StageState:
-    """``iterator_data``: where the worker stands in its data; without one it reads no iterator."""
+    """The state of a worker's stage, of whatever framework.
+
+    ``iterator_data``: the worker's position in its data; None where it reads no iterator.
+    """
     masters, places = framework.masters, framework.places
     named = dict(framework.model.module.named_parameters())
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -43,7 +44,7 @@ def stage_state(framework: Framework, stage: Stage, scale: LossScale, iterator_d
 
 
 def scheduler_part(current: Callable[[], Any]) -> StatePart:
-    """Of the learning-rate scheduler that is ``current()``, which may be None."""
+    """The part of a stage's state that is the learning-rate scheduler ``current()``, which may be None."""
 
     def get() -> Any:
         return None if current() is None else copy.deepcopy(current().state_dict())

@@ -1,8 +1,7 @@
-"""Checkpoints as folders of files: written under another name, and given theirs once all have written
-(core/worker/checkpoint_saving.py).
+"""Checkpoints as folders of files: written under another name, and given theirs once all have written.
 
 What is left under other names is removed with the next one, or where one can't be written: this job's own, and another
-job's where nobody has written to it for an hour.
+job's where nobody has written to it for an hour.  The protocol is core/worker/checkpoint_saving.py's.
 """
 
 from __future__ import annotations
@@ -28,14 +27,16 @@ STALE_S = 3600.0
 
 
 class Saving:
-    """Of a job's checkpoints, by the worker of ``session``.  ``reach(point)`` is where injected faults strike."""
+    """Saves a job's checkpoints as folders, at one worker.  ``reach(point)`` is where injected faults strike."""
 
     def __init__(self, session: Session, loop: BlockingLoop, reach: Reach) -> None:
         self._session, self._loop, self._reach = session, loop, reach
 
     def save(self, folder: Path, tag: str, latest: bool, write: Callable[[str], None], said: str) -> None:
-        """Return when the checkpoint ``folder``/``tag`` is in place; NotSaved, on all workers, where it can't be
-        written.  ``write(tag)``: this worker's files, under another tag.
+        """Save the checkpoint ``folder``/``tag``, in place on return.  ``write(tag)`` writes this worker's files under
+        another tag.
+
+        Raises NotSaved, on all workers, where it can't be written.
         """
         place = f"save_checkpoint({str(folder)!r}, {tag!r})"
         why = self._loop.save(place, _Folder(self, folder, tag, latest, write, said))
@@ -43,7 +44,7 @@ class Saving:
             raise NotSaved(f"{place} has failed: {why}")
 
     def write(self, unfinished: str, write: Callable[[str], None]) -> str:
-        """Why that can't be, "" where it is done."""
+        """Write this worker's files; returns why that can't be, or "" where it is done."""
         session = self._session
         session.await_lease("a checkpoint")
         with session.heartbeats.at(ELSEWHERE, "a checkpoint"), unwatched(session):
@@ -56,13 +57,15 @@ class Saving:
             return ""
 
     def said(self, error: NotSaved) -> str:
-        """By this worker, to all."""
+        """An error in this worker's words, with its seat, for all workers."""
         session = self._session
         text = re.sub(rf"{re.escape(UNFINISHED)}[^/]*", "", str(error))  # a name that will be gone by then
         return f"seat {session.roster.member(session.worker).seat} (rank {session.rank}): {text}"
 
     def publish(self, folder: Path, tag: str, unfinished: str, latest: bool, said: str, **details: object) -> str:
-        """All files are there.  Why it can't have its name, "" where it has."""
+        """Give the checkpoint, whose files are all there, its name; returns why that can't be, or "" where it is
+        done.
+        """
         session = self._session
         with session.heartbeats.at(ELSEWHERE, "a checkpoint"):
             session.await_lease("a checkpoint", interruptible=False)
@@ -84,7 +87,7 @@ class Saving:
             return ""
 
     def discard(self, folder: Path) -> None:
-        """Nobody writes there any more, and what is not whole is not wanted."""
+        """Remove what is left of unfinished checkpoints in ``folder``, where nobody writes any more."""
         with self._session.heartbeats.at(ELSEWHERE, "a checkpoint"):
             self._tidy(folder)
 
@@ -97,13 +100,13 @@ class Saving:
                 folders.remove(left)
 
     def unfinished(self, tag: str, number: int) -> str:
-        """Another name in each membership, ``number``, and in each job."""
+        """The name of an unfinished checkpoint, another one in each membership, ``number``, and in each job."""
         return f"{tag}{UNFINISHED}{self._session.job_id}-{number}"
 
 
 @dataclass(frozen=True)
 class _Folder:
-    """As core.worker.checkpoint_saving.CheckpointFiles."""
+    """One checkpoint to save, as core.worker.checkpoint_saving.CheckpointFiles."""
 
     saving: Saving
     folder: Path
@@ -129,7 +132,7 @@ class _Folder:
 
 @contextmanager
 def unwatched(session: Session) -> Iterator[None]:
-    """A membership change breaks a collective instead of being dealt with in it."""
+    """Inside of this context a membership change breaks a collective instead of being recovered from in it."""
     between, session.between_steps = session.between_steps, None
     try:
         yield

@@ -1,5 +1,6 @@
-"""A running job's checkpoints: those that its script asks for, those that are made by themselves, and the one that a
-job leaves which has become too slow.
+"""A running job's checkpoints, whoever asks for them.
+
+There are those that the script asks for, automatic ones, and the one that a job leaves which has become too slow.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from recycle_plugin.settings.schema import Settings
 
 
 class JobCheckpoints:
-    """Of ``state``, in ``files``.
+    """A worker's checkpoints of ``state``, written to ``files``.
 
-    ``reach(point)`` is where injected faults strike; ``recover()``: after a membership change between steps.
+    ``reach(point)`` is where injected faults strike; ``recover()`` is called after a membership change between steps.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class JobCheckpoints:
             )
 
     def save(self, folder: Path, tag: str, latest: bool, files: Checkpoints | None, step: int) -> None:
-        """As Trainer.save, of ``step``."""
+        """Save the checkpoint of ``step``; see Trainer.save.  Raises NotSaved."""
 
         def write(unfinished: str) -> None:
             (files or self._files).write(self._state, folder, unfinished, self._reach)
@@ -73,11 +74,13 @@ class JobCheckpoints:
 
     @property
     def folder(self) -> Path:
-        """Where one goes that nobody has named a folder for."""
+        """Where a checkpoint goes that nobody has named a folder for."""
         return self._folder or self._saved_to
 
     def make_if_due(self, step: int) -> None:
-        """Before ``step``."""
+        """Make an automatic checkpoint before ``step`` if one is due; warn where the script goes on without one that
+        failed.
+        """
         if self._unsaved and self._session.is_first:
             self._session.note("warning", f"{self._unsaved}; the script goes on without it")
         self._unsaved = ""
@@ -85,11 +88,11 @@ class JobCheckpoints:
             self._background.before(step)
 
     def conclude(self) -> None:
-        """Return when none is being written any more."""
+        """Return when no checkpoint is being written any more."""
         if self._background is not None:
             self._background.conclude()
 
     def loaded(self, step: int) -> None:
-        """Everybody goes on from the checkpoint of ``step``."""
+        """Count from ``step`` on, from whose checkpoint everybody goes on."""
         if self._background is not None:
             self._background.loaded(step)

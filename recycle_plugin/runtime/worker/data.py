@@ -1,5 +1,6 @@
-"""Training data: addressed by (step, replica, micro-batch), so that a peer can load what a lost worker would have, or
-read from a script's iterator.
+"""Training data: a dataset addressed by (step, replica, micro-batch), or a script's iterator.
+
+By its address a peer can load what a lost worker would have loaded.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class DatasetSource:
 
 
 class ScriptsIterator:
-    """As core.worker.iterator_data.DataIterator: batches are kept as the transport carries them.
+    """Reads a script's iterator, as core.worker.iterator_data.DataIterator; batches are kept as the transport carries
+    them.
 
     ``next_batch(what)`` gives one; ``what`` names it in errors.
     """
@@ -68,10 +70,12 @@ class ScriptsIterator:
         self._session, self._next_batch = session, next_batch
 
     def read(self, step: int, position: int, draw: Draw | None) -> Tensors | None:
+        """Read the next batch, packed with ``draw``, which says for whom it is; with None it is skipped."""
         what = f"step {step}, at its micro-batch {position}"
         with self._session.heartbeats.at(ELSEWHERE, "the data iterator"), self._session.at_work(f"the data of {what}"):
             batch = self._next_batch(what)
         return None if draw is None else packed(batch, draw)
 
     def draw_of(self, batch: Tensors) -> Draw:
+        """The draw that a packed batch belongs to."""
         return Draw(*described(batch))

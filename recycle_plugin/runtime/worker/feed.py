@@ -1,5 +1,7 @@
-"""Where a worker's micro-batches come from: a source that is addressed by step and micro-batch, or its script's plain
-iterator (core/vocabulary/iterator_draws.py).
+"""Where a worker's micro-batches come from.
+
+Either a source is addressed by step and micro-batch, or the script's plain iterator is read
+(core/vocabulary/iterator_draws.py).
 """
 
 from __future__ import annotations
@@ -19,13 +21,11 @@ from recycle_plugin.runtime.worker.ports import Source
 
 
 class Feed:
-    """Of the worker whose ``store`` it is.
+    """Gives one worker its micro-batches; the iterator's go to its ``store``.
 
-    ``reads``: its stage needs data.  ``next_batch(what)``: of the iterator; ``hand_on(datum, batch, taker)`` gives a
-    copy of what it gave to a peer.
-
-    ``source`` None: the iterator is read.  ``settled``: a step was trained, so that where data comes from stays as it
-    is.
+    ``reads``: its stage needs data.  ``next_batch(what)`` reads the iterator; ``hand_on(datum, batch, taker)`` gives a
+    copy of a batch to a peer.  ``source`` None: the iterator is read.  ``settled``: a step was trained, so that where
+    data comes from stays as it is.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Feed:
         self.settled = False
 
     def begin(self) -> None:
-        """Before each step."""
+        """Prepare for a step; tells the user once where data comes from plain iterators."""
         self._store.reads_iterator = self.source is None
         if self._store.reads_iterator and self.reads and not self.settled and self._session.is_first:
             self._session.note(
@@ -58,7 +58,7 @@ class Feed:
         self.settled = True
 
     def batch(self, step: int, micro_batch: MicroBatch) -> Any:
-        """What the source has (ports.Source)."""
+        """The batch of a micro-batch, from the source (ports.Source)."""
         return self.source(step, micro_batch)
 
     def _say_dealt(self, step: int, retired: set[int], dealt: Batches) -> None:

@@ -1,7 +1,7 @@
-"""The machine that a real worker runs on (core.worker.worker.Machine): a clock, a line to the coordinator, a mover of
-tensors to its peers.
+"""The machine that a real worker runs on (core.worker.worker.Machine).
 
-Waits block, by name and with a deadline; a membership change enters only between two instructions, or breaks a wait.
+It is a clock, a connection to the coordinator, and a mover of tensors to its peers.  Waits block, by name and with a
+deadline; a membership change enters only between two instructions, or breaks a wait.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ OUTWARD = SENDS | STAGE_WIDE  # what a worker that the others have given up must
 
 
 class TorchMachine:
-    """``operations`` compute; ``faults`` strike at their instructions and points; ``record`` is called with each
-    instruction that has run.
+    """A real worker's machine: ``operations`` compute, ``mover`` moves tensors, ``session`` is with the coordinator.
+
+    ``faults`` strike at their instructions and points; ``record`` is called with each instruction that has run.
     """
 
     def __init__(
@@ -57,16 +58,22 @@ class TorchMachine:
     def wait(
         self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
     ) -> Iterator[Any]:
+        """Block until ``ready()`` is not None and return it; raises as Session.wait does.  A generator that never
+        yields.
+        """
         return self._session.wait(what, ready, interruptible)
         yield  # a generator, as the loop wants it, that never yields
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:
+        """Block until ``step`` is committed."""
         self._session.wait_committed(step)
         return iter(())
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Iterator[Any]:
-        """Past the deadline the coordinator hears of it, and whether it is this worker that lets nobody in, and has it
-        sent again; where it does nothing about it, WaitTimeout.
+        """Block until ``datum`` has come from ``source``.
+
+        Past the deadline the coordinator hears of it, and whether it is this worker that lets nobody in, and has it
+        sent again; where it does nothing about it, raises WaitTimeout.
         """
         session = self._session
         try:
@@ -77,6 +84,7 @@ class TorchMachine:
         yield
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
+        """Send a datum to the worker at ``target``, valid from the generation ``valid_from``."""
         address = self._session.roster.holder(target).address
         if datum.kind == "drawn":
             self._takers.add(address)
@@ -84,13 +92,18 @@ class TorchMachine:
         self._mover.send(address, datum, value, valid_from)
 
     def hear_out(self) -> None:
+        """Before a membership change take what lost peers have sent; tells the coordinator where this worker lets
+        nobody in.
+        """
         if self._session.interruption() is not None and not self._mover.hear_out(
             self._session.pending.roster.addresses
         ):
             self._miss("what peers send", None)
 
     def _miss(self, what: str, source: Seat | None) -> None:
-        """None: from whoever may send it, since it is this worker that hears nobody."""
+        """Tell the coordinator what is missing from ``source``; None: from whoever may send it, since this worker hears
+        nobody.
+        """
         session = self._session
         own = session.roster.member(session.worker)
         if source is not None or own is not None:  # else it is none of the members, and nobody's business
@@ -99,11 +112,12 @@ class TorchMachine:
     # --- instructions ------------------------------------------------------------------------------
 
     def now_us(self) -> int:
+        """Microseconds since the epoch: one clock for all processes of a host, so that traces line up."""
         return time.time_ns() // 1000  # one clock for all processes of a host, so that traces line up
 
     @contextmanager
     def running(self, program: StepProgram) -> Iterator[Iterable[Instruction]]:
-        """A membership change interrupts it, and is not dealt with in a collective."""
+        """A context for a step's program: a membership change interrupts it, and is not dealt with in a collective."""
         between, self._session.between_steps = self._session.between_steps, None
         self._session.heartbeats.step = max(self._session.heartbeats.step, program.step)
         try:
@@ -114,6 +128,9 @@ class TorchMachine:
 
     @contextmanager
     def performing(self, instruction: Instruction) -> Iterator[None]:
+        """A context for one instruction: it is reported in heartbeats, and where others would see it, waits for the
+        lease.
+        """
         if instruction.op in OUTWARD:
             self._wait_taken()
             self._session.await_lease(instruction)
@@ -123,17 +140,22 @@ class TorchMachine:
         self._session.heartbeats.finished()
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
+        """Nothing: a real worker's instruction takes its time by itself."""
         return iter(())
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
+        """What REDUCE or TIE makes; a generator that never yields."""
         return self.operations.add_up(instruction, have, holder)
         yield
 
     def number(self, loss: Any) -> float:
+        """A loss as a Python number."""
         return fetch(loss, "a loss").item()
 
     def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
-        """A named point (one argument; core/vocabulary/faults.py), or before and after an instruction."""
+        """Let a fault strike that is due at a named point (one argument; core/vocabulary/faults.py), or before or after
+        an instruction.
+        """
         fault = self._faults.due("at", when) if instruction is None else self._faults.due(when, str(instruction))
         if fault is not None:
             strike(fault, self._session)

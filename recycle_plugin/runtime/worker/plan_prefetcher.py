@@ -1,4 +1,4 @@
-"""Plans for the likeliest next failures, made while training goes on.
+"""The plan prefetcher: plans for the likeliest next failures, made while training goes on.
 
 A thread works them out one after another, from the loss of any one worker to that of a whole host; the planner's inner
 loops run without the interpreter's lock.  A failure that comes meanwhile does not wait for it.  Plans are those that
@@ -21,8 +21,10 @@ from recycle_plugin.core.vocabulary.topology import ClusterView
 Hosts = list[list[Seat]]
 
 
-class Ahead:
-    """Of one worker.  ``prepared``: set when everything for the last view is in store."""
+class PlanPrefetcher:
+    """Makes one worker's plans, in advance where it can.  ``prepared`` is set when all for the last view are in
+    store.
+    """
 
     def __init__(self, costs: CostModel, policy: Policy) -> None:
         self.costs, self._policy = costs, policy
@@ -32,7 +34,7 @@ class Ahead:
         self.prepared = threading.Event()
 
     def plan(self, view: ClusterView) -> Plan:
-        """As ``planner.plan``; from the store if that is free.  Raises PlanError."""
+        """The plan for ``view``, the one of ``planner.plan``; from the store if that is free.  Raises PlanError."""
         if not self._lock.acquire(blocking=False):
             return planner.plan(view, self.costs, self._policy)
         try:
@@ -41,15 +43,15 @@ class Ahead:
             self._lock.release()
 
     def prepare(self, view: ClusterView, members: Iterable[Member]) -> None:
-        """Begin with what may happen to ``view``, and leave what was begun for an older one."""
+        """Begin to plan for what may happen to ``view``, in a thread, and leave what was begun for an older one."""
         self._view = view
         self.prepared.clear()
         threading.Thread(
-            target=self._work, args=(view, _hosts(members)), name="recycle: planning ahead", daemon=True
+            target=self._work, args=(view, _hosts(members)), name="recycle: plan prefetcher", daemon=True
         ).start()
 
     def stop(self) -> None:
-        """Leave what was begun."""
+        """Leave what was begun, after the plan that is being made."""
         self._view = None
 
     def _work(self, view: ClusterView, hosts: Hosts) -> None:

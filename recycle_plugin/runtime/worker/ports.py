@@ -1,8 +1,8 @@
-"""What a worker's trainer needs of the framework that built its model: how gradients are summed, how a step is applied
-and counted, by what norm it is judged, how a checkpoint is written.
+"""What a worker's trainer needs of the framework that built its model, as protocols.
 
-An adapter gives each of them, as one :class:`Framework`.  They are functions of the framework's own, called where its
-own step would call them; whatever has to survive a failure is decided around them.
+These are how gradients are summed, how a step is applied and counted, by what norm it is judged, how a checkpoint is
+written.  An adapter gives each of them, as one :class:`Framework`.  They are functions of the framework's own, called
+where its own step would call them; whatever has to survive a failure is decided around them.
 """
 
 from __future__ import annotations
@@ -33,61 +33,64 @@ Source = Callable[[int, MicroBatch], Any]
 
 
 class Optimizer(Protocol):
-    """Applies a step once, or only counts it."""
+    """A framework's optimizer: applies a step once, or only counts it."""
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
-        """The one that changes the weights."""
+        """The torch optimizer that changes the weights."""
 
     @property
     def steps(self) -> int:
-        """How many it has applied or skipped; those of a checkpoint's job included."""
+        """How many steps it has applied or skipped; those of a checkpoint's job included."""
 
     def apply(self) -> None:
-        """... by what stands in ``parameter.grad``, clipped where the framework clips; schedulers and counters go
+        """Step by the gradients in ``parameter.grad``, clipped where the framework clips; schedulers and counters go
         on.
         """
 
     def skip(self) -> None:
-        """Schedulers and counters go on as after a step that overflowed; no weight and no state of the optimizer
+        """Let schedulers and counters go on as after a step that overflowed; no weight and no state of the optimizer
         changes.
         """
 
 
 class Buckets(Protocol):
-    """How the gradients of a stage's workers are summed.
+    """A framework's way to sum the gradients of a stage's workers.
 
-    ``limit``: so many numbers end a bucket; ``averages``: whether the sum is divided by the logical number of replicas;
-    ``group``: the stage's workers.
+    ``limit``: so many numbers end a bucket.
     """
 
     limit: int
 
     @property
-    def averages(self) -> bool: ...
+    def averages(self) -> bool:
+        """Whether sums are divided by the logical number of replicas."""
 
     @property
-    def group(self) -> dist.ProcessGroup: ...
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the stage's workers."""
 
     def all_reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Their sum over the group, flat, divided where ``averages``.
+        """The sum of ``gradients`` over the group, flat, divided where ``averages``.
 
         It may be in the memory of a single gradient, and of none of several.
         """
 
-    def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor: ...
+    def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One flat tensor that has all elements of ``tensors``."""
 
-    def unflatten(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]: ...
+    def unflatten(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The parts of a flat tensor, in the shapes of ``like``."""
 
 
 class Norm(Protocol):
-    """By what a step's gradients are judged."""
+    """The norm by which a step's gradients are judged."""
 
     def share(self, parameters: Parameters) -> float:
-        """This stage's, squared, of what ``parameter.grad`` is; all its workers find the same."""
+        """This stage's share, squared, from ``parameter.grad``; all its workers find the same."""
 
     def total(self, shares: Mapping[str, float]) -> torch.Tensor:
-        """Over all stages, from the share of each, by its number."""
+        """The norm over all stages, a scalar, from the share of each, by its number."""
 
 
 class Scaler(Protocol):
@@ -96,31 +99,37 @@ class Scaler(Protocol):
     loss_scale: float
 
     def update_scale(self, overflow: bool) -> None:
-        """A step was applied, or, on ``overflow``, skipped.  Raises where the scale can't go down any more."""
+        """Change the scale after a step that was applied, or, on ``overflow``, skipped.
+
+        Raises where the scale can't go down any more.
+        """
 
 
 class Checkpoints(Protocol):
-    """A worker's share of a checkpoint of ``state``, as it is now, in the framework's own files.
+    """Writes a worker's share of a checkpoint of ``state``, as it is now, in the framework's own files.
 
-    ``reach(point)``: where injected faults strike, at ``checkpoint.file`` once a file is on the disk.
-
-    Both raise NotSaved where something can't be written, but never while others wait for this worker, in a barrier for
+    ``reach(point)``: where injected faults strike, at ``checkpoint.file`` once a file is on the disk.  Both methods
+    raise NotSaved where something can't be written, but never while others wait for this worker, in a barrier for
     instance.
     """
 
     def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
-        """To ``folder``/``tag``; on the disk when this returns."""
+        """Write the files to ``folder``/``tag``; they are on the disk when this returns."""
 
     def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
-        """What writes it there in another thread, while training changes the state; that raises NotSaved too."""
+        """Copy the state now; the result writes it to ``folder``/``tag`` in another thread, while training changes the
+        state.
+
+        It raises NotSaved too.
+        """
 
 
 @dataclass(frozen=True)
 class StageModel:
-    """What the stage computes.
+    """What a stage computes, and how.
 
     ``loss``: of (outputs, labels) on the last stage; ``scale``: the divisor of each micro-batch's loss, the logical
-    number of micro-batches of a replica; ``reentrant``: whether the first stage's data has to require a gradient, as
+    number of micro-batches of a replica; ``reentrant()``: whether the first stage's data has to require a gradient, as
     reentrant checkpointing of a layer wants it, which else would be cut off from the graph; ``keyed``: a forward that
     is run again draws the same random numbers.
     """
@@ -139,13 +148,13 @@ class StageModel:
 class Framework:
     """All that a framework lends the trainer of the worker at ``seat`` (runtime/worker/trainer.py).
 
-    ``places``: where its micro-batches stand among all of its replica's; ``micro_batch_size``: samples of one;
-    ``batch()``: those of a step, of all replicas; ``next_batch(what)``: of the script's plain iterator, ``what`` names
-    it in errors; ``forward(seed, place)``: a forward draws by ``seed`` in it, of the micro-batch at that place.
-    ``clipping``: the largest norm of a step's gradients, 0: any.  ``state``: what else a step changes, schedulers and
-    counters. ``masters``: of a model in bf16, which the optimizer steps.  ``norm`` None: the true one over all stages;
-    ``scaler`` None: losses are not scaled. ``compute``: the script's own forward and backward of a model that is one
-    stage (scripted.py).
+    ``places``: the data cursor, which has the positions of a replica's micro-batches among all of its;
+    ``micro_batch_size``: samples of one; ``batch()``: samples of a step, of all replicas; ``next_batch(what)`` reads
+    the script's plain iterator, ``what`` names it in errors; ``forward(seed, place)`` is the context in which a forward
+    draws by ``seed``, for the micro-batch at that position. ``clipping``: the largest norm of a step's gradients, 0:
+    any.  ``state``: what else a step changes, schedulers and counters. ``masters``: those of a model in bf16, which the
+    optimizer steps.  ``norm`` None: the true one over all stages; ``scaler`` None: losses are not scaled. ``compute``:
+    the script's own forward and backward of a model that is one stage (runtime/worker/scripted.py).
     """
 
     seat: Seat
@@ -169,9 +178,10 @@ class Framework:
 
     @property
     def parameters(self) -> Parameters:
-        """Whose gradients are summed, and applied."""
+        """The parameters whose gradients are summed, and applied."""
         return trained(self.model.module) if self.masters is None else self.masters.parameters
 
 
 def trained(module: torch.nn.Module) -> Parameters:
+    """The parameters of ``module`` that require a gradient."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]

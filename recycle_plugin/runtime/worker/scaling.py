@@ -1,4 +1,4 @@
-"""fp16's loss scale, by the framework's own rules, as something that a step changes and an undo puts back.
+"""The loss scale of fp16, by the framework's own rules, as something that a step changes and an undo puts back.
 
 The last stage multiplies its losses, every stage divides its gradients before they are applied, and where a norm is not
 finite the step is skipped and the scale goes down.  All stages come to the same scale, since each has applied or
@@ -17,23 +17,26 @@ from recycle_plugin.runtime.worker.ports import Scaler
 
 
 class LossScale:
-    """By ``scaler``'s rule, whose attributes are its state; None: the loss is not scaled."""
+    """The loss scale that ``scaler`` keeps, whose attributes are its state; None: the loss is not scaled."""
 
     def __init__(self, scaler: Scaler | None) -> None:
         self._scaler = scaler
 
     @property
     def value(self) -> float:
+        """The present scale, 1.0 without a scaler."""
         return self._scaler.loss_scale if self._scaler else 1.0
 
     def unscale(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Put gradients of their own in place; what they were stays for peers that lack it."""
+        """Divide gradients by the scale, in tensors of their own; what they were stays for peers that lack it."""
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad / self.value
 
     def stepped(self, skipped: bool) -> None:
-        """A step was applied, or skipped.  RecycleError where the scale can't go down any more."""
+        """Change the scale after a step that was applied, or skipped.  Raises RecycleError where it can't go down any
+        more.
+        """
         if self._scaler:
             try:
                 self._scaler.update_scale(skipped)
@@ -45,8 +48,10 @@ class LossScale:
                 ) from None
 
     def state(self) -> dict[str, Any]:
+        """The scaler's attributes, for checkpoints and undo."""
         return dict(vars(self._scaler)) if self._scaler else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        """Put the scaler's attributes back."""
         if self._scaler:
             vars(self._scaler).update(state)

@@ -1,8 +1,8 @@
-"""A model whose script runs the forward and the backward of a micro-batch itself: no pipeline, but the same commit,
-exchange of gradients, undo and rerouting.
+"""A stage whose script runs the forward and the backward of a micro-batch itself.
 
-The script's one call is F, and leaves the gradients that it has made as what B needs; B adds them to the worker's sum.
-So a micro-batch that a loss interrupts between the two counts once, whoever does it again.
+There is no pipeline, but the same commit, exchange of gradients, undo and rerouting.  The script's one call is F, and
+leaves the gradients that it has made as what B needs; B adds them to the worker's sum. So a micro-batch that a loss
+interrupts between the two counts once, whoever does it again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ ADVICE = "get data by the step, the replica and the micro-batch that compute() i
 
 
 class ScriptedStage:
-    """In a Stage's place (stage.py), for the only stage of its model.
+    """Runs a script's ``compute`` in a Stage's place (runtime/stage/stage.py), for the only stage of its model.
 
-    ``randomness``: what a micro-batch of a step draws; ``warn``: of what may go wrong.
+    ``randomness``: the context in which a micro-batch of a step draws; ``warn`` is told what may go wrong.
     """
 
     loss_scale = 1.0
@@ -51,13 +51,16 @@ class ScriptedStage:
         self._rehearsed, self._reuses_memory = False, False
 
     def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
+        """Train with so many micro-batches a replica in a step from now on."""
         self._scale = micro_batches
 
     def load(self, batch: Any) -> None:
-        """The script has its data."""
+        """Nothing: the script has its data."""
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
-        """What F or B makes."""
+        """What F or B makes, by datum.  Raises RecycleError where the script's call can't be used, or not be
+        repeated.
+        """
         stage, step, one = instruction.stage, instruction.step, instruction.micro_batch
         act, stash, loss, grad, wgrad = (
             Datum(kind, stage, one, step) for kind in ("act", "stash", "loss", "grad", "wgrad")
@@ -78,7 +81,9 @@ class ScriptedStage:
         return {grad: (), wgrad: None}
 
     def _first(self, step: int, one: MicroBatch) -> Computed:
-        """Made twice: another worker may have to compute the same (repeatable.py)."""
+        """Make the first micro-batch twice: another worker may have to compute the same
+        (runtime/stage/repeatable.py).
+        """
         self._rehearsed, before = True, ModuleState(self._module)
         if not self._keyed:
             computed = self._computed(step, one)
@@ -113,10 +118,10 @@ class ScriptedStage:
         return made, loss.detach()
 
     def summed(self) -> None:
-        """What was counted is in a sum over all workers now."""
+        """Nothing: contributions are in a sum over all workers now, and only ``parameter.grad`` had them."""
 
     def forget_sums(self) -> None:
-        """There are no sums but ``parameter.grad``."""
+        """Nothing: there are no sums but ``parameter.grad``."""
 
 
 def _made(computed: Computed) -> tuple[torch.Tensor, ...]:

@@ -1,9 +1,9 @@
-"""From a stage's contributions to a step that is applied, or skipped, and from there to one that is taken back.
+"""The steps of a worker's optimizer: from a stage's contributions to one that is applied, skipped, or taken back.
 
-Gradients are summed (gradients.py), those of tied weights over their stages too, judged by their norm (clipping.py,
-core/coordinator/step_validation.py), unscaled (scaling.py), clipped, and applied by stock code, which also counts.
-What takes the step back (runtime/undo) is recorded where the gradients are what the optimizer will apply: stock code
-clips after STEP has begun.
+Gradients are summed (runtime/stage/gradients.py), those of tied weights over their stages too, judged by their norm
+(runtime/stage/clipping.py, core/coordinator/step_validation.py), unscaled (runtime/worker/scaling.py), clipped, and
+applied by stock code, which also counts. What takes the step back (runtime/state/undo) is recorded where the gradients
+are what the optimizer will apply: stock code clips after STEP has begun.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from recycle_plugin.runtime.worker.scaling import LossScale
 
 
 class Stepping:
-    """Of a worker whose steps ``optimizer`` applies.  ``undo``: what takes them back."""
+    """Sums, applies and takes back the steps of one worker's ``optimizer``; ``undo`` is what takes them back."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Stepping:
     # --- forwards ----------------------------------------------------------------------------------
 
     def reduce(self, step: int, holder: int | None) -> list[torch.Tensor] | None:
-        """Every live worker of the stage has the whole gradient, or its contributions are as before.
+        """Sum the stage's gradients; afterwards every live worker of it has them, or its contributions are as before.
 
-        Where the worker of rank ``holder`` has it from before a failure, the others get it from there.
+        Where the worker of rank ``holder`` has the sum from before a failure, the others get it from there.
         """
         whole = self._gradients.reduce(step, holder)
         if whole is not None:
@@ -54,11 +54,11 @@ class Stepping:
         return whole
 
     def tie(self, step: int) -> dict[int, torch.Tensor]:
-        """What is tied is summed over the stages that share it."""
+        """Sum tied weights' gradients over the stages that share them; one tensor for each, by its place."""
         return self._gradients.tie(step)
 
     def norm_of(self, shares: Mapping[str, float]) -> torch.Tensor:
-        """Over all stages, from the squared share of each."""
+        """The norm over all stages, from the squared share of each."""
         return self._clipping.norm_of(shares)
 
     def apply(self, step: int) -> None:
@@ -72,15 +72,15 @@ class Stepping:
         self._rescale(step, skips)
 
     def clip(self) -> None:
-        """Of the step that stock code is applying."""
+        """Clip ``parameter.grad`` for the step that stock code is applying."""
         self._clipping.clip(self._applying)
 
     def norm(self) -> torch.Tensor | None:
-        """... by what that is clipped; None where that is not known yet."""
+        """The norm of the step that stock code is applying; None where it is not known yet."""
         return self._clipping.norm(self._applying)
 
     def share(self, step: int) -> float:
-        """This stage's part of the norm, squared."""
+        """This stage's part of the norm of ``step``, squared and without the loss scale."""
         with self._gradients.of(step):
             return self._clipping.share() / self._scale.value**2
 
@@ -110,18 +110,18 @@ class Stepping:
     # --- and back ----------------------------------------------------------------------------------
 
     def undo(self, step: int) -> None:
-        """Take ``step``, the last one, back."""
+        """Take ``step``, the last one, back.  Raises RecycleError where an inexact undo can't."""
         self._undo.restore()
         torch.clear_autocast_cache()
 
     def forget_sums(self) -> None:
-        """No gradient that is not applied counts."""
+        """Drop all gradients that are not applied."""
         self._gradients.forget()
         self._stage.forget_sums()
 
 
 def undo_record(kind: str, state: StageState) -> Undo:
-    """What takes a step of ``state``'s optimizer back, kept whenever it steps."""
+    """Make what takes a step of ``state``'s optimizer back, and have it recorded before each of its steps."""
     record = KINDS[kind](state)
     state.optimizer.optimizer.register_step_pre_hook(lambda *_: record.before_step())
     return record

@@ -1,6 +1,8 @@
-"""Says how far the job is from ``max_slowdown``: after each change of the membership, from the first live worker.
+"""Notes on the throughput floor: how many more losses the job can have before it is slower than ``max_slowdown``
+allows.
 
-The plans of failures that have not happened are made in a thread; the newest membership counts.
+The first live worker gives one after each change of the membership.  The plans of failures that have not happened are
+made in a thread; the newest membership counts.
 """
 
 from __future__ import annotations
@@ -15,8 +17,12 @@ from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.runtime.control.session import Session
 
 
-class Distance:
-    """``costs``: without what is measured meanwhile.  ``max_slowdown``: the setting."""
+class ThroughputNotes:
+    """Notes on the throughput floor of a job.
+
+    ``full``: the view with everybody there; ``costs``: without what is measured meanwhile; ``max_slowdown``: the
+    setting.
+    """
 
     def __init__(
         self, session: Session, full: ClusterView, costs: CostModel, policy: Policy, max_slowdown: float
@@ -26,11 +32,11 @@ class Distance:
         self._view: ClusterView | None = None
 
     def say(self, view: ClusterView, costs: CostModel) -> None:
-        """``view`` is in force from now on, and ``costs`` are what its plan was made with."""
+        """Work out, in a thread, and note how far ``view`` is from the floor; ``costs`` are what its plan was made
+        with.
+        """
         self._view = view
-        threading.Thread(
-            target=self._work, args=(view, costs), name="recycle: distance to max_slowdown", daemon=True
-        ).start()
+        threading.Thread(target=self._work, args=(view, costs), name="recycle: throughput floor", daemon=True).start()
 
     def _work(self, view: ClusterView, costs: CostModel) -> None:
         longest = self._period_us / (1 - self._max_slowdown)

@@ -8,28 +8,30 @@ from recycle_plugin.runtime.device import Copy, Device, Tensors
 
 
 class AsMade:
-    """Where they are made."""
+    """Keeps tensors as and where they were made."""
 
     def keep(self, value: Any) -> Any:
+        """The value itself."""
         return value
 
     def weigh(self, kept: Tensors) -> int:
-        """In bytes."""
+        """Bytes of what is kept."""
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
 
 class Host:
-    """Memory from which they can be sent, or on their way there: keeping them costs an accelerator nothing.
+    """Keeps tensors in host memory, from which they can be sent, or on their way there.
 
-    Shared: what is in a store is not changed in place.
+    Keeping them costs an accelerator nothing.  Memory is shared: what is in a store is not changed in place.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
     def keep(self, value: Tensors | Copy) -> Copy:
+        """Start the copy to host memory; what is a copy already stays so."""
         return self._device.to_host(value, "what goes to a peer", shared=True) if type(value) is tuple else value
 
     def weigh(self, kept: Copy) -> int:
-        """In bytes."""
+        """Bytes of what is kept."""
         return kept.nbytes

@@ -1,9 +1,9 @@
-"""The trainer of one worker: its steps, what its script does between them, and recovery from the loss of others,
-whatever framework built the model.
+"""The trainer of one worker, whatever framework built the model.
 
-``train`` returns before its step is committed.  What it returned stays final: recovery finishes the step inside the
-next call.  Whatever of torch's touches parameters or the optimizer's state first, in the thread that trains, waits for
-the commit (runtime/state/touch.py).
+It runs the worker's steps, what its script does between them, and recovery from the loss of others. ``train`` returns
+before its step is committed.  What it returned stays final: recovery finishes the step inside the next call.  Whatever
+of torch's touches parameters or the optimizer's state first, in the thread that trains, waits for the commit
+(runtime/state/touch.py).
 """
 
 from __future__ import annotations
@@ -83,11 +83,10 @@ IN_RECORD = (
 
 
 class Trainer:
-    """Of the worker of ``session``, whose stage ``framework`` has built.
+    """Trains one worker's stage, which ``framework`` has built; all workers build theirs alike, before anybody trains.
 
-    All workers build theirs alike, before anybody trains.
-
-    ``feed``: where micro-batches come from; ``state``: all that a step changes.
+    ``feed``: where micro-batches come from; ``state``: all that a step changes.  Raises RecycleError for a second
+    trainer in a process.
     """
 
     def __init__(self, session: Session, settings: Settings, framework: Framework) -> None:
@@ -129,11 +128,11 @@ class Trainer:
     # --- what scripts call -------------------------------------------------------------------------
 
     def lifted(self) -> AbstractContextManager:
-        """While something of the framework's is at work, which may touch parameters: by nested calls too."""
+        """A context in which something of the framework's is at work, which may touch parameters; it may be nested."""
         return self._touch.lifted()
 
     def train(self) -> float:
-        """One step; the mean loss over all micro-batches of all replicas, on every worker."""
+        """Train one step; returns the mean loss over all micro-batches of all replicas, on every worker."""
         with self.lifted():
             self._as_started.check()
             self.start()
@@ -155,12 +154,12 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """The last one that was trained."""
+        """The last step that was trained."""
         return self._framework.optimizer.steps if self._loop is None else self._loop.machine.stepped
 
     @property
     def settled(self) -> bool:
-        """Whether all of them are committed."""
+        """Whether all trained steps are committed."""
         return self._loop is None or self._loop.settled
 
     def settle(self) -> None:
@@ -170,7 +169,7 @@ class Trainer:
                 self._loop.settle()
 
     def evaluate(self, batches: Sequence[Tensors], count: int) -> float:
-        """The mean loss of ``count`` micro-batches of each replica, on every worker, after all steps so far; whoever
+        """The mean loss of ``count`` micro-batches of each replica, on every worker, after all steps so far, whoever
         dies meanwhile.
 
         ``batches``: this worker's, packed (runtime/movers/batches.py), where it is of the first or the last stage.
@@ -183,7 +182,7 @@ class Trainer:
             return sum(losses.values()) / len(losses)
 
     def finish(self) -> None:
-        """Everybody's last step is committed and this worker may go."""
+        """Wait until everybody's last step is committed, report, and close; then this worker may go."""
         self.settle()
         store = self._store
         let_go = (
@@ -213,12 +212,12 @@ class Trainer:
 
     @property
     def program(self) -> StepProgram | None:
-        """What this worker runs, or has run last; None before the first step."""
+        """The program that this worker runs, or has run last; None before the first step."""
         return None if self._worker is None else self._worker.program
 
     @property
     def missing(self) -> tuple[Seat, ...]:
-        """Seats whose worker is lost."""
+        """The seats whose worker is lost."""
         return (
             ()
             if self._loop is None
@@ -313,8 +312,8 @@ class Trainer:
     # --- a step --------------------------------------------------------------------------------------
 
     def _between_steps(self) -> None:
-        """A membership change has broken something that the script does outside a step: recover, then it is tried
-        again.
+        """Recover from a membership change that something which the script does outside a step has met; then that is
+        tried again.
         """
         with self.lifted(), self._surroundings.restored():
             self._loop.catch_up()
@@ -323,7 +322,7 @@ class Trainer:
         self._world.transfer(datum, batch, taker, self._store.valid_from)
 
     def _changed(self) -> Iterator[torch.Tensor]:
-        """What a step changes, and buffers, which what is left of a step reads."""
+        """The tensors that a step changes, and buffers, which what is left of a step reads."""
         yield from self.state.tensors().values()
         yield from self._framework.model.module.buffers()
 
@@ -353,7 +352,7 @@ class Trainer:
             self._say_fingerprint(step)
 
     def _say_fingerprint(self, step: int) -> None:
-        """For the others to compare it with theirs."""
+        """Send the state's hash, for the coordinator to compare it with those of the other replicas."""
         session = self._session
         with session.heartbeats.at(ELSEWHERE, "the hash of its state"):
             copies = {weight.name: fingerprint(weight.parameter) for weight in self._framework.tied}
@@ -362,7 +361,9 @@ class Trainer:
     # --- between steps -------------------------------------------------------------------------------
 
     def barrier(self, place: str, values: dict[str, Any] | None = None) -> BarrierPassed:
-        """Return when all live workers have come to ``place`` with all their steps committed."""
+        """Return when all live workers have come to ``place`` with all their steps committed, with the values of
+        all.
+        """
         while True:
             self.settle()
             try:
@@ -371,8 +372,9 @@ class Trainer:
                 self._between_steps()
 
     def agree(self, place: str, value: int) -> None:
-        """All live workers have come to ``place``, a call of the script's, with the same ``value``; RecycleError where
-        they have not.  Before the first step nobody asks.
+        """Check that all live workers call ``place``, a call of the script's, with the same ``value``.
+
+        Raises RecycleError where they do not.  Before the first step nobody asks.
         """
         if self._loop is None:
             return
@@ -384,7 +386,7 @@ class Trainer:
             )
 
     def resize(self, micro_batches: int) -> None:
-        """A replica has so many micro-batches from the next step on.
+        """Train with so many micro-batches a replica from the next step on.
 
         The framework knows of it already, and all have agreed on it.
         """
@@ -397,11 +399,11 @@ class Trainer:
             self._loop.resize(self.topology, self._framework.batch())
 
     def save(self, folder: Path, tag: str | None = None, latest: bool = True, files: Checkpoints | None = None) -> None:
-        """The checkpoint ``folder``/``tag`` of the last step is in place when this returns, complete also while workers
-        are missing; where it can't be written, on whatever worker, NotSaved on all.
+        """Save the checkpoint ``folder``/``tag`` of the last step, in place on return, complete also while workers are
+        missing.
 
-        ``tag`` None: by the step; ``latest``: a file of that name has the tag; ``files``: instead of the framework's,
-        where the script adds to them.
+        ``tag`` None: by the step; ``latest``: a file of that name gets the tag; ``files``: instead of the framework's,
+        where the script adds to them.  Raises NotSaved, on all workers, where one can't write it.
         """
         with self.lifted():
             self.start()
@@ -412,8 +414,9 @@ class Trainer:
             )
 
     def begin_loading(self, place: str) -> None:
-        """A script is about to load a checkpoint, at ``place``: where training has begun, everybody does so at the same
-        step, and all steps so far are committed.
+        """Prepare for a script's loading a checkpoint, at ``place``.
+
+        Where training has begun, everybody does so at the same step, and all steps so far are committed.
         """
         if self._loop is not None:
             self._checkpoints.conclude()
@@ -422,11 +425,10 @@ class Trainer:
             self._world.reach("load.start")
 
     def loaded(self, whole: bool) -> None:
-        """It is loaded, and the framework counts from its step.
+        """Go on from a checkpoint that is loaded, and from whose step the framework counts.
 
-        Everybody goes on from there, with the data and the random numbers of the first time.
-
-        ``whole``: the optimizer's state too.
+        Everybody goes on from there, with the data and the random numbers of the first time.  ``whole``: the
+        optimizer's state was loaded too.
         """
         framework, step = self._framework, self._framework.optimizer.steps
         self.state.rewritten()

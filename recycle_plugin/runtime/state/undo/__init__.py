@@ -1,15 +1,14 @@
-"""What takes a worker's own last step back: the parts of its stage's state (runtime/state/stage_state.py) as they were
-before it.
+"""Taking a worker's own last step back: its stage's state (runtime/state/stage_state.py) as it was before the step.
 
-Kept from just before the step until it is committed by all stages; one record suffices
-(core/vocabulary/commit_rule.py). Two ways behind one interface:
+Records are kept from just before the step until it is committed by all stages; one record suffices
+(core/vocabulary/commit_rule.py). There are two ways behind one interface:
 
-* ``snapshot`` copies everything that the step changes.  Exact, for any optimizer; 12 bytes a parameter
-  for Adam in fp32, copied before every step.
-* ``inverse`` keeps the applied gradient and turns the update rule round, after SWIFT (Zhong et al.,
-  PPoPP'23, arXiv 2302.06173, update-undo).  4 bytes a parameter in fp32, for the optimizers in
-  :mod:`~recycle_plugin.runtime.state.undo.rules`; rounding is not taken back.  It gains nothing over a snapshot
-  for SGD without momentum, whose only state is the parameter.
+* ``snapshot`` copies everything that the step changes.  Exact, for any optimizer; 12 bytes a parameter for Adam in
+  fp32, copied before every step.
+* ``inverse`` keeps the applied gradient and turns the update rule round, after SWIFT (Zhong et al., PPoPP'23, arXiv
+  2302.06173, update-undo).  4 bytes a parameter in fp32, for the optimizers in
+  :mod:`~recycle_plugin.runtime.state.undo.rules`; rounding is not taken back.  It gains nothing over a snapshot for SGD
+  without momentum, whose only state is the parameter.
 
 In both ways hyper-parameters, step counts, learning-rate schedulers and counters come back exactly.
 """
@@ -23,7 +22,7 @@ from recycle_plugin.runtime.state.undo.snapshot import Snapshot
 
 
 class Undo(Protocol):
-    """Around an optimizer's step: ``before_step()``, the step, and ``restore()`` if it must not have been."""
+    """Takes an optimizer's step back: ``before_step()``, the step, and ``restore()`` if it must not have been."""
 
     exact: bool  # restore() puts back every bit
 
@@ -38,7 +37,7 @@ class Undo(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Of the tensors that are kept."""
+        """Bytes of the tensors that are kept for it."""
 
 
 KINDS = {"snapshot": Snapshot, "inverse": Inverse}  # by the setting's words; constructed alike

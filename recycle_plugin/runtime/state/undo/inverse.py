@@ -29,10 +29,10 @@ LARGEST_DECAY = 0.5  # of lr × weight decay: what a step shrinks by is divided 
 
 
 class Inverse:
-    """Of the steps of ``state``'s optimizer, from copies of the gradients as they are when ``before_step()`` is called.
+    """Undo by inverting the update rule, from copies of the gradients as they are when ``before_step()`` is called.
 
-    Copies, since p.grad does not outlive the step: Nesterov with ``foreach`` adds the momentum into it, and
-    zero_grad() may write zeros into it.  Raises RecycleError for what can't be taken back.
+    Copies, since p.grad does not outlive the step: Nesterov with ``foreach`` adds the momentum into it, and zero_grad()
+    may write zeros into it.  Raises RecycleError for optimizers and parameters whose steps can't be taken back.
     """
 
     exact = False
@@ -49,6 +49,7 @@ class Inverse:
 
     @property
     def held_bytes(self) -> int:
+        """Bytes of the copied gradients and of the state that is not inverted."""
         return self._gradients.nbytes + self._others.nbytes
 
     @torch.no_grad()
@@ -68,7 +69,7 @@ class Inverse:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Take the step back; RecycleError, and nothing is changed, where something in it is not finite."""
+        """Take the step back.  Raises RecycleError, and changes nothing, where something in it is not finite."""
         groups = self._small.parts["optimizer"]["groups"]
         for step in self._steps(groups):
             self._check_finite(step)
@@ -89,7 +90,7 @@ class Inverse:
                 yield rules.Step(parameter, state, gradient, saved, count)
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Of a parameter that has been stepped."""
+        """The optimizer's state of a parameter that has been stepped.  Raises RecycleError where it lacks something."""
         state = self._optimizer.state.get(parameter, {})
         missing = [name for name in self._rule.needs if name not in state]
         if missing:
@@ -139,7 +140,7 @@ def _check_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """In one pass; NaN is the least and the largest of whatever it is among."""
+    """Whether all elements are finite, in one pass; NaN is the least and the largest of whatever it is among."""
     return tensor.numel() == 0 or all(map(torch.isfinite, torch.aminmax(tensor)))
 
 

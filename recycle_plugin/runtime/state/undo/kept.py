@@ -11,13 +11,14 @@ from recycle_plugin.runtime.state.stage_state import StageState, TensorForm, for
 
 
 class Copies:
-    """Of tensors by key, in buffers that are allocated once."""
+    """Copies of tensors by key, in buffers that are allocated once."""
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all copies."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def __getitem__(self, key: Hashable) -> torch.Tensor:
@@ -27,6 +28,7 @@ class Copies:
         return key in self._buffers
 
     def forms(self) -> dict[Hashable, TensorForm]:
+        """The dtype and shape of each copy."""
         return {key: form_of(buffer) for key, buffer in self._buffers.items()}
 
     def take(self, sources: Mapping[Hashable, torch.Tensor]) -> None:
@@ -54,7 +56,7 @@ class Copies:
 
 
 class Small:
-    """What goes by value of ``state``, as it was before a step."""
+    """Copies of what goes by value of ``state``, as it was before a step."""
 
     def __init__(self, state: StageState) -> None:
         self._state = state
@@ -62,16 +64,17 @@ class Small:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """RuntimeError if none were taken."""
+        """The copies, by part.  Raises RuntimeError if none were taken."""
         if self._parts is None:
             raise RuntimeError("no step to take back: before_step() was not called, or its step is taken back already")
         return self._parts
 
     def take(self) -> None:
+        """Copy what goes by value as it is now."""
         self._parts = self._state.small()
 
     def put_back(self) -> None:
-        """Once: what was kept is handed out."""
+        """Put the copies back, which can be done once: what was kept is handed out."""
         self._state.put(self.parts)
         self._parts = None
 

@@ -35,23 +35,25 @@ class Step:
 
     @property
     def decay(self) -> float:
-        """The share of the parameter that weight decay has subtracted from it (of LAMB: times the trust ratio)."""
+        """The share of the parameter that weight decay has subtracted from it (for LAMB: times the trust ratio)."""
         return float(self.group["lr"]) * float(self.group["weight_decay"])
 
 
 class UpdateRule(Protocol):
+    """An optimizer's update rule, which can be turned round."""
+
     moments: tuple[str, ...]  # state tensors that are inverted; others are put back from copies
     needs: tuple[str, ...]  # what a stepped parameter's state must hold
 
     def counts(self, states: list[dict[str, Any]]) -> list[int]:
-        """Number of steps, the last one included, of each of a group's stepped parameters."""
+        """The number of steps, the last one included, of each of a group's stepped parameters, from its state."""
 
     def invert(self, step: Step) -> None:
-        """Put parameter and moments back."""
+        """Put the parameter and its moments back to what they were before the step, in place."""
 
 
 class Sgd:
-    """torch.optim.SGD: plain, with momentum (and dampening), Nesterov.
+    """The rule of torch.optim.SGD: plain, with momentum (and dampening), Nesterov.
 
     Momentum's first step sets b to the gradient, without dampening.  The parameter has moved along b all the same.
     """
@@ -60,9 +62,11 @@ class Sgd:
     needs = ()
 
     def counts(self, states: list[dict[str, Any]]) -> list[int]:
+        """Zeros: its steps are all alike."""
         return [0] * len(states)  # its steps are all alike
 
     def invert(self, step: Step) -> None:
+        """Put parameter and momentum back, in place."""
         group, p, g = step.group, step.parameter, step.gradient
         lr, momentum = float(group["lr"]), group["momentum"]
         if momentum == 0:
@@ -77,7 +81,7 @@ class Sgd:
 
 
 class Adam:
-    """Adam and AdamW.  ``decoupled``: weight decay acts on the parameter; None: the group says."""
+    """The rule of Adam and AdamW.  ``decoupled``: weight decay acts on the parameter; None: the group says."""
 
     moments = ("exp_avg", "exp_avg_sq")
     needs = ("step", *moments)
@@ -86,9 +90,11 @@ class Adam:
         self._decoupled = decoupled
 
     def counts(self, states: list[dict[str, Any]]) -> list[int]:
+        """Each parameter's own count."""
         return [int(state["step"]) for state in states]
 
     def invert(self, step: Step) -> None:
+        """Put the parameter and both moments back, in place."""
         decoupled = step.group.get("decoupled_weight_decay", False) if self._decoupled is None else self._decoupled
         m, v = (step.state[name] for name in self.moments)
         step_size, denominator = _adam(step, v)
@@ -99,14 +105,15 @@ class Adam:
 
 
 class FusedAdam(Adam):
-    """DeepSpeed's: of a group's parameters only the last one stepped counts, for all."""
+    """The rule of DeepSpeed's FusedAdam: of a group's parameters only the last one stepped counts, for all."""
 
     def counts(self, states: list[dict[str, Any]]) -> list[int]:
+        """The last parameter's count, for all of the group."""
         return [int(states[-1]["step"])] * len(states) if states else []
 
 
 class Lamb(Adam):
-    """LAMB as published.
+    """The rule of LAMB as published (You et al., ICLR'20, arXiv 1904.00962, algorithm 2).
 
     The trust ratio can't be had from what it made: the step leaves it in the state, for each parameter.
     """
@@ -117,6 +124,7 @@ class Lamb(Adam):
         super().__init__(decoupled=True)
 
     def invert(self, step: Step) -> None:
+        """Put the parameter and both moments back, in place."""
         ratio = float(step.state["trust_ratio"])
         m, v = (step.state[name] for name in self.moments)
         step_size, denominator = _adam(step, v)
@@ -140,11 +148,11 @@ DECLARED: dict[str, Callable[[], UpdateRule]] = {
 
 
 def of(optimizer: torch.optim.Optimizer) -> UpdateRule:
-    """The rule of exactly this class; a subclass may compute something else.
+    """The rule of an optimizer of exactly this class; a subclass may compute something else.
 
-    A class can say itself that it computes what torch's SGD, Adam or AdamW does, with their names in state
-    and groups, or LAMB as published with Adam's names and ``trust_ratio``: ``undo_rule = "lamb"`` in its body.
-    RecycleError for any other (DeepSpeed's FusedLamb too: its update is not the published one).
+    A class can say itself that it computes what torch's SGD, Adam or AdamW does, with their names in state and groups,
+    or LAMB as published with Adam's names and ``trust_ratio``: ``undo_rule = "lamb"`` in its body. Raises RecycleError
+    for any other (DeepSpeed's FusedLamb too: its update is not the published one).
     """
     kind = type(optimizer)
     known = RULES.get(f"{kind.__module__}.{kind.__qualname__}")
@@ -184,8 +192,9 @@ def _with_decay(gradient: torch.Tensor, parameter: torch.Tensor, group: Mapping[
 
 
 def _take_out(average: torch.Tensor, new: torch.Tensor, kept: float, share: float, square: bool = False) -> None:
-    """``average`` was kept · old + share · new (or its square), and becomes the old; 0 where nothing was kept: it will
-    not be read.
+    """Turn ``average`` = kept · old + share · new (or its square) into the old, in place.
+
+    Where nothing was kept it becomes 0, which will not be read.
     """
     if kept == 0:
         average.zero_()

@@ -16,7 +16,7 @@ from recycle_plugin.runtime.state.undo.kept import Copies, Small
 
 
 class Snapshot:
-    """Of all parts of ``state``; what follows from others is not copied."""
+    """Undo by copies of all parts of ``state``, but for those that follow from others."""
 
     exact = True
 
@@ -26,6 +26,7 @@ class Snapshot:
 
     @property
     def held_bytes(self) -> int:
+        """Bytes of the copies."""
         return self._copies.nbytes
 
     @torch.no_grad()
@@ -36,7 +37,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the copied state back, bit for bit; RuntimeError if none was taken."""
+        """Put the copied state back, bit for bit.  Raises RuntimeError if none was taken."""
         self._small.put_back()
         present = self._state.tensors(following=False)
         for (
