@@ -15,6 +15,8 @@ faulthandler.dump_traceback_later(90, exit=True)
 torch.set_num_threads(1)
 import deepspeed  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule  # noqa: E402
+from deepspeed.runtime.dataloader import RepeatingLoader  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
 
 deepspeed_cpu.apply()
 deepspeed.init_distributed("gloo")
@@ -47,10 +49,10 @@ def train(layers, loss, dataset, convert: bool = False, checkpoint: int = 0, ste
     )
     if convert:
         DeferredWeights(net)
-    engine, *_ = deepspeed.initialize(
-        model=net, model_parameters=net.parameters(), config=CONFIG, training_data=dataset
-    )
-    losses = [float(engine.train_batch()) for _ in range(steps)]
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=CONFIG)
+    # not its own, whose loader's processes take seconds to end
+    batches = iter(RepeatingLoader(DataLoader(dataset, batch_size=CONFIG["train_micro_batch_size_per_gpu"])))
+    losses = [float(engine.train_batch(batches)) for _ in range(steps)]
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
     return {"losses": losses, "digest": digest}
 
