@@ -169,7 +169,7 @@ class SimulatedMachine:
             self.cluster.hurry(self.rank, live)
             self.unheard = frozenset(self.cluster.workers.keys() - live)
 
-    def leave(self, members: Iterable[str]) -> None:
+    def keep_only(self, members: Iterable[str]) -> None:
         """Does nothing: simulated connections need no dropping."""
 
     def clock(self) -> float:

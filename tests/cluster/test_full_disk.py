@@ -53,7 +53,9 @@ def test_a_checkpoint_that_one_worker_cannot_write_is_none_for_all_and_a_script_
         vehicle.name == "deepspeed"
     )
     result = start(*stocks, full={"3": "latest", "6": "0.1"}, catch=True).finish()
-    unwritten = {event["path"] for event in result.of("unwritten")}  # twice where an attempt was at another of its files
+    unwritten = {
+        event["path"] for event in result.of("unwritten")
+    }  # twice where an attempt was at another of its files
     assert unwritten == ({"DeepSpeed's monitors"} if stocks else set())
     assert result.code == 0 and not result.of("lost"), result.output[-6000:]
     ((first, second),) = {tuple(record["refused"]) for record in result.records.values()}

@@ -77,7 +77,7 @@ class Worker:
     def discard_after(self, after: int, valid_from: int) -> None:
         pass
 
-    def leave(self, members: Any) -> None:
+    def keep_only(self, members: Any) -> None:
         pass
 
     def train(self, steps: int) -> list[int]:

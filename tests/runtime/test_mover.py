@@ -70,7 +70,7 @@ def test_what_has_arrived_is_handed_over_once_with_its_senders_era_also_when_tha
     for index, valid_from in ((0, 3), (0, 3), (1, 4)):
         sender.send(receiver.address, act(index), on_host(torch.tensor([index])), valid_from)
     sender.wait_sent([receiver.address])
-    sender.leave(set())
+    sender.keep_only(set())
     receiver.hear_out(set())
     assert [(datum, valid_from) for datum, _, valid_from in receiver.arrivals()] == [
         (act(0), 3),
@@ -92,7 +92,7 @@ def test_sends_to_a_peer_that_is_gone_do_not_block(pair, on_host):
     gone.close()
     for index in range(50):
         alive.send(address, act(index), on_host(torch.zeros(1 << 16)), 0)
-    alive.leave(set())
+    alive.keep_only(set())
 
 
 def test_what_somebody_sent_before_it_went_is_heard_and_nothing_of_it_after(pair, on_host):
@@ -101,13 +101,13 @@ def test_what_somebody_sent_before_it_went_is_heard_and_nothing_of_it_after(pair
     for index in range(8):
         sender.send(receiver.address, act(index), on_host(big), 0)
     sender.wait_sent([receiver.address])
-    sender.leave(set())  # its connection ends, as that of a process that is killed
+    sender.keep_only(set())  # its connection ends, as that of a process that is killed
     receiver.hear_out({"somebody://else"})
     inbox = Inbox(receiver)
     assert inbox.take().keys() == {act(index) for index in range(8)}
     sender.send(receiver.address, act(9), on_host(big), 0)
     sender.wait_sent([receiver.address])
-    sender.leave(set())
+    sender.keep_only(set())
     receiver.hear_out({"somebody://else"})
     assert inbox.take().keys() == {act(index) for index in range(8)}
 
@@ -116,7 +116,7 @@ def test_what_was_for_one_that_is_left_is_not_for_the_others(pair, on_host):
     sender, receiver = pair
     sender.send("tcp://127.0.0.1:1", act(0), on_host(torch.tensor([1])), 0)
     sender.send(receiver.address, act(1), on_host(torch.tensor([2])), 0)
-    sender.leave({receiver.address})
+    sender.keep_only({receiver.address})
     inbox = Inbox(receiver)
     assert inbox.wait(act(1))[0].item() == 2 and inbox.take().keys() == {act(1)}
 

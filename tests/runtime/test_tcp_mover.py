@@ -76,7 +76,7 @@ def test_what_a_lost_peer_has_sent_is_heard_though_nobody_has_opened_to_it_yet(c
     try:
         sender.send(receiver.address, act(0), There((torch.tensor([1]),)), 0)
         sender.wait_sent([receiver.address])
-        sender.leave(set())
+        sender.keep_only(set())
         receiver.hear_out(set())
         assert [datum for datum, *_ in receiver.arrivals()] == [act(0)]
     finally:
@@ -91,7 +91,7 @@ def test_who_cannot_come_to_its_own_door_hears_out_who_is_in(pair, monkeypatch):
     Inbox(receiver).wait(act(0))
     sender.send(receiver.address, act(1), There((torch.tensor([1]),)), 0)
     sender.wait_sent([receiver.address])
-    sender.leave(set())
+    sender.keep_only(set())
     monkeypatch.setattr(type(receiver._session), "own_address", "192.0.2.1")  # an address that no machine has
     receiver.hear_out(set())
     assert [datum for datum, *_ in receiver.arrivals()] == [act(1)]
@@ -125,7 +125,7 @@ def test_the_coordinator_hears_of_a_connection_that_broke_and_what_is_sent_after
     sender._outboxes[receiver.address]._connection.shutdown(socket.SHUT_RDWR)
     sender.send(receiver.address, act(1), There((torch.tensor([1]),)), 0)
     assert Missing(0, 3, "a connection", "0.1") in coordinator.hear(Missing)
-    sender.leave({receiver.address})
+    sender.keep_only({receiver.address})
     sender.send(receiver.address, act(1), There((torch.tensor([7]),)), 0)
     assert inbox.wait(act(1))[0].item() == 7
 

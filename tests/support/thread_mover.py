@@ -50,7 +50,7 @@ class ThreadMover:
             self._heard = peers
         return self.hears()
 
-    def leave(self, peers: set[str]) -> None:
+    def keep_only(self, peers: set[str]) -> None:
         pass
 
     def close(self) -> None:

@@ -93,7 +93,7 @@ class StepRunner(Protocol):
         still comes from a worker whose data is valid from a generation before ``valid_from``.
         """
 
-    def leave(self, members: Iterable[str]) -> None:
+    def keep_only(self, members: Iterable[str]) -> None:
         """Drops the connections to all workers but those at these addresses, which are left."""
 
 
@@ -141,14 +141,14 @@ class TrainingLoop:
     def __init__(
         self,
         port: LoopPort,
-        replica: StepRunner,
+        runner: StepRunner,
         planner: Planner,
         topology: Topology,
         seat: Seat,
         machine: StepMachine,
     ) -> None:
         self._port, self._control_view = port, port.control_view
-        self._replica = replica
+        self._runner = runner
         self._planner = planner
         self._topology = topology
         self._plans: dict[tuple[frozenset[Seat], Slowness], Plan] = {}
@@ -178,7 +178,7 @@ class TrainingLoop:
         while (coming := min([*self._recovery_plans, self.machine.stepped + 1])) <= step:
             try:
                 yield from self._change_at(coming)
-                yield from self._replica.execute(self._recovery_plans.get(coming) or self._program(coming))
+                yield from self._runner.execute(self._recovery_plans.get(coming) or self._program(coming))
                 self._recovery_plans.pop(coming, None)
             except Interrupted:
                 yield from self.recover()
@@ -300,8 +300,8 @@ class TrainingLoop:
         planned = self._port.clock()
         self._port.reach("recovery.report")
         timings = {"notice_s": round(stopped - generation.at, 4), "plan_s": round(planned - stopped, 4)}
-        drawn = self._replica.held_draws()  # first: from here on nothing of a lost worker's is taken any more
-        held = pack({*self._replica.held(), Datum("params", self.seat.stage, None, self.machine.stepped + 1)})
+        drawn = self._runner.held_draws()  # first: from here on nothing of a lost worker's is taken any more
+        held = pack({*self._runner.held(), Datum("params", self.seat.stage, None, self.machine.stepped + 1)})
         report = SurvivorReport(
             self._control_view.rank,
             generation.number,
@@ -313,7 +313,7 @@ class TrainingLoop:
             plan.period_us,
             plan.bound_us,
             drawn,
-            self._replica.valid_from,
+            self._runner.valid_from,
         )
         self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
@@ -322,7 +322,7 @@ class TrainingLoop:
             return
         self._port.reach("recovery.resume")
         self._take_up(plan, resume)
-        self._replica.leave(generation.roster.addresses)
+        self._runner.keep_only(generation.roster.addresses)
         self._control_view.adopt(generation)
         self._loaded = False
         if self.machine.stepped > self.machine.committed:
@@ -338,7 +338,7 @@ class TrainingLoop:
         }
         self._recovery_plans, undo = {}, False
         if resume.norm is not None:
-            self._replica.record_norm(resume.committed + 1, resume.norm)
+            self._runner.record_norm(resume.committed + 1, resume.norm)
         for recovery in recovery_plans.values():
             program = self._planner.arrange(recovery, plan, held)[self.seat]
             self._recovery_plans[recovery.step] = StepProgram(
@@ -347,7 +347,7 @@ class TrainingLoop:
             undo |= self.seat in recovery.undo
             held = surviving(held, recovery)
         counts = without_later(reported, resume.committed + 1) if resume.rejected else reported
-        self._replica.take_state(
+        self._runner.take_state(
             IteratorState(
                 plan,
                 counts,
@@ -357,10 +357,10 @@ class TrainingLoop:
         )
         self.machine.resume(resume.committed, undo)
         if undo:
-            self._replica.undo(resume.committed + 1)
+            self._runner.undo(resume.committed + 1)
             self._port.reach("recovery.undone")
         if resume.rejected:
-            self._replica.discard_after(resume.committed + 1, resume.generation)
+            self._runner.discard_after(resume.committed + 1, resume.generation)
         if self._recovery_plans:
             self._say_recovery_plan(undo, self._port.clock() - started)
 

@@ -77,7 +77,7 @@ class Machine(Protocol):
     def hear_out(self) -> None:
         """Takes what the lost have sent before they went, and nothing of theirs that comes after this."""
 
-    def leave(self, members: Iterable[str]) -> None:
+    def keep_only(self, members: Iterable[str]) -> None:
         """Drops the connections to all workers but those at these addresses, which are left."""
 
     def now_us(self) -> int:
@@ -241,9 +241,9 @@ class Worker:
         if any(datum.kind in SUMMED for datum in self.store.discard_after(after, valid_from)):
             self._machine.forget_sums(after)
 
-    def leave(self, members: Iterable[str]) -> None:
+    def keep_only(self, members: Iterable[str]) -> None:
         """Drops the connections to all workers but those at these addresses, which are left."""
-        self._machine.leave(members)
+        self._machine.keep_only(members)
 
     # core.worker.executor.InstructionRunner
 

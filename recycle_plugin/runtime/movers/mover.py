@@ -56,7 +56,7 @@ class Mover(Protocol):
         False where it turns out that nobody is let in here.
         """
 
-    def leave(self, peers: set[str]) -> None:
+    def keep_only(self, peers: set[str]) -> None:
         """Send nothing more to anybody but ``peers``; broken connections to these are made anew."""
 
     def close(self) -> None:

@@ -152,7 +152,7 @@ class Transport:
             return False
         return True
 
-    def leave(self, peers: set[str]) -> None:
+    def keep_only(self, peers: set[str]) -> None:
         """Send nothing more to anybody but ``peers``; broken connections to these are made anew."""
         for address in [address for address, outbox in self._outboxes.items() if address not in peers or outbox.broken]:
             self._outboxes.pop(address).close(linger_s=0)

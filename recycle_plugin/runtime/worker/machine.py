@@ -49,7 +49,7 @@ class TorchMachine:
         self.control_view = self._session = session
         self._mover, self.operations, self._faults = mover, operations, faults
         self._takers: set[str] = set()  # of batches that were drawn here
-        self.send, self.arrivals, self.leave, self.clock = session.send, mover.arrivals, mover.leave, time.time
+        self.send, self.arrivals, self.keep_only, self.clock = session.send, mover.arrivals, mover.keep_only, time.time
         self.compute, self.share, self.norm, self.record = operations.compute, operations.share, operations.norm, record
         self.undo, self.forget_sums = operations.undo, operations.forget_sums
 
