@@ -28,7 +28,7 @@ from statistics import mean, median
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.experiments.benchmark import script
+from recycle_plugin.experiments.bench_scripts import script
 from recycle_plugin.experiments.measurements import REPLACED, WARM_UP, Kill, RecoveryCost, recovery_costs
 from recycle_plugin.experiments.runs import TrainingRun
 from recycle_plugin.observability.trace import read_traces

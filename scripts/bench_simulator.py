@@ -26,11 +26,11 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.experiments.benchmark import calibration, one_loss, run_part, script
+from recycle_plugin.experiments.bench_scripts import calibration, one_loss, run_part, script
 from recycle_plugin.experiments.measurements import Constants
 from recycle_plugin.simulator import analytic, predict, simulate, traces
 from recycle_plugin.simulator.history import SimulatedTrainer
-from recycle_plugin.simulator.machine import LOCAL
+from recycle_plugin.simulator.machine_constants import LOCAL
 
 MEAN, MOST = 0.03, 0.06
 

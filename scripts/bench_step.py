@@ -33,7 +33,7 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.experiments.benchmark import DEADLINE_S, calibration, one_loss, run_part, script
+from recycle_plugin.experiments.bench_scripts import DEADLINE_S, calibration, one_loss, run_part, script
 from recycle_plugin.experiments.measurements import WARM_UP, Constants
 from recycle_plugin.experiments.runs import RunOutcome, TrainingRun
 from recycle_plugin.simulator import predict

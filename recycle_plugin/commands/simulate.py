@@ -82,7 +82,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 def run(found: argparse.Namespace) -> int:
     """Simulate and print what came out; returns the exit code.  Raises ValueError for bad input."""
     from recycle_plugin import planner
-    from recycle_plugin.simulator import machine
+    from recycle_plugin.simulator import machine_constants as machine
 
     given = job(found, milliseconds=True, placement=found.placement)
     found.machine = found.machine or ("local" if given.unit == "ms" else "cluster")

@@ -33,7 +33,7 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
-from recycle_plugin.simulator.machine import MachineCosts
+from recycle_plugin.simulator.machine_constants import MachineCosts
 from recycle_plugin.simulator.network import Network
 from recycle_plugin.simulator.predict import predict
 from recycle_plugin.simulator.virtual import Conditions

@@ -23,7 +23,7 @@ from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Held, surviving, unfinished
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import ClusterView
-from recycle_plugin.simulator.machine import MachineCosts
+from recycle_plugin.simulator.machine_constants import MachineCosts
 from recycle_plugin.simulator.network import Network
 from recycle_plugin.simulator.virtual import Conditions, VirtualState, VirtualWorld
 

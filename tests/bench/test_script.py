@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin.experiments.benchmark import run_part, script
+from recycle_plugin.experiments.bench_scripts import run_part, script
 from recycle_plugin.experiments.measurements import TooShort
 from recycle_plugin.experiments.runs import RunFailed
 

@@ -21,7 +21,7 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Torn, plan_recovery, unfinished
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import arrange, lowered, plan
-from recycle_plugin.simulator.machine import by_name
+from recycle_plugin.simulator.machine_constants import by_name
 from recycle_plugin.simulator.simulated_job import SimulatedJob
 from tests.pure.jobs import costs, jobs, policies
 

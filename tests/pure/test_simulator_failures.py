@@ -26,7 +26,7 @@ from recycle_plugin.render import perfetto
 from recycle_plugin.render.grid import draw
 from recycle_plugin.simulator import ExactWorld, predict, train
 from recycle_plugin.simulator.campaign import initial_weights
-from recycle_plugin.simulator.machine import LOCAL, by_name
+from recycle_plugin.simulator.machine_constants import LOCAL, by_name
 from recycle_plugin.simulator.simulated_job import SimulatedJob
 from tests.pure.jobs import jobs
 

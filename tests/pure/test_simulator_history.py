@@ -14,7 +14,7 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.simulator import traces
 from recycle_plugin.simulator.history import MembershipChange, SimulatedTrainer, StepPeriods, pattern
-from recycle_plugin.simulator.machine import LOCAL, by_name
+from recycle_plugin.simulator.machine_constants import LOCAL, by_name
 from recycle_plugin.simulator.simulated_job import SimulatedJob
 
 SHAPE = Topology(3, 3, 4)

@@ -22,7 +22,7 @@ from recycle_plugin.core.vocabulary.topology import ClusterView, Topology, tied
 from recycle_plugin.planner import plan
 from recycle_plugin.planner.assemble import timeline
 from recycle_plugin.simulator import simulate
-from recycle_plugin.simulator.machine import LOCAL
+from recycle_plugin.simulator.machine_constants import LOCAL
 from recycle_plugin.simulator.simulated_job import SimulatedJob
 from tests.pure.jobs import EXAMPLE, LOST, jobs, wide_jobs
 

@@ -74,7 +74,7 @@ class Retention:
     budget: int | None = None
 
 
-class _Kept(NamedTuple):
+class _Entry(NamedTuple):
     value: Any
     valid_from: int
     weight: int  # of what a budget counts
@@ -103,7 +103,7 @@ class StepStore:
         self.reads_iterator = False
         self.committed, self.valid_from = committed, 0
         self.peak = self.peak_weight = self.let_go = 0
-        self._data: dict[Datum, _Kept] = {Datum("params", seat.stage, None, committed + 1): _Kept(None, 0, 0)}
+        self._data: dict[Datum, _Entry] = {Datum("params", seat.stage, None, committed + 1): _Entry(None, 0, 0)}
         self._before: tuple[Datum, Any] | None = None  # the weights that the last step has changed
         self._sent: dict[Datum, None] = {}  # oldest first, without what is pinned
         self._weight = 0
@@ -314,7 +314,7 @@ class StepStore:
             key = datum.step, datum.micro_batch
             self._open[key] = self._open.get(key, 0) + 1
             self.peak = max(self.peak, len(self._open))
-        self._data[datum] = _Kept(kept, valid_from, weight)
+        self._data[datum] = _Entry(kept, valid_from, weight)
 
     def _remove(self, datum: Datum) -> None:
         found = self._data.pop(datum, None)

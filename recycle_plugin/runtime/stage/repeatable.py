@@ -22,7 +22,7 @@ ADVICE = "or set recycle.enabled to false"
 ROUNDINGS = {torch.bfloat16: 8, torch.float16: 8}  # of a type's smallest step
 
 
-class _Kept(NamedTuple):
+class _TensorSnapshot(NamedTuple):
     """A tensor that a module has: itself, how often it was changed in place, and what is in it.
 
     A workspace may be changed: of that only what is in it counts.
@@ -32,7 +32,7 @@ class _Kept(NamedTuple):
     version: int | None
     content: tuple
 
-    def changed_in_place(self, since: _Kept) -> bool:
+    def changed_in_place(self, since: _TensorSnapshot) -> bool:
         return self.tensor is since.tensor and (self.version, self.content) != (since.version, since.content)
 
 
@@ -46,9 +46,9 @@ class ModuleState:
     def __init__(self, module: torch.nn.Module) -> None:
         attributes = list(_attributes(module))
         owned = (*module.named_parameters(), *module.named_buffers())
-        self._owned = {name: _Kept(tensor, _version(tensor), _content(tensor)) for name, tensor in owned}
+        self._owned = {name: _TensorSnapshot(tensor, _version(tensor), _content(tensor)) for name, tensor in owned}
         self._tensors = {
-            name: _Kept(value, None, _content(value)) for name, value in attributes if torch.is_tensor(value)
+            name: _TensorSnapshot(value, None, _content(value)) for name, value in attributes if torch.is_tensor(value)
         }
         self._others = dict(_others(attributes))
 
@@ -75,7 +75,7 @@ class ModuleState:
         return next((name for name, value in self._others.items() if since._others.get(name, value) != value), None)
 
 
-def _as_before(kept: _Kept, since: _Kept | None, exact: bool) -> bool:
+def _as_before(kept: _TensorSnapshot, since: _TensorSnapshot | None, exact: bool) -> bool:
     if since is None or kept.tensor is since.tensor:
         return since is not None and kept.content == since.content
     return kept.content == since.content or _alike(kept.tensor, since.tensor, exact)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recycle_plugin.simulator.machine import CLUSTER, MachineCosts
+from recycle_plugin.simulator.machine_constants import CLUSTER, MachineCosts
 
 
 @dataclass(frozen=True)
