@@ -12,9 +12,11 @@ WIDTH, HEIGHT = 960, 220
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 26, 30  # margins of a chart
 COLUMNS = WIDTH - LEFT - RIGHT  # a line of more points than that is thinned out
 STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #22303c; background: white; max-width: 1000px; margin: 2em auto; padding: 0 1em; }
+body { font: 15px/1.45 system-ui, sans-serif; color: #22303c; background: white; }
+body { max-width: 1000px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-table { border-collapse: collapse; } th, td { text-align: left; padding: .2em 1.2em .2em 0; vertical-align: top; border-bottom: 1px solid #e4e8ec; }
+table { border-collapse: collapse; }
+th, td { text-align: left; vertical-align: top; padding: .2em 1.2em .2em 0; border-bottom: 1px solid #e4e8ec; }
 th { font-weight: 600; white-space: nowrap; } td.number { white-space: nowrap; font-variant-numeric: tabular-nums; }
 tr.bad td { color: #c62828; } tr.good td { color: #1b6e35; } p.note { color: #5b6874; }
 svg, img { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: #5b6874; }

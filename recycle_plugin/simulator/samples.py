@@ -8,7 +8,7 @@ long as both ends of a replica live its own iterator gives its micro-batches, in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import AbstractSet
+from collections.abc import Set as AbstractSet
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.topology import Topology

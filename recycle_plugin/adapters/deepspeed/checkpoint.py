@@ -12,11 +12,12 @@ of the stage's own beside it, which stock does not read: the loss scale, and wei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import AbstractSet, Any
+from typing import Any
 
 import torch
 from deepspeed.checkpoint import constants as names

@@ -9,11 +9,11 @@ used in this module only.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -194,7 +194,7 @@ class RecycleEngine(PipelineEngine):
         self,
         save_dir: str,
         tag: str | None = None,
-        client_state: dict = {},
+        client_state: Mapping[str, Any] = {},
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
@@ -246,7 +246,7 @@ class RecycleEngine(PipelineEngine):
             "the call out"
         )
 
-    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **INSTRUCTION_MAP}
+    _INSTRUCTION_MAP: ClassVar[dict] = {**PipelineEngine._INSTRUCTION_MAP, **INSTRUCTION_MAP}
 
     def plan_schedule(self) -> PlanSchedule | None:
         """What this worker runs, or has run last, as DeepSpeed's own schedules are looked at; None before the first

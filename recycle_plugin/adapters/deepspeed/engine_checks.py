@@ -50,7 +50,8 @@ def _refuse(wrong: Iterator[str]) -> None:
 def check_placement(placement: str, model: PipelineModule, given: str) -> None:
     """``given``: how ranks were given out, when nobody knew the config but from the command line."""
     replicas = model.topology().get_axis_comm_lists("data")
-    axes = f"give PipelineModule topology=ProcessTopology(axes=['data', 'pipe'], dims=[{len(replicas[0])}, {len(replicas)}])"
+    dims = [len(replicas[0]), len(replicas)]
+    axes = f"give PipelineModule topology=ProcessTopology(axes=['data', 'pipe'], dims={dims})"
     if placement == "spread" and given != "spread":
         raise RecycleError(
             'recycle.placement "spread" is about ranks, which were given out before this config was there: put it into '

@@ -8,7 +8,7 @@ that first, or nobody hears of it and all hear of the change.
 
 from __future__ import annotations
 
-from typing import AbstractSet
+from collections.abc import Set as AbstractSet
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
 

@@ -23,4 +23,7 @@ class ThroughputFloor:
         """Why the job is to end with that, if it is."""
         if self._max_slowdown is None or 1 - throughput <= self._max_slowdown:
             return None
-        return f"predicted throughput {throughput:.0%} of the fault-free plan's, and recycle.max_slowdown = {self._max_slowdown:g}"
+        return (
+            f"predicted throughput {throughput:.0%} of the fault-free plan's, "
+            f"and recycle.max_slowdown = {self._max_slowdown:g}"
+        )

@@ -145,7 +145,8 @@ def _each(form: TypeForm, plain: list) -> list:
         try:
             made.append(one if type(one) in form.kinds else form.make(one))
         except _Wrong as wrong:
-            raise wrong.within(f"[{place}]")
+            wrong.within(f"[{place}]")
+            raise
     return made
 
 
@@ -179,7 +180,8 @@ def _dict(form: TypeForm) -> TypeForm:
             try:
                 made[key] = one if type(one) in form.kinds else form.make(one)
             except _Wrong as wrong:
-                raise wrong.within(f"[{key!r}]")
+                wrong.within(f"[{key!r}]")
+                raise
         return made
 
     return TypeForm(text, frozenset(), make)
@@ -199,7 +201,8 @@ def _fixed(text: str, names: tuple[str, ...], forms: tuple[TypeForm, ...], build
                 try:
                     value = make_one(value)
                 except _Wrong as wrong:
-                    raise wrong.within(name)
+                    wrong.within(name)
+                    raise
             made.append(value)
         return build(made)
 
@@ -227,7 +230,8 @@ def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], p
             try:
                 made[name] = plain[name] if type(plain[name]) in form.kinds else form.make(plain[name])
             except _Wrong as wrong:
-                raise wrong.within(f".{name}")
+                wrong.within(f".{name}")
+                raise
         elif name not in defaults:
             raise _Wrong("is missing").within(f".{name}")
     for name in sorted(map(str, plain.keys() - forms.keys())):
@@ -250,7 +254,7 @@ def _built(kind: type, by_place: Any, by_name: dict) -> Any:
     try:
         return kind(*by_place, **by_name)
     except ValueError as error:
-        raise _Wrong(f"can't be: {error}")
+        raise _Wrong(f"can't be: {error}") from error
 
 
 def _plain(plain: Any, depth: int = 0) -> Any:

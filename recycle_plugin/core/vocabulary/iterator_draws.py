@@ -27,8 +27,9 @@ k was used at both ends, and drawn and copied before that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import AbstractSet, NamedTuple
+from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Op

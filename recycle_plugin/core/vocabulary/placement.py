@@ -28,7 +28,10 @@ def stages_at_risk(members: Iterable[Member]) -> dict[str, tuple[int, ...]]:
 def at_risk(host: str, stages: tuple[int, ...], members: Iterable[Member], shape: Topology) -> str:
     """What that means, and what to do about it, in a line."""
     names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-    return f"host {host} holds every replica of {names}: its loss ends the job; {remedy(Counter(member.host for member in members), shape)}"
+    return (
+        f"host {host} holds every replica of {names}: its loss ends the job; "
+        f"{remedy(Counter(member.host for member in members), shape)}"
+    )
 
 
 def remedy(workers: Counter[str], shape: Topology) -> str:
@@ -36,7 +39,10 @@ def remedy(workers: Counter[str], shape: Topology) -> str:
     host, most = workers.most_common(1)[0]
     limit, total = most_on_a_host(shape), workers.total()
     if most > limit:
-        return f"no placement helps while one host has more than {limit} of the {total} workers, and {host} has {most}: use hosts of more equal size"
+        return (
+            f"no placement helps while one host has more than {limit} of the {total} workers, and {host} has {most}: "
+            "use hosts of more equal size"
+        )
     axes = f"ProcessTopology(axes=['data', 'pipe'], dims=[{shape.replicas}, {shape.stages}])"
     return f'set recycle.placement to "spread", or give PipelineModule topology={axes}'
 

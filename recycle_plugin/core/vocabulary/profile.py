@@ -122,7 +122,10 @@ class Profile:
     def title(self) -> str:
         """One line that names the origin."""
         saved = ", activation checkpointing" if self.checkpointing else ""
-        return f"{self.name}, {self.dtype}, micro-batch {self.micro_batch}{saved}; {self.origin.upper()}: {self.device}, {self.date}"
+        return (
+            f"{self.name}, {self.dtype}, micro-batch {self.micro_batch}{saved}; "
+            f"{self.origin.upper()}: {self.device}, {self.date}"
+        )
 
     def split(self, stages: int) -> tuple[int, ...]:
         """Transformer layers of each stage: the slowest stage as fast as possible, embedding and head counted.

@@ -21,8 +21,8 @@ the reduced gradients, which everybody keeps: it comes out the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import AbstractSet
 
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.dataflow import Datum, requires

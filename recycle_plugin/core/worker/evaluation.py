@@ -103,5 +103,8 @@ class Evaluations:
             self._machine.control_view,
         )
         if missing and control_view.is_first:
-            text = f"evaluation {self._number} is without the data of replicas {', '.join(map(str, missing))}, whose ends are lost"
+            text = (
+                f"evaluation {self._number} is without the data of replicas {', '.join(map(str, missing))}, "
+                "whose ends are lost"
+            )
             self._machine.send(Note(control_view.rank, "warning", text, {"replicas": missing}))

@@ -171,7 +171,10 @@ class Coordinator:
         if not isinstance(hello, Hello):
             self._complain_of_stranger(who, control)
         elif hello.role not in roles or not 0 <= hello.rank < self._ranks:
-            text = f"{who} says that it is {hello.role[:20]} {hello.rank}, and this job has {self._ranks} ranks: it is another job's, or was started for another one"
+            text = (
+                f"{who} says that it is {hello.role[:20]} {hello.rank}, and this job has {self._ranks} ranks: "
+                "it is another job's, or was started for another one"
+            )
             self._say(Event("warning", text), time.time())
         else:
             await roles[hello.role](hello, control)

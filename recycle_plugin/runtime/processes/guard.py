@@ -12,18 +12,28 @@ library, no event loop, no threads, no connections.  Its children are
 
 Each of supervisor and host has a line here: objects of JSON, one a line of text.
 
-===========================================================  ==================================================================================
-from the guard to a supervisor ``{"held": {"rank", "pid", "code", "signal", "guard"}}``     first, once the host is
-there: what the guard has of the one before, null for nothing ``{"pid"}``, ``{"failed"}``
-the worker was started, or why not ``{"code"}``                                                 the worker has ended
-``{"signal"}``                                               the guard has got it (a name): the job is to end from a
-supervisor ``{"start": [module, argument, ...], "rank", "environment"}``  start the worker ``{"kill"}``
-send the worker that signal to the host ``{"through"}``                                              the supervisor has
-ended by itself: the host ends once all others have gone ``{"signal"}``                                               as
-for a supervisor, where there is none any more from the host ``{"ready"}``, ``{"folder"}``
-it listens; the run folder is known ``{"closing"}``                                              all others have gone:
-it ends
-===========================================================  ==================================================================================
+From the guard to a supervisor:
+
+* ``{"held": {"rank", "pid", "code", "signal", "guard"}}``: first, once the host is there: what the guard has of the one
+  before, null for nothing
+* ``{"pid"}``, ``{"failed"}``: the worker was started, or why not
+* ``{"code"}``: the worker has ended
+* ``{"signal"}``: the guard has got it (a name): the job is to end
+
+From a supervisor:
+
+* ``{"start": [module, argument, ...], "rank", "environment"}``: start the worker
+* ``{"kill"}``: send the worker that signal
+
+To the host:
+
+* ``{"through"}``: the supervisor has ended by itself: the host ends once all others have gone
+* ``{"signal"}``: as for a supervisor, where there is none any more
+
+From the host:
+
+* ``{"ready"}``, ``{"folder"}``: it listens; the run folder is known
+* ``{"closing"}``: all others have gone: it ends
 
 At the end of its line each of them knows that the guard is gone.
 """

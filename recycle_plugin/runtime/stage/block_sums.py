@@ -87,7 +87,7 @@ class BlockSums:
 
         Raises RecycleError where one is missing, not whole, or there twice.
         """
-        members, (position, live) = self._blocks.members(), group.live_position()
+        members, (_, live) = self._blocks.members(), group.live_position()
         mine = torch.tensor([self._counts.get(block, 0) for block in members])
         told = torch.empty(live * len(members), dtype=mine.dtype)
         group.exchange(told, mine.repeat(live), [len(members)] * live, [len(members)] * live)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import AbstractSet
+from collections.abc import Set as AbstractSet
 
 import torch
 

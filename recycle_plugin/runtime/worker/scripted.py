@@ -26,7 +26,10 @@ from recycle_plugin.runtime.worker.ports import Compute, StageModel
 
 Computed = tuple[list[torch.Tensor | None], torch.Tensor]  # the gradient of each parameter, and the loss
 CALLED = "call of compute()"
-ADVICE = "get data by the step, the replica and the micro-batch that compute() is given, and leave optimizer.step() to Replicas.step()"
+ADVICE = (
+    "get data by the step, the replica and the micro-batch that compute() is given, "
+    "and leave optimizer.step() to Replicas.step()"
+)
 
 
 class ScriptedStage:
