@@ -58,7 +58,7 @@ class Arranged(Mapping[Seat, tuple[Instruction, ...]]):
         """``seat`` has from before what has no move here, and what others send needs no sending by it."""
         move = self._rest.moves.get(datum)
         if move is None:
-            return BoundaryRoute(self._plan.route[datum.stage, datum.micro_batch], None)
+            return BoundaryRoute(self._plan.route[datum.stage, datum.made_of], None)
         return BoundaryRoute(move.source, move.target if not move.kept and move.source == seat else None)
 
     def __iter__(self) -> Iterator[Seat]:
@@ -118,7 +118,7 @@ class _Order:
         return self._order
 
     def _in_turn(self, one: Instruction) -> Iterator[Datum]:
-        before = self._blocks.before(one.micro_batch)
+        before = self._blocks.before(one.works_on)
         if before is not None and one.op in (Op.W, Op.B):
             yield Datum("wgrad", one.stage, before, one.step)
 
@@ -139,7 +139,7 @@ class _Order:
         heappush(self._events, (at, self._count, seat, one, ended))
 
     def _offer(self, seat: Seat, one: Instruction) -> None:
-        worker, key = self._workers[seat], (one.micro_batch.index, one.micro_batch.replica)
+        worker, key = self._workers[seat], (one.works_on.index, one.works_on.replica)
         if one.op is Op.W:
             worker.weights.append(one)
         else:

@@ -79,7 +79,8 @@ class Watcher:
 
     def loaded(self, worker: Any, instruction: Instruction, batch: Batch) -> None:
         """At an end of the pipeline; of an iterator's."""
-        self._samples.loaded(instruction.step, instruction.micro_batch, worker.seat.stage, batch)
+        assert self._samples is not None, "nothing is read from iterators"
+        self._samples.loaded(instruction.step, instruction.works_on, worker.seat.stage, batch)
 
     def voided(self, worker: Any, after: int) -> None:
         """What it has counted of the steps after ``after`` was computed with rejected weights."""
@@ -217,6 +218,7 @@ class Watcher:
 
     def _follow(self, first: int, last: int) -> None:
         """... with the data that was computed with."""
+        assert self._samples is not None, "nothing is read from iterators"
         for step in range(first, last + 1):
             self.reference.follow(step, self._samples.of(step))
 

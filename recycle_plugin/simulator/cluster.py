@@ -288,6 +288,7 @@ class Cluster:
                     if trouble.kind == "delay"
                     else (trouble.for_us, 0)
                 )
+                assert trouble.peer is not None, f"{trouble} is between nobody"
                 self.links[ranks[0], self.rank_of[trouble.peer]] = (trouble.kind, self.now + lasts, delay)
             case "deafened" | "walled":
                 self.deafened |= dict.fromkeys(ranks, trouble.kind == "deafened")
@@ -317,8 +318,9 @@ class Cluster:
 
     def hit(self, kind: str, rank: int) -> None:
         """Count it, for the table of what has been tried."""
-        if self.workers[rank].current is not None and self.workers[rank].alive:
-            self.hits[kind, self.workers[rank].current.op] += 1
+        worker = self.workers[rank]
+        if worker.current is not None and worker.alive:
+            self.hits[kind, worker.current.op] += 1
 
     def trouble(self, rank: int, trouble: Trouble) -> None:
         worker = self.workers[rank]

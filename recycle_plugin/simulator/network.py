@@ -32,7 +32,12 @@ class Uncontended:
         self._costs = costs
 
     def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
-        return now_us + self._costs.transfer(sender, send.peer)
+        return now_us + self._costs.transfer(sender, _taker(send))
+
+
+def _taker(send: Instruction) -> Seat:
+    assert send.peer is not None, f"{send} goes to nobody"
+    return send.peer
 
 
 class Contended:
@@ -52,7 +57,9 @@ class Contended:
 
     def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
         size = self._bytes[sender.stage - (send.op is Op.SEND_GRAD)]
-        here, there = self._host(sender), self._host(send.peer)
+        here, there = self._host(sender), self._host(_taker(send))
+        out: Hashable
+        into: Hashable
         if here == there:
             link, out, into = self._inside, ("out", sender), ("in", send.peer)
         else:

@@ -18,4 +18,4 @@ class PlainIterator:
         return None if draw is None else Batch(sampled(MicroBatch(self._replica, self._given), 0), draw, self._given)
 
     def draw_of(self, batch: Batch) -> Draw:
-        return batch.draw
+        return batch.drawn

@@ -33,7 +33,7 @@ class Samples:
     def loaded_so_far(self, step: int) -> dict[MicroBatch, set[tuple[int, int]]]:
         """Which batches each micro-batch was computed with, at its ends."""
         return {
-            micro_batch: {(batch.draw.source, batch.number) for batch in ends.values()}
+            micro_batch: {(batch.drawn.source, batch.number) for batch in ends.values()}
             for micro_batch, ends in self._loaded.get(step, {}).items()
         }
 
@@ -70,7 +70,7 @@ class Samples:
     def _extra(self, replica: int, step: int) -> bool:
         """Whether its iterator has given anything for others before ``step``, which moves its own batches back."""
         return any(
-            batch.draw.source == replica != micro_batch.replica
+            batch.drawn.source == replica != micro_batch.replica
             for earlier in range(1, step)
             for micro_batch, ends in self._loaded[earlier].items()
             for batch in ends.values()

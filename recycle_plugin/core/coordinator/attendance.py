@@ -151,7 +151,9 @@ class Attendance:
 
     def resize(self, micro_batches: int) -> bool:
         """Steps have so many of each replica from now on; whether that is news."""
-        before, self._shape = self._shape, replace(self._shape, micro_batches=micro_batches)
+        before = self._shape
+        assert before is not None, "steps have no other size before the start"
+        self._shape = replace(before, micro_batches=micro_batches)
         return self._shape != before
 
     # --- leaving ---------------------------------------------------------------------------------

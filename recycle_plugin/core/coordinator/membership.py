@@ -207,7 +207,7 @@ class Membership:
     def _begin(self, job: JobSpec, stepped: int, now: float, out: CoordinatorOutput) -> None:
         shape, roster = job.shape, self._enrolment.roster
         self.course.begin(roster, job, stepped)
-        seats = {str(seat): roster.holder(seat).rank for seat in roster.seats}
+        seats = {str(seat): roster.holding(seat).rank for seat in roster.seats}
         out.say(
             "start",
             f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder "

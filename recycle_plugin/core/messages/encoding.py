@@ -47,7 +47,7 @@ class Language:
             raise ValueError(f"a {type(message).__name__} of {len(body)} bytes is too long to be sent: at most {LIMIT}")
         return HEAD.pack(MAGIC, self.version, len(body)) + body
 
-    def size(self, head: bytes, limit: int = LIMIT) -> int | Unreadable:
+    def size(self, head: bytes | bytearray, limit: int = LIMIT) -> int | Unreadable:
         """Of the body that comes behind ``head``, of which all has come."""
         magic, version, size = HEAD.unpack_from(head)
         if magic != MAGIC:

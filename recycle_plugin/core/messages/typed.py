@@ -59,9 +59,10 @@ class TypeForm(NamedTuple):
     make: Callable[[Any], Any]
 
 
-def read(kind: type[T], plain: object, name: str) -> T | Unreadable:
+def read(kind: type[T], plain: Any, name: str) -> T | Unreadable:
     """``plain`` as a ``kind``; ``name``: what it is called where it does not fit."""
-    form = form_of(kind)
+    hint: Any = kind
+    form = form_of(hint)
     try:
         return plain if type(plain) in form.kinds else form.make(plain)
     except _Wrong as wrong:
@@ -73,7 +74,8 @@ def values(thing: object) -> tuple:
 
     TypeError where it is none.
     """
-    return _getter(type(thing))(thing)
+    kind: Any = type(thing)
+    return _getter(kind)(thing)
 
 
 # --- forms, by annotation ------------------------------------------------------------------------
@@ -209,7 +211,7 @@ def _fixed(text: str, names: tuple[str, ...], forms: tuple[TypeForm, ...], build
     return TypeForm(text, frozenset(), make)
 
 
-def _record(kind: type) -> TypeForm:
+def _record(kind: Any) -> TypeForm:
     hints, names = get_type_hints(kind), names_of(kind)
     forms = tuple(form_of(hints[name]) for name in names)
     text = f"{kind.__name__}({', '.join(f'{name}: {form.text}' for name, form in zip(names, forms))})"
@@ -239,7 +241,7 @@ def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], p
     return _built(kind, (), made)
 
 
-def _builder(kind: type, names: tuple[str, ...]) -> Callable[[list], Any]:
+def _builder(kind: Any, names: tuple[str, ...]) -> Callable[[list], Any]:
     if not is_dataclass(kind):
         return kind._make
     last = tuple(each.name for each in fields(kind) if each.kw_only)
@@ -249,7 +251,7 @@ def _builder(kind: type, names: tuple[str, ...]) -> Callable[[list], Any]:
     return lambda made: _built(kind, made, {})
 
 
-def _built(kind: type, by_place: Any, by_name: dict) -> Any:
+def _built(kind: Any, by_place: Any, by_name: dict) -> Any:
     """What a constructor does not take, of values of the right types, it refuses with a ValueError."""
     try:
         return kind(*by_place, **by_name)
@@ -265,7 +267,7 @@ def _plain(plain: Any, depth: int = 0) -> Any:
         raise _Wrong(
             f"is {shown(plain)}, and it has to be made of numbers, texts, lists, and dicts with texts for keys"
         )
-    for one in plain if type(plain) is list else plain.values():
+    for one in plain.values() if isinstance(plain, dict) else plain:
         if type(one) not in SCALARS:
             _plain(one, depth + 1)
     return plain
@@ -275,17 +277,17 @@ def _plain(plain: Any, depth: int = 0) -> Any:
 
 
 @cache
-def names_of(kind: type) -> tuple[str, ...]:
+def names_of(kind: Any) -> tuple[str, ...]:
     """The fields of a dataclass or named tuple in the order of its list: those that are only given by name come
     last.
     """
     if not is_dataclass(kind):
         return kind._fields
     given = [each for each in fields(kind) if each.init]
-    return tuple(each.name for each in sorted(given, key=lambda each: each.kw_only))
+    return tuple(each.name for each in sorted(given, key=lambda each: bool(each.kw_only)))
 
 
-def _defaults(kind: type) -> frozenset[str]:
+def _defaults(kind: Any) -> frozenset[str]:
     if not is_dataclass(kind):
         return frozenset(kind._field_defaults)
     return frozenset(

@@ -146,7 +146,7 @@ def _runs(iterator_state: IteratorState, step: int) -> dict[tuple[int, MicroBatc
     forwards = (
         (seat, one) for seat, work in recovery.compute.items() for one in work if one.op is Op.F and one.stage in ends
     )
-    return {(one.stage, one.micro_batch): seat for seat, one in forwards}
+    return {(one.stage, one.works_on): seat for seat, one in forwards}
 
 
 def _traced(iterator_state: IteratorState, step: int) -> AbstractSet[MicroBatch]:
@@ -160,7 +160,9 @@ def _traced(iterator_state: IteratorState, step: int) -> AbstractSet[MicroBatch]
     stepped = any(
         datum.kind == "params" and datum.step == step + 1 for have in iterator_state.held.values() for datum in have
     )
-    return frozenset(iterator_state.plan.view.topology.batch) if stepped or None in found else found
+    if stepped or None in found:
+        return frozenset(iterator_state.plan.view.topology.batch)
+    return {micro_batch for micro_batch in found if micro_batch is not None}
 
 
 def _deal(

@@ -68,7 +68,7 @@ def spread(hosts: Sequence[str]) -> tuple[int, ...]:
         last = order[-1] if order else hosts[0]
         others = {host: count for host, count in left.items() if host != last and count}
         stays = not order or left[last] > together * sum(others.values())
-        host = last if stays else max(others, key=others.get)
+        host = last if stays else max(others, key=others.__getitem__)
         together = together + 1 if host == last else 1
         order.append(host)
         left[host] -= 1

@@ -75,7 +75,7 @@ class Program(Sequence[Instruction]):
         return f"Program({' '.join(map(str, self))})"
 
 
-class Packed(Mapping[Seat, memoryview]):
+class Packed(Mapping[Seat, Any]):
     """A row of 64-bit integers for each seat.  ``data`` holds the rows one after the other in the order of
     ``seats`` (sorted); row i ends before entry ``ends[i]``."""
 
@@ -104,7 +104,7 @@ class Packed(Mapping[Seat, memoryview]):
     def __iter__(self) -> Iterator[Seat]:
         return iter(self.seats)
 
-    def __contains__(self, seat: object) -> bool:
+    def __contains__(self, seat: Any) -> bool:
         place = bisect_left(self.seats, seat)
         return place < len(self.seats) and self.seats[place] == seat
 

@@ -153,6 +153,12 @@ class Roster:
         """
         return next((member for member in self.group(seat) if member.shard == shard), None)
 
+    def holding(self, seat: Seat) -> Member:
+        """Of a seat that somebody holds: the holder of its first shard."""
+        holder = self.holder(seat)
+        assert holder is not None, f"nobody holds seat {seat}"
+        return holder
+
     @cached_property
     def counterparts(self) -> tuple[Group, ...]:
         """Who holds the same shard of their seats, shard by shard, in the order of the seats."""

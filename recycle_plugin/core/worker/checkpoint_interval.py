@@ -103,6 +103,7 @@ class Meter:
     def end(self) -> Cost:
         """Its last file was there before the step that has just begun."""
         slowed, self._slowed = self._slowed, None
+        assert slowed is not None, "no step has begun with a checkpoint"
         step_s = median(self._usual or slowed)
         return Cost(sum(slowed) - step_s * len(slowed), step_s)
 

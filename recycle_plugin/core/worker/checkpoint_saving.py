@@ -15,20 +15,20 @@ from typing import Any, Protocol
 
 from recycle_plugin.core.messages.protocol import BarrierPassed
 from recycle_plugin.core.worker.control_view import ControlView
-from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.training_loop import TrainingLoop
 
 
 class CheckpointFiles(Protocol):
     """Of one checkpoint.  The values say why something could not be written, "" where it was."""
 
-    def write(self, number: int) -> Iterator[Any]:
+    def write(self, number: int) -> Waits[str]:
         """This worker's share, under a name of the attempt ``number``, which is another one in each membership.
 
         Raises Interrupted.
         """
 
-    def publish(self, number: int) -> Iterator[Any]:
+    def publish(self, number: int) -> Waits[str]:
         """All shares of this attempt are there: give it its name.  Once it has that, doing so again changes nothing."""
 
     def discard(self, number: int) -> Iterator[Any]:
@@ -41,7 +41,7 @@ def save(
     place: str,
     files: CheckpointFiles,
     recover: Callable[[], Iterator[Any]],
-) -> Iterator[Any]:
+) -> Waits[str]:
     """Returns when the checkpoint is in place, of all live workers' last committed step.
 
     ``place``: its name, the same on all; ``recover()``: after a membership change between steps.  The value is "", or

@@ -48,7 +48,7 @@ class IteratorData:
         self._store, self._iterator, self._hand_on, self._say = store, iterator, hand_on, say
         self._read_so_far: dict[int, int] = {}  # how often the iterator was asked in a step
         self._read_in_all = 0
-        self._iterator_state: IteratorState | None = None
+        self._taken: IteratorState | None = None
         self._usual: Share | None = None  # of a step of which nobody has anything yet
         self._said: set[int] = set()
 
@@ -57,11 +57,16 @@ class IteratorData:
         found: dict[int, dict[MicroBatch, Draw]] = {}
         for datum in self._store:
             if datum.kind == KIND and datum.step > 0:
-                found.setdefault(datum.step, {})[datum.micro_batch] = self._iterator.draw_of(self._store[datum])
+                found.setdefault(datum.step, {})[datum.made_of] = self._iterator.draw_of(self._store[datum])
         return pack(found)
 
+    @property
+    def _iterator_state(self) -> IteratorState:
+        assert self._taken is not None, "nobody has said yet where the iterators are"
+        return self._taken
+
     def take_state(self, iterator_state: IteratorState) -> None:
-        self._iterator_state, self._usual = iterator_state, None
+        self._taken, self._usual = iterator_state, None
 
     def provide(self, step: int, control_view: ControlView) -> None:
         """Before anything of ``step`` is run: draw what this worker has to, and send what others lack."""

@@ -105,7 +105,7 @@ class StepStore:
         self._before: tuple[Datum, Any] | None = None  # the weights that the last step has changed
         self._sent: dict[Datum, None] = {}  # oldest first, without what is promised
         self._weight = 0
-        self._open: dict[tuple[int, MicroBatch], int] = {}  # stashes and pending weight gradients
+        self._open: dict[tuple[int, MicroBatch | None], int] = {}  # stashes and pending weight gradients
 
     # --- what is here ------------------------------------------------------------------------------
 
@@ -204,7 +204,9 @@ class StepStore:
 
     def own(self, instruction: Instruction) -> tuple[MicroBatch, ...]:
         """The micro-batches whose weight gradients a REDUCE sums up here."""
-        return tuple(self.of("wgrad", instruction.step)) if instruction.op is Op.REDUCE else ()
+        if instruction.op is not Op.REDUCE:
+            return ()
+        return tuple(micro_batch for micro_batch in self.of("wgrad", instruction.step) if micro_batch is not None)
 
     def move(self, datum: Datum, tier: int) -> Any:
         """Keep it in that tier from now on; returns it as it is there."""
@@ -244,6 +246,7 @@ class StepStore:
         """Take ``step``, the last one, back: the weights are those before it, and what was begun with the later ones
         can't be gone on with.
         """
+        assert self._before is not None, f"nothing is kept of the weights before step {step}"
         before, value = self._before
         self._remove(before._replace(step=step + 1))
         self._before = None

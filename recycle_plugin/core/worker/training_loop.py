@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from recycle_plugin.core.messages.protocol import (
+    BarrierPassed,
     BarrierReached,
     CheckpointLoaded,
     Generation,
@@ -35,7 +36,7 @@ from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan, surviving, unfinished, without_later
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
-from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.core.worker.executor import Interrupted, Waits
 
 T = TypeVar("T")
 LEAVE = "planned leave"  # why one worker's training ends
@@ -64,7 +65,8 @@ class StepRunner(Protocol):
     ``valid_from``: the membership in which it last went on from other weights (core/worker/step_store.py).
     """
 
-    valid_from: int
+    @property
+    def valid_from(self) -> int: ...
 
     def execute(self, program: StepProgram) -> Iterator[Any]:
         """Run it; raises Interrupted."""
@@ -108,11 +110,12 @@ class Planner(Protocol):
 class LoopPort(Protocol):
     """How the loop waits and talks.  ``clock``: seconds."""
 
-    control_view: ControlView
+    @property
+    def control_view(self) -> ControlView: ...
 
     def wait(
         self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
-    ) -> Iterator[Any]:
+    ) -> Waits[T]:
         """Yield until ``ready()`` is not None; that is the value.
 
         Raises as ``ControlView.check``; if not ``interruptible``, as ``check_end``.
@@ -146,15 +149,21 @@ class TrainingLoop:
         self._recovery_plans: dict[int, StepProgram] = {}  # of steps that a failure has interrupted
         self.seat = seat
         self.machine = machine
-        self.plan: Plan | None = None
+        self._plan: Plan | None = None
         self._loaded = False  # a checkpoint, of which the coordinator does not know yet
+
+    @property
+    def plan(self) -> Plan:
+        """The one in force, from the start on."""
+        assert self._plan is not None, "there is no plan before the start"
+        return self._plan
 
     def start(self) -> Iterator[Any]:
         """Wait for everybody and agree on the first plan."""
         yield from self._port.wait("all workers to be ready", lambda: self._control_view.pending, interruptible=False)
         yield from self.recover()
 
-    def train(self, step: int) -> Iterator[Any]:
+    def train(self, step: int) -> Waits[dict[str, float]]:
         """Apply ``step``; the value is the loss of each of its micro-batches.  It may be committed later."""
         while True:
             yield from self.advance(step)
@@ -193,7 +202,7 @@ class TrainingLoop:
             except Interrupted:
                 yield from self.recover()
 
-    def barrier(self, place: str, values: dict) -> Iterator[Any]:
+    def barrier(self, place: str, values: dict) -> Waits[BarrierPassed]:
         """With all live workers, outside a step; the value is the :class:`Met`.
 
         Raises Interrupted when the membership changes before that has come about, and then it comes about for nobody.
@@ -205,7 +214,7 @@ class TrainingLoop:
             lambda: self._control_view.barrier_passed(place, number),
             interruptible=False,
         )
-        if not met:
+        if not isinstance(met, BarrierPassed):
             raise Interrupted(f"the membership has changed before all were at {place}")
         return met
 
@@ -304,7 +313,7 @@ class TrainingLoop:
         self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
         resume = yield from self._port.wait(what, lambda: self._control_view.resume_of(generation), interruptible=False)
-        if not resume:
+        if not isinstance(resume, Resume):
             return
         self._port.reach("recovery.resume")
         self._take_up(plan, resume)
@@ -313,12 +322,13 @@ class TrainingLoop:
         self._loaded = False
         if self.machine.stepped > self.machine.committed:
             self._port.send(Stepped(self._control_view.rank, generation.number, self.machine.stepped))
-        self.plan = plan
+        self._plan = plan
 
     def _take_up(self, plan: Plan, resume: Resume) -> None:
         """Work out what is left of the unfinished steps, and take the last one back where that is in the way."""
         started = self._port.clock()
-        held = reported = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
+        reported: Held = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
+        held = reported
         recovery_plans = {
             recovery.step: recovery for recovery in unfinished(plan, resume.committed, held, resume.rejected)
         }

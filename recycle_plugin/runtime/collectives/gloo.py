@@ -249,7 +249,7 @@ class GlooLink:
         self._opened = set(_sockets()) - before
         return group
 
-    def _listening(self) -> tuple[dist.ProcessGroupGloo._Options, list[int]]:
+    def _listening(self) -> tuple[Any, list[int]]:
         """Options of a group that listens already, and where."""
         with self._opening:
             before = set(_sockets())
@@ -283,7 +283,7 @@ def _options_of(options: Any, **values: Any) -> Any:
     return options
 
 
-STARTS: dict[type, Callable[[dist.ProcessGroupGloo, Operation], dist.Work]] = {
+STARTS: dict[type, Callable[[Any, Any], dist.Work]] = {  # of a ProcessGroupGloo, and of an operation of that type
     AllReduce: lambda group, one: group.allreduce(one.tensors, _options_of(dist.AllreduceOptions(), reduceOp=one.op)),
     Reduce: lambda group, one: group.reduce(
         one.tensors, _options_of(dist.ReduceOptions(), reduceOp=one.op, rootRank=one.root)
@@ -310,7 +310,7 @@ STARTS: dict[type, Callable[[dist.ProcessGroupGloo, Operation], dist.Work]] = {
 }
 
 
-def _options(address: str, timeout: timedelta) -> dist.ProcessGroupGloo._Options:
+def _options(address: str, timeout: timedelta) -> Any:
     """Gloo listens on the interface of ``address``, unless GLOO_SOCKET_IFNAME names others.
 
     Left alone it looks its host's name up, and many a host's name is its loopback's.

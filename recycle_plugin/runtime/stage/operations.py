@@ -76,7 +76,7 @@ class Operations:
         return {data: self._stage.load(unpacked(have[drawn[0]]) if drawn else self._source(step, one))}
 
     def _reduce(self, step: int, holder: Seat | None) -> list[torch.Tensor] | None:
-        return self._stepping.reduce(step, None if holder is None else self._session.roster.holder(holder).rank)
+        return self._stepping.reduce(step, None if holder is None else self._session.roster.holding(holder).rank)
 
     def _tie(self, step: int, holder: Seat | None) -> dict[int, torch.Tensor]:
         return self._stepping.tie(step)

@@ -17,6 +17,7 @@ from typing import Any
 
 from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
@@ -112,11 +113,11 @@ class _Folder:
     write_files: Callable[[str], None]
     said: str
 
-    def write(self, number: int) -> Iterator[Any]:
+    def write(self, number: int) -> Waits[str]:
         yield from ()
         return self.saving.write(self.saving.unfinished(self.tag, number), self.write_files)
 
-    def publish(self, number: int) -> Iterator[Any]:
+    def publish(self, number: int) -> Waits[str]:
         yield from ()
         return self.saving.publish(
             self.folder, self.tag, self.saving.unfinished(self.tag, number), self.latest, self.said

@@ -20,6 +20,7 @@ from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import SENDS, STAGE_WIDE, Instruction, Op
 from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.training_loop import StepProgram
 from recycle_plugin.errors import WaitTimeout
@@ -56,7 +57,7 @@ class TorchMachine:
 
     def wait(
         self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
-    ) -> Iterator[Any]:
+    ) -> Waits[T]:
         return self._session.wait(what, ready, interruptible)
         yield  # a generator, as the loop wants it, that never yields
 
@@ -64,7 +65,7 @@ class TorchMachine:
         self._session.wait_committed(step)
         return iter(())
 
-    def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Iterator[Any]:
+    def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
         """Past the deadline the coordinator hears of it, and whether it is this worker that lets nobody in, and has it
         sent again; where it does nothing about it, WaitTimeout.
         """
@@ -77,7 +78,7 @@ class TorchMachine:
         yield
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
-        address = self._session.roster.holder(target).address
+        address = self._session.roster.holding(target).address
         if datum.kind == "drawn":
             self._takers.add(address)
             value = There(value)  # what is packed (runtime/movers/batches.py) is on the host
@@ -125,7 +126,7 @@ class TorchMachine:
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         return iter(())
 
-    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
+    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
         return self.operations.add_up(instruction, have, holder)
         yield
 
