@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 import torch
@@ -46,7 +46,8 @@ HOST = torch.device("cpu")  # where memory is that other processes, files and ne
 class Copy(Protocol):
     """Of tensors, under way.  May be used by any thread.  ``nbytes``: of all."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int: ...
 
     def poll(self) -> bool:
         """Whether it is over, well or badly."""
@@ -68,7 +69,7 @@ class DeviceEvent(Protocol):
     def wait(self, timeout_s: float) -> None:
         """Return when it has.  Raises what the work has failed with, WaitTimeout past the deadline."""
 
-    def since(self, earlier: DeviceEvent) -> float:
+    def since(self, earlier: Any) -> float:
         """Seconds between two of a device that have happened."""
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from types import FrameType
 
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.errors import RecycleError
@@ -97,7 +98,7 @@ class Callers:
 
 def calling_line() -> str:
     """``file:line`` of whoever has called, through torch, DeepSpeed and this package."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "a line of torch's"

@@ -40,6 +40,11 @@ NOT_GLOOS = (
 )  # what it says of an operation, a dtype or a device that it does not know
 
 
+def clone(store: Any) -> dist.Store:
+    """Another connection to it; torch's stubs lack the method."""
+    return store.clone()
+
+
 class Rendezvous:
     """Where the links of one group meet, one after the other: at ``store``.
 
@@ -64,7 +69,7 @@ class Rendezvous:
         """
         with self._lock:
             client = self._free.pop() if self._free else None
-        client = client or self._store.clone()
+        client = client or clone(self._store)
         yield dist.PrefixStore(prefix, client)
         with self._lock:
             self._free.append(client)
@@ -216,6 +221,7 @@ class GlooLink:
                 self._waiting.clear()
         if self._end is not None:  # aborted meanwhile
             self._take_down()
+        assert self._connecting is not None, "this thread is begun with it"
         self._connecting.end(self._end)
 
     def _stop(self, error: Broken) -> list[Handle]:
@@ -315,9 +321,10 @@ def _options(address: str, timeout: timedelta) -> Any:
 
     Left alone it looks its host's name up, and many a host's name is its loopback's.
     """
-    chosen = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
+    chosen = gloo._Options()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    make = dist.ProcessGroupGloo.create_device
+    make = gloo.create_device
     chosen._devices = [make(interface=name) for name in names] or [make(hostname=address)]
     chosen._threads, chosen._timeout = 2 * len(chosen._devices), timeout
     return chosen

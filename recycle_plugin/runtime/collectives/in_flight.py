@@ -111,7 +111,9 @@ class TorchWork(dist.Work):
         return self._flight.poll(self._call)
 
     def _source_rank(self) -> int:
-        return self._call.source
+        source = self._call.source
+        assert source is not None, f"{self._call.asked.called} comes from nobody"
+        return source
 
     source_rank = _source_rank
 
@@ -293,6 +295,7 @@ class Flight:
         """It is behind this worker, also where it has failed, as it has elsewhere then."""
         gives = call.asked.gives
         if call.number is None and call.source is not None:
+            assert isinstance(gives, Channel), "only what comes from anybody has no number yet"
             gives = gives._replace(source=call.source)
             call.number = self._outcomes.take_number(self._line(gives))
         if call.number is not None:
@@ -403,8 +406,13 @@ class Flight:
         if call.number is not None and call.number >= self._ends.get(self._line(asked.gives), 0):
             return False
         for other in self._sources(asked.gives):
-            line = self._line(asked.gives._replace(source=other) if call.number is None else asked.gives)
+            gives = asked.gives
+            if call.number is None:
+                assert isinstance(gives, Channel), "only what comes from anybody has no number yet"
+                gives = gives._replace(source=other)
+            line = self._line(gives)
             number = self._outcomes.next_number(line) if call.number is None else call.number
+            assert self._said is not None, "it is not known yet what is behind the others"
             said = self._said.get(other, {}).get(line, Said())
             if said.is_over(number) and (said.values.get(number) is not None or not asked.writes):
                 call.held, call.source = said.values.get(number) or [], other
@@ -432,9 +440,9 @@ class Flight:
         return f"{call.asked.called} among ranks {', '.join(map(str, self.live_ranks()))}"
 
     def _awaited(self, call: Call) -> str:
-        connecting = self._connecting.get(call.link)
         if call.handle is None:
             return f"what {call.asked.called} has come to elsewhere"
+        connecting = self._connecting[call.link]
         return self._name_of(call) if connecting.poll() else f"{connecting.what} for {self._name_of(call)}"
 
     def _await_news(self, call: Call, failure: Broken) -> None:

@@ -143,8 +143,10 @@ class Coordinator:
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait({self._accepting})
-            self._pulses.close()
-            self._ticking.cancel()
+            if self._pulses is not None:
+                self._pulses.close()
+            if self._ticking is not None:
+                self._ticking.cancel()
         for control in self._serving.values():
             control.close()
         if self._serving:
@@ -161,7 +163,9 @@ class Coordinator:
         try:
             await self._converse(control)
         finally:
-            self._serving.pop(asyncio.current_task(), None)
+            task = asyncio.current_task()
+            if task is not None:
+                self._serving.pop(task, None)
             control.close()
 
     async def _converse(self, control: InLoop) -> None:

@@ -11,7 +11,7 @@ What is known to move tensors so is tested by one suite (tests/runtime/test_move
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -44,14 +44,14 @@ class Mover(Protocol):
         tells whose fault it is.
         """
 
-    def hear_out(self, peers: set[str]) -> bool:
+    def hear_out(self, peers: Collection[str]) -> bool:
         """Take what all but ``peers`` have sent before they went, and nothing of theirs that comes after this.
 
         False where it shows that nobody is let in here.
         """
 
-    def leave(self, peers: set[str]) -> None:
-        """Send nothing more to anybody but ``peers``; lines to these that are broken are made anew."""
+    def leave(self, members: Iterable[str]) -> None:
+        """Send nothing more to anybody but ``members``; lines to these that are broken are made anew."""
 
     def close(self) -> None:
         """Stop receiving; what is under way to live peers still gets there, within a second."""

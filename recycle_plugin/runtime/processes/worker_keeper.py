@@ -23,9 +23,13 @@ class Place(Protocol):
     ``pid``: of the process that holds the place.
     """
 
-    rank: int | None
-    worker: Process | None
     pid: int
+
+    @property
+    def rank(self) -> int | None: ...
+
+    @property
+    def worker(self) -> Process | None: ...
 
     async def start(self, rank: int, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
         """As runtime/processes/spawn.py's; ``rank`` is what the next supervisor finds."""
@@ -41,7 +45,8 @@ class Here:
     """In a process that nobody guards, and whose signals are not for one supervisor."""
 
     def __init__(self) -> None:
-        self.rank = self.worker = None
+        self.rank: int | None = None
+        self.worker: Process | None = None
         self.pid = os.getpid()
 
     async def start(self, rank: int, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
@@ -57,7 +62,9 @@ class Guarded:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, held: dict) -> None:
         self._reader, self._writer = reader, writer
         self._loop = asyncio.get_running_loop()
-        self._supervising = asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in one"
+        self._supervising = task
         self._started: asyncio.Future[int] = self._loop.create_future()
         self._told_to_end: Callable[[str], None] | None = None
         self._signals = [held["signal"]] if held["signal"] else []

@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.errors import RecycleError
 
 Gradients = list[torch.Tensor | None]  # one for each parameter
-Part = TypeVar("Part")  # of a sum: a block, or a stage
+Part = TypeVar("Part", Block, int)  # of a sum: a block, or a stage
 PIECE = (
     1 << 20
 )  # numbers that are added at once: the buffers for more would be mapped, and zeroed by the kernel, at each sum

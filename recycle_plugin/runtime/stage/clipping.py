@@ -49,8 +49,9 @@ class Clipping:
         return self._limit > 0 and self.norm(step) is not None and not self.skips(step)
 
     def clip(self, step: int) -> None:
-        if self.clips(step):
-            clip(self._parameters, self.norm(step), self._limit)
+        norm = self.norm(step)
+        if self.clips(step) and norm is not None:
+            clip(self._parameters, norm, self._limit)
 
 
 class TrueNorm:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.boundary import Tensors
@@ -104,7 +105,7 @@ def _content(tensor: torch.Tensor) -> tuple:
     if (
         tensor.layout is not torch.strided
         or tensor.is_quantized
-        or isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
+        or isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
     ):
         return (type(tensor), tensor.layout)
     bits = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()

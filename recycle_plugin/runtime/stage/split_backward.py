@@ -122,7 +122,8 @@ class PendingWeights:
                     whole, made = sums.pop(key), self._made.pop(parameter, None) if self._made else None
                     torch.autograd.backward([parameter], [whole if made is None else made + whole])
         while self._made:
-            torch.autograd.backward(*zip(self._made.popitem()))
+            parameter, gradient = self._made.popitem()
+            torch.autograd.backward((parameter,), (gradient,))
 
 
 class _Deferral:
@@ -140,7 +141,8 @@ class _Deferral:
         self.twice: set[nn.Parameter] = set()  # of layers through which the running forward differentiates twice
         # An input that requires a gradient, so that the node is in the graph even when x is token ids.
         self.anchor = torch.zeros((), requires_grad=True)
-        self.anchored = self.anchor.expand_as(self.anchor).grad_fn.next_functions[0][0]
+        expanded: Any = self.anchor.expand_as(self.anchor).grad_fn
+        self.anchored = expanded.next_functions[0][0]
 
     def __reduce__(self) -> tuple[type, tuple]:
         return _Deferral, ()

@@ -37,7 +37,7 @@ class Surroundings:
 
     def leave(self) -> None:
         """The script has its turn, and may change things for the next step."""
-        owners = [*self._groups(), *map(vars, self._module.modules())]
+        owners: list[MutableMapping[str, Any]] = [*self._groups(), *map(vars, self._module.modules())]
         if [len(owner) for owner in owners] != [
             len(owner) for owner in self._owners
         ]:  # to look for them takes longer than to look at them

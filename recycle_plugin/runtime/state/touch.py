@@ -185,12 +185,13 @@ def _no_modes() -> Iterator[None]:
     """The engine computes as in ``train_batch``, whatever modes of either kind the script has, or is tracing;
     afterwards all is as it was.
     """
-    modes, tracing = _take_all(), torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    bindings: Any = torch._C  # whose stubs lack the second
+    modes, tracing = _take_all(), bindings._get_tracing_state()
+    bindings._set_tracing_state(None)
     try:
         with _disable_current_modes():
             yield
     finally:
-        torch._C._set_tracing_state(tracing)
+        bindings._set_tracing_state(tracing)
         _take_all()
         _put_back(modes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from recycle_plugin import folders
@@ -40,7 +40,7 @@ class _Begun:
     tag: str
     unfinished: str
     members: frozenset[WorkerId]
-    thread: threading.Thread | None = None
+    thread: threading.Thread = field(init=False)
     cost: Cost | None = None
     error: str = ""
     arrived: int = -1
@@ -97,17 +97,18 @@ class Background:
             begun.thread.join()
         self._meter.tick(time.monotonic())
         self._arrive(begun)
-        while not (
-            met := self._session.wait(
-                begun.place, lambda: self._session.met(begun.place, begun.arrived), interruptible=False
-            )
-        ):
+        while not isinstance(met := self._met(begun), BarrierPassed):
             self._recover()
             if not begun.members <= self._live():
                 self._drop()
                 return
             self._arrive(begun)
         self._end(begun, met)
+
+    def _met(self, begun: _Begun) -> object:
+        return self._session.wait(
+            begun.place, lambda: self._session.barrier_passed(begun.place, begun.arrived), interruptible=False
+        )
 
     def loaded(self, step: int) -> None:
         """Everybody goes on from the checkpoint of ``step``."""
@@ -143,8 +144,8 @@ class Background:
 
     def _follow(self, begun: _Begun) -> None:
         """Everybody hears of the end of the writing or of a loss, whichever comes first."""
-        met = self._session.met(begun.place, begun.arrived)
-        if met:
+        met = self._session.barrier_passed(begun.place, begun.arrived)
+        if isinstance(met, BarrierPassed):
             self._end(begun, met)
         elif not begun.members <= self._live():
             self._drop()

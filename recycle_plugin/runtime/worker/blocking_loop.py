@@ -125,6 +125,7 @@ class _Planner:
             self._ahead = Ahead(costs, self._policy)
         planned = self._ahead.plan(view)
         entered = self._session.pending or self._session.generation
+        assert entered is not None, "a plan is made for a membership"
         self._ahead.prepare(view, entered.roster)
         if self._distance is not None and self._session.worker == entered.roster.first.worker:
             self._distance.say(view, costs)

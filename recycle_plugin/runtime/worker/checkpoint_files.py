@@ -60,7 +60,9 @@ class Saving:
         """By this worker, to all."""
         session = self._session
         text = re.sub(rf"{re.escape(UNFINISHED)}[^/]*", "", str(error))  # a name that will be gone by then
-        return f"seat {session.roster.member(session.worker).seat} (rank {session.rank}): {text}"
+        member = session.roster.member(session.worker)
+        assert member is not None, "who saves is a member"
+        return f"seat {member.seat} (rank {session.rank}): {text}"
 
     def publish(self, folder: Path, tag: str, unfinished: str, latest: bool, said: str, **details: object) -> str:
         """All files are there.  Why it can't have its name, "" where it has."""

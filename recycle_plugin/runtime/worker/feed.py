@@ -59,6 +59,7 @@ class Feed:
 
     def batch(self, step: int, micro_batch: MicroBatch) -> Any:
         """What the source has (ports.Source)."""
+        assert self.source is not None, "the iterator is read"
         return self.source(step, micro_batch)
 
     def _say_dealt(self, step: int, retired: set[int], dealt: Batches) -> None:

@@ -85,17 +85,18 @@ class TorchMachine:
         self._mover.send(address, datum, value, valid_from)
 
     def hear_out(self) -> None:
-        if self._session.interruption() is not None and not self._mover.hear_out(
-            self._session.pending.roster.addresses
-        ):
+        coming = self._session.interruption()
+        if coming is not None and not self._mover.hear_out(coming.roster.addresses):
             self._miss("what peers send", None)
 
     def _miss(self, what: str, source: Seat | None) -> None:
         """None: from whoever may send it, since it is this worker that hears nobody."""
         session = self._session
         own = session.roster.member(session.worker)
-        if source is not None or own is not None:  # else it is none of the members, and nobody's business
-            session.send(Missing(session.rank, session.number, what, str(source or own.seat)))
+        if source is None and own is not None:
+            source = own.seat
+        if source is not None:  # else it is none of the members, and nobody's business
+            session.send(Missing(session.rank, session.number, what, str(source)))
 
     # --- instructions ------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class ScriptedStage:
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         """What F or B makes."""
-        stage, step, one = instruction.stage, instruction.step, instruction.micro_batch
+        stage, step, one = instruction.stage, instruction.step, instruction.works_on
         act, stash, loss, grad, wgrad = (
             Datum(kind, stage, one, step) for kind in ("act", "stash", "loss", "grad", "wgrad")
         )

@@ -27,8 +27,10 @@ class Host:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def keep(self, value: Tensors | Copy) -> Copy:
-        return self._device.to_host(value, "what goes to a peer", shared=True) if type(value) is tuple else value
+    def keep(self, value: Any) -> Copy:
+        if type(value) is tuple:  # of tensors; else it is a Copy already, which may be a named tuple
+            return self._device.to_host(value, "what goes to a peer", shared=True)
+        return value
 
     def weigh(self, kept: Copy) -> int:
         """In bytes."""

@@ -16,8 +16,10 @@ In both ways hyper-parameters, step counts, learning-rate schedulers and counter
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo.inverse import Inverse
 from recycle_plugin.runtime.state.undo.snapshot import Snapshot
 
@@ -41,4 +43,7 @@ class Undo(Protocol):
         """Of the tensors that are kept."""
 
 
-KINDS = {"snapshot": Snapshot, "inverse": Inverse}  # by the setting's words; constructed alike
+KINDS: dict[str, Callable[[StageState], Undo]] = {
+    "snapshot": Snapshot,
+    "inverse": Inverse,
+}  # by the setting's words; constructed alike
