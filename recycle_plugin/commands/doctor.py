@@ -366,8 +366,8 @@ def _exact(job: ConfiguredJob, found: dict) -> str:
     more = " and ".join(str(count - 1) for count in now["blocks"][: 1 + job.survives])
     said += f"; {more} gradient buffers more" + (f" of {gib(size)}" if size is not None else "")
     said += (
-        f"; sums move {' and '.join(f'{ratio:g}' for ratio in now['moved'][: 1 + job.survives])} "
-        "times an all-reduce's bytes"
+        f"; sums move {' and '.join(f'{ratio:g}' for ratio in now['moved'][: 1 + job.survives])} times an all-reduce's "
+        "bytes"
     )
     if found["smaller"]:
         less = [

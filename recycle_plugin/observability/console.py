@@ -139,8 +139,8 @@ class Announcer:
         self._dropped.append(event.details["dropped"])
         if not self._unwritten:
             several = (
-                f"all is written again, without {sum(self._dropped)} lines of {len(self._dropped)} files "
-                "that were dropped"
+                f"all is written again, without {sum(self._dropped)} lines of {len(self._dropped)} files that were "
+                "dropped"
             )
             self._line(event.kind, several if len(self._dropped) > 1 else event.text, now)
             self._dropped.clear()

@@ -50,8 +50,8 @@ def page(title: str, sections: Iterable[tuple[str, Sequence[Chart | Table | byte
         f"<h2>{escape(heading)}</h2>\n" + "\n".join(map(_shown, contents)) for heading, contents in sections
     )
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta '
-        f'charset="utf-8">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n'
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
         f"<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
 
@@ -108,13 +108,13 @@ def chart(given: Chart) -> str:
     for step, text in given.marks:
         at = x(min(max(step, first), last))
         drawn.append(
-            f'<line x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#c62828" stroke-dasharray="4 '
-            f'3"><title>{escape(text)}</title></line>'
+            f'<line x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#c62828" stroke-dasharray="4 3">'
+            f"<title>{escape(text)}</title></line>"
         )
         anchor = "start" if at < WIDTH / 2 else "end"
         drawn.append(
-            f'<text x="{at + (4 if anchor == "start" else -4)}" y="{TOP + 10}" text-anchor="{anchor}" style="fill: '
-            f'#c62828">{escape(text)}</text>'
+            f'<text x="{at + (4 if anchor == "start" else -4)}" y="{TOP + 10}" text-anchor="{anchor}" '
+            f'style="fill: #c62828">{escape(text)}</text>'
         )
     line = " ".join(f"{x(step)},{y(value)}" for step, value in _thinned(points))
     return "\n".join([*drawn, f'<polyline points="{line}" fill="none" stroke="#2f6fad" stroke-width="1.5"/>', "</svg>"])

@@ -349,10 +349,9 @@ def engine_class(users: type, job: EngineArguments) -> type:
     )
     if unheard:
         raise RecycleError(
-            f"{users.__name__}.{unheard[0]} overrides a part of DeepSpeed's schedule, which the plugin's own takes the "
-            "place of, so it would not be "
-            "called; override train_batch, eval_batch, save_checkpoint or load_checkpoint instead, or set "
-            "recycle.enabled to false"
+            f"{users.__name__}.{unheard[0]} overrides a part of DeepSpeed's schedule, "
+            "which the plugin's own takes the place of, so it would not be called; override train_batch, eval_batch, "
+            "save_checkpoint or load_checkpoint instead, or set recycle.enabled to false"
         )
     taken = {
         name for name in {**vars(RecycleEngine), **RecycleEngine.__annotations__} if not hasattr(PipelineEngine, name)

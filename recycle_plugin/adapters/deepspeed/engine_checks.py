@@ -105,9 +105,9 @@ def _check_module(model: PipelineModule, parameters: Any) -> None:
         )
     if not any(True for _ in model.parameters()) or parameters == []:
         raise RecycleError(
-            "a stage has no parameters for its optimizer, which DeepSpeed's optimizers refuse: give PipelineModule "
-            "another partition_method or fewer "
-            "stages, and pass frozen parameters to deepspeed.initialize as well (requires_grad = False is enough)"
+            "a stage has no parameters for its optimizer, which DeepSpeed's optimizers refuse: "
+            "give PipelineModule another partition_method or fewer stages, and pass frozen parameters to "
+            "deepspeed.initialize as well (requires_grad = False is enough)"
         )
     if grid.data_parallel_size == 1:
         raise RecycleError(

@@ -75,8 +75,8 @@ def _bf16(config: dict[str, Any], name: str) -> Iterator[str]:
     for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
         if _section(config, name).get(key):
             yield (
-                f"{name}.{key}: master weights, sums of gradients and the optimizer's state are fp32 "
-                "with recycle.enabled; leave it out"
+                f"{name}.{key}: master weights, sums of gradients and the optimizer's state are fp32 with "
+                "recycle.enabled; leave it out"
             )
     wanted = {"data_types.grad_accum_dtype": _section(config, "data_types").get("grad_accum_dtype"),
               "communication_data_type": config.get("communication_data_type")}  # fmt: skip

@@ -53,9 +53,8 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
 
 EARLY = (
-    ", and nothing is lost yet: start the job again; where nobody has killed it, see by dmesg on its host whether that "
-    "ran out of memory, and give its "
-    "workers more, or make the model smaller"
+    ", and nothing is lost yet: start the job again; where nobody has killed it, "
+    "see by dmesg on its host whether that ran out of memory, and give its workers more, or make the model smaller"
 )
 
 

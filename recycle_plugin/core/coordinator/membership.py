@@ -276,9 +276,8 @@ class Membership:
             self.course.give_up(doubted, Cause.LINK, f"{why}, for the {tries}th time", now, out)
         else:
             self.course.end(
-                f"{why}, {tries} times, and nobody in it is lost: see to the network between their hosts, or let "
-                "GLOO_SOCKET_IFNAME name "
-                f"the interface that connects them. {self.course.ending.safe_point}",
+                f"{why}, {tries} times, and nobody in it is lost: see to the network between their hosts, "
+                f"or let GLOO_SOCKET_IFNAME name the interface that connects them. {self.course.ending.safe_point}",
                 out,
             )
 

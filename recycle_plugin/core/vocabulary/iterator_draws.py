@@ -126,9 +126,9 @@ def _known(here: Mapping[Seat, Batches], step: int) -> dict[MicroBatch, Draw]:
         for micro_batch, draw in batches.items():
             if known.setdefault(micro_batch, draw) != draw:
                 raise Torn(
-                    f"seat {seat} has draw {draw} for micro-batch {micro_batch} of step {step}, and another worker "
-                    f"draw {known[micro_batch]}: this is a "
-                    "mistake of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl"
+                    f"seat {seat} has draw {draw} for micro-batch {micro_batch} of step {step}, "
+                    f"and another worker draw {known[micro_batch]}: this is a mistake of the plugin; "
+                    "go on from the last checkpoint, and report it with the run's events.jsonl"
                 )
     return known
 
@@ -174,9 +174,9 @@ def _deal(
     lost = [one for one in orphans if one in traced]
     if lost:
         raise Gone(
-            f"step {step}: everybody who kept the data of micro-batch {lost[0]} is lost, and plain iterators can't be "
-            "read again; "
-            "go on from the last checkpoint, or use engine.set_data_source(), which needs no copies"
+            f"step {step}: everybody who kept the data of micro-batch {lost[0]} is lost, "
+            "and plain iterators can't be read again; go on from the last checkpoint, "
+            "or use engine.set_data_source(), which needs no copies"
         )
     if orphans and not alive:
         raise Gone(

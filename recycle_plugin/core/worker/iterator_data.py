@@ -101,9 +101,8 @@ class IteratorData:
         """The iterator stands where it stood when it had given ``read`` batches.  ValueError where it is past that."""
         if read < self._read_in_all:
             raise ValueError(
-                f"the data iterator of seat {self._store.seat} has given {self._read_in_all} batches, and is to stand "
-                f"behind {read}: it can't be read "
-                "again; pass one that begins anew"
+                f"the data iterator of seat {self._store.seat} has given {self._read_in_all} batches, "
+                f"and is to stand behind {read}: it can't be read again; pass one that begins anew"
             )
         while self._read_in_all < read:
             self._iterator.read(0, self._read_in_all, None)

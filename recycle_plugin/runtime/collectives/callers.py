@@ -56,10 +56,9 @@ class Callers:
             )
         raise RecycleError(
             f"{where} in {work}: after a loss other workers run what a micro-batch needs, some more often than others, "
-            "so the members would "
-            "wait for each other in vain; leave collectives out of layers, loss functions, data and optimizers: "
-            "train_batch() returns the loss "
-            "over all micro-batches, and between steps there is recycle_plugin.mean(tensor, group)"
+            "so the members would wait for each other in vain; leave collectives out of layers, loss functions, "
+            "data and optimizers: train_batch() returns the loss over all micro-batches, "
+            "and between steps there is recycle_plugin.mean(tensor, group)"
         )
 
     def sum_without(self, called: str, ranks: Sequence[int], live: Sequence[int], line: str) -> None:
@@ -71,8 +70,7 @@ class Callers:
         lost = [rank for rank in ranks if rank not in live]
         text = (
             f"{line}: torch.distributed.{called} over {named(ranks)} adds up what {len(live)} of {len(ranks)} have, "
-            f"{named(lost)} being lost, and "
-            "get_world_size() stays as it was"
+            f"{named(lost)} being lost, and get_world_size() stays as it was"
         )
         if self._session.group_sums == "raise":
             raise RecycleError(

@@ -231,9 +231,9 @@ class Flight:
                     and None in (way.source, other.asked.gives.source)
                 ):
                     raise RecycleError(
-                        f"torch.distributed.{asked.called} with tag {way.tag} while another one is under way, one of "
-                        "them from any source: wait for that "
-                        "one first, so that after a loss it is known which message each was to get"
+                        f"torch.distributed.{asked.called} with tag {way.tag} while another one is under way, "
+                        "one of them from any source: wait for that one first, so that after a loss it is known which "
+                        "message each was to get"
                     )
             if way.source is None:
                 return None
@@ -422,8 +422,8 @@ class Flight:
         if ahead is not None:
             raise RecycleError(
                 f"{asked.called} was over on rank {self._ranks[ahead]} and not on rank {self._session.rank} when a "
-                "worker was lost, and its result, of each "
-                f"member's own or of more than {LARGEST >> 20} MiB, can't be had again: go on from the last checkpoint"
+                f"worker was lost, and its result, of each member's own or of more than {LARGEST >> 20} MiB, "
+                "can't be had again: go on from the last checkpoint"
             )
         return False
 

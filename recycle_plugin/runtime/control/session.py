@@ -40,9 +40,8 @@ T = TypeVar("T")
 CONNECT_S = 60.0  # how long the coordinator may take to answer
 SEND_S = 60.0  # how long it may take nothing of what is said
 NOT_LAUNCHED = (
-    "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch your_script.py "
-    "…`, or on one host with "
-    "`python -m recycle_plugin.launch --workers 4 your_script.py …`"
+    "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch "
+    "your_script.py …`, or on one host with `python -m recycle_plugin.launch --workers 4 your_script.py …`"
 )
 LISTEN_S = 60.0  # how long nothing need be heard; whoever waits for something has a deadline of its own
 
@@ -145,8 +144,7 @@ class Session(ControlView):
         if self.forked:
             raise RecycleError(
                 f"process {os.getpid()} was forked from the worker of {self}, and is not that worker: it can't train, "
-                "settle or take part in the job's "
-                "collectives; do that in the script's own process"
+                "settle or take part in the job's collectives; do that in the script's own process"
             )
 
     # --- listening ---------------------------------------------------------------------------------
@@ -245,9 +243,8 @@ class Session(ControlView):
 
     def _raise_cut_off(self, name: str) -> None:
         raise CutOff(
-            f"{self} has heard nothing of the coordinator for {self.regroup_timeout_s:.0f} s, so the others may have "
-            "gone on "
-            f"without it; it stops waiting for {name}"
+            f"{self} has heard nothing of the coordinator for {self.regroup_timeout_s:.0f} s, "
+            f"so the others may have gone on without it; it stops waiting for {name}"
         )
 
     def wait_committed(self, step: int, interruptible: bool = True) -> None:

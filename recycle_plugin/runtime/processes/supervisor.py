@@ -56,8 +56,8 @@ PULSE_S = 0.5  # between two signs of the worker's life
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
 ANOTHER_ADDRESS = (
-    "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's "
-    "for all others"
+    "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's for all "
+    "others"
 )
 END_S = 15.0  # how long a worker that was told to end may take
 

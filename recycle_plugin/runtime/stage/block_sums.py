@@ -96,9 +96,8 @@ class BlockSums:
             if sorted(column)[-1] != len(members[block]) or sum(column) != len(members[block]):
                 raise RecycleError(
                     f"the block of micro-batches {members[block][0]} to {members[block][-1]} has {column} weight "
-                    "gradients on the live workers "
-                    "of a stage, and one has to have all: this is a mistake of the plugin; go on from the last "
-                    "checkpoint"
+                    "gradients on the live workers of a stage, and one has to have all: "
+                    "this is a mistake of the plugin; go on from the last checkpoint"
                 )
         return [[block for block, count in zip(members, row) if count] for row in counts.tolist()]
 

@@ -87,8 +87,8 @@ class Gradients:
             if not torch.equal(before[place].view(torch.uint8), totals[place].view(torch.uint8)):
                 raise RecycleError(
                     f"the gradient of {weight.name}, step {step}, over the stages that share it has come out in two "
-                    "ways: this is a mistake "
-                    "of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl"
+                    "ways: this is a mistake of the plugin; go on from the last checkpoint, "
+                    "and report it with the run's events.jsonl"
                 )
         return totals
 

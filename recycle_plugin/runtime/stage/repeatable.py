@@ -152,10 +152,9 @@ class Rehearsal:
         if len(made) != len(self._first) or not all(_alike(*pair, self._exact) for pair in zip(made, self._first)):
             raise RecycleError(
                 f"a {self._what} gives something else when it is run again with the same input and random "
-                f"numbers{f': {counted} has changed' if counted else ''}. "
-                "A lost worker's micro-batches are run again by others, which have to get the same: count outside of "
-                "the model, and "
-                f"draw from torch's, Python's or numpy's common generators; {self._advice}"
+                f"numbers{f': {counted} has changed' if counted else ''}. A lost worker's micro-batches are run again "
+                "by others, which have to get the same: count outside of the model, and draw from torch's, "
+                f"Python's or numpy's common generators; {self._advice}"
             )
         if counted is not None:
             self._warn(
@@ -175,10 +174,9 @@ def check_unchanged(module: torch.nn.Module, before: ModuleState, what: str, adv
 def _refuse(changed: str | None, what: str, advice: str) -> None:
     if changed is not None:
         raise RecycleError(
-            f"{changed} is changed by each {what} in training, which one that is run again would do twice, and workers "
-            "with more micro-batches more "
-            f"often: leave out what counts there (running statistics, spectral norm, max_norm of an embedding, steps "
-            f"in a hook), {advice}"
+            f"{changed} is changed by each {what} in training, which one that is run again would do twice, "
+            "and workers with more micro-batches more often: leave out what counts there (running statistics, "
+            f"spectral norm, max_norm of an embedding, steps in a hook), {advice}"
         )
 
 

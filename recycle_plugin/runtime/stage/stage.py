@@ -192,8 +192,8 @@ class Stage:
             if inner.adds:
                 raise RecycleError(
                     "a layer or the loss calls backward() in its forward, which adds to the gradients of parameters, "
-                    "once more for each time that the "
-                    "forward is run: use torch.autograd.grad, or give backward() inputs=[...] without parameters"
+                    "once more for each time that the forward is run: use torch.autograd.grad, "
+                    "or give backward() inputs=[...] without parameters"
                 ) from failed
             unfit = self._deferred.unfit(inner.asked) if self._deferred is not None else ()
             if not unfit and failed is not None:
@@ -275,11 +275,11 @@ class Stage:
         """What was counted is in a sum over all workers now, no contribution any more."""
         if self._trains is False:
             raise RecycleError(
-                f"nothing that {'the first' if self._model.first else 'a'} stage gives depends on its parameters, so "
-                "they would not be trained: reentrant "
-                "activation checkpointing cuts off layers whose inputs have no gradient, such as token ids; set "
-                "pipeline.use_reentrant to false, or leave them "
-                "out of checkpointable_layers (parameters that are not to be trained: requires_grad = False)"
+                f"nothing that {'the first' if self._model.first else 'a'} stage gives depends on its parameters, "
+                "so they would not be trained: reentrant activation checkpointing cuts off layers whose inputs have "
+                "no gradient, such as token ids; set pipeline.use_reentrant to false, "
+                "or leave them out of checkpointable_layers (parameters that are not to be trained: "
+                "requires_grad = False)"
             )
         self.forget_sums()
 

@@ -102,9 +102,8 @@ class AsStarted:
         changed = next((name for name, parameter, trained in self._trained if parameter.requires_grad != trained), None)
         if changed is not None:
             raise RecycleError(
-                f"requires_grad of {changed} has changed since training was set up: freeze and thaw parameters before "
-                "that, "
-                "or set the learning rate of their group to 0 by a scheduler"
+                f"requires_grad of {changed} has changed since training was set up: "
+                "freeze and thaw parameters before that, or set the learning rate of their group to 0 by a scheduler"
             )
 
 

@@ -82,8 +82,7 @@ class FirstTouch(TorchFunctionMode):
         if self._depth and self._thread != thread:
             raise RecycleError(
                 f"the engine was called from thread {threading.current_thread().name!r} while it is at work in another "
-                "one: call it from "
-                "one thread only, and let that one call settle() before others read parameters"
+                "one: call it from one thread only, and let that one call settle() before others read parameters"
             )
         self._depth, self._thread, self._guards = self._depth + 1, thread, False
         _take_out(self)
@@ -118,9 +117,8 @@ class FirstTouch(TorchFunctionMode):
             self._settle()
         if not known <= self._look_up():
             raise RecycleError(
-                "a tensor of the optimizer's state was read that a rejected step had made, and that is no more: read "
-                "it from the optimizer "
-                "again, or call engine.settle() after train_batch()"
+                "a tensor of the optimizer's state was read that a rejected step had made, and that is no more: "
+                "read it from the optimizer again, or call engine.settle() after train_batch()"
             )
 
 

@@ -193,8 +193,7 @@ class Background:
         """As Saving.publish."""
         said = (
             f"checkpoint of step {begun.step - 1}, which has cost {cost.seconds:.3f} s with steps of {cost.step_s:.3f} "
-            "s, "
-            f"the next one before step {self._interval.due},"
+            f"s, the next one before step {self._interval.due},"
         )
         details = {"cost_s": round(cost.seconds, 4), "step_s": round(cost.step_s, 4), "every": self._interval.every}
         if error := self._saving.publish(self._folder, begun.tag, begun.unfinished, True, said, **details):

@@ -346,9 +346,9 @@ class Trainer:
     def _say_fused(self, names: tuple[str, ...]) -> None:
         self._session.note(
             "fused",
-            f"the backward of {', '.join(names)} on stage {self.seat.stage} is not split any more: a forward "
-            "differentiates by its parameters, or "
-            "twice through it, or they have hooks; the numbers are stock's, with less to overlap",
+            f"the backward of {', '.join(names)} on stage {self.seat.stage} is not split any more: "
+            "a forward differentiates by its parameters, or twice through it, or they have hooks; "
+            "the numbers are stock's, with less to overlap",
             stage=self.seat.stage,
             layers=names,
         )
