@@ -112,7 +112,8 @@ def refusal(path: Path | str, error: Exception) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if number is None:
         return f"{path} can't be written: {type(error).__name__}: {' '.join(str(error).split())}"
-    return f"{REFUSALS.get(number) or os.strerror(number)}: {path} can't be written{_room(path) if number in FULL and isinstance(path, Path) else ''}"
+    room = _room(path) if number in FULL and isinstance(path, Path) else ""
+    return f"{REFUSALS.get(number) or os.strerror(number)}: {path} can't be written{room}"
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

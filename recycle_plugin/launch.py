@@ -154,7 +154,10 @@ def run(arguments: list[str]) -> int | str:
         return f"recycle: error: {error}"
     command = script_command(arguments)
     if not command or command[0].startswith("-"):
-        return f"recycle: error: no training script given: deepspeed … --module recycle_plugin.launch your_script.py …, or on one host {HERE}"
+        return (
+            "recycle: error: no training script given: deepspeed … --module recycle_plugin.launch your_script.py …, "
+            f"or on one host {HERE}"
+        )
     return guard(command)
 
 

@@ -24,7 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from recycle_plugin.planner import benchmark
 
 PARTS = ("example", "grid", "exact", "blame", "bounds", "large", "speed")
-FRESH = "import time; t = time.process_time(); from recycle_plugin import planner; a = time.process_time(); planner.warm(); b = time.process_time(); print(a - t, b - a)"
+FRESH = (
+    "import time; t = time.process_time(); from recycle_plugin import planner; a = time.process_time(); "
+    "planner.warm(); b = time.process_time(); print(a - t, b - a)"
+)
 
 
 def main() -> int:

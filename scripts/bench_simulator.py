@@ -163,9 +163,8 @@ def verdict(rows: list[dict], constants: Constants) -> dict:
     )
     print("\n".join(map(line, rows)))
     print(
-        f"mean error {mean(errors):.1%} (target {MEAN:.0%}), max {max(errors):.1%} (target {MOST:.0%}), {len(rows)} "
-        "measurements: "
-        f"{'met' if met else 'NOT MET'}"
+        f"mean error {mean(errors):.1%} (target {MEAN:.0%}), max {max(errors):.1%} (target {MOST:.0%}), "
+        f"{len(rows)} measurements: {'met' if met else 'NOT MET'}"
     )
     return {
         "constants": asdict(constants),

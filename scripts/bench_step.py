@@ -43,7 +43,10 @@ STARTED = 10  # both runs are past this step before they take turns
 QUIET_CORES = 0.4  # what others may use of the machine in a turn that counts as quiet
 PATIENCE_S = 15
 FEWEST = 100  # step times that give a median worth a verdict
-STOCK_BF16 = "{bf16: {enabled: true}, zero_optimization: {stage: 1}, data_types: {grad_accum_dtype: fp32}, communication_data_type: fp32}"
+STOCK_BF16 = (
+    "{bf16: {enabled: true}, zero_optimization: {stage: 1}, data_types: {grad_accum_dtype: fp32}, "
+    "communication_data_type: fp32}"
+)
 """At stage 0 stock's sums are bf16."""
 SLICE_S = 3.0  # how long one of two runs has the machine before the other gets it
 WITHOUT = ["recycle.split_backward=false", "recycle.stagger_optimizer=false", "recycle.reroute=false"]

@@ -34,7 +34,7 @@ _install() {
     say "installing torch (first, so that nothing else chooses its version)"
     _pip "$(grep '^setuptools==' "$constraints")" "$(grep '^torch==' "$constraints")"
     say "installing this package and its dependencies"
-    _pip --editable ".[test,exact,docs]"
+    _pip --editable ".[test,exact,docs,tools]"
     say "compiling the planner's inner loops (once)"
     "$venv/bin/python" -c "from recycle_plugin import planner; planner.warm()" || fail "the planner's loops could not be compiled"
     _wanted > "$venv/recycle-installed"

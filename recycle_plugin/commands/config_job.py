@@ -203,9 +203,8 @@ def costs_of(
     taken = profile_of(found.profile) if found.profile is not None else analytic.preset(found.preset)
     if found.profile is not None and taken.micro_batch != samples:
         raise ValueError(
-            f"--profile {found.profile}: measured with micro-batches of {taken.micro_batch}, and the job's have "
-            f"{samples}; "
-            f"measure again with recycle profile --micro-batch {samples}"
+            f"--profile {found.profile}: measured with micro-batches of {taken.micro_batch}, "
+            f"and the job's have {samples}; measure again with recycle profile --micro-batch {samples}"
         )
     try:
         return taken.costs(shape.stages, shape.replicas, not settings.split_backward), taken.title, taken

@@ -297,9 +297,9 @@ def summary(found: Mapping, out: Path) -> str:
     rows += [
         (
             "stall",
-            f"{found['stall_s']:.3f} s from SIGKILL to the next committed step: {found['detection_s']:.3f} s to "
-            "notice, "
-            f"{found['regroup_s']:.3f} s to regroup, {found['rest_s']:.3f} s to finish the step",
+            f"{found['stall_s']:.3f} s from SIGKILL to the next committed step: "
+            f"{found['detection_s']:.3f} s to notice, {found['regroup_s']:.3f} s to regroup, "
+            f"{found['rest_s']:.3f} s to finish the step",
         ),
         (
             "step time",

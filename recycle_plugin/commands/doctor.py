@@ -23,15 +23,16 @@ from recycle_plugin.settings.wording import shown
 from recycle_plugin.versions import releases
 
 DESCRIPTION = """\
-Say which failures a job survives, how much slower each makes it, what its settings cost, what is refused, and whether it
-fits into memory.  Nothing is started, and neither torch nor DeepSpeed is imported.
+Say which failures a job survives, how much slower each makes it, what its settings cost, what is refused, and whether
+it fits into memory.  Nothing is started, and neither torch nor DeepSpeed is imported.
 
 recycle doctor ds_config.json --pp 4 --dp 3 --hostfile hosts.txt --profile profile.json
 
 Ranks sit as DeepSpeed puts them: hosts in the hostfile's order, and PipeDataParallelTopology, so that the replicas of a
-stage have neighbouring ranks; or dealt out over the hosts, with recycle.placement "spread".  Slowdowns are the planner's, of steps that follow each other, under the config's settings
-and costs; "bound" is the least that any schedule with this routing and memory could reach.  What would be "faster, at best" is not
-done yet: other ways to go on than rerouting, by their own lower bounds and without the time to change over.
+stage have neighbouring ranks; or dealt out over the hosts, with recycle.placement "spread".  Slowdowns are the
+planner's, of steps that follow each other, under the config's settings and costs; "bound" is the least that any
+schedule with this routing and memory could reach.  What would be "faster, at best" is not done yet: other ways to go
+on than rerouting, by their own lower bounds and without the time to change over.
 
 Exit code: 0 where nothing has to change; 1 where something has to, in lines that begin with "!"; 2 for bad input.
 """
@@ -104,7 +105,10 @@ def run(found: argparse.Namespace) -> int:
 
 def head(job: ConfiguredJob) -> Iterator[str]:
     """The report's first lines: the job's shape and where its costs come from."""
-    yield f"--pp {job.stages} --dp {job.replicas}: {len(job.shape.seats)} workers, {job.shape.micro_batches} micro-batches of each replica in a step"
+    yield (
+        f"--pp {job.stages} --dp {job.replicas}: {len(job.shape.seats)} workers, "
+        f"{job.shape.micro_batches} micro-batches of each replica in a step"
+    )
     yield from textwrap.wrap(f"costs: {job.origin}", WIDTH, subsequent_indent="    ")
 
 
@@ -213,7 +217,10 @@ def _weak(job: ConfiguredJob, risky: dict[str, tuple[int, ...]]) -> Iterator[str
     if not job.settings.reroute:
         yield f"{SECTION}.reroute is false: any loss ends the job; set it to true"
     if job.replicas == 1:
-        yield "--dp 1: a lost worker has no peer to take its micro-batches, and the plugin refuses it; use two replicas or more"
+        yield (
+            "--dp 1: a lost worker has no peer to take its micro-batches, and the plugin refuses it; "
+            "use two replicas or more"
+        )
     elif risky and (len(job.hosts) > 1 or job.settings.strict_placement):
         refuses = f"; {SECTION}.strict_placement refuses to start" if job.settings.strict_placement else ""
         held = "; ".join(
@@ -243,7 +250,7 @@ def aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[st
 
 def slowdown(job: ConfiguredJob) -> Section:
     """The section on what each kind of loss costs; one plan and its alternatives for each.  Raises PlanError."""
-    free, bound = job.planned()
+    free, _ = job.planned()
     nobody = _row(job, "nobody", (), free)
     rows, hosts, each = [nobody], [], []
     if job.survives:
@@ -374,7 +381,10 @@ def _exact(job: ConfiguredJob, found: dict) -> str:
         said += f", after one loss {ms(now['period_one_lost_us'])} (without: {ms(without['period_one_lost_us'])})"
     more = " and ".join(str(count - 1) for count in now["blocks"][: 1 + job.survives])
     said += f"; {more} gradient buffers more" + (f" of {gib(size)}" if size is not None else "")
-    said += f"; sums move {' and '.join(f'{ratio:g}' for ratio in now['moved'][: 1 + job.survives])} times an all-reduce's bytes"
+    said += (
+        f"; sums move {' and '.join(f'{ratio:g}' for ratio in now['moved'][: 1 + job.survives])} times an all-reduce's "
+        "bytes"
+    )
     if found["smaller"]:
         less = [
             f"{other['block']}: {ms(other['period_one_lost_us'])}, {other['blocks'][1] - 1} buffers"
@@ -386,7 +396,10 @@ def _exact(job: ConfiguredJob, found: dict) -> str:
 
 def _whole(dtype: str, replicas: int) -> str:
     whole, state = STATE_BYTES[dtype], UNDO_BYTES["snapshot"]
-    return f"every worker has the optimizer's state whole, {whole} bytes a parameter (Adam), stock a share of it, {whole - state + state / replicas:.3g}"
+    return (
+        f"every worker has the optimizer's state whole, {whole} bytes a parameter (Adam), stock a share of it, "
+        f"{whole - state + state / replicas:.3g}"
+    )
 
 
 def _undo(way: str) -> str:

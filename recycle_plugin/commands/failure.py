@@ -81,8 +81,7 @@ def comparison(ran: Any, restarted: Any) -> str:
     ends = [f"{max(each.commits.values()) / 1000:g}" for each in (ran, restarted)]
     return (
         f"run again, of a step's compute: {shares[0]}; {shares[1]} where an interrupted step starts anew (step "
-        "restart); "
-        f"the last commit at {ends[0]} ms and {ends[1]} ms"
+        f"restart); the last commit at {ends[0]} ms and {ends[1]} ms"
     )
 
 

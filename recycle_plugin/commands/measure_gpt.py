@@ -133,7 +133,7 @@ def _cases(
 def _part(case: Case, clock: Clock, repeat: int) -> LayerProfile:
     """Medians; fused and split runs take turns, so that a machine that changes its mind is fair to both."""
     fused, split = [], []
-    for number in range(WARM_UP + repeat):
+    for _ in range(WARM_UP + repeat):
         fused.append(_once(case, clock, None))
         deferred = DeferredWeights(case.module)
         split.append(_once(case, clock, deferred))

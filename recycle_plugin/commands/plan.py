@@ -23,8 +23,9 @@ recycle plan --pp 4 --dp 3 --micro-batches 6 --lost 1.2 --cap 2.0 --costs F=1,I=
 its order.  The seat is replica.stage; the start is the planned one in the unit that the first lines name, counted
 from the step's first instruction; the instruction is <stage><op><replica>.<index>, as in 2F1.3, with op F (forward),
 I and W (backward: gradient of the input, of the weights) or B (both at once), and <stage>REDUCE, <stage>TIE (where
-the stage shares weights) and <stage>STEP at the end.  A boundary tensor goes to whoever runs its micro-batch on the next stage, or for a gradient on the one before.
-Step k starts k periods later.  Lines that begin with # give the job: shape, lost workers, costs, cap, period, bound, digest.
+the stage shares weights) and <stage>STEP at the end.  A boundary tensor goes to whoever runs its micro-batch on the
+next stage, or for a gradient on the one before.  Step k starts k periods later.  Lines that begin with # give the
+job: shape, lost workers, costs, cap, period, bound, digest.
 """
 DRAWN_SEATS, DRAWN_COLUMNS = 64, 160  # larger grids are not printed
 COARSE = 60  # columns of a grid whose costs are no ticks
@@ -172,7 +173,10 @@ def peaks(planned: Plan) -> list[int]:
 def program_lines(given: JobArguments, planned: Plan, figures: dict) -> Iterator[str]:
     """The lines of ``--programs``: the job, and each worker's instructions with their planned starts."""
     topology = given.view.topology
-    yield f"# stages {topology.stages}, replicas {topology.replicas}, micro-batches {topology.micro_batches} of each replica{ties_text(topology)}"
+    yield (
+        f"# stages {topology.stages}, replicas {topology.replicas}, "
+        f"micro-batches {topology.micro_batches} of each replica{ties_text(topology)}"
+    )
     yield f"# lost: {', '.join(figures['lost']) or 'nobody'}; cap: {cap_text(planned.policy)}"
     yield f"# costs, {given.scale} to a unit: {given.costs}"
     yield "# " + ", ".join(f"{name} {figures[name]}" for name in ("unit", "period", "span", "lower_bound", "digest"))
@@ -214,5 +218,8 @@ def draw_png(given: JobArguments, planned: Plan, spans: list[Span], path: Path) 
     unit = (given.scale, "ticks") if given.unit == "ticks" else None
     lost = f", without {', '.join(map(str, given.view.lost))}" if given.view.lost else ""
     shape = given.view.topology
-    title = f"PP={shape.stages}, DP={shape.replicas}, {shape.micro_batches} micro-batches{ties_text(shape)}{lost}: period {given.shown(planned.period_us)} {given.unit}"
+    title = (
+        f"PP={shape.stages}, DP={shape.replicas}, {shape.micro_batches} micro-batches{ties_text(shape)}{lost}: "
+        f"period {given.shown(planned.period_us)} {given.unit}"
+    )
     gantt.draw(path, gantt.Panel(title, spans, unit=unit))

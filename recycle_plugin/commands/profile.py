@@ -10,8 +10,8 @@ from pathlib import Path
 from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile
 
 DESCRIPTION = """\
-Measure embedding, one transformer layer and the head of a GPT on this machine's device, one micro-batch at a time: F, and
-backward split (I, W) and fused (B), the optimizer's step, the bytes of a boundary tensor, what a micro-batch holds
+Measure embedding, one transformer layer and the head of a GPT on this machine's device, one micro-batch at a time: F,
+and backward split (I, W) and fused (B), the optimizer's step, the bytes of a boundary tensor, what a micro-batch holds
 from F to I and from I to W, and the device's memory.  Medians of --repeat runs.
 
 recycle profile --model gpt3_medium --dtype bf16 --micro-batch 4 --out gpt3_medium.json
@@ -20,7 +20,8 @@ recycle plan --profile gpt3_medium.json --pp 4 --dp 6 --micro-batches 12 --lost 
 A job takes it with "recycle": {"costs": {"profile": "gpt3_medium.json"}, "activation_cap": "auto"}.
 
 Links can't be measured by one process: --bandwidth and --latency are taken on trust, and the file says so.  Started on
-several hosts (torchrun --nnodes 2 ... -m recycle_plugin.cli profile ...), one process each, their all-reduce is measured instead.
+several hosts (torchrun --nnodes 2 ... -m recycle_plugin.cli profile ...), one process each, their all-reduce is
+measured instead.
 """
 
 

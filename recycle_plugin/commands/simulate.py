@@ -20,12 +20,13 @@ recycle simulate --costs F=20,I=20,W=20,step=5 --pp 4 --dp 3 --micro-batches 6 -
 --costs are in milliseconds here.  Presets are analytic A100s: gpt3_medium, gpt3_3_35b, gpt3_6_7b, gpt_18_4b, gpt_39_1b,
 gpt_76_1b, gpt_145_6b, each also with -ckpt for activation checkpointing.
 
-recycle simulate --costs F=20,I=20,W=20,step=5 --pp 4 --dp 3 --micro-batches 6 --fault "kill 1.2 before 2I1.3@1" --steps 3
+recycle simulate --costs F=2,I=2,W=2,step=1 --pp 4 --dp 3 --micro-batches 6 --fault "kill 1.2 before 2I1.3@1" --steps 3
 
-With --fault the steps are played instruction by instruction and drawn; --png and --perfetto write what the runtime's runs write.
+With --fault the steps are played instruction by instruction and drawn; --png and --perfetto write what the runtime's
+runs write.
 
-A trace file has entries "hour workers", "hour lost 1.2,0.3" or "hour end", one a line or separated by |; gcp is the one of
-ReCycle's evaluation (digitised).  Who is lost is drawn at random where the trace does not say so (--seed).
+A trace file has entries "hour workers", "hour lost 1.2,0.3" or "hour end", one a line or separated by |; gcp is the one
+of ReCycle's evaluation (digitised).  Who is lost is drawn at random where the trace does not say so (--seed).
 """
 _SPAN = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[smh])")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}

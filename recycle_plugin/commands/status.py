@@ -13,9 +13,9 @@ from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.observability.run_history import EVENTS, KILLED, RunHistory, read_events
 
 DESCRIPTION = """\
-Say where a job is: steps, live workers, who is lost and why, throughput now and before, the last checkpoint, and what the
-planner predicts.  Reads events.jsonl of the run folder (recycle.run_dir; the line "start" names it) and asks no process; on the
-coordinator's host it sees whether that is there.
+Say where a job is: steps, live workers, who is lost and why, throughput now and before, the last checkpoint, and what
+the planner predicts.  Reads events.jsonl of the run folder (recycle.run_dir; the line "start" names it) and asks no
+process; on the coordinator's host it sees whether that is there.
 
 recycle status runs/train
 """

@@ -143,7 +143,10 @@ class Announcer:
         self._unwritten.pop(path, None)
         self._dropped.append(event.details["dropped"])
         if not self._unwritten:
-            several = f"all is written again, without {sum(self._dropped)} lines of {len(self._dropped)} files that were dropped"
+            several = (
+                f"all is written again, without {sum(self._dropped)} lines of {len(self._dropped)} files that were "
+                "dropped"
+            )
             self._line(event.kind, several if len(self._dropped) > 1 else event.text, now)
             self._dropped.clear()
 

@@ -94,7 +94,8 @@ def throughput(history: RunHistory) -> str:
     )
     if history.gone and isfinite(now):
         share = f"{rates[1] / rates[0]:.0%}, " if isfinite(before) else ""
-        text += f"; at the end {rates[1]:.4g} samples/s, {now:.3g} s a step: {share}{f'predicted {history.predicted:.0%}' if history.predicted else 'and then none'}"
+        then = f"predicted {history.predicted:.0%}" if history.predicted else "and then none"
+        text += f"; at the end {rates[1]:.4g} samples/s, {now:.3g} s a step: {share}{then}"
     return text
 
 

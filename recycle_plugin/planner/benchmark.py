@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 
@@ -27,11 +27,11 @@ def unequal(stages: int, seed: int = 0) -> CostModel:
     """
     random = Random(seed * 1000 + stages)
     shares = [random.uniform(0.8, 1.2) for _ in range(stages)]
-    rows = (tuple(round(unit * share) for share in shares) for unit in (1000, 1100, 900))
-    return CostModel(*rows, communication=100, reduce=(1500,) * stages, step=(500,) * stages)
+    forward, inputs, weight = (tuple(round(unit * share) for share in shares) for unit in (1000, 1100, 900))
+    return CostModel(forward, inputs, weight, communication=100, reduce=(1500,) * stages, step=(500,) * stages)
 
 
-COSTS = {"unit": CostModel.uniform, "unequal": unequal}
+COSTS: dict[str, Callable[[int], CostModel]] = {"unit": CostModel.uniform, "unequal": unequal}
 
 
 def example() -> list[dict]:
@@ -237,14 +237,17 @@ def _small_costs(random: Random, stages: int) -> CostModel:
         rows = [[round(unit * share / 20) for share in shares] for unit in (10, 11, 9)]
     else:
         rows = [[1 if kind == "unit" else random.randint(1, 3) for _ in range(stages)] for _ in range(3)]
-    return CostModel(*map(tuple, rows), communication=random.choice((0, 0, 1)), step=(random.choice((0, 1)),) * stages)
+    forward, inputs, weight = map(tuple, rows)
+    communication, step = random.choice((0, 0, 1)), random.choice((0, 1))
+    return CostModel(forward, inputs, weight, communication=communication, step=(step,) * stages)
 
 
 def against_exact(cases: int, budget_s: float, exact_s: float, seed: int = 1, most: int = 96) -> list[dict]:
     """One row for each of ``cases`` random small jobs: the planner's periods beside CP-SAT's best with the routes of
     the refined ones.  Needs ortools.
     """
-    random, rows = Random(seed), []
+    random = Random(seed)
+    rows: list[dict] = []
     while len(rows) < cases:
         view, costs, policy = small_case(random, most)
         problem = prepare(view, costs, policy)

@@ -28,7 +28,7 @@ def sources() -> str:
     ).hexdigest()
 
 
-def _cached(function: Callable, **options: bool) -> Any:
+def _cached(function: Callable, **options: Any) -> Any:
     try:
         made = njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # numba's word for having no place to write to

@@ -11,7 +11,7 @@ stages step together, from one barrier of all to the next).  Routes are as given
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -96,7 +96,8 @@ def _model(model, problem: Problem, start: Solution, least: int, most: int | Non
     records, width, kinds = problem.records, problem.width, (0, 1, 2) if problem.split else (0, 3)
     horizon = 2 * start.span + int(problem.closing.max())
     worker, spend, in_turn = problem.worker.tolist(), problem.spend.tolist(), problem.follows_in_block.tolist()
-    starts, busy = {}, [[] for _ in range(problem.workers)]
+    starts: dict[int, Any] = {}
+    busy: list[list[Any]] = [[] for _ in range(problem.workers)]
     for kind in kinds:
         for record in range(records):
             operation = kind * records + record

@@ -163,7 +163,7 @@ def _transfers(costs: CostModel) -> tuple[int, int]:
 
 def _spend(costs: CostModel, cost: Array, rank_of: dict[int, int], stages: int, ranks: int) -> Array:
     spend = np.repeat(cost, ranks, axis=1)
-    for seat, percent in costs.slowness:
+    for seat, _ in costs.slowness:
         if seat.replica in rank_of and seat.stage < stages:
             here = seat.stage * ranks + rank_of[seat.replica]
             spend[:, here] = [costs.of(kind, seat.stage, seat) for kind in KINDS]

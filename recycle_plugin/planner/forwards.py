@@ -22,8 +22,8 @@ def forwards(plan: Plan, seat: Seat, step: int, count: int) -> Iterator[Instruct
     mine = (Instruction(Op.F, seat.stage, one, step) for one in batch if runner(plan, seat.stage, one) == seat)
 
     def where(datum: Datum) -> BoundaryRoute:
-        return BoundaryRoute(
-            runner(plan, datum.stage, datum.micro_batch), runner(plan, goes_to(datum, plan.stages), datum.micro_batch)
-        )
+        there = goes_to(datum, plan.stages)
+        assert there is not None, f"nobody needs the {datum}"
+        return BoundaryRoute(runner(plan, datum.stage, datum.made_of), runner(plan, there, datum.made_of))
 
     return lower(mine, plan.stages, where)

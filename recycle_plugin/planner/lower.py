@@ -67,6 +67,7 @@ def lowered(plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
 
     def where(datum: Datum) -> BoundaryRoute:
         stage = goes_to(datum, plan.stages)
-        return BoundaryRoute(plan.route[datum.stage, datum.micro_batch], plan.route[stage, datum.micro_batch])
+        assert stage is not None, f"nobody needs the {datum}"
+        return BoundaryRoute(plan.route[datum.stage, datum.made_of], plan.route[stage, datum.made_of])
 
     return tuple(lower((one.at(step) for one in plan.programs[seat]), plan.stages, where))

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from functools import partial
 from heapq import heappop, heappush
-from typing import AbstractSet
 
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, provides, requires
@@ -62,7 +62,7 @@ class Arranged(Mapping[Seat, tuple[Instruction, ...]]):
         """
         move = self._recovery.moves.get(datum)
         if move is None:
-            return BoundaryRoute(self._plan.route[datum.stage, datum.micro_batch], None)
+            return BoundaryRoute(self._plan.route[datum.stage, datum.made_of], None)
         return BoundaryRoute(move.source, move.target if not move.kept and move.source == seat else None)
 
     def __iter__(self) -> Iterator[Seat]:
@@ -124,7 +124,7 @@ class _Order:
         return self._order
 
     def _in_turn(self, one: Instruction) -> Iterator[Datum]:
-        before = self._blocks.before(one.micro_batch)
+        before = self._blocks.before(one.works_on)
         if before is not None and one.op in (Op.W, Op.B):
             yield Datum("wgrad", one.stage, before, one.step)
 
@@ -145,7 +145,7 @@ class _Order:
         heappush(self._events, (at, self._count, seat, one, ended))
 
     def _offer(self, seat: Seat, one: Instruction) -> None:
-        worker, key = self._workers[seat], (one.micro_batch.index, one.micro_batch.replica)
+        worker, key = self._workers[seat], (one.works_on.index, one.works_on.replica)
         if one.op is Op.W:
             worker.weights.append(one)
         else:

@@ -108,7 +108,8 @@ def _share(rank: NDArray[np.int64], workers: list[int], percents: list[int]) -> 
     own, total = rank.shape[1], rank.size
     share = dict(zip(workers, shares(total, percents)))
     wanting = {worker: share[worker] - min(own, share[worker]) for worker in workers}
-    turn, loose = [], []
+    turn: list[int] = []
+    loose: list[tuple[int, int]] = []
     for index in range(own):
         for home in range(len(rank)):
             kept = min(own, share.get(home, 0))

@@ -12,9 +12,11 @@ WIDTH, HEIGHT = 960, 220
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 26, 30  # margins of a chart
 COLUMNS = WIDTH - LEFT - RIGHT  # a line of more points than that is thinned out
 STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #22303c; background: white; max-width: 1000px; margin: 2em auto; padding: 0 1em; }
+body { font: 15px/1.45 system-ui, sans-serif; color: #22303c; background: white; }
+body { max-width: 1000px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-table { border-collapse: collapse; } th, td { text-align: left; padding: .2em 1.2em .2em 0; vertical-align: top; border-bottom: 1px solid #e4e8ec; }
+table { border-collapse: collapse; }
+th, td { text-align: left; vertical-align: top; padding: .2em 1.2em .2em 0; border-bottom: 1px solid #e4e8ec; }
 th { font-weight: 600; white-space: nowrap; } td.number { white-space: nowrap; font-variant-numeric: tabular-nums; }
 tr.bad td { color: #c62828; } tr.good td { color: #1b6e35; } p.note { color: #5b6874; }
 svg, img { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: #5b6874; }
@@ -48,8 +50,8 @@ def page(title: str, sections: Iterable[tuple[str, Sequence[Chart | Table | byte
         f"<h2>{escape(heading)}</h2>\n" + "\n".join(map(_shown, contents)) for heading, contents in sections
     )
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta '
-        f'charset="utf-8">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n'
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
         f"<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
 
@@ -106,13 +108,13 @@ def chart(given: Chart) -> str:
     for step, text in given.marks:
         at = x(min(max(step, first), last))
         drawn.append(
-            f'<line x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#c62828" stroke-dasharray="4 '
-            f'3"><title>{escape(text)}</title></line>'
+            f'<line x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#c62828" stroke-dasharray="4 3">'
+            f"<title>{escape(text)}</title></line>"
         )
         anchor = "start" if at < WIDTH / 2 else "end"
         drawn.append(
-            f'<text x="{at + (4 if anchor == "start" else -4)}" y="{TOP + 10}" text-anchor="{anchor}" style="fill: '
-            f'#c62828">{escape(text)}</text>'
+            f'<text x="{at + (4 if anchor == "start" else -4)}" y="{TOP + 10}" text-anchor="{anchor}" '
+            f'style="fill: #c62828">{escape(text)}</text>'
         )
     line = " ".join(f"{x(step)},{y(value)}" for step, value in _thinned(points))
     return "\n".join([*drawn, f'<polyline points="{line}" fill="none" stroke="#2f6fad" stroke-width="1.5"/>', "</svg>"])

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 import torch
@@ -46,7 +46,9 @@ HOST = torch.device("cpu")  # where memory is that other processes, files and ne
 class Copy(Protocol):
     """A copy of tensors that is under way, of ``nbytes`` bytes in all; any thread may use it."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes, of all tensors together."""
 
     def poll(self) -> bool:
         """Whether it is over, well or badly."""
@@ -68,7 +70,7 @@ class DeviceEvent(Protocol):
     def wait(self, timeout_s: float) -> None:
         """Return when the work before it is done; raises what that has failed with, WaitTimeout past the deadline."""
 
-    def since(self, earlier: DeviceEvent) -> float:
+    def since(self, earlier: Any) -> float:
         """Seconds between two events of one device, both of which have happened."""
 
 

@@ -185,8 +185,7 @@ def compose_from_command_line(arguments: Sequence[str], description: str, worker
         if workers not in (None, job.workers):
             raise ComposeError(
                 f"topology: {job.topology.replicas} replicas of {job.topology.stages} stages need {job.workers} "
-                "workers, "
-                f"and {workers} started; launch with deepspeed --num_gpus {job.workers}"
+                f"workers, and {workers} started; launch with deepspeed --num_gpus {job.workers}"
             )
         return job
     except (ComposeError, SettingsError) as error:

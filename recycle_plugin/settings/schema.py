@@ -172,9 +172,8 @@ class Settings(BaseModel):
     clip: Literal["sync", "validate"] = _setting(
         "sync",
         '"sync" or "validate"',
-        "wait for the norm over all stages before each step, or step at once, and take the step back and clip it where "
-        "the norm turns out to "
-        "be over gradient_clipping",
+        "wait for the norm over all stages before each step, or step at once, "
+        "and take the step back and clip it where the norm turns out to be over gradient_clipping",
     )
     nonfinite: Literal["end", "skip"] = _setting(
         "end",
@@ -198,29 +197,28 @@ class Settings(BaseModel):
         False,
         _BOOL,
         "the same bits whoever fails: parameters, optimizer state and losses are those of the exact run without a "
-        "failure; gradients are "
-        "added block by block",
+        "failure; gradients are added block by block",
     )
     exact_block: _Count | None = _setting(
         None,
         "a whole number of at least 1, or null",
-        "with `exact`, consecutive micro-batches of a replica that stay on one worker; null for all of them; fewer "
-        "leave more freedom to "
-        "reroute, and each block of a worker beyond its first takes one more buffer of the gradients' size",
+        "with `exact`, consecutive micro-batches of a replica that stay on one worker; null for all of them; "
+        "fewer leave more freedom to reroute, and each block of a worker beyond its first takes one more buffer of "
+        "the gradients' size",
     )
     zero: Literal["replicate"] | None = _setting(
         None,
         '"replicate" or null',
-        "what becomes of `zero_optimization.stage` 1, whose shards of the optimizer's state have no copy: every worker "
-        "keeps all of it, with Adam 12 bytes a "
-        "parameter instead of 12 / replicas, and steps all of it; null: it is refused",
+        "what becomes of `zero_optimization.stage` 1, whose shards of the optimizer's state have no copy: "
+        "every worker keeps all of it, with Adam 12 bytes a parameter instead of 12 / replicas, and steps all of it; "
+        "null: it is refused",
     )
     keep_bytes: _Bytes = _setting(
         None,
         'a whole number of at least 1, a size such as "2GiB", or null',
-        "what one worker may keep in host memory, until a step is committed, of what it has sent to peers: a number of "
-        "bytes or a size; null for "
-        "all of it; what is not there any more after a failure is run again; the event `peak` says how much it was",
+        "what one worker may keep in host memory, until a step is committed, of what it has sent to peers: "
+        "a number of bytes or a size; null for all of it; what is not there any more after a failure is run again; "
+        "the event `peak` says how much it was",
     )
     rng: Literal["keyed", "stream"] = _setting(
         "keyed",
@@ -238,8 +236,7 @@ class Settings(BaseModel):
         None,
         "a number between 0 and 1, or null",
         "the part of the fault-free plan's throughput that may be lost: where the survivors are predicted to lose "
-        "more, the job ends with a "
-        "checkpoint and exit code 75; null: they go on however slow",
+        "more, the job ends with a checkpoint and exit code 75; null: they go on however slow",
         gt=0,
         lt=1,
         allow_inf_nan=False,
@@ -247,17 +244,16 @@ class Settings(BaseModel):
     checkpoint_dir: str | None = _setting(
         None,
         "a folder's path, or null",
-        "where the checkpoints of `max_slowdown` and `checkpoint` go, a folder that all hosts share; null for "
-        "`checkpoint` in the run folder, or for "
-        "`max_slowdown` where the script's last one went",
+        "where the checkpoints of `max_slowdown` and `checkpoint` go, a folder that all hosts share; "
+        "null for `checkpoint` in the run folder, or for `max_slowdown` where the script's last one went",
         min_length=1,
     )
     group_sums: Literal["warn", "raise"] = _setting(
         "warn",
         '"warn" or "raise"',
-        "what a sum of the script's own over a process group with lost members does, whose size stays as it was: say "
-        "once for each calling line that it "
-        "is without their part, or end the job; an average over the live is `recycle_plugin.mean(tensor, group)`",
+        "what a sum of the script's own over a process group with lost members does, whose size stays as it was: "
+        "say once for each calling line that it is without their part, or end the job; "
+        "an average over the live is `recycle_plugin.mean(tensor, group)`",
     )
     check_replicas: int = _setting(
         0,
@@ -270,9 +266,9 @@ class Settings(BaseModel):
     placement: Literal["deepspeed", "spread"] = _setting(
         "deepspeed",
         '"deepspeed" or "spread"',
-        "which host has which ranks: as DeepSpeed's launcher gives them out, or dealt out so that no host holds every "
-        "replica of a stage, for which "
-        "the section has to be in the file that `--deepspeed_config` names on the command line",
+        "which host has which ranks: as DeepSpeed's launcher gives them out, "
+        "or dealt out so that no host holds every replica of a stage, for which the section has to be in the file "
+        "that `--deepspeed_config` names on the command line",
     )
     strict_placement: bool = _setting(False, _BOOL, "refuse to start when one host holds every replica of a stage")
     run_dir: str | None = _setting(
@@ -289,19 +285,18 @@ class Settings(BaseModel):
     heartbeat_timeout_s: float = _setting(
         15.0,
         "a number of seconds, at least 2",
-        "a host that is gone or cut off without a word is found within this time, and its workers are given up; less "
-        "finds it sooner, and costs a healthy host where "
-        "a switch fails over or a virtual machine moves",
+        "a host that is gone or cut off without a word is found within this time, and its workers are given up; "
+        "less finds it sooner, and costs a healthy host where a switch fails over or a virtual machine moves",
         ge=2,
         allow_inf_nan=False,
     )
     progress_timeout_s: float = _setting(
         20.0,
         "a number of seconds, at least 1",
-        "a worker that is at one instruction for longer than this, and than three steps take, and whose process uses "
-        "no CPU or is stopped, is given up as if it had "
-        "died; less finds it sooner, and costs a healthy worker where an instruction is slow now and then; where all "
-        "wait for each other for twice as long, all meet again",
+        "a worker that is at one instruction for longer than this, and than three steps take, "
+        "and whose process uses no CPU or is stopped, is given up as if it had died; less finds it sooner, "
+        "and costs a healthy worker where an instruction is slow now and then; "
+        "where all wait for each other for twice as long, all meet again",
         ge=1,
         allow_inf_nan=False,
     )
@@ -332,8 +327,7 @@ class Settings(BaseModel):
         600.0,
         "a number of seconds, more than 0",
         "the same as `progress_timeout_s` for what may take long, while others wait for it: the script's own code, "
-        "data, a checkpoint, the first step, and an instruction "
-        "for which a worker has been given up already",
+        "data, a checkpoint, the first step, and an instruction for which a worker has been given up already",
         gt=0,
         allow_inf_nan=False,
     )

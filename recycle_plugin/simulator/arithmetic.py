@@ -43,6 +43,12 @@ class Batch(NamedTuple):
     draw: Draw | None = None
     number: int = 0
 
+    @property
+    def drawn(self) -> Draw:
+        """Which draw a step's batch is; AssertionError for one that was read for an evaluation."""
+        assert self.draw is not None, "it is read for an evaluation"
+        return self.draw
+
 
 LEARNING_RATE = 1_000_003
 
@@ -102,7 +108,7 @@ def compute(
     match instruction.op:
         case Op.LOAD:
             drawn = have.get(here("drawn"))
-            return {here("data"): drawn.data if drawn is not None else sampled(micro_batch, step)}
+            return {here("data"): drawn.data if drawn is not None else sampled(instruction.works_on, step)}
         case Op.F:
             x = have[here("data")][0] if stage == 0 else have[Datum("act", stage - 1, micro_batch, step)]
             made = (params * x + x * x) % PRIME

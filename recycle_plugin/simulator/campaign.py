@@ -355,9 +355,11 @@ def initial_weights(shape: Topology) -> tuple[int, ...]:
 
 
 def _costs(random: Random, stages: int) -> CostModel:
-    rows = [tuple(random.randint(3, 9) * MILLISECOND for _ in range(stages)) for _ in range(3)]
+    forward, inputs, weight = (tuple(random.randint(3, 9) * MILLISECOND for _ in range(stages)) for _ in range(3))
     closing = random.choice((0, 5 * MILLISECOND))
-    return CostModel(*rows, communication=500, reduce=(closing,) * stages, step=(closing // 5,) * stages)
+    return CostModel(
+        forward, inputs, weight, communication=500, reduce=(closing,) * stages, step=(closing // 5,) * stages
+    )
 
 
 def _add(
@@ -530,7 +532,9 @@ def one_instant(fault: str) -> Scenario:
 
 def _report(run_one: Callable[[Any], ScenarioOutcome], cases: Iterable[Any], jobs: int) -> CampaignReport:
     started = time.monotonic()
-    count, faults, redone, wrong, hits, exercised = 0, 0, 0.0, [], Counter(), Counter(dict.fromkeys(ProtocolRule, 0))
+    count, faults, redone, wrong = 0, 0, 0.0, []
+    hits: Counter[tuple[str, Op]] = Counter()
+    exercised = Counter(dict.fromkeys(ProtocolRule, 0))
     for outcome in _outcomes(run_one, cases, jobs):
         hits.update(outcome.hits)
         exercised.update(outcome.exercised)

@@ -86,7 +86,8 @@ class Watcher:
 
     def loaded(self, worker: Any, instruction: Instruction, batch: Batch) -> None:
         """Takes in that a worker at an end of the pipeline has loaded a batch of an iterator's."""
-        self._samples.loaded(instruction.step, instruction.micro_batch, worker.seat.stage, batch)
+        assert self._samples is not None, "nothing is read from iterators"
+        self._samples.loaded(instruction.step, instruction.works_on, worker.seat.stage, batch)
 
     def voided(self, worker: Any, after: int) -> None:
         """Takes in that a worker has dropped what it has counted of the steps after ``after``, computed with rejected
@@ -238,6 +239,7 @@ class Watcher:
 
     def _follow(self, first: int, last: int) -> None:
         """Trains the reference with the data that was computed with."""
+        assert self._samples is not None, "nothing is read from iterators"
         for step in range(first, last + 1):
             self.reference.follow(step, self._samples.of(step))
 

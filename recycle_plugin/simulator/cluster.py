@@ -295,6 +295,7 @@ class Cluster:
                     if trouble.kind == "delay"
                     else (trouble.for_us, 0)
                 )
+                assert trouble.peer is not None, f"{trouble} is between nobody"
                 self.links[ranks[0], self.rank_of[trouble.peer]] = (trouble.kind, self.now + lasts, delay)
             case "deafened" | "walled":
                 self.deafened |= dict.fromkeys(ranks, trouble.kind == "deafened")
@@ -324,8 +325,9 @@ class Cluster:
 
     def hit(self, kind: str, rank: int) -> None:
         """Counts that a trouble has struck a worker, for the table of what has been tried."""
-        if self.workers[rank].current is not None and self.workers[rank].alive:
-            self.hits[kind, self.workers[rank].current.op] += 1
+        worker = self.workers[rank]
+        if worker.current is not None and worker.alive:
+            self.hits[kind, worker.current.op] += 1
 
     def trouble(self, rank: int, trouble: Trouble) -> None:
         """Lets a trouble of its own strike the worker of ``rank``: it is slow, stuck, rude or stopped from now on."""

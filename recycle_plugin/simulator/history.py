@@ -24,7 +24,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from heapq import heappop, heappush
 from itertools import count
 
@@ -244,7 +244,7 @@ class SimulatedTrainer:
         PlanError.
         """
         for change in changes:
-            self._at(change.at_s, lambda now, change=change: self._happen(now, change))
+            self._at(change.at_s, partial(self._happen, change=change))
         while self._agenda and self._agenda[0][0] < length_s:
             at, _, happen = heappop(self._agenda)
             happen(at)

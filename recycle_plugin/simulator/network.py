@@ -35,7 +35,12 @@ class Uncontended:
 
     def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
         """The time when what ``send`` hands over at ``now_us`` is at its peer's, in microseconds."""
-        return now_us + self._costs.transfer(sender, send.peer)
+        return now_us + self._costs.transfer(sender, _taker(send))
+
+
+def _taker(send: Instruction) -> Seat:
+    assert send.peer is not None, f"{send} goes to nobody"
+    return send.peer
 
 
 class Contended:
@@ -58,7 +63,9 @@ class Contended:
         time.
         """
         size = self._bytes[sender.stage - (send.op is Op.SEND_GRAD)]
-        here, there = self._host(sender), self._host(send.peer)
+        here, there = self._host(sender), self._host(_taker(send))
+        out: Hashable
+        into: Hashable
         if here == there:
             link, out, into = self._inside, ("out", sender), ("in", send.peer)
         else:

@@ -54,9 +54,9 @@ class Numbers:
                 made[stash._replace(kind="loss")] = made[stash].loss
         elif instruction.op in (Op.W, Op.B):
             early = UNSPLIT if instruction.op is Op.W and not self._scenario.ordered else 0
-            self._add(instruction.step, instruction.micro_batch, made[stash._replace(kind="wgrad")] - early)
+            self._add(instruction.step, instruction.works_on, made[stash._replace(kind="wgrad")] - early)
         elif instruction.op is Op.I and not boundary_only and not self._scenario.ordered:
-            self._add(instruction.step, instruction.micro_batch, UNSPLIT)
+            self._add(instruction.step, instruction.works_on, UNSPLIT)
         elif instruction.op is Op.STEP:
             self._written += 1
         return made

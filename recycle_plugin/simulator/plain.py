@@ -20,4 +20,4 @@ class PlainIterator:
 
     def draw_of(self, batch: Batch) -> Draw:
         """The draw that ``batch`` came from."""
-        return batch.draw
+        return batch.drawn

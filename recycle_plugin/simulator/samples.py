@@ -8,7 +8,7 @@ long as both ends of a replica live its own iterator gives its micro-batches, in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import AbstractSet
+from collections.abc import Set as AbstractSet
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -34,7 +34,7 @@ class Samples:
     def loaded_so_far(self, step: int) -> dict[MicroBatch, set[tuple[int, int]]]:
         """The batches that each micro-batch was computed with, at its ends: replica and number in its iterator."""
         return {
-            micro_batch: {(batch.draw.source, batch.number) for batch in ends.values()}
+            micro_batch: {(batch.drawn.source, batch.number) for batch in ends.values()}
             for micro_batch, ends in self._loaded.get(step, {}).items()
         }
 
@@ -71,7 +71,7 @@ class Samples:
     def _extra(self, replica: int, step: int) -> bool:
         """Whether its iterator has given anything for others before ``step``, which moves its own batches back."""
         return any(
-            batch.draw.source == replica != micro_batch.replica
+            batch.drawn.source == replica != micro_batch.replica
             for earlier in range(1, step)
             for micro_batch, ends in self._loaded[earlier].items()
             for batch in ends.values()

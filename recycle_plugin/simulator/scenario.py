@@ -56,7 +56,8 @@ class Heavy:
     computes: bool
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op}{self.micro_batch}@{self.step} {'computes' if self.computes else 'sleeps'} for {self.for_us / 1000:g} ms"
+        does = "computes" if self.computes else "sleeps"
+        return f"{self.stage}{self.op}{self.micro_batch}@{self.step} {does} for {self.for_us / 1000:g} ms"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import Gone
 from recycle_plugin.core.worker.checkpoint_saving import save
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.evaluation import Evaluations
+from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.training_loop import LEAVE
 from recycle_plugin.planner.forwards import forwards
 from recycle_plugin.simulator.arithmetic import Batch, sampled
@@ -104,7 +105,7 @@ class SimulatedFiles:
     machine: SimulatedMachine
     step: int
 
-    def write(self, number: int) -> Iterator[Any]:
+    def write(self, number: int) -> Waits[str]:
         """Writes this worker's weight for attempt ``number``; the value says why it could not, or is ""."""
         machine = self.machine
         yield WRITING_US * machine.percent // 100
@@ -118,7 +119,7 @@ class SimulatedFiles:
         )
         return f"seat {machine.seat}: disk full" if full else ""
 
-    def publish(self, number: int) -> Iterator[Any]:
+    def publish(self, number: int) -> Waits[str]:
         """Gives the checkpoint of attempt ``number`` its name; the value says why it could not, or is ""."""
         machine = self.machine
         machine.reach("checkpoint.publish")

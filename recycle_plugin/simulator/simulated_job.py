@@ -109,8 +109,9 @@ class SimulatedJob:
             record.spans += running.run()
             done = running.committed()
             record.commits |= {step: at for step, at in running.commits.items() if step <= done}
-            if done >= first:  # all survivors have applied it, a dead worker has not
-                record.commits.setdefault(done, running.interrupted_us)
+            if done >= first and done not in record.commits:  # all survivors have applied it, a dead worker has not
+                assert running.interrupted_us is not None, "a step that not all have applied was interrupted"
+                record.commits[done] = running.interrupted_us
             if done == steps - 1:
                 return Ran(
                     tuple(record.spans), record.commits, tuple(record.losses), _final(running.survivors(), steps)
@@ -183,7 +184,7 @@ class SimulatedJob:
             if one in before
         ]
         if not self.keep:
-            coming = [(plan.route[one.stage, one.micro_batch], one) for one in before]
+            coming = [(plan.route[one.stage, one.works_on], one) for one in before]
         return sum(self.costs.of(one.op, one.stage, seat) for seat, one in coming)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from recycle_plugin import planner
 from recycle_plugin.core.coordinator.step_validation import over
@@ -30,6 +30,7 @@ from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
@@ -45,6 +46,7 @@ from recycle_plugin.simulator.script import Died
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
 
+T = TypeVar("T")
 HANDLING_US = 200  # of a micro-batch that is loaded, or a boundary tensor that is sent: no plan counts it
 PART_US = 100 * MILLISECOND  # of what takes long
 RESEND_US = 1500 * MILLISECOND  # a datum's wait before its receiver says that it misses it
@@ -112,7 +114,7 @@ class SimulatedMachine:
 
     # lines and the clock
 
-    def wait(self, what: Any, ready: Callable[[], Any], interruptible: bool = True) -> Iterator[Any]:
+    def wait(self, what: Any, ready: Callable[[], T | None], interruptible: bool = True) -> Waits[T]:
         """Yields until ``ready()`` is not None; that is the value.  Raises JobEnded, and Interrupted if
         ``interruptible``.
         """
@@ -126,7 +128,7 @@ class SimulatedMachine:
             self.at = (WAITS, what if isinstance(what, str) else what())
             yield self.at[1]
 
-    def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], Any]) -> Iterator[Any]:
+    def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
         """Yields until ``ready()`` is not None, for ``datum`` that comes from ``source``; complains where that takes
         too long.
         """
@@ -144,7 +146,7 @@ class SimulatedMachine:
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
         """Sends a value to the peer at ``target``."""
-        self.cluster.send(self.rank, self.control_view.roster.holder(target).rank, datum, value, valid_from)
+        self.cluster.send(self.rank, self.control_view.roster.holding(target).rank, datum, value, valid_from)
 
     def deliver(self, datum: Datum, value: Any, valid_from: int) -> None:
         """Puts a value that a peer has sent where :meth:`arrivals` finds it."""
@@ -164,8 +166,9 @@ class SimulatedMachine:
         """
         if self.cluster.deafened.get(self.rank):
             self.send(Missing(self.rank, self.control_view.number, "what peers send", str(self.seat)))
-        if self.control_view.interruption() is not None:
-            live = {member.rank for member in self.control_view.pending.roster}
+        coming = self.control_view.interruption()
+        if coming is not None:
+            live = {member.rank for member in coming.roster}
             self.cluster.hurry(self.rank, live)
             self.unheard = frozenset(self.cluster.workers.keys() - live)
 
@@ -235,7 +238,7 @@ class SimulatedMachine:
         self.current, self.at = instruction, (COMPUTES, str(instruction))
         if instruction.op is Op.VALIDATE:
             self.cluster.exercised[ProtocolRule.NORM_KEPT] += (
-                self.worker.program.resumed and self.control_view.collected(instruction.step, NORM) is not None
+                self.worker.running.resumed and self.control_view.collected(instruction.step, NORM) is not None
             )
         yield
 
@@ -282,7 +285,7 @@ class SimulatedMachine:
         self.cluster.watcher.computed(self, instruction, boundary_only)
         return made
 
-    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
+    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
         """Makes the sum of a REDUCE or TIE as a collective does: nobody has the result before all have come, and a
         death leaves some with it and some without.
         """
@@ -314,20 +317,20 @@ class SimulatedMachine:
         self.cluster.watcher.voided(self, after)
         self.numbers.forget_sums()
 
-    def _sum(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
+    def _sum(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
         reduced, stage = Datum("reduced", self.seat.stage, None, instruction.step), (self.seat.stage,)
         if holder is not None:
             brought = yield from self._together(instruction, stage, have[reduced] if holder == self.seat else None)
             self.cluster.exercised[ProtocolRule.ROLLED_FORWARD] += reduced not in have
-            return brought[self.control_view.roster.holder(holder).rank]
+            return brought[self.control_view.roster.holding(holder).rank]
         counted = have.of("wgrad", instruction.step)
         brought = yield from self._together(instruction, stage, (counted, self.numbers.sums(instruction.step)))
-        self.cluster.exercised[ProtocolRule.SUMMED_AGAIN] += self.worker.program.resumed
+        self.cluster.exercised[ProtocolRule.SUMMED_AGAIN] += self.worker.running.resumed
         self.cluster.watcher.summed(self, instruction.step, [part for part, _ in brought.values()])
         self.numbers.forget_sums()
         return self.numbers.total([sums for _, sums in brought.values()])
 
-    def _sum_over_tie(self, instruction: Instruction, have: StepStore) -> Iterator[Any]:
+    def _sum_over_tie(self, instruction: Instruction, have: StepStore) -> Waits[Any]:
         """Makes the sum over a tie, each stage's sum from any of its workers: they have the same."""
         brought = yield from self._together(
             instruction, self.numbers.tie, have[Datum("reduced", self.seat.stage, None, instruction.step)]
@@ -338,10 +341,10 @@ class SimulatedMachine:
         self.cluster.watcher.tied(
             self, instruction.step, [(self.cluster.workers[rank].seat.stage, value) for rank, value in brought.items()]
         )
-        self.cluster.exercised[ProtocolRule.TIED_AGAIN] += self.worker.program.resumed
+        self.cluster.exercised[ProtocolRule.TIED_AGAIN] += self.worker.running.resumed
         return self.numbers.over_tie(by_stage)
 
-    def _together(self, instruction: Instruction, stages: tuple[int, ...], mine: Any) -> Iterator[Any]:
+    def _together(self, instruction: Instruction, stages: tuple[int, ...], mine: Any) -> Waits[Any]:
         """The values that all live workers of ``stages`` bring to ``instruction``, by rank."""
         members = frozenset(member.rank for member in self.control_view.roster.stages(stages))
         sum_ = self.cluster.sums.setdefault(

@@ -227,6 +227,7 @@ class VirtualWorld:
                 raise Interrupted
         if op in SENDS:
             (datum,) = self.store[seat].requires(instruction)
+            assert instruction.peer is not None, f"{instruction} goes to nobody"
             arrival = self._network.arrival(self._now, seat, instruction)
             self._schedule(arrival, partial(self._arrive_at, instruction.peer, datum, self.store[seat][datum]))
             return

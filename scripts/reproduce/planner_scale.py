@@ -40,11 +40,14 @@ COLUMNS = (
 GOALS_MS = {(8, 4, 32): 20.0, (32, 48, 64): 500.0}
 FIRST = """
 import json, sys, time
-from recycle_plugin.core.vocabulary.cost import CostModel; from recycle_plugin.core.vocabulary.plan import Policy; from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import plan
 stages, replicas, micro_batches, cap = json.loads(sys.argv[1])
 start = time.perf_counter()
-plan(Topology(replicas, stages, micro_batches).full(), CostModel.uniform(stages, 10, 10, 10, 1, 5, 5), Policy(activation_cap=cap)).digest
+costs = CostModel.uniform(stages, 10, 10, 10, 1, 5, 5)
+plan(Topology(replicas, stages, micro_batches).full(), costs, Policy(activation_cap=cap)).digest
 print(1e3 * (time.perf_counter() - start))
 """
 

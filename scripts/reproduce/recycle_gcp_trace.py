@@ -315,7 +315,10 @@ def draw(
     folder: Path, model: Mapping[str, Any], config: SimpleNamespace, steady: Table, jobs: Mapping, runs: Mapping
 ) -> None:
     name, drawn = model["name"], config.drawn if config.drawn in config.micro_batches else config.micro_batches[0]
-    title = f"{name} on 24 GPUs, DP=6 x PP=4: ours (simulated, {jobs[name, drawn].profile.origin} costs) beside published curves"
+    title = (
+        f"{name} on 24 GPUs, DP=6 x PP=4: ours (simulated, {jobs[name, drawn].profile.origin} costs) beside published "
+        "curves"
+    )
     figure, axes = common.canvas(3, 1, 12.5, 3.6, title, heights=(1.25, 1.15, 0.55))
     draw_steady(axes[0][0], model, config, steady)
     draw_trace(axes[1][0], jobs[name, drawn], runs[name, drawn], model, drawn)
@@ -329,7 +332,10 @@ def drawn_runs(runs: list[Run]) -> list[Run]:
 
 
 def draw_steady(axes: Any, model: Mapping[str, Any], config: SimpleNamespace, steady: Table) -> None:
-    title = "steady throughput per number of GPUs; M: micro-batches a step of each pipeline (not known for the published curves)"
+    title = (
+        "steady throughput per number of GPUs; "
+        "M: micro-batches a step of each pipeline (not known for the published curves)"
+    )
     common.frame(axes, title, "GPUs", common.FRACTION)
     for micro_batches, shade in zip(config.micro_batches, common.SHADES):
         rows = [row for row in steady.rows if row[:2] == (model["name"], micro_batches)]

@@ -244,14 +244,20 @@ def test_slots_to_spare_are_told(doctor) -> None:
 def test_zero_1_is_replicated_where_that_is_asked_for(doctor) -> None:
     config = {**HEALTHY, "zero_optimization": {"stage": 1}, "recycle": {"enabled": True, "zero": "replicate"}}
     assert not data(doctor, config, "--pp 2 --dp 3")["change"]
-    said = 'recycle.zero "replicate": every worker has the optimizer\'s state whole, 16 bytes a parameter (Adam), stock a share of it, 8'
+    said = (
+        'recycle.zero "replicate": every worker has the optimizer\'s state whole, 16 bytes a parameter (Adam), '
+        "stock a share of it, 8"
+    )
     assert said in " ".join(doctor(config, "--pp 2 --dp 3")[1].split())
 
 
 def test_bf16_says_what_it_costs(doctor) -> None:
     assert not data(doctor, {**HEALTHY, "bf16": {"enabled": True}}, "--pp 2 --dp 3")["change"]
-    code, text = doctor({**HEALTHY, "bf16": {"enabled": True}}, "--pp 2 --dp 3")
-    said = "bf16.enabled true: every worker has the optimizer's state whole, 18 bytes a parameter (Adam), stock a share of it, 10; gradients are"
+    _, text = doctor({**HEALTHY, "bf16": {"enabled": True}}, "--pp 2 --dp 3")
+    said = (
+        "bf16.enabled true: every worker has the optimizer's state whole, 18 bytes a parameter (Adam), "
+        "stock a share of it, 10; gradients are"
+    )
     assert said in " ".join(text.split())
     assert "bf16" not in doctor(HEALTHY, "--pp 2 --dp 3")[1]
 

@@ -98,7 +98,7 @@ def test_programs_can_be_checked_by_themselves(capsys, tmp_path: Path) -> None:
     assert ran == sorted((stage, (r, m), op) for stage in range(4) for r in range(3) for m in range(6) for op in "FIW")
     assert Seat(1, 2) not in {seat for seat, _, _ in rows} and all(seat.stage == one.stage for seat, _, one in rows)
     made = {datum: start + 1 for _, start, one in rows if one.micro_batch for datum in provides(one)}
-    for seat, start, one in rows:
+    for _, start, one in rows:
         needed = [datum for datum in requires(one, 4) if datum.kind not in ("data", "params", "reduced")]
         assert all(made[datum] <= start for datum in needed)
     for seat in {seat for seat, _, _ in rows}:

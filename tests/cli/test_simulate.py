@@ -89,7 +89,10 @@ def test_what_is_run_again_stands_beside_what_step_restart_would(capsys) -> None
 def test_placement_needs_sizes_and_changes_the_step(capsys) -> None:
     steps = {}
     for placement in ("alone", "stage"):
-        arguments = f"simulate --pp 4 --dp 6 --micro-batches 4 --preset gpt3_medium --mtbf 1h --hours 2 --placement {placement} --json"
+        arguments = (
+            "simulate --pp 4 --dp 6 --micro-batches 4 --preset gpt3_medium --mtbf 1h --hours 2 "
+            f"--placement {placement} --json"
+        )
         assert main(arguments.split()) == 0
         steps[placement] = json.loads(capsys.readouterr().out)["segments"][0]["step_s"]
     assert steps["stage"] < steps["alone"], "sums stay inside the host"

@@ -29,7 +29,10 @@ from tests.support.jobs import (
     faults,
 )
 
-ZERO_1 = "deepspeed={bf16: {enabled: true}, zero_optimization: {stage: 1}, data_types: {grad_accum_dtype: fp32}, communication_data_type: fp32}"
+ZERO_1 = (
+    "deepspeed={bf16: {enabled: true}, zero_optimization: {stage: 1}, data_types: {grad_accum_dtype: fp32}, "
+    "communication_data_type: fp32}"
+)
 STOCK = "recycle.enabled=false", ZERO_1
 REPLICATED = ZERO_1, "recycle.zero=replicate"
 MORE, THREE = pytest.mark.all_kills, Shape(replicas=3)

@@ -294,7 +294,7 @@ def test_such_a_script_in_bf16_with_a_tied_embedding_killed_anywhere(launch, tmp
     ] == [kill.seat]
     ((first, _),) = retired(result)
     assert first >= 5
-    for rank, end in found.items():
+    for end in found.values():
         assert end["losses"][: first - 1] == pytest.approx(calm_in_bf16["losses"][: first - 1], abs=10 * LOSS_TOLERANCE)
         assert {name: end[name] for name in ("rates", "steps", "samples")} == {
             name: calm_in_bf16[name] for name in ("rates", "steps", "samples")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -38,7 +39,7 @@ def start(plain_server, tmp_path):
     """``start(*then, …)`` runs SCRIPT on two workers; at the end nothing of it may be left."""
     runs = []
 
-    def start(*then: str, options: list[str] = [], **more: object) -> Run:
+    def start(*then: str, options: Sequence[str] = (), **more: object) -> Run:
         program = [*options, SCRIPT, str(tmp_path), *then]
         runs.append(Run(plain_server, tmp_path, 2, program[0], program[1:], launcher="plain", **more))
         return runs[-1]
@@ -62,7 +63,7 @@ def forked_from(run: Run) -> list[psutil.Process]:
 
 
 def assert_gone(pids: list[int]) -> None:
-    gone, alive = psutil.wait_procs(
+    _, alive = psutil.wait_procs(
         [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=DEADLINE_S / 10
     )
     assert not alive
@@ -109,7 +110,10 @@ def test_a_worker_that_is_killed_before_training_ends_the_job_and_a_run_folder_t
     os.kill(records[1]["pid"], signal.SIGKILL)
     result = run.finish()
     assert result.code == 1
-    said = "the job ends: rank 1: its process was killed by signal 9 (SIGKILL) before training started, and nothing is lost yet: start the job again"
+    said = (
+        "the job ends: rank 1: its process was killed by signal 9 (SIGKILL) before training started, "
+        "and nothing is lost yet: start the job again"
+    )
     assert_one_line(result, said)
     assert_gone([record["pid"] for record in records])
     with early_folder(result) as folder:
@@ -156,7 +160,10 @@ def test_where_a_fork_is_unsafe_workers_are_children(start, tmp_path):
     )
     run = start(cold=True, PYTHONPATH=str(tmp_path))
     result = run.finish()
-    warning = "recycle: warning: workers are not forked, and each imports everything itself: in the process to fork them from there are 2 threads (python"
+    warning = (
+        "recycle: warning: workers are not forked, and each imports everything itself: "
+        "in the process to fork them from there are 2 threads (python"
+    )
     assert result.code == 0 and result.output.startswith(warning), result.output
     assert [record["parent"] for record in found(tmp_path)] == 2 * [run.launcher.pid]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ def train(launch, tmp_path):
     """
     folders: list[str] = []
 
-    def run(case: str, *faults: str, enabled: bool = True, settings: dict = {}, **more: object) -> Result:
+    def run(
+        case: str, *faults: str, enabled: bool = True, settings: Mapping[str, object] = {}, **more: object
+    ) -> Result:
         folders.append(str(tmp_path / f"run{len(folders)}"))
         job = {
             "case": case,

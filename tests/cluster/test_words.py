@@ -32,7 +32,10 @@ def line_of(text: str) -> int:
 def test_an_error_in_all_scripts_is_shown_once_and_is_the_jobs_cause(launch):
     """A layer that does not fit those before it."""
     result = launch("layer=shape").finish()
-    error = f"RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x16 and 17x64) at {SCRIPT}:{line_of('.append(pipeline.step())')}"
+    error = (
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x16 and 17x64) at "
+        f"{SCRIPT}:{line_of('.append(pipeline.step())')}"
+    )
     assert result.code == 1 and result.output.count("Traceback") == 1 and "its connection broke" not in result.output, (
         result.output[-6000:]
     )

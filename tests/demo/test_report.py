@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ STEPS = 9
 LOSSES = [5.0 - step / 10 for step in range(STEPS)]
 
 
-def outcome(*killed: int, pids: dict[int, int] = {}, losses: dict[int, list[float]] = {}) -> RunOutcome:
+def outcome(*killed: int, pids: Mapping[int, int] = {}, losses: Mapping[int, list[float]] = {}) -> RunOutcome:
     """The run of the hand-written events; ranks in ``killed`` have left no record."""
     events = tuple(map(json.loads, (Path(__file__).parent / "with_failure.jsonl").read_text().splitlines()))
     ranks = [rank for rank in range(4) if rank not in killed]

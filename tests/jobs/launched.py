@@ -16,8 +16,8 @@ from pathlib import Path
 started_with = sorted({"deepspeed", "megatron", "torch"} & set(sys.modules))
 threads = len(os.listdir("/proc/self/task"))  # the main one, the session's and the heart's
 
-import numpy
-import torch
+import numpy  # noqa: E402
+import torch  # noqa: E402
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR")
 folder, *then = sys.argv[1:]

@@ -80,5 +80,5 @@ def masked_loss(outputs, labels) -> torch.Tensor:
 def save(folder: str, engine, record: dict) -> None:
     """What this rank has to say at the end."""
     os.makedirs(f"{folder}/ends", exist_ok=True)
-    weights = {name: value for name, value in engine.module.state_dict().items()}
+    weights = dict(engine.module.state_dict())
     torch.save(record | {"weights": weights}, f"{folder}/ends/rank{os.environ['RANK']}.pt")

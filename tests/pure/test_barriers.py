@@ -69,7 +69,7 @@ def test_a_death_in_the_last_save_before_a_planned_end_makes_everybody_save_once
 
 
 def test_a_stage_lost_in_the_last_save_before_a_planned_end_ends_the_job_and_says_what_is_missing():
-    membership, last = at_its_end()
+    membership, _ = at_its_end()
     membership.receive(Exited(2, -9, 0.0), 0.0)
     (end,) = said(membership.receive(Exited(3, -9, 0.0), 0.0), End)
     assert end.failed and end.reason.startswith("stage 1 has no live worker left")

@@ -48,7 +48,7 @@ def end():
 
 
 def test_what_is_drawn_is_in_the_store_and_a_peer_has_a_copy(end):
-    iterator_data, store, iterator, handed, said = end
+    iterator_data, store, _, handed, said = end
     iterator_data.provide(1, ControlView(0))
     assert store.of("drawn", 1) == {MicroBatch(0, index): Draw(0, index) for index in range(3)}
     assert [(datum.micro_batch, taker) for datum, _, taker in handed] == [
@@ -107,5 +107,5 @@ def test_it_does_not_go_back(end):
 
 
 def test_who_gives_what_this_worker_does_not_draw(end):
-    iterator_data, store, *_ = end
+    iterator_data, *_ = end
     assert iterator_data.giver(Datum("drawn", 0, MicroBatch(1, 2), 1)) == Seat(1, 0)

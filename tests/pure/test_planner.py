@@ -174,5 +174,5 @@ def test_lowering_loads_at_the_ends_and_pairs_every_message(stages: int, micro_b
 def test_a_worker_without_a_micro_batch_still_reduces_and_steps() -> None:
     view = Topology(3, 2, 1).full()
     planned = plan(view, CostModel.uniform(2), replace(Policy(), validate=True))
-    for seat, program in planned.programs.items():
+    for program in planned.programs.values():
         assert [one.op for one in program[-3:]] == [Op.REDUCE, Op.VALIDATE, Op.STEP]

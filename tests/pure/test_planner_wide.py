@@ -44,7 +44,7 @@ def test_plans_of_unequal_jobs_keep_bound_memory_and_dependencies(job) -> None:
     for (op, stage, micro_batch), span in ran.items():
         maker = {Op.F: (Op.F, stage - 1), Op.I: (Op.I, stage + 1)}.get(op)
         if maker and 0 <= maker[1] < planned.stages:
-            source = ran[*maker, micro_batch]
+            source = ran[(*maker, micro_batch)]
             assert source.end_us + costs.transfer(source.seat, span.seat) <= span.start_us
     _check_memory(planned, costs)
 

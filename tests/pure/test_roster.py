@@ -88,7 +88,7 @@ def test_the_next_incarnation_of_a_rank_is_another_worker():
 def test_first_is_the_lowest_rank_alive():
     assert ALL.first.rank == 0 and ALL.without({WorkerId(0), WorkerId(1)}).first.rank == 2
     with pytest.raises(IndexError):
-        Roster().first
+        _ = Roster().first
 
 
 @pytest.mark.parametrize(

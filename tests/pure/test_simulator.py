@@ -86,7 +86,7 @@ def test_a_dropped_micro_batch_changes_the_weights() -> None:
         seat: tuple(one for one in program if one.micro_batch is None or one.micro_batch != (1, 5))
         for seat, program in good.programs.items()
     }
-    route = {key: seat for key, seat in good.route.items()}
+    route = dict(good.route)
     fewer = replace(good, programs=dropped)
     object.__setattr__(
         fewer, "own", lambda seat: tuple(mb for mb in EXAMPLE.batch if route[seat.stage, mb] == seat and mb != (1, 5))

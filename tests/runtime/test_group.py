@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from datetime import timedelta
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -136,7 +137,13 @@ def test_survivors_leave_a_blocked_operation_and_go_on(processes, between_steps,
     everybodys = [[10.0 * rank + place for place in range(3)] for rank in range(3)]
     for rank, found in results.of("of each", {0, 1, 2}).items():
         columns = [own[rank] for own in everybodys]
-        assert found == [sum(everybodys, []), [sum(columns)], columns, everybodys[rank], everybodys[rank]]
+        assert found == [
+            list(chain.from_iterable(everybodys)),
+            [sum(columns)],
+            columns,
+            everybodys[rank],
+            everybodys[rank],
+        ]
     processes[2].join(30)
     coordinator.tell(generation(1, [0, 1]))
     assert results.of("interrupted", {0, 1}) == dict.fromkeys(range(2), expected)

@@ -137,7 +137,7 @@ def polled(script: Script) -> tuple[float, list[bool]]:
     works = [dist.irecv(held, peer), dist.isend(script.value(LARGE), peer)]
     works.append(dist.all_reduce(script.value(), async_op=True))
     deadline = time.monotonic() + WAIT_S
-    while not all([work.is_completed() for work in works]) and time.monotonic() < deadline:
+    while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
         os.sched_yield()
     return held.mean().item(), [work.is_completed() for work in works]
 

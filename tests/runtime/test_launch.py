@@ -148,7 +148,10 @@ def test_a_port_that_somebody_has():
 
 def limited(command: list[str], soft: int, hard: int, **more: str) -> subprocess.CompletedProcess:
     """Python with ``command``, where no process may have more descriptors."""
-    begin = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    begin = (
+        f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); "
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
     return subprocess.run(
         [sys.executable, "-c", begin, *command],
         capture_output=True,
@@ -178,7 +181,10 @@ def test_a_job_that_needs_more_descriptors_than_there_can_be_ends_with_one_line(
 
 
 def test_the_limit_is_raised_as_far_as_it_may_be_and_what_is_started_inherits_it():
-    inherits = "import resource, subprocess, sys; from recycle_plugin.runtime.processes.descriptors import provide; provide(8); subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    inherits = (
+        "import resource, subprocess, sys; from recycle_plugin.runtime.processes.descriptors import provide; "
+        "provide(8); subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    )
     ended = limited(["-c", inherits, "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"], 24, 96)
     assert ended.stdout == "(96, 96)\n", ended.stderr
 
@@ -338,7 +344,10 @@ def test_a_moment_without_descriptors_ends_no_worker_and_the_next_is_forked_afte
         assert await server.stop() == ""
 
     asyncio.run(asyncio.wait_for(play(), 100))
-    line = "recycle: warning: at the process that workers are forked from a connection could not be accepted (Too many open files); it is tried again every 0.5 s, and this is said once\n"
+    line = (
+        "recycle: warning: at the process that workers are forked from a connection could not be accepted "
+        "(Too many open files); it is tried again every 0.5 s, and this is said once\n"
+    )
     assert "".join(said) + capfd.readouterr().err == line
 
 

@@ -131,7 +131,7 @@ def test_the_coordinator_hears_of_a_connection_that_broke_and_what_is_sent_after
 
 
 def test_who_waits_until_its_peer_has_taken_everything_hears_of_a_membership_change(pair, coordinator):
-    sender, receiver = pair
+    sender, _ = pair
     silent = socket.create_server(("127.0.0.1", 0))  # takes what its buffers hold, and reads nothing
     address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
     sender.send(address, act(0), There((torch.zeros(1 << 24),)), 0)

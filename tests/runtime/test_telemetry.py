@@ -122,7 +122,10 @@ def test_the_planner_compiles_where_nothing_can_be_cached(tmp_path):
     (tmp_path / "sums.py").write_text(
         "from recycle_plugin.planner.compiled import compiled\n\n@compiled\ndef add(a, b):\n    return a + b\n"
     )
-    program = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY)); import sums; print(sums.add(1, 2))"
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY)); import sums; "
+        "print(sums.add(1, 2))"
+    )
     variables = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     ended = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0 and ended.stdout == "3\n", ended.stderr[-2000:]

@@ -19,10 +19,7 @@ deepspeed_adam = pytest.importorskip("deepspeed.ops.adam")
 
 from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 
-from recycle_plugin.adapters.deepspeed.ports import (
-    COUNTERS,
-    Skipped,
-)
+from recycle_plugin.adapters.deepspeed.ports import COUNTERS, Skipped  # noqa: E402
 from recycle_plugin.runtime.worker.stepping import undo_record  # noqa: E402
 
 

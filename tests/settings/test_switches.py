@@ -24,7 +24,10 @@ SEEN = {
     "norm": "cluster/test_as_stock.py::test_the_true_norm",
     "clip": "cluster/test_validate.py::test_without_a_failure_it_is_bit_for_bit_what_waiting_gives",
     "nonfinite": "cluster/test_validate.py::test_the_job_ends_where_they_are_not_to_be_skipped",
-    "loss_scaling": "cluster/test_loss_scale.py::test_an_overflow_takes_the_scale_down_on_all_stages_and_what_had_the_old_one_is_void",
+    "loss_scaling": (
+        "cluster/test_loss_scale.py::"
+        "test_an_overflow_takes_the_scale_down_on_all_stages_and_what_had_the_old_one_is_void"
+    ),
     "undo": "runtime/test_undo_deepspeed.py::test_the_engine_keeps_the_gradient_that_is_applied_the_clipped_one",
     "exact": "cluster/test_exact.py::test_without_exact_mode_the_same_failure_changes_bits",
     "exact_block": "cluster/test_exact.py::test_other_settings",
@@ -44,9 +47,14 @@ SEEN = {
     "trace": "cluster/test_redone.py::test_only_what_the_lost_worker_had_finished_is_run_twice",
     "faults": "cluster/test_kills.py::test_each_rank_at_named_instructions",
     "progress_timeout_s": "cluster/test_hung.py::test_a_stopped_worker_is_given_up",
-    "busy_timeout_s": "pure/test_suspicions.py::test_a_process_that_computes_has_longer_than_one_that_does_nothing",
-    "last_worker_timeout_s": "pure/test_suspicions.py::test_the_last_worker_of_a_stage_is_not_given_up_but_the_job_ends_after_its_own_deadline",
-    "idle_timeout_s": "pure/test_failure_detector.py::test_what_may_take_long_has_the_long_deadline_while_somebody_waits",
+    "busy_timeout_s": ("pure/test_suspicions.py::test_a_process_that_computes_has_longer_than_one_that_does_nothing"),
+    "last_worker_timeout_s": (
+        "pure/test_suspicions.py::"
+        "test_the_last_worker_of_a_stage_is_not_given_up_but_the_job_ends_after_its_own_deadline"
+    ),
+    "idle_timeout_s": (
+        "pure/test_failure_detector.py::test_what_may_take_long_has_the_long_deadline_while_somebody_waits"
+    ),
     "heartbeat_timeout_s": "cluster/test_partitions.py::test_one_that_is_cut_off_stops_and_the_others_go_on",
     "wait_timeout_s": "runtime/test_session.py::test_a_deadline_names_what_was_waited_for",
     "regroup_timeout_s": "cluster/test_partitions.py::test_without_the_coordinator_nobody_commits_and_all_stop",

@@ -326,7 +326,7 @@ def test_chunks_come_from_several_workers_of_the_stage():
     filling = Filling(target.state, one.state.head())
     for number, (mine, theirs) in enumerate(zip(one.state.chunks(), other.state.chunks(), strict=True)):
         filling.add(theirs if number % 2 else mine)
-    assert filling.stale() == [span for span in one.state.head().spans()[1::2]], "whose version nobody has told"
+    assert filling.stale() == list(one.state.head().spans()[1::2]), "whose version nobody has told"
     filling.follow(other.state.head())
     filling.finish()
     assert not differing(target.found(), one.found())

@@ -128,9 +128,9 @@ class StateFiles:
             return _flat(values, span)
         if any(torch.is_tensor(value) and value.numel() > 1 for value in values):
             raise RecycleError(
-                f"save_checkpoint: the optimizer's state {name!r} has other shapes than the parameters, and "
-                "DeepSpeed's files of "
-                "bf16 jobs have no place for such; use an optimizer such as Adam or SGD, or fp32"
+                f"save_checkpoint: the optimizer's state {name!r} has other shapes than the parameters, "
+                "and DeepSpeed's files of bf16 jobs have no place for such; use an optimizer such as Adam or SGD, "
+                "or fp32"
             )
         return values[-1]
 

@@ -12,11 +12,12 @@ of the stage's own beside it, which stock does not read: the loss scale, and wei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import AbstractSet, Any
+from typing import Any
 
 import torch
 from deepspeed.checkpoint import constants as names
@@ -226,17 +227,15 @@ def beside(folder: Path, stage: int, step: int | None, read: Callable[[str], dic
         saved = read(str(file))
         if step is not None and saved["step"] != step:
             raise RecycleError(
-                f"load_checkpoint: {file} is of step {saved['step']}, and the checkpoint is of step {step}; load "
-                "another one, or only the weights "
-                "with load_module_only=True"
+                f"load_checkpoint: {file} is of step {saved['step']}, and the checkpoint is of step {step}; "
+                "load another one, or only the weights with load_module_only=True"
             )
         return saved
     others = sorted(folder.glob("recycle_stage_*.pt")) if step is not None else []
     if others and read(str(others[0]))["small"]:
         raise RecycleError(
-            f"load_checkpoint: {file} is missing, and {others[0].name} is there; copy the checkpoint whole, load "
-            "another one, or only the weights "
-            "with load_module_only=True"
+            f"load_checkpoint: {file} is missing, and {others[0].name} is there; copy the checkpoint whole, "
+            "load another one, or only the weights with load_module_only=True"
         )
     return {"small": {}, "tensors": {}}
 
@@ -353,17 +352,15 @@ def check_loadable(path: Path, stages: int, bf16: bool) -> None:
     found = len(list(path.glob(f"{names.MODEL_FILE_PREFIX}*{names.MODEL_FILE_SUFFIX}")))
     if found not in (0, stages):
         raise RecycleError(
-            f"load_checkpoint: {path} is of {found} pipeline stages, and this job has {stages}; DeepSpeed keeps the "
-            "optimizer's "
-            f"state by stage, and its universal checkpoints need ZeRO; use {found} stages (with any number of "
-            "replicas), or load_module_only=True"
+            f"load_checkpoint: {path} is of {found} pipeline stages, and this job has {stages}; "
+            "DeepSpeed keeps the optimizer's state by stage, and its universal checkpoints need ZeRO; "
+            f"use {found} stages (with any number of replicas), or load_module_only=True"
         )
     of_bf16 = any(path.glob(f"{names.BF16_ZERO_FILE_PREFIX}*"))
     if not bf16 and any(path.glob(f"{names.ZERO_FILE_PREFIX}*")):
         raise RecycleError(
-            f"load_checkpoint: {path} has the optimizer's state in ZeRO's shards, which in fp32 are not read; load the "
-            "weights alone with "
-            "load_module_only=True"
+            f"load_checkpoint: {path} has the optimizer's state in ZeRO's shards, which in fp32 are not read; "
+            "load the weights alone with load_module_only=True"
         )
     if found and of_bf16 != bf16:
         one, other = ("a bf16", "in fp32") if of_bf16 else ("an fp32", "in bf16")

@@ -9,11 +9,11 @@ this module only.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -198,7 +198,7 @@ class RecycleEngine(PipelineEngine):
         self,
         save_dir: str,
         tag: str | None = None,
-        client_state: dict = {},
+        client_state: Mapping[str, Any] = {},
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
@@ -253,7 +253,7 @@ class RecycleEngine(PipelineEngine):
             "the call out"
         )
 
-    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **INSTRUCTION_MAP}
+    _INSTRUCTION_MAP: ClassVar[dict] = {**PipelineEngine._INSTRUCTION_MAP, **INSTRUCTION_MAP}
 
     def plan_schedule(self) -> PlanSchedule | None:
         """What this worker runs, or has run last, as a DeepSpeed ``PipeSchedule``; None before the first step."""
@@ -361,10 +361,9 @@ def engine_class(users: type, job: EngineArguments) -> type:
     )
     if unheard:
         raise RecycleError(
-            f"{users.__name__}.{unheard[0]} overrides a part of DeepSpeed's schedule, which the plugin's own takes the "
-            "place of, so it would not be "
-            "called; override train_batch, eval_batch, save_checkpoint or load_checkpoint instead, or set "
-            "recycle.enabled to false"
+            f"{users.__name__}.{unheard[0]} overrides a part of DeepSpeed's schedule, "
+            "which the plugin's own takes the place of, so it would not be called; override train_batch, eval_batch, "
+            "save_checkpoint or load_checkpoint instead, or set recycle.enabled to false"
         )
     taken = {
         name for name in {**vars(RecycleEngine), **RecycleEngine.__annotations__} if not hasattr(PipelineEngine, name)

@@ -54,7 +54,8 @@ def check_placement(placement: str, model: PipelineModule, given: str) -> None:
     ``given``: how ranks were given out, when nobody knew the config but from the command line.
     """
     replicas = model.topology().get_axis_comm_lists("data")
-    axes = f"give PipelineModule topology=ProcessTopology(axes=['data', 'pipe'], dims=[{len(replicas[0])}, {len(replicas)}])"
+    dims = [len(replicas[0]), len(replicas)]
+    axes = f"give PipelineModule topology=ProcessTopology(axes=['data', 'pipe'], dims={dims})"
     if placement == "spread" and given != "spread":
         raise RecycleError(
             'recycle.placement "spread" is about ranks, which were given out before this config was there: put it into '
@@ -111,9 +112,9 @@ def _check_module(model: PipelineModule, parameters: Any) -> None:
         )
     if not any(True for _ in model.parameters()) or parameters == []:
         raise RecycleError(
-            "a stage has no parameters for its optimizer, which DeepSpeed's optimizers refuse: give PipelineModule "
-            "another partition_method or fewer "
-            "stages, and pass frozen parameters to deepspeed.initialize as well (requires_grad = False is enough)"
+            "a stage has no parameters for its optimizer, which DeepSpeed's optimizers refuse: "
+            "give PipelineModule another partition_method or fewer stages, and pass frozen parameters to "
+            "deepspeed.initialize as well (requires_grad = False is enough)"
         )
     if grid.data_parallel_size == 1:
         raise RecycleError(

@@ -41,7 +41,10 @@ def sizes(config: dict[str, Any]) -> Iterator[str]:
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             yield f"{name} is {shown(value)}; write a whole number of at least 1"
     if given["train_batch_size"] is None and given["train_micro_batch_size_per_gpu"] is None:
-        yield "the DeepSpeed config has neither train_batch_size nor train_micro_batch_size_per_gpu: write one of the two, with gradient_accumulation_steps"
+        yield (
+            "the DeepSpeed config has neither train_batch_size nor train_micro_batch_size_per_gpu: "
+            "write one of the two, with gradient_accumulation_steps"
+        )
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -54,7 +57,10 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 def _precision(config: dict[str, Any]) -> Iterator[str]:
     for name in ("fp16", "torch_autocast", "amp"):
         if _section(config, name).get("enabled"):
-            yield f"{name}.enabled: only fp32 and bf16 are supported yet; remove the {name} section, and set bf16.enabled to true if you can"
+            yield (
+                f"{name}.enabled: only fp32 and bf16 are supported yet; remove the {name} section, "
+                "and set bf16.enabled to true if you can"
+            )
     if (name := bf16(config)) is not None:
         yield from _bf16(config, name)
 
@@ -68,12 +74,18 @@ def _bf16(config: dict[str, Any], name: str) -> Iterator[str]:
     """Sums, master weights and the optimizer's state are in fp32, whatever stock code would do."""
     for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
         if _section(config, name).get(key):
-            yield f"{name}.{key}: master weights, sums of gradients and the optimizer's state are fp32 with recycle.enabled; leave it out"
+            yield (
+                f"{name}.{key}: master weights, sums of gradients and the optimizer's state are fp32 with "
+                "recycle.enabled; leave it out"
+            )
     wanted = {"data_types.grad_accum_dtype": _section(config, "data_types").get("grad_accum_dtype"),
               "communication_data_type": config.get("communication_data_type")}  # fmt: skip
     for key, value in wanted.items():
         if value not in (None, "fp32", "float32"):
-            yield f'{key} is {shown(value)}: bf16 gradients are summed in fp32 with recycle.enabled; write "fp32", or leave it out'
+            yield (
+                f"{key} is {shown(value)}: bf16 gradients are summed in fp32 with recycle.enabled; "
+                'write "fp32", or leave it out'
+            )
     recycle = _section(config, SECTION)
     if recycle.get("norm") == "deepspeed":
         yield f"recycle.norm is \"deepspeed\", fp32's norm: in {name} DeepSpeed's is over all stages; leave it out"
@@ -99,25 +111,39 @@ def _zero(config: dict[str, Any]) -> Iterator[str]:
 def _replicated(section: dict[str, Any], recycle: dict[str, Any]) -> Iterator[str]:
     for key in ("offload_optimizer", "offload_param", "cpu_offload"):
         if section.get(key):
-            yield f'zero_optimization.{key} moves shards to the host, and recycle.zero "replicate" leaves none; leave it out'
+            yield (
+                f'zero_optimization.{key} moves shards to the host, and recycle.zero "replicate" leaves none; '
+                "leave it out"
+            )
     if recycle.get("norm") == "deepspeed":
-        yield 'recycle.norm is "deepspeed", the norm of ZeRO stage 0: at stage 1 DeepSpeed\'s is over all stages; leave it out'
+        yield (
+            'recycle.norm is "deepspeed", the norm of ZeRO stage 0: at stage 1 DeepSpeed\'s is over all stages; '
+            "leave it out"
+        )
 
 
 def _optimizer(section: dict[str, Any]) -> Iterator[str]:
     """DeepSpeed's own Adam is compiled at first use: say so before the compiler does."""
     name = str(section.get("type", "")).lower()
     if name.startswith(("onebit", "zeroone")):
-        yield f"optimizer {section['type']} sends gradients by itself, to workers that may be lost; use Adam or AdamW with torch_adam: true"
+        yield (
+            f"optimizer {section['type']} sends gradients by itself, to workers that may be lost; "
+            "use Adam or AdamW with torch_adam: true"
+        )
     if name not in ("adam", "adamw") or _section(section, "params").get("torch_adam"):
         return
     advice = "set optimizer.params.torch_adam to true, which needs no compiler"
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "c++"), "g++", "clang++")):
-        yield f"optimizer {section['type']} is compiled by DeepSpeed at first use, and there is no C++ compiler; {advice}"
+        yield (
+            f"optimizer {section['type']} is compiled by DeepSpeed at first use, and there is no C++ compiler; {advice}"
+        )
         return
     stale = _stale_lock()
     if stale is not None:
-        yield f"{stale} is the lock of a DeepSpeed extension whose build died: DeepSpeed would wait for it for ever; delete it, or {advice}"
+        yield (
+            f"{stale} is the lock of a DeepSpeed extension whose build died: DeepSpeed would wait for it for ever; "
+            f"delete it, or {advice}"
+        )
 
 
 def _checkpoint(section: dict[str, Any]) -> Iterator[str]:
@@ -149,7 +175,9 @@ BYPASSED = {
     "order the data in engine.set_data_source(source), by its step",
     "zero_optimization.zenflow": "steps parameters apart from the others, by ZeRO's shards; leave it out",
     "compile.deepcompile": "compiles the backward, which the plugin splits and lets peers run again; leave it out",
-    "activation_checkpointing.contiguous_memory_optimization": "wants backwards in the order of DeepSpeed's own schedule; leave it out",
+    "activation_checkpointing.contiguous_memory_optimization": (
+        "wants backwards in the order of DeepSpeed's own schedule; leave it out"
+    ),
     "activation_checkpointing.partition_activations": "deals activations to tensor-parallel workers, which are not "
     "supported yet; leave it out",
 }
@@ -173,15 +201,22 @@ def _bypassed(config: dict[str, Any]) -> Iterator[str]:
         if _value(config, name):
             yield f"{name} {reason}"
     if not config.get("managed_gradient_accumulation", True):
-        yield "managed_gradient_accumulation false leaves it to the script when to step, and a pipeline steps once in a train_batch; leave it out"
+        yield (
+            "managed_gradient_accumulation false leaves it to the script when to step, "
+            "and a pipeline steps once in a train_batch; leave it out"
+        )
 
 
 def _parallel(config: dict[str, Any]) -> Iterator[str]:
     for name in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
         if (_value(config, name) or 1) > 1:
-            yield f"{name} above 1 splits micro-batches or layers over workers, which is not supported yet; leave it out"
+            yield (
+                f"{name} above 1 splits micro-batches or layers over workers, which is not supported yet; leave it out"
+            )
     if _value(config, "expert_parallel.enabled"):
-        yield "expert_parallel.enabled: mixtures of experts send tokens between replicas, which may be lost; leave it out"
+        yield (
+            "expert_parallel.enabled: mixtures of experts send tokens between replicas, which may be lost; leave it out"
+        )
 
 
 def _removed(config: dict[str, Any]) -> Iterator[str]:
@@ -195,7 +230,10 @@ def _removed(config: dict[str, Any]) -> Iterator[str]:
 def _exact(config: dict[str, Any]) -> Iterator[str]:
     kind = config.get("communication_data_type")
     if kind is not None and str(kind).lower() != "fp32" and _section(config, "recycle").get("exact"):
-        yield f"communication_data_type {shown(kind)} rounds gradients on their way, and recycle.exact adds them as they are; leave one of the two out"
+        yield (
+            f"communication_data_type {shown(kind)} rounds gradients on their way, "
+            "and recycle.exact adds them as they are; leave one of the two out"
+        )
 
 
 def _value(config: dict[str, Any], name: str) -> Any:

@@ -39,8 +39,8 @@ def check(specs: list) -> None:
         ):
             raise RecycleError(
                 f"the layers tied as {spec.key!r} name different weights, {', '.join(said[spec.key])} and "
-                f"{', '.join(spec.tied_weight_attr)}, so that stages "
-                "would add up different things; give each TiedLayerSpec of this key the same tied_weight_attr"
+                f"{', '.join(spec.tied_weight_attr)}, so that stages would add up different things; "
+                "give each TiedLayerSpec of this key the same tied_weight_attr"
             )
 
 

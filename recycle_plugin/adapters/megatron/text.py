@@ -32,8 +32,8 @@ class TextWindows(Dataset):
         self._length = (len(text) - 1) // sequence
         if self._length < 1:
             raise ValueError(
-                f"data.path: {path or 'the standard library'} has {len(text)} bytes of text "
-                f"(limit {limit_bytes}); one window of {sequence} tokens and the byte after it need {sequence + 1}"
+                f"data.path: {path or 'the standard library'} has {len(text)} bytes of text (limit {limit_bytes}); "
+                f"one window of {sequence} tokens and the byte after it need {sequence + 1}"
             )
         self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 

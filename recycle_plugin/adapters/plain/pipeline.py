@@ -107,9 +107,9 @@ def _cut(layers: int, stages: int, workers: int, parts: Sequence[int] | None) ->
         raise RecycleError(f"stages is {stages}, and there are {layers} layers: write 1 to {layers}")
     if workers % stages or workers < 2 * stages:
         raise RecycleError(
-            f"{workers} workers for {stages} stages: start a multiple of {stages}, and at least {2 * stages}, since a "
-            "lost worker needs a replica to take "
-            f"its micro-batches: python -m recycle_plugin.launch --workers {2 * stages}"
+            f"{workers} workers for {stages} stages: start a multiple of {stages}, and at least {2 * stages}, "
+            "since a lost worker needs a replica to take its micro-batches: python -m recycle_plugin.launch --workers "
+            f"{2 * stages}"
         )
     each = (
         list(parts) if parts is not None else [layers // stages + (stage < layers % stages) for stage in range(stages)]
@@ -130,8 +130,8 @@ def _refuse_shared(layers: Sequence[Layer], cut: list[tuple[int, int]]) -> None:
                 if its_stage != stage:
                     raise RecycleError(
                         f"layers {other} and {number} share a weight, and are in stages {its_stage} and {stage}: "
-                        "weights that stages share are not supported "
-                        "here yet; give parts= that puts them into one stage, or use DeepSpeed's TiedLayerSpec"
+                        "weights that stages share are not supported here yet; give parts= that puts them into one "
+                        "stage, or use DeepSpeed's TiedLayerSpec"
                     )
 
 
@@ -168,8 +168,7 @@ def _refuse_function(number: int, given: Layer) -> None:
     except TypeError as error:
         raise RecycleError(
             f"layer {number} is {getattr(given, '__name__', given)}, which is called without arguments to make a "
-            f"module, and has {error}: where it computes "
-            "outputs from inputs, give a module whose forward calls it"
+            f"module, and has {error}: where it computes outputs from inputs, give a module whose forward calls it"
         ) from None
 
 

@@ -156,7 +156,9 @@ class Attendance:
         """Takes ``micro_batches`` for the number of each replica in a step from now on; returns whether that is
         news.
         """
-        before, self._shape = self._shape, replace(self._shape, micro_batches=micro_batches)
+        before = self._shape
+        assert before is not None, "steps have no other size before the start"
+        self._shape = replace(before, micro_batches=micro_batches)
         return self._shape != before
 
     # --- leaving ---------------------------------------------------------------------------------

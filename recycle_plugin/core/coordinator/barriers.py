@@ -8,7 +8,7 @@ changed, and all hear of that first, or nobody hears of it and all hear of the c
 
 from __future__ import annotations
 
-from typing import AbstractSet
+from collections.abc import Set as AbstractSet
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
 

@@ -53,9 +53,8 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
 
 EARLY = (
-    ", and nothing is lost yet: start the job again; where nobody has killed it, see by dmesg on its host whether that "
-    "ran out of memory, and give its "
-    "workers more, or make the model smaller"
+    ", and nothing is lost yet: start the job again; where nobody has killed it, "
+    "see by dmesg on its host whether that ran out of memory, and give its workers more, or make the model smaller"
 )
 
 
@@ -190,11 +189,13 @@ class Course:
         if reason is None or self.ending.ended is not None:
             return
         self.end_planned(reason, out, TRY_AGAIN)
+        assert self.ending.ended is not None, "a planned end has its step at once"
+        last = self.ending.ended.step - 1
         out.say(
             "throughput_floor",
-            f"{reason}: the job ends with a checkpoint of step {self.ending.ended.step - 1} and exit code {TRY_AGAIN}",
+            f"{reason}: the job ends with a checkpoint of step {last} and exit code {TRY_AGAIN}",
             throughput=throughput,
-            step=self.ending.ended.step - 1,
+            step=last,
             code=TRY_AGAIN,
         )
 

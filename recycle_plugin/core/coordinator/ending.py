@@ -95,9 +95,8 @@ class Ending:
             return ""
         who, last = self._first_through
         return (
-            f"the training script of {who} ended after step {last}, and that of {member} is in step {step}: all have "
-            "to train "
-            "equally many steps, so see to what ends the loop on some ranks only"
+            f"the training script of {who} ended after step {last}, and that of {member} is in step {step}: "
+            "all have to train equally many steps, so see to what ends the loop on some ranks only"
         )
 
     def finish(self, committed: int, crash: str, out: CoordinatorOutput) -> None:

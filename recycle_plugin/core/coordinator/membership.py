@@ -212,7 +212,7 @@ class Membership:
     def _begin(self, job: JobSpec, stepped: int, now: float, out: CoordinatorOutput) -> None:
         shape, roster = job.shape, self._enrolment.roster
         self.course.begin(roster, job, stepped)
-        seats = {str(seat): roster.holder(seat).rank for seat in roster.seats}
+        seats = {str(seat): roster.holding(seat).rank for seat in roster.seats}
         out.say(
             "start",
             f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder "
@@ -281,9 +281,8 @@ class Membership:
             self.course.give_up(doubted, Cause.LINK, f"{why}, for the {tries}th time", now, out)
         else:
             self.course.end(
-                f"{why}, {tries} times, and nobody in it is lost: see to the network between their hosts, or let "
-                "GLOO_SOCKET_IFNAME name "
-                f"the interface that connects them. {self.course.ending.safe_point}",
+                f"{why}, {tries} times, and nobody in it is lost: see to the network between their hosts, "
+                f"or let GLOO_SOCKET_IFNAME name the interface that connects them. {self.course.ending.safe_point}",
                 out,
             )
 

@@ -41,8 +41,14 @@ class Mismatch:
                 else f"its state after step {self.step} is unlike that of the stage's other replicas"
             )
         if self.weight:
-            return f"the copies of {self.weight} at {', '.join(map(str, self.members))} differ after step {self.step}, and no majority says which is right"
-        return f"the replicas at {', '.join(map(str, self.members))} differ after step {self.step}, and no majority says which is right"
+            return (
+                f"the copies of {self.weight} at {', '.join(map(str, self.members))} differ after step {self.step}, "
+                "and no majority says which is right"
+            )
+        return (
+            f"the replicas at {', '.join(map(str, self.members))} differ after step {self.step}, "
+            "and no majority says which is right"
+        )
 
 
 class Fingerprints:

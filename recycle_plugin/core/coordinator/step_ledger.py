@@ -107,8 +107,8 @@ class StepLedger:
         for seat, percent in news.items():
             out.say(
                 "rebalance",
-                f"{roster.holder(seat)} needs {percent}% of the time that its stage's others need: work is dealt out "
-                "anew",
+                f"{roster.holder(seat)} needs {percent}% of the time that its stage's others need: "
+                "work is dealt out anew",
                 seat=str(seat),
                 percent=percent,
             )

@@ -37,7 +37,10 @@ class Suspicions:
     def _raise(suspicion: Suspicion, member: Member, attendance: Attendance, out: CoordinatorOutput) -> None:
         if attendance.roster.is_last(member):
             end_s = attendance.failure_detector.deadlines.last_worker_timeout_s
-            then = f"it is the last worker of stage {member.seat.stage}, so it is not given up, and the job ends after {end_s:g} s"
+            then = (
+                f"it is the last worker of stage {member.seat.stage}, so it is not given up, "
+                f"and the job ends after {end_s:g} s"
+            )
         else:
             then = f"it is given up after {suspicion.limit_s:.1f} s"
         out.say(

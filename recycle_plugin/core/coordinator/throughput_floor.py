@@ -31,4 +31,7 @@ class ThroughputFloor:
         """The reason why the job is to end at this throughput, or None where it may go on."""
         if self._max_slowdown is None or 1 - throughput <= self._max_slowdown:
             return None
-        return f"predicted throughput {throughput:.0%} of the fault-free plan's, and recycle.max_slowdown = {self._max_slowdown:g}"
+        return (
+            f"predicted throughput {throughput:.0%} of the fault-free plan's, "
+            f"and recycle.max_slowdown = {self._max_slowdown:g}"
+        )

@@ -49,7 +49,7 @@ class Language:
             raise ValueError(f"a {type(message).__name__} of {len(body)} bytes is too long to be sent: at most {LIMIT}")
         return HEAD.pack(MAGIC, self.version, len(body)) + body
 
-    def size(self, head: bytes, limit: int = LIMIT) -> int | Unreadable:
+    def size(self, head: bytes | bytearray, limit: int = LIMIT) -> int | Unreadable:
         """The bytes of the body that comes behind ``head``, of which all has come; an Unreadable where this is no head
         of this version, or announces more than ``limit``.
         """

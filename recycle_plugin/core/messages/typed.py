@@ -60,11 +60,12 @@ class TypeForm(NamedTuple):
     make: Callable[[Any], Any]
 
 
-def read(kind: type[T], plain: object, name: str) -> T | Unreadable:
+def read(kind: type[T], plain: Any, name: str) -> T | Unreadable:
     """The value of type ``kind`` that ``plain`` stands for, or an Unreadable.  ``name``: what it is called where it
     does not fit.
     """
-    form = form_of(kind)
+    hint: Any = kind
+    form = form_of(hint)
     try:
         return plain if type(plain) in form.kinds else form.make(plain)
     except _Wrong as wrong:
@@ -75,7 +76,8 @@ def values(thing: object) -> tuple:
     """The values of a dataclass's or named tuple's fields, as :func:`read` takes them back; those that are dataclasses
     too stay so.  Raises TypeError for anything else.
     """
-    return _getter(type(thing))(thing)
+    kind: Any = type(thing)
+    return _getter(kind)(thing)
 
 
 # --- forms, by annotation ------------------------------------------------------------------------
@@ -147,7 +149,8 @@ def _each(form: TypeForm, plain: list) -> list:
         try:
             made.append(one if type(one) in form.kinds else form.make(one))
         except _Wrong as wrong:
-            raise wrong.within(f"[{place}]")
+            wrong.within(f"[{place}]")
+            raise
     return made
 
 
@@ -181,7 +184,8 @@ def _dict(form: TypeForm) -> TypeForm:
             try:
                 made[key] = one if type(one) in form.kinds else form.make(one)
             except _Wrong as wrong:
-                raise wrong.within(f"[{key!r}]")
+                wrong.within(f"[{key!r}]")
+                raise
         return made
 
     return TypeForm(text, frozenset(), make)
@@ -201,14 +205,15 @@ def _fixed(text: str, names: tuple[str, ...], forms: tuple[TypeForm, ...], build
                 try:
                     value = make_one(value)
                 except _Wrong as wrong:
-                    raise wrong.within(name)
+                    wrong.within(name)
+                    raise
             made.append(value)
         return build(made)
 
     return TypeForm(text, frozenset(), make)
 
 
-def _record(kind: type) -> TypeForm:
+def _record(kind: Any) -> TypeForm:
     hints, names = get_type_hints(kind), names_of(kind)
     forms = tuple(form_of(hints[name]) for name in names)
     text = f"{kind.__name__}({', '.join(f'{name}: {form.text}' for name, form in zip(names, forms))})"
@@ -229,7 +234,8 @@ def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], p
             try:
                 made[name] = plain[name] if type(plain[name]) in form.kinds else form.make(plain[name])
             except _Wrong as wrong:
-                raise wrong.within(f".{name}")
+                wrong.within(f".{name}")
+                raise
         elif name not in defaults:
             raise _Wrong("is missing").within(f".{name}")
     for name in sorted(map(str, plain.keys() - forms.keys())):
@@ -237,7 +243,7 @@ def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], p
     return _built(kind, (), made)
 
 
-def _builder(kind: type, names: tuple[str, ...]) -> Callable[[list], Any]:
+def _builder(kind: Any, names: tuple[str, ...]) -> Callable[[list], Any]:
     if not is_dataclass(kind):
         return kind._make
     last = tuple(each.name for each in fields(kind) if each.kw_only)
@@ -247,14 +253,14 @@ def _builder(kind: type, names: tuple[str, ...]) -> Callable[[list], Any]:
     return lambda made: _built(kind, made, {})
 
 
-def _built(kind: type, by_place: Any, by_name: dict) -> Any:
+def _built(kind: Any, by_place: Any, by_name: dict) -> Any:
     """The object of class ``kind``; values of the right types that its constructor refuses with a ValueError are
     wrong.
     """
     try:
         return kind(*by_place, **by_name)
     except ValueError as error:
-        raise _Wrong(f"can't be: {error}")
+        raise _Wrong(f"can't be: {error}") from error
 
 
 def _plain(plain: Any, depth: int = 0) -> Any:
@@ -265,7 +271,7 @@ def _plain(plain: Any, depth: int = 0) -> Any:
         raise _Wrong(
             f"is {shown(plain)}, and it has to be made of numbers, texts, lists, and dicts with texts for keys"
         )
-    for one in plain if type(plain) is list else plain.values():
+    for one in plain.values() if isinstance(plain, dict) else plain:
         if type(one) not in SCALARS:
             _plain(one, depth + 1)
     return plain
@@ -275,17 +281,17 @@ def _plain(plain: Any, depth: int = 0) -> Any:
 
 
 @cache
-def names_of(kind: type) -> tuple[str, ...]:
+def names_of(kind: Any) -> tuple[str, ...]:
     """The names of the fields of a dataclass or named tuple, in the order of its list: those that are only given by
     name come last.
     """
     if not is_dataclass(kind):
         return kind._fields
     given = [each for each in fields(kind) if each.init]
-    return tuple(each.name for each in sorted(given, key=lambda each: each.kw_only))
+    return tuple(each.name for each in sorted(given, key=lambda each: bool(each.kw_only)))
 
 
-def _defaults(kind: type) -> frozenset[str]:
+def _defaults(kind: Any) -> frozenset[str]:
     if not is_dataclass(kind):
         return frozenset(kind._field_defaults)
     return frozenset(

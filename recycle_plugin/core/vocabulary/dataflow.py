@@ -28,6 +28,12 @@ class Datum(NamedTuple):
     micro_batch: MicroBatch | None
     step: int
 
+    @property
+    def made_of(self) -> MicroBatch:
+        """The micro-batch of a datum that is not of a whole stage; AssertionError for one that is."""
+        assert self.micro_batch is not None, f"{self} is of a whole stage"
+        return self.micro_batch
+
     def __str__(self) -> str:
         return (
             f"{self.kind} of stage {self.stage}"
@@ -71,7 +77,7 @@ def requires(
         case Op.RECV_GRAD:
             return (datum("grad", stage + 1),)
         case Op.F:
-            inputs = (datum("act", stage - 1),) if stage else ()
+            inputs: tuple[Datum, ...] = (datum("act", stage - 1),) if stage else ()
             inputs += (datum("data"),) if stage == 0 or last else ()
             return inputs + (Datum("params", stage, None, step),)
         case Op.I | Op.B:

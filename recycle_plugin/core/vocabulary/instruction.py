@@ -64,6 +64,12 @@ class Instruction:
         if (self.peer is None) == (self.op in SENDS | RECEIVES):
             raise ValueError(f"{self.op.name} {'takes no' if self.peer else 'needs a'} peer")
 
+    @property
+    def works_on(self) -> MicroBatch:
+        """The micro-batch of an instruction that is not for a whole stage; AssertionError for one that is."""
+        assert self.micro_batch is not None, f"{self} is for a whole stage"
+        return self.micro_batch
+
     def at(self, step: int) -> Instruction:
         """The same instruction in another step."""
         return replace(self, step=step)

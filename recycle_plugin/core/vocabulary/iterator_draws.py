@@ -27,8 +27,9 @@ k was used at both ends, and drawn and copied before that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import AbstractSet, NamedTuple
+from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Op
@@ -135,9 +136,9 @@ def _known(here: Mapping[Seat, Batches], step: int) -> dict[MicroBatch, Draw]:
         for micro_batch, draw in batches.items():
             if known.setdefault(micro_batch, draw) != draw:
                 raise Torn(
-                    f"seat {seat} has draw {draw} for micro-batch {micro_batch} of step {step}, and another worker "
-                    f"draw {known[micro_batch]}: this is a "
-                    "mistake of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl"
+                    f"seat {seat} has draw {draw} for micro-batch {micro_batch} of step {step}, "
+                    f"and another worker draw {known[micro_batch]}: this is a mistake of the plugin; "
+                    "go on from the last checkpoint, and report it with the run's events.jsonl"
                 )
     return known
 
@@ -155,7 +156,7 @@ def _runs(iterator_state: IteratorState, step: int) -> dict[tuple[int, MicroBatc
     forwards = (
         (seat, one) for seat, work in recovery.compute.items() for one in work if one.op is Op.F and one.stage in ends
     )
-    return {(one.stage, one.micro_batch): seat for seat, one in forwards}
+    return {(one.stage, one.works_on): seat for seat, one in forwards}
 
 
 def _traced(iterator_state: IteratorState, step: int) -> AbstractSet[MicroBatch]:
@@ -169,7 +170,9 @@ def _traced(iterator_state: IteratorState, step: int) -> AbstractSet[MicroBatch]
     stepped = any(
         datum.kind == "params" and datum.step == step + 1 for have in iterator_state.held.values() for datum in have
     )
-    return frozenset(iterator_state.plan.view.topology.batch) if stepped or None in found else found
+    if stepped or None in found:
+        return frozenset(iterator_state.plan.view.topology.batch)
+    return {micro_batch for micro_batch in found if micro_batch is not None}
 
 
 def _deal(
@@ -181,9 +184,9 @@ def _deal(
     lost = [one for one in orphans if one in traced]
     if lost:
         raise Gone(
-            f"step {step}: everybody who kept the data of micro-batch {lost[0]} is lost, and plain iterators can't be "
-            "read again; "
-            "go on from the last checkpoint, or use engine.set_data_source(), which needs no copies"
+            f"step {step}: everybody who kept the data of micro-batch {lost[0]} is lost, "
+            "and plain iterators can't be read again; go on from the last checkpoint, "
+            "or use engine.set_data_source(), which needs no copies"
         )
     if orphans and not alive:
         raise Gone(

@@ -27,7 +27,10 @@ def stages_at_risk(members: Iterable[Member]) -> dict[str, tuple[int, ...]]:
 def at_risk(host: str, stages: tuple[int, ...], members: Iterable[Member], shape: Topology) -> str:
     """One line that says what it means that ``host`` holds every replica of ``stages``, and what to do about it."""
     names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
-    return f"host {host} holds every replica of {names}: its loss ends the job; {remedy(Counter(member.host for member in members), shape)}"
+    return (
+        f"host {host} holds every replica of {names}: its loss ends the job; "
+        f"{remedy(Counter(member.host for member in members), shape)}"
+    )
 
 
 def remedy(workers: Counter[str], shape: Topology) -> str:
@@ -35,7 +38,10 @@ def remedy(workers: Counter[str], shape: Topology) -> str:
     host, most = workers.most_common(1)[0]
     limit, total = most_on_a_host(shape), workers.total()
     if most > limit:
-        return f"no placement helps while one host has more than {limit} of the {total} workers, and {host} has {most}: use hosts of more equal size"
+        return (
+            f"no placement helps while one host has more than {limit} of the {total} workers, and {host} has {most}: "
+            "use hosts of more equal size"
+        )
     axes = f"ProcessTopology(axes=['data', 'pipe'], dims=[{shape.replicas}, {shape.stages}])"
     return f'set recycle.placement to "spread", or give PipelineModule topology={axes}'
 
@@ -60,7 +66,7 @@ def spread(hosts: Sequence[str]) -> tuple[int, ...]:
         last = order[-1] if order else hosts[0]
         others = {host: count for host, count in left.items() if host != last and count}
         stays = not order or left[last] > together * sum(others.values())
-        host = last if stays else max(others, key=others.get)
+        host = last if stays else max(others, key=others.__getitem__)
         together = together + 1 if host == last else 1
         order.append(host)
         left[host] -= 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -76,6 +75,7 @@ class Policy:
             if len(cap) != stages:
                 raise ValueError(f"activation_cap has {len(cap)} entries for {stages} stages")
             return cap[stage]
+        assert not isinstance(cap, str), f"{cap} has no number of micro-batches yet"
         return stages if cap is None else cap
 
     def blocks(self, topology: Topology) -> Blocks:
@@ -98,9 +98,9 @@ class Plan:
 
     view: ClusterView
     policy: Policy
-    route: Mapping[tuple[int, MicroBatch], Seat]
-    programs: Mapping[Seat, Sequence[Instruction]]
-    starts: Mapping[Seat, Sequence[int]] = field(compare=False)
+    route: Route
+    programs: Programs
+    starts: Packed = field(compare=False)
     period_us: int = field(compare=False)
     bound_us: int = field(compare=False)
     span_us: int = field(compare=False)

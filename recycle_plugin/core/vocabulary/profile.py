@@ -127,7 +127,10 @@ class Profile:
     def title(self) -> str:
         """One line about the profile that names its origin."""
         saved = ", activation checkpointing" if self.checkpointing else ""
-        return f"{self.name}, {self.dtype}, micro-batch {self.micro_batch}{saved}; {self.origin.upper()}: {self.device}, {self.date}"
+        return (
+            f"{self.name}, {self.dtype}, micro-batch {self.micro_batch}{saved}; "
+            f"{self.origin.upper()}: {self.device}, {self.date}"
+        )
 
     def split(self, stages: int) -> tuple[int, ...]:
         """The number of transformer layers of each stage: the slowest stage as fast as possible, embedding and head

@@ -75,7 +75,7 @@ class Program(Sequence[Instruction]):
         return f"Program({' '.join(map(str, self))})"
 
 
-class Packed(Mapping[Seat, memoryview]):
+class Packed(Mapping[Seat, Any]):
     """A row of 64-bit integers for each seat.  ``data`` holds the rows one after the other in the order of ``seats``
     (sorted); row i ends before entry ``ends[i]``.  A look-up takes a binary search over the seats.  Raises ValueError
     where the lengths do not fit.
@@ -107,7 +107,7 @@ class Packed(Mapping[Seat, memoryview]):
     def __iter__(self) -> Iterator[Seat]:
         return iter(self.seats)
 
-    def __contains__(self, seat: object) -> bool:
+    def __contains__(self, seat: Any) -> bool:
         place = bisect_left(self.seats, seat)
         return place < len(self.seats) and self.seats[place] == seat
 

@@ -21,8 +21,8 @@ the reduced gradients, which everybody keeps: it comes out the same.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import AbstractSet
 
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.dataflow import Datum, requires
@@ -259,9 +259,9 @@ class _Closure:
 
     def _make(self, datum: Datum) -> Seat:
         """Has a boundary tensor made (again); returns the seat that does."""
-        seat = self._seat_of(datum.stage, datum.micro_batch)
+        seat = self._seat_of(datum.stage, datum.made_of)
         if datum.kind == "act":
-            self._forward(seat, datum.stage, datum.micro_batch)
+            self._forward(seat, datum.stage, datum.made_of)
         else:
             one, fused = (Instruction(op, datum.stage, datum.micro_batch, self._step) for op in (Op.I, Op.B))
             if self.compute[seat].isdisjoint((one, fused)):
@@ -278,7 +278,7 @@ class _Closure:
     def _inputs_of(self, instruction: Instruction, seat: Seat) -> None:
         for datum in requires(instruction, self._plan.stages):
             if datum.kind == "stash" and datum not in self._held[seat]:
-                self._forward(seat, datum.stage, datum.micro_batch)
+                self._forward(seat, datum.stage, datum.made_of)
             elif datum.kind == "params" and self._stepped(seat):
                 self.undo.add(seat)
             elif datum.kind in ("act", "grad") and datum not in self._held[seat] and datum not in self.moves:
@@ -297,7 +297,7 @@ class _Closure:
         homes: dict[tuple[int, Block], tuple[int, Seat]] = {}
         for datum, seats in self._where.items():
             if datum.kind in MADE_OF_BLOCK:
-                key = datum.stage, self._blocks.of(datum.micro_batch)
+                key = datum.stage, self._blocks.of(datum.made_of)
                 homes[key] = min(
                     homes.get(key, (len(MADE_OF_BLOCK), seats[0])), (MADE_OF_BLOCK.index(datum.kind), seats[0])
                 )

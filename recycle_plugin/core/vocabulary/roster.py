@@ -156,6 +156,12 @@ class Roster:
         """
         return next((member for member in self.group(seat) if member.shard == shard), None)
 
+    def holding(self, seat: Seat) -> Member:
+        """The holder of the first shard of ``seat``; AssertionError where nobody holds it."""
+        holder = self.holder(seat)
+        assert holder is not None, f"nobody holds seat {seat}"
+        return holder
+
     @cached_property
     def counterparts(self) -> tuple[Group, ...]:
         """The members that hold the same shard of their seats, shard by shard, each group in the order of the seats."""

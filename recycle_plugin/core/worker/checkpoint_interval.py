@@ -105,6 +105,7 @@ class Meter:
     def end(self) -> Cost:
         """The cost of the checkpoint whose last file was there before the step that has just begun."""
         slowed, self._slowed = self._slowed, None
+        assert slowed is not None, "no step has begun with a checkpoint"
         step_s = median(self._usual or slowed)
         return Cost(sum(slowed) - step_s * len(slowed), step_s)
 

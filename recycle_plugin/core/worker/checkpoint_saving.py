@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from recycle_plugin.core.messages.protocol import BarrierPassed
 from recycle_plugin.core.worker.control_view import ControlView
-from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.training_loop import TrainingLoop
 
 
@@ -24,13 +24,13 @@ class CheckpointFiles(Protocol):
     written, and is "" where it was.
     """
 
-    def write(self, number: int) -> Iterator[Any]:
+    def write(self, number: int) -> Waits[str]:
         """Writes this worker's share, under a name of the attempt ``number``, which is another one in each membership.
 
         Raises Interrupted.
         """
 
-    def publish(self, number: int) -> Iterator[Any]:
+    def publish(self, number: int) -> Waits[str]:
         """Gives the checkpoint its name, once all shares of attempt ``number`` are there.  Doing so again changes
         nothing.
         """
@@ -47,7 +47,7 @@ def save(
     place: str,
     files: CheckpointFiles,
     recover: Callable[[], Iterator[Any]],
-) -> Iterator[Any]:
+) -> Waits[str]:
     """Saves a checkpoint of all live workers' last committed step; returns when it is in place.
 
     ``place``: the name of its barrier, the same on all; ``recover()``: called after a membership change between steps.

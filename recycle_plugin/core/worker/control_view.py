@@ -42,7 +42,7 @@ class ControlView:
         self.pending: Generation | None = None
         self.committed = 0
         self.since = 0
-        self.news: deque[tuple[Generation, Committed]] = deque(maxlen=UNREAD)
+        self.news: deque[tuple[Generation | None, Committed]] = deque(maxlen=UNREAD)
         self.end: End | None = None
         self.departed = False
         self._leaves_at = 0  # the step that this worker was to leave before, if it was
@@ -150,7 +150,7 @@ class ControlView:
         if change is not None:
             raise Interrupted(f"generation {change.number}: {change.cause}")
 
-    def take_news(self) -> Iterator[tuple[Generation, Committed]]:
+    def take_news(self) -> Iterator[tuple[Generation | None, Committed]]:
         """Takes out the commits that have not been taken before, each with the generation in which it was heard of."""
         while self.news:
             yield self.news.popleft()

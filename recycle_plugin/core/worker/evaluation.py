@@ -21,7 +21,7 @@ from recycle_plugin.core.vocabulary.evaluation_route import readers, runner
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan
-from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.iterator_data import KIND
 from recycle_plugin.core.worker.training_loop import StepProgram, TrainingLoop
 from recycle_plugin.core.worker.worker import Machine, Worker
@@ -46,7 +46,7 @@ class Evaluations:
         self._forwards, self._recover = forwards, recover
         self._number = 0
 
-    def run(self, batches: Sequence[Any], count: int) -> Iterator[Any]:
+    def run(self, batches: Sequence[Any], count: int) -> Waits[dict[str, float]]:
         """Evaluates ``count`` micro-batches of each replica; the value is the loss of each, by its name.
 
         ``batches``: the ``count`` that this worker has read, if it is at the first or last stage of its replica.  After
@@ -65,14 +65,14 @@ class Evaluations:
                 self._worker.forget_evaluation(-self._number)
             yield from self._recover()
 
-    def _run(self, plan: Plan, batches: Sequence[Any], count: int) -> Iterator[Any]:
+    def _run(self, plan: Plan, batches: Sequence[Any], count: int) -> Waits[dict[str, float]]:
         number, read_by = -self._number, readers(plan.view)
         self._say_missing(plan, read_by)
         for micro_batch, stage in self._mine(plan, read_by, count):
             self._hand_out(plan, Datum(KIND, stage, micro_batch, number), batches[micro_batch.index])
         program = tuple(self._forwards(plan, self._seat, number, count))
         givers = {
-            Datum(KIND, one.stage, one.micro_batch, number): read_by[one.micro_batch.replica][one.stage > 0]
+            Datum(KIND, one.stage, one.micro_batch, number): read_by[one.works_on.replica][one.stage > 0]
             for one in program
             if one.op is Op.LOAD
         }
@@ -94,7 +94,7 @@ class Evaluations:
 
     def _hand_out(self, plan: Plan, datum: Datum, batch: Any) -> None:
         """Gives a batch to the worker that runs it, which is somebody else only where somebody is lost."""
-        taker = runner(plan, datum.stage, datum.micro_batch)
+        taker = runner(plan, datum.stage, datum.made_of)
         if taker == self._seat:
             self._worker.store.put(datum, batch)
         else:
@@ -106,5 +106,8 @@ class Evaluations:
             self._machine.control_view,
         )
         if missing and control_view.is_first:
-            text = f"evaluation {self._number} is without the data of replicas {', '.join(map(str, missing))}, whose ends are lost"
+            text = (
+                f"evaluation {self._number} is without the data of replicas {', '.join(map(str, missing))}, "
+                "whose ends are lost"
+            )
             self._machine.send(Note(control_view.rank, "warning", text, {"replicas": missing}))

@@ -7,12 +7,15 @@ simulated, all pass through here: there is no second interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.span import Span
+
+T = TypeVar("T")
+Waits = Generator[Any, Any, T]  # yields what a simulated worker waits for, where a real one blocks; its value is a T
 
 
 class Interrupted(Exception):

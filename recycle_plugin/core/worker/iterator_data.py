@@ -48,7 +48,7 @@ class IteratorData:
         self._store, self._iterator, self._hand_on, self._say = store, iterator, hand_on, say
         self._read_so_far: dict[int, int] = {}  # how often the iterator was asked in a step
         self._read_in_all = 0
-        self._iterator_state: IteratorState | None = None
+        self._taken: IteratorState | None = None
         self._usual: Share | None = None  # of a step of which nobody has anything yet
         self._said: set[int] = set()
 
@@ -57,12 +57,17 @@ class IteratorData:
         found: dict[int, dict[MicroBatch, Draw]] = {}
         for datum in self._store:
             if datum.kind == KIND and datum.step > 0:
-                found.setdefault(datum.step, {})[datum.micro_batch] = self._iterator.draw_of(self._store[datum])
+                found.setdefault(datum.step, {})[datum.made_of] = self._iterator.draw_of(self._store[datum])
         return pack(found)
+
+    @property
+    def _iterator_state(self) -> IteratorState:
+        assert self._taken is not None, "nobody has said yet where the iterators are"
+        return self._taken
 
     def take_state(self, iterator_state: IteratorState) -> None:
         """Goes by ``iterator_state`` from now on, until the next one comes."""
-        self._iterator_state, self._usual = iterator_state, None
+        self._taken, self._usual = iterator_state, None
 
     def provide(self, step: int, control_view: ControlView) -> None:
         """Draws what this worker has to draw for ``step``, and sends what others lack, before anything of the step is
@@ -103,9 +108,8 @@ class IteratorData:
         """
         if read < self._read_in_all:
             raise ValueError(
-                f"the data iterator of seat {self._store.seat} has given {self._read_in_all} batches, and is to stand "
-                f"behind {read}: it can't be read "
-                "again; pass one that begins anew"
+                f"the data iterator of seat {self._store.seat} has given {self._read_in_all} batches, "
+                f"and is to stand behind {read}: it can't be read again; pass one that begins anew"
             )
         while self._read_in_all < read:
             self._iterator.read(0, self._read_in_all, None)

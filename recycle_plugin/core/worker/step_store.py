@@ -107,7 +107,7 @@ class StepStore:
         self._before: tuple[Datum, Any] | None = None  # the weights that the last step has changed
         self._sent: dict[Datum, None] = {}  # oldest first, without what is pinned
         self._weight = 0
-        self._open: dict[tuple[int, MicroBatch], int] = {}  # stashes and pending weight gradients
+        self._open: dict[tuple[int, MicroBatch | None], int] = {}  # stashes and pending weight gradients
 
     # --- what is here ------------------------------------------------------------------------------
 
@@ -217,7 +217,9 @@ class StepStore:
 
     def own(self, instruction: Instruction) -> tuple[MicroBatch, ...]:
         """The micro-batches whose weight gradients a REDUCE sums up here; none for another instruction."""
-        return tuple(self.of("wgrad", instruction.step)) if instruction.op is Op.REDUCE else ()
+        if instruction.op is not Op.REDUCE:
+            return ()
+        return tuple(micro_batch for micro_batch in self.of("wgrad", instruction.step) if micro_batch is not None)
 
     def move(self, datum: Datum, tier: int) -> Any:
         """Keeps ``datum`` in the given tier from now on; returns the value as it is there."""
@@ -259,6 +261,7 @@ class StepStore:
         """Takes ``step``, the last one, back: the weights are those before it, and what was begun with the later ones
         can't be gone on with.
         """
+        assert self._before is not None, f"nothing is kept of the weights before step {step}"
         before, value = self._before
         self._remove(before._replace(step=step + 1))
         self._before = None

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from recycle_plugin.core.messages.protocol import (
+    BarrierPassed,
     BarrierReached,
     CheckpointLoaded,
     Generation,
@@ -35,7 +36,7 @@ from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan, surviving, unfinished, without_later
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
-from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.core.worker.executor import Interrupted, Waits
 
 T = TypeVar("T")
 LEAVE = "planned leave"  # why one worker's training ends
@@ -66,7 +67,9 @@ class StepRunner(Protocol):
     (core/worker/step_store.py).
     """
 
-    valid_from: int
+    @property
+    def valid_from(self) -> int:
+        """The generation from which this worker's data is valid."""
 
     def execute(self, program: StepProgram) -> Iterator[Any]:
         """Runs ``program``; raises Interrupted."""
@@ -113,11 +116,13 @@ class Planner(Protocol):
 class LoopPort(Protocol):
     """The means by which the training loop waits, and talks to the coordinator."""
 
-    control_view: ControlView
+    @property
+    def control_view(self) -> ControlView:
+        """What this worker knows of the control plane."""
 
     def wait(
         self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
-    ) -> Iterator[Any]:
+    ) -> Waits[T]:
         """Yields until ``ready()`` is not None; that is the value.  ``what``: what it waits for, in words.
 
         Raises Interrupted or JobEnded as ``ControlView.check`` does; if not ``interruptible``, only JobEnded.
@@ -155,15 +160,21 @@ class TrainingLoop:
         self._recovery_plans: dict[int, StepProgram] = {}  # of steps that a failure has interrupted
         self.seat = seat
         self.machine = machine
-        self.plan: Plan | None = None
+        self._plan: Plan | None = None
         self._loaded = False  # a checkpoint, of which the coordinator does not know yet
+
+    @property
+    def plan(self) -> Plan:
+        """The one in force, from the start on."""
+        assert self._plan is not None, "there is no plan before the start"
+        return self._plan
 
     def start(self) -> Iterator[Any]:
         """Waits for everybody and agrees on the first plan."""
         yield from self._port.wait("all workers to be ready", lambda: self._control_view.pending, interruptible=False)
         yield from self.recover()
 
-    def train(self, step: int) -> Iterator[Any]:
+    def train(self, step: int) -> Waits[dict[str, float]]:
         """Applies ``step``; the value is the loss of each of its micro-batches.  It may be committed later."""
         while True:
             yield from self.advance(step)
@@ -202,7 +213,7 @@ class TrainingLoop:
             except Interrupted:
                 yield from self.recover()
 
-    def barrier(self, place: str, values: dict) -> Iterator[Any]:
+    def barrier(self, place: str, values: dict) -> Waits[BarrierPassed]:
         """Waits at the barrier named ``place`` for all live workers, outside a step; the value is the
         :class:`BarrierPassed`.
 
@@ -216,7 +227,7 @@ class TrainingLoop:
             lambda: self._control_view.barrier_passed(place, number),
             interruptible=False,
         )
-        if not passed:
+        if not isinstance(passed, BarrierPassed):
             raise Interrupted(f"the membership has changed before all were at {place}")
         return passed
 
@@ -318,7 +329,7 @@ class TrainingLoop:
         self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
         resume = yield from self._port.wait(what, lambda: self._control_view.resume_of(generation), interruptible=False)
-        if not resume:
+        if not isinstance(resume, Resume):
             return
         self._port.reach("recovery.resume")
         self._take_up(plan, resume)
@@ -327,12 +338,13 @@ class TrainingLoop:
         self._loaded = False
         if self.machine.stepped > self.machine.committed:
             self._port.send(Stepped(self._control_view.rank, generation.number, self.machine.stepped))
-        self.plan = plan
+        self._plan = plan
 
     def _take_up(self, plan: Plan, resume: Resume) -> None:
         """Works out what is left of the unfinished steps, and takes the last one back where that is in the way."""
         started = self._port.clock()
-        held = reported = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
+        reported: Held = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
+        held = reported
         recovery_plans = {
             recovery.step: recovery for recovery in unfinished(plan, resume.committed, held, resume.rejected)
         }

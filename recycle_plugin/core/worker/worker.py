@@ -25,7 +25,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import IteratorState
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
-from recycle_plugin.core.worker.executor import execute
+from recycle_plugin.core.worker.executor import Waits, execute
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
@@ -43,17 +43,19 @@ class Machine(Protocol):
     Generators yield what a simulated machine waits for; a real one blocks and yields nothing.
     """
 
-    control_view: ControlView
+    @property
+    def control_view(self) -> ControlView:
+        """What this worker knows of the control plane."""
 
     def wait(
         self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
-    ) -> Iterator[Any]:
+    ) -> Waits[T]:
         """Yields until ``ready()`` is not None; that is the value.  ``what``: what it waits for, in words.
 
         Raises Interrupted or JobEnded as ``ControlView.check`` does; if not ``interruptible``, only JobEnded.
         """
 
-    def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Iterator[Any]:
+    def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
         """Yields until ``ready()`` is not None, for ``datum`` that comes from ``source``; where that takes too long,
         the coordinator has to hear of it, and has it sent again.
         """
@@ -103,7 +105,7 @@ class Machine(Protocol):
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
         """Makes what LOAD, F, I, W, B or STEP provides, of what the store has."""
 
-    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
+    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
         """Makes the sum of a REDUCE or TIE with all that take part; that is the value.
 
         ``holder``: who has it already, and gives it to the others.
@@ -167,6 +169,12 @@ class Worker:
         self.applied: Callable[[int], None] = lambda step: None
         self.program: StepProgram | None = None
         self._last_forward: Instruction | None = None
+
+    @property
+    def running(self) -> StepProgram:
+        """The program that is being run, or was run last; AssertionError before the first."""
+        assert self.program is not None, "nothing has been run yet"
+        return self.program
 
     def resize(self, shape: Topology) -> None:
         """Goes on with steps of another number of micro-batches from now on."""
@@ -298,13 +306,14 @@ class Worker:
     # instructions
 
     def _compute(self, instruction: Instruction) -> None:
-        boundary_only = instruction in self.program.boundary_only
+        boundary_only = instruction in self.running.boundary_only
         self.store.run(instruction, lambda one, have: self._machine.compute(one, have, boundary_only), boundary_only)
         if instruction == self._last_forward and instruction.step > 0:
             self._say_losses(instruction.step)
 
     def _send(self, instruction: Instruction) -> None:
         (datum,) = self.store.requires(instruction)
+        assert instruction.peer is not None, f"{instruction} has no peer"
         self._machine.transfer(datum, self.store.move(datum, -1), instruction.peer, self.store.valid_from)
         self.store.sent(datum)
 
@@ -313,7 +322,7 @@ class Worker:
         same, and what is here stays.
         """
         (datum,) = provides(instruction)
-        holder = self.program.holder if instruction.op is Op.REDUCE else None
+        holder = self.running.holder if instruction.op is Op.REDUCE else None
         total = yield from self._machine.add_up(instruction, self.store, holder)
         if datum not in self.store:
             self.store.conclude(instruction, {datum: total})
@@ -366,7 +375,10 @@ class Worker:
 
     def _giver(self, datum: Datum) -> Seat:
         """The seat that a batch comes from which this worker has not read."""
-        return self.program.givers[datum] if datum.step < 0 else self.iterator_data.giver(datum)
+        if datum.step < 0:
+            return self.running.givers[datum]
+        assert self.iterator_data is not None, f"nobody reads what the {datum} would come from"
+        return self.iterator_data.giver(datum)
 
     def _has(self, datum: Datum) -> bool | None:
         self._take_arrivals()

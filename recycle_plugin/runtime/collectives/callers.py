@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from types import FrameType
 
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.errors import RecycleError
@@ -57,10 +58,9 @@ class Callers:
             )
         raise RecycleError(
             f"{where} in {work}: after a loss other workers run what a micro-batch needs, some more often than others, "
-            "so the members would "
-            "wait for each other in vain; leave collectives out of layers, loss functions, data and optimizers: "
-            "train_batch() returns the loss "
-            "over all micro-batches, and between steps there is recycle_plugin.mean(tensor, group)"
+            "so the members would wait for each other in vain; leave collectives out of layers, loss functions, "
+            "data and optimizers: train_batch() returns the loss over all micro-batches, "
+            "and between steps there is recycle_plugin.mean(tensor, group)"
         )
 
     def sum_without(self, called: str, ranks: Sequence[int], live: Sequence[int], line: str) -> None:
@@ -74,8 +74,7 @@ class Callers:
         lost = [rank for rank in ranks if rank not in live]
         text = (
             f"{line}: torch.distributed.{called} over {named(ranks)} adds up what {len(live)} of {len(ranks)} have, "
-            f"{named(lost)} being lost, and "
-            "get_world_size() stays as it was"
+            f"{named(lost)} being lost, and get_world_size() stays as it was"
         )
         if self._session.group_sums == "raise":
             raise RecycleError(
@@ -101,7 +100,7 @@ class Callers:
 
 def calling_line() -> str:
     """The line of the script, as ``file:line``, that called into torch, DeepSpeed or this package."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in BETWEEN:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "a line of torch's"

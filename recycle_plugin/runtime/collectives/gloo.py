@@ -40,6 +40,11 @@ NOT_GLOOS = (
 )  # what it says of an operation, a dtype or a device that it does not know
 
 
+def clone(store: Any) -> dist.Store:
+    """Another connection to it; torch's stubs lack the method."""
+    return store.clone()
+
+
 class Rendezvous:
     """Where the successive links of one group meet: the key-value store ``store``.
 
@@ -65,7 +70,7 @@ class Rendezvous:
         """
         with self._lock:
             client = self._free.pop() if self._free else None
-        client = client or self._store.clone()
+        client = client or clone(self._store)
         yield dist.PrefixStore(prefix, client)
         with self._lock:
             self._free.append(client)
@@ -223,6 +228,7 @@ class GlooLink:
                 self._waiting.clear()
         if self._end is not None:  # aborted meanwhile
             self._take_down()
+        assert self._connecting is not None, "this thread is begun with it"
         self._connecting.end(self._end)
 
     def _stop(self, error: Broken) -> list[Handle]:
@@ -256,7 +262,7 @@ class GlooLink:
         self._opened = set(_sockets()) - before
         return group
 
-    def _listening(self) -> tuple[dist.ProcessGroupGloo._Options, list[int]]:
+    def _listening(self) -> tuple[Any, list[int]]:
         """Options of a group that listens already, and its ports."""
         with self._opening:
             before = set(_sockets())
@@ -290,7 +296,7 @@ def _options_of(options: Any, **values: Any) -> Any:
     return options
 
 
-STARTS: dict[type, Callable[[dist.ProcessGroupGloo, Operation], dist.Work]] = {
+STARTS: dict[type, Callable[[Any, Any], dist.Work]] = {  # of a ProcessGroupGloo, and of an operation of that type
     AllReduce: lambda group, one: group.allreduce(one.tensors, _options_of(dist.AllreduceOptions(), reduceOp=one.op)),
     Reduce: lambda group, one: group.reduce(
         one.tensors, _options_of(dist.ReduceOptions(), reduceOp=one.op, rootRank=one.root)
@@ -317,14 +323,15 @@ STARTS: dict[type, Callable[[dist.ProcessGroupGloo, Operation], dist.Work]] = {
 }
 
 
-def _options(address: str, timeout: timedelta) -> dist.ProcessGroupGloo._Options:
+def _options(address: str, timeout: timedelta) -> Any:
     """Options that have Gloo listen on the interface of ``address``, unless GLOO_SOCKET_IFNAME names others.
 
     Left alone it looks its host's name up, and many a host's name is its loopback's.
     """
-    chosen = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
+    chosen = gloo._Options()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    make = dist.ProcessGroupGloo.create_device
+    make = gloo.create_device
     chosen._devices = [make(interface=name) for name in names] or [make(hostname=address)]
     chosen._threads, chosen._timeout = 2 * len(chosen._devices), timeout
     return chosen

@@ -55,7 +55,7 @@ def register(session: Session) -> None:
     """Make the backend ``recycle`` known to torch.distributed; all groups of this process follow ``session``."""
     callers, outcomes = Callers(session), Outcomes(session)
 
-    def create(options: object, _backend_options: object = None) -> MemberGroup:
+    def create(options: Any, _backend_options: object = None) -> MemberGroup:
         outcomes.meet_at(options.store)
         return MemberGroup(session, callers, outcomes, options)
 
@@ -80,8 +80,9 @@ class MemberGroup(dist.ProcessGroup):
     ``options`` are torch's for a new group, with its name and its members' global ranks.
     """
 
-    def __init__(self, session: Session, callers: Callers, outcomes: Outcomes, options: object) -> None:
-        super().__init__(options.group_rank, options.group_size)
+    def __init__(self, session: Session, callers: Callers, outcomes: Outcomes, options: Any) -> None:
+        base: Any = super()  # torch's stubs know of no way to be one
+        base.__init__(options.group_rank, options.group_size)
         self._callers = callers
         self._rank = options.group_rank
         self._ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
@@ -191,11 +192,10 @@ class MemberGroup(dist.ProcessGroup):
             "all_to_all_single", lambda held: AllToAll(*held, source, incoming, outgoing), [output], source
         )
 
-    _allgather_base, _reduce_scatter_base, alltoall_base = (
-        all_gather_single,
-        reduce_scatter_single,
-        all_to_all_single,
-    )  # before torch 2.13
+    # before torch 2.13
+    _allgather_base: Any = all_gather_single
+    _reduce_scatter_base: Any = reduce_scatter_single
+    alltoall_base: Any = all_to_all_single
 
     def send(self, tensors, destination, tag=0):
         """torch.distributed's ``send`` to a logical member; raises RecycleError where that worker is lost."""
@@ -252,7 +252,7 @@ class MemberGroup(dist.ProcessGroup):
             target.copy_(source)
             return
         call = self._flight.begin(
-            Asked("an exchange", lambda held: AllToAll(*held, source, incoming, outgoing), [target]), SUMS
+            Asked("an exchange", lambda held: AllToAll(held[0], source, incoming, outgoing), [target]), SUMS
         )
         self._flight.finish(call)
 
@@ -317,4 +317,4 @@ def _is_mean(op: dist.ReduceOp) -> bool:
 
 def _added(op: dist.ReduceOp) -> dist.ReduceOp:
     """The operation for the link: an average is a sum that is divided here, by how many took part."""
-    return dist.ReduceOp.SUM if _is_mean(op) else op
+    return dist.ReduceOp(dist.ReduceOp.SUM) if _is_mean(op) else op

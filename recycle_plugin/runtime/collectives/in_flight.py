@@ -119,7 +119,9 @@ class TorchWork(dist.Work):
         return self._flight.poll(self._call)
 
     def _source_rank(self) -> int:
-        return self._call.source
+        source = self._call.source
+        assert source is not None, f"{self._call.asked.called} comes from nobody"
+        return source
 
     source_rank = _source_rank
 
@@ -243,9 +245,9 @@ class Flight:
                     and None in (way.source, other.asked.gives.source)
                 ):
                     raise RecycleError(
-                        f"torch.distributed.{asked.called} with tag {way.tag} while another one is under way, one of "
-                        "them from any source: wait for that "
-                        "one first, so that after a loss it is known which message each was to get"
+                        f"torch.distributed.{asked.called} with tag {way.tag} while another one is under way, "
+                        "one of them from any source: wait for that one first, so that after a loss it is known which "
+                        "message each was to get"
                     )
             if way.source is None:
                 return None
@@ -307,6 +309,7 @@ class Flight:
         """Record that a call is behind this worker, also where it has failed, as it has elsewhere then."""
         gives = call.asked.gives
         if call.number is None and call.source is not None:
+            assert isinstance(gives, Channel), "only what comes from anybody has no number yet"
             gives = gives._replace(source=call.source)
             call.number = self._outcomes.take_number(self._line(gives))
         if call.number is not None:
@@ -423,8 +426,13 @@ class Flight:
         if call.number is not None and call.number >= self._ends.get(self._line(asked.gives), 0):
             return False
         for other in self._sources(asked.gives):
-            line = self._line(asked.gives._replace(source=other) if call.number is None else asked.gives)
+            gives = asked.gives
+            if call.number is None:
+                assert isinstance(gives, Channel), "only what comes from anybody has no number yet"
+                gives = gives._replace(source=other)
+            line = self._line(gives)
             number = self._outcomes.next_number(line) if call.number is None else call.number
+            assert self._said is not None, "it is not known yet what is behind the others"
             said = self._said.get(other, {}).get(line, Said())
             if said.is_over(number) and (said.values.get(number) is not None or not asked.writes):
                 call.held, call.source = said.values.get(number) or [], other
@@ -434,8 +442,8 @@ class Flight:
         if ahead is not None:
             raise RecycleError(
                 f"{asked.called} was over on rank {self._ranks[ahead]} and not on rank {self._session.rank} when a "
-                "worker was lost, and its result, of each "
-                f"member's own or of more than {LARGEST >> 20} MiB, can't be had again: go on from the last checkpoint"
+                f"worker was lost, and its result, of each member's own or of more than {LARGEST >> 20} MiB, "
+                "can't be had again: go on from the last checkpoint"
             )
         return False
 
@@ -452,9 +460,9 @@ class Flight:
         return f"{call.asked.called} among ranks {', '.join(map(str, self.live_ranks()))}"
 
     def _awaited(self, call: Call) -> str:
-        connecting = self._connecting.get(call.link)
         if call.handle is None:
             return f"what {call.asked.called} has come to elsewhere"
+        connecting = self._connecting[call.link]
         return self._name_of(call) if connecting.poll() else f"{connecting.what} for {self._name_of(call)}"
 
     def _await_news(self, call: Call, failure: Broken) -> None:

@@ -17,11 +17,12 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from recycle_plugin.runtime.collectives.gloo import clone
 from recycle_plugin.runtime.control.session import Session
 
 LARGEST = 1 << 20  # bytes of what is kept of one collective
@@ -118,7 +119,8 @@ class Outcomes:
 
         Blocks until all have said so; RuntimeError where the store is gone.  One message a rank is read.
         """
-        store = self._store.clone()  # who is left waiting keeps the connection
+        assert self._store is not None, "no group has been made"
+        store = clone(self._store)  # who is left waiting keeps the connection
         told = store.multi_get([_key(generation, rank) for rank in ranks])
         lines = {rank: torch.load(io.BytesIO(bytes(text)), weights_only=True) for rank, text in zip(ranks, told)}
         return {
@@ -140,7 +142,8 @@ class Outcomes:
                 torch.save(
                     {line: (said.count, sorted(said.after), said.values) for line, said in self._own.items()}, text
                 )
-            self._store.set(_key(self._session.number, self._session.rank), text.getvalue())
+            bindings: Any = self._store  # which take bytes, whatever torch's stubs say
+            bindings.set(_key(self._session.number, self._session.rank), text.getvalue())
         for group in followers:
             group.go_on()
 

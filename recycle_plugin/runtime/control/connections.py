@@ -193,12 +193,15 @@ class _Framed:
         poll.register(self.fileno(), what)
         poll.poll(max(1.0, (deadline - time.monotonic()) * 1000))
 
-    def fileno(self) -> int: ...
+    def fileno(self) -> int:
+        raise NotImplementedError
 
-    def _write(self, data: bytearray) -> int: ...
+    def _write(self, data: bytearray) -> int:
+        raise NotImplementedError
 
     def _read(self) -> bytes:
         """The bytes that have come; empty at the end."""
+        raise NotImplementedError
 
     def _shut(self) -> None:
         """Wake whoever waits, here and at the other end.  What has come can still be read, and then the end."""
@@ -338,16 +341,17 @@ class InProcess(_Framed):
     """
 
     here = "127.0.0.1"
-    there = None
+    there: tuple[str, int] | None = None
 
     def __init__(
-        self, answer: Callable[[InProcess], None] | None, limit: int = LIMIT, wires: tuple[_Wire, _Wire] | None = None
+        self, answer: Callable[[InProcess], object] | None, limit: int = LIMIT, wires: tuple[_Wire, _Wire] | None = None
     ) -> None:
         self._answer = answer
         super().__init__(limit)
         self._in, self._out = wires or self._called()
 
     def _called(self) -> tuple[_Wire, _Wire]:
+        assert self._answer is not None, "this is the end that was called"
         wires = _Wire(), _Wire()
         self._answer(InProcess(None, self._limit, wires[::-1]))
         return wires

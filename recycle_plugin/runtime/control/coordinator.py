@@ -147,8 +147,10 @@ class Coordinator:
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait({self._accepting})
-            self._heartbeats.close()
-            self._ticking.cancel()
+            if self._heartbeats is not None:
+                self._heartbeats.close()
+            if self._ticking is not None:
+                self._ticking.cancel()
         for control in self._serving.values():
             control.close()
         if self._serving:
@@ -165,7 +167,9 @@ class Coordinator:
         try:
             await self._converse(control)
         finally:
-            self._serving.pop(asyncio.current_task(), None)
+            task = asyncio.current_task()
+            if task is not None:
+                self._serving.pop(task, None)
             control.close()
 
     async def _converse(self, control: InLoop) -> None:
@@ -175,7 +179,10 @@ class Coordinator:
         if not isinstance(hello, Hello):
             self._complain_of_stranger(who, control)
         elif hello.role not in roles or not 0 <= hello.rank < self._ranks:
-            text = f"{who} says that it is {hello.role[:20]} {hello.rank}, and this job has {self._ranks} ranks: it is another job's, or was started for another one"
+            text = (
+                f"{who} says that it is {hello.role[:20]} {hello.rank}, and this job has {self._ranks} ranks: "
+                "it is another job's, or was started for another one"
+            )
             self._say(Event("warning", text), time.time())
         else:
             await roles[hello.role](hello, control)

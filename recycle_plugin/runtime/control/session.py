@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import NoReturn, TypeVar
 
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.protocol import (
@@ -39,9 +40,8 @@ T = TypeVar("T")
 CONNECT_S = 60.0  # how long the coordinator may take to answer
 SEND_S = 60.0  # how long it may take nothing of what is said
 NOT_LAUNCHED = (
-    "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch your_script.py "
-    "…`, or on one host with "
-    "`python -m recycle_plugin.launch --workers 4 your_script.py …`"
+    "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch "
+    "your_script.py …`, or on one host with `python -m recycle_plugin.launch --workers 4 your_script.py …`"
 )
 LISTEN_S = 60.0  # how long nothing need be heard; whoever waits for something has a deadline of its own
 
@@ -149,8 +149,7 @@ class Session(ControlView):
         if self.forked:
             raise RecycleError(
                 f"process {os.getpid()} was forked from the worker of {self}, and is not that worker: it can't train, "
-                "settle or take part in the job's "
-                "collectives; do that in the script's own process"
+                "settle or take part in the job's collectives; do that in the script's own process"
             )
 
     # --- listening ---------------------------------------------------------------------------------
@@ -176,15 +175,22 @@ class Session(ControlView):
             tell(self)
 
     def _leave_if_given_up(self, message: object) -> None:
-        fenced = isinstance(message, Fence) and message.worker == self.worker
-        outside = (
-            isinstance(message, Generation) and not message.from_step and self.worker not in message.roster.workers
-        )
-        if self.given_up is not None and (fenced or (outside and not self._closed and not self.has_left(message))):
-            self.given_up(message.reason if fenced else message.cause)
+        if self.given_up is None:
+            return
+        if isinstance(message, Fence) and message.worker == self.worker:
+            self.given_up(message.reason)
+        elif isinstance(message, Generation) and self._is_without_me(message):
+            self.given_up(message.cause)
+
+    def _is_without_me(self, generation: Generation) -> bool:
+        """It holds at once, and this worker has not left by itself."""
+        outside = not generation.from_step and self.worker not in generation.roster.workers
+        return outside and not self._closed and not self.has_left(generation)
 
     def _coordinator_gone(self) -> None:
-        nonsense = self._control.broken.unreadable
+        broken = self._control.broken
+        assert broken is not None, "the connection to the coordinator has ended"
+        nonsense = broken.unreadable
         if not self._closed and (
             self.lose_coordinator(f"the coordinator can't be understood: {nonsense}")
             if nonsense
@@ -244,9 +250,8 @@ class Session(ControlView):
 
     def _raise_cut_off(self, name: str) -> None:
         raise CutOff(
-            f"{self} has heard nothing of the coordinator for {self.regroup_timeout_s:.0f} s, so the others may have "
-            "gone on "
-            f"without it; it stops waiting for {name}"
+            f"{self} has heard nothing of the coordinator for {self.regroup_timeout_s:.0f} s, "
+            f"so the others may have gone on without it; it stops waiting for {name}"
         )
 
     def wait_committed(self, step: int, interruptible: bool = True) -> None:
@@ -279,22 +284,27 @@ class Session(ControlView):
         After an interruption the thread is left behind: whoever owns the blocked resource has to break it (see
         runtime.collectives.group).  Its late result is dropped.
         """
-        outcome: list[tuple[T | None, BaseException | None]] = []
+        outcome: list[Callable[[], T]] = []  # returns what ``function`` did, or raises it
 
         def work() -> None:
             try:
-                result = (function(), None)
+                result: Callable[[], T] = partial(_returned, function())
             except Exception as error:  # handed to the waiting thread, whatever it is
-                result = (None, error)
+                result = partial(_raised, error)
             with self.changed:
                 outcome.append(result)
                 self.changed.notify_all()
 
         threading.Thread(target=work, name=f"recycle: {what}", daemon=True).start()
-        value, error = self.wait(what, lambda: outcome[0] if outcome else None)
-        if error is not None:
-            raise error
-        return value
+        return self.wait(what, lambda: outcome[0] if outcome else None)()
+
+
+def _returned(value: T) -> T:
+    return value
+
+
+def _raised(error: Exception) -> NoReturn:
+    raise error
 
 
 def connect_from_environment(

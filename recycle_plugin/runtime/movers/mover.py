@@ -12,7 +12,7 @@ Every implementation is tested by one suite (tests/runtime/test_mover.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -50,14 +50,14 @@ class Mover(Protocol):
         Where nothing arrives, that tells whose fault it is.
         """
 
-    def hear_out(self, peers: set[str]) -> bool:
+    def hear_out(self, peers: Collection[str]) -> bool:
         """Take what peers other than ``peers`` have sent before they went, and nothing of theirs that comes after this.
 
         False where it turns out that nobody is let in here.
         """
 
-    def keep_only(self, peers: set[str]) -> None:
-        """Send nothing more to anybody but ``peers``; broken connections to these are made anew."""
+    def keep_only(self, members: Iterable[str]) -> None:
+        """Send nothing more to anybody but ``members``; broken connections to these are made anew."""
 
     def close(self) -> None:
         """Stop receiving; what is under way to live peers still gets there, within a second."""

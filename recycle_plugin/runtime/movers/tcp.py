@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -82,7 +82,7 @@ class Transport:
         self._readers: dict[
             threading.Thread, str
         ] = {}  # with the address of whose messages each reads, once that is said
-        self._heard: set[str] | None = None  # from these only, if that is said
+        self._heard: frozenset[str] | None = None  # from these only, if that is said
         self._knocked: tuple[str, int] | None = None  # at this worker's own door, and not yet let in
         self.address = f"tcp://{session.own_address}:{self._listener.getsockname()[1]}"
         self._accepting = threading.Thread(target=self._accept, name="recycle: transport", daemon=True)
@@ -122,18 +122,18 @@ class Transport:
         with self._session.changed:
             return self._session.changed.wait_for(lambda: self._knocked is None, CONNECT_S)
 
-    def hear_out(self, peers: set[str]) -> bool:
+    def hear_out(self, peers: Collection[str]) -> bool:
         """Take what peers other than ``peers`` have sent before they went, waiting up to 1 s, and nothing of theirs
         after.
         """
-        could_knock = self._knock()
+        live, could_knock = frozenset(peers), self._knock()
         with (
             self._session.changed
         ):  # a process that has ended has closed its connections, so this takes long only where a host is gone
             self._session.changed.wait_for(
-                lambda: self._knocked is None and peers.issuperset(self._readers.values()), DEATH_S
+                lambda: self._knocked is None and live.issuperset(self._readers.values()), DEATH_S
             )
-            self._heard = peers
+            self._heard = live
             return could_knock and self._knocked is None
 
     def _knock(self) -> bool:
@@ -152,8 +152,9 @@ class Transport:
             return False
         return True
 
-    def keep_only(self, peers: set[str]) -> None:
-        """Send nothing more to anybody but ``peers``; broken connections to these are made anew."""
+    def keep_only(self, members: Iterable[str]) -> None:
+        """Send nothing more to anybody but ``members``; broken connections to these are made anew."""
+        peers = set(members)
         for address in [address for address, outbox in self._outboxes.items() if address not in peers or outbox.broken]:
             self._outboxes.pop(address).close(linger_s=0)
 
@@ -163,8 +164,9 @@ class Transport:
         Most often the peer is dead, and the coordinator says so within moments; for want of room here, this worker is
         at fault itself.
         """
-        room = error is not None and error.errno in NO_ROOM
-        what, at = (f"a connection ({error.strerror})", self.address) if room else ("a connection", address)
+        what, at = "a connection", address
+        if error is not None and error.errno in NO_ROOM:
+            what, at = f"a connection ({error.strerror})", self.address
         timer = threading.Timer(DEATH_S, self._say_broken, (at, what, self._session.number))
         timer.daemon = True
         timer.start()
@@ -372,6 +374,7 @@ class Outbox:
 
     def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
         """Write what the socket takes at once; returns what is left."""
+        assert self._connection is not None, "nothing is sent before there is a connection"
         try:
             while parts:
                 sent = self._connection.sendmsg(parts, [], socket.MSG_DONTWAIT)
@@ -429,8 +432,10 @@ class Outbox:
 
         Where it does not get there, nothing comes behind it, and nobody is told that the peer is at fault.
         """
+        if not isinstance(waiting, Message):
+            return waiting
         try:
-            return waiting.parts() if isinstance(waiting, Message) else waiting
+            return waiting.parts()
         except Exception as error:  # handed to the thread that trains, whatever it is
             with self._changed:
                 self._closing = True
@@ -463,7 +468,7 @@ def _receive_header(connection: socket.socket, kind: type[T]) -> T:
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host that has elements."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _receive(connection: socket.socket, length: int) -> bytearray:

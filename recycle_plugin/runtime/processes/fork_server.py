@@ -124,8 +124,10 @@ class Server:
         os.dup2(out, 1)
         os.dup2(err, 2)
         if kept is not None:
+            assert request.keep_fd is not None, "a third descriptor gets a number"
             os.dup2(kept, request.keep_fd)
-        for stream in {out, err, kept} - {1, 2, None, request.keep_fd}:
+        given = {stream for stream in (out, err, kept) if stream is not None}
+        for stream in given - {1, 2, request.keep_fd}:
             os.close(stream)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -17,8 +17,12 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable, Collection
+from typing import Any
 
-DEFAULTS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}  # Python's
+DEFAULTS: dict[signal.Signals, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}  # Python's
 _connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _inodes: weakref.WeakSet[Inodes] = weakref.WeakSet()
 
@@ -43,7 +47,7 @@ def register(cut_off: Callable[[], None]) -> None:
     A signal that comes to the fork before that waits until it does what it does in any process.
     """
     masks: list[
-        set[signal.Signals]
+        set[int | signal.Signals]
     ] = []  # what was blocked when this process began to fork; forks of several threads wait for each other
     turn = threading.Lock()
 

@@ -50,7 +50,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from recycle_plugin.runtime.processes import signal_info
 
@@ -98,7 +98,7 @@ class Guard:
         self._watched: dict[int, tuple[socket.socket | BinaryIO, Callable[[], None]]] = {}  # by descriptor
         self._poll = select.poll()
         self._supervisor_pid = self._host_pid = 0  # 0: it does not run
-        self._supervisor: Pipe | None = None
+        self._supervisor: Pipe  # of the last one that was forked
         self._hosted: Pipe | None = None
         self._ready = host is None
         self._closing: float | None = None  # since when the host has nobody to wait for
@@ -139,6 +139,7 @@ class Guard:
 
     @property
     def _closing_left_s(self) -> float:
+        assert self._closing is not None, "the host has somebody to wait for"
         return self._closing + HOST_S - time.monotonic()
 
     def _serve(self, timeout_s: float | None = None) -> None:
@@ -225,6 +226,7 @@ class Guard:
 
     def _host_ended(self, code: int) -> None:
         self._host_pid = 0
+        assert self._hosted is not None, "it has a line"
         self._forget(self._hosted.end)
         self._hosted = None
         if self._result is not None:
@@ -250,6 +252,7 @@ class Guard:
     # --- what they say -----------------------------------------------------------------------------
 
     def _hear_host(self) -> None:
+        assert self._hosted is not None, "it has said something"
         messages = self._hosted.heard()
         if messages is None:
             self._forget(self._hosted.end, close=False)
@@ -307,7 +310,8 @@ class Guard:
 
     def _hear_server(self) -> None:
         """Hear a worker's exit code from the fork server, or that this is gone, and the worker with it."""
-        code = self._forked.heard()
+        assert self._forked is not None, "it has said something"
+        code: list[Any] | None = self._forked.heard()
         self._forget(self._forked.end)
         self._worker_ended(code[0] if code else -signal.SIGKILL)
 

@@ -50,7 +50,6 @@ class Launcher:
             "CROSS_RANK": "0",
             "CROSS_SIZE": "1",
         }
-        self._running: asyncio.Task | None = None
         self._hosted: Hosted | None = None
         self._told = False  # to end
 
@@ -61,13 +60,13 @@ class Launcher:
         Raises TooFewDescriptors, BadMaster.
         """
         provide(self._workers)
-        self._running = asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in one"
+        self._running = task
         senders.take(self._signalled)
         if self._imports is None:
             self._environment.pop(SERVER_VARIABLE, None)
-        server = (
-            await self._server() if self._imports is not None and SERVER_VARIABLE not in self._environment else None
-        )
+        server = await self._server()
         if server is None:
             return await self._train()
         try:
@@ -78,6 +77,8 @@ class Launcher:
                 _say(f"error: the process that all workers were forked from {died}, and they with it")
 
     async def _server(self) -> ServerProcess | None:
+        if self._imports is None or SERVER_VARIABLE in self._environment:
+            return None
         try:
             return await ServerProcess.start(self._imports)
         except NoServer as error:

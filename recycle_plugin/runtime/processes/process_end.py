@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from contextlib import suppress
+from typing import Any
 
 
 def leave_process(code: int) -> None:
@@ -16,7 +17,8 @@ def leave_process(code: int) -> None:
     upload that is under way, say.
     """
     if code == 0:
-        threading._shutdown()
+        interpreter: Any = threading  # whose stubs lack what Python calls at its end
+        interpreter._shutdown()
     atexit._run_exitfuncs()
     flush()
     os._exit(code)

@@ -31,7 +31,7 @@ def described(environment: Mapping[str, str]) -> dict[str, str]:
             "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
             "MASTER_PORT": str(FIRST_PORT + int(environment["SLURM_JOB_ID"]) % PORTS),
         }
-        | environment
+        | dict(environment)
         | {
             "RANK": environment["SLURM_PROCID"],
             "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
@@ -43,11 +43,16 @@ def described(environment: Mapping[str, str]) -> dict[str, str]:
 
 def first_host(nodes: str) -> str:
     """The first host of a SLURM node list such as ``rack2n[07-09,12],login1``."""
-    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", nodes)[0]
-    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first)
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", nodes)
+    assert first is not None, f"{nodes!r} is no list of nodes"
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0])
 
 
 def tasks(each: str) -> list[int]:
     """The number of tasks on each node, from SLURM's text, such as ``2(x3),1``."""
-    counts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in each.split(",")]
-    return [int(count[1]) for count in counts for _ in range(int(count[2] or 1))]
+    found = []
+    for part in each.split(","):
+        count = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        assert count is not None, f"{each!r} is no list of tasks for each node"
+        found += [int(count[1])] * int(count[2] or 1)
+    return found

@@ -164,6 +164,7 @@ class ServerProcess:
         command = [sys.executable, "-u", "-m", "recycle_plugin.runtime.processes.fork_server", "@", *modules]
         process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         try:
+            assert process.stdout is not None, "it has a pipe"
             said = await asyncio.wait_for(process.stdout.readline(), timeout_s)
             how, _, what = said.decode().strip().partition(" ")
             if how != "ready":

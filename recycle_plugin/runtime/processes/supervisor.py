@@ -55,7 +55,10 @@ GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job
 HEARTBEAT_S = 0.5  # between two signs of the worker's life
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
-ANOTHER_ADDRESS = "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's for all others"
+ANOTHER_ADDRESS = (
+    "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's for all "
+    "others"
+)
 END_S = 15.0  # how long a worker that was told to end may take
 
 
@@ -85,8 +88,8 @@ class Supervisor:
         self._rank = int(environment["RANK"]) if place.rank is None else place.rank
         self._address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
         self._hosted = hosted
-        self._over: asyncio.Future[int] | None = None
-        self._control: InLoop | None = None
+        self._over: asyncio.Future[int]  # the code that the job ends with, once there is a connection
+        self._control: InLoop
         self._worker = place.worker
         self._exited: Exited | None = None  # the worker, once it has
         self._answered = asyncio.Event()  # the news of the worker's end have got there
@@ -211,7 +214,8 @@ class Supervisor:
     async def _is_answered(self) -> bool:
         """Whether the coordinator has heard of the worker's end, or is through."""
         heard = asyncio.create_task(self._answered.wait())
-        await asyncio.wait({heard, self._over}, timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future] = {heard, self._over}
+        await asyncio.wait(either, timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
         heard.cancel()
         return self._answered.is_set()
 
@@ -269,9 +273,10 @@ class Supervisor:
         """
         if self._over.done():
             return False
-        if self._control.broken.unreadable is not None:
+        broken = self._control.broken
+        if broken is not None and broken.unreadable is not None:
             print(
-                f"recycle: error: the coordinator can't be understood: {self._control.broken}",
+                f"recycle: error: the coordinator can't be understood: {broken}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -393,13 +398,14 @@ def _begin_report(folder: Path) -> None:
     Nobody waits for it, and nothing that goes wrong in it gets out of it.  The launcher's SIGTERM is for those that
     train.
     """
-    nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     try:
         subprocess.Popen(
             [sys.executable, "-m", "recycle_plugin.observability.report", str(folder)],
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
-            **nothing,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
     except OSError as error:
         print(

@@ -22,9 +22,15 @@ class WorkerKeeper(Protocol):
     process that holds the rank's place in the job.
     """
 
-    rank: int | None
-    worker: Process | None
     pid: int
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that the last supervisor's worker had, None if there was none."""
+
+    @property
+    def worker(self) -> Process | None:
+        """The worker that the last supervisor has started, None if there was none."""
 
     async def start(self, rank: int, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
         """Start the worker, as runtime/processes/spawn.py does; ``rank`` is kept for the next supervisor.  Raises
@@ -42,7 +48,8 @@ class Here:
     """Keeps the worker in the supervisor's own process, without a guard; signals there are not for one supervisor."""
 
     def __init__(self) -> None:
-        self.rank = self.worker = None
+        self.rank: int | None = None
+        self.worker: Process | None = None
         self.pid = os.getpid()
 
     async def start(self, rank: int, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
@@ -60,7 +67,9 @@ class Guarded:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, held: dict) -> None:
         self._reader, self._writer = reader, writer
         self._loop = asyncio.get_running_loop()
-        self._supervising = asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in one"
+        self._supervising = task
         self._started: asyncio.Future[int] = self._loop.create_future()
         self._told_to_end: Callable[[str], None] | None = None
         self._signals = [held["signal"]] if held["signal"] else []

@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.errors import RecycleError
 
 Gradients = list[torch.Tensor | None]  # one for each parameter
-Part = TypeVar("Part")  # of a sum: a block, or a stage
+Part = TypeVar("Part", Block, int)  # of a sum: a block, or a stage
 PIECE = (
     1 << 20
 )  # numbers that are added at once: the buffers for more would be mapped, and zeroed by the kernel, at each sum
@@ -93,7 +93,7 @@ class BlockSums:
 
         Raises RecycleError where a block is missing, not whole, or there twice.
         """
-        members, (position, live) = self._blocks.members(), group.live_position()
+        members, (_, live) = self._blocks.members(), group.live_position()
         mine = torch.tensor([self._counts.get(block, 0) for block in members])
         told = torch.empty(live * len(members), dtype=mine.dtype)
         group.exchange(told, mine.repeat(live), [len(members)] * live, [len(members)] * live)
@@ -102,9 +102,8 @@ class BlockSums:
             if sorted(column)[-1] != len(members[block]) or sum(column) != len(members[block]):
                 raise RecycleError(
                     f"the block of micro-batches {members[block][0]} to {members[block][-1]} has {column} weight "
-                    "gradients on the live workers "
-                    "of a stage, and one has to have all: this is a mistake of the plugin; go on from the last "
-                    "checkpoint"
+                    "gradients on the live workers of a stage, and one has to have all: "
+                    "this is a mistake of the plugin; go on from the last checkpoint"
                 )
         return [[block for block, count in zip(members, row) if count] for row in counts.tolist()]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import AbstractSet
+from collections.abc import Set as AbstractSet
 
 import torch
 
@@ -53,8 +53,9 @@ class Clipping:
 
     def clip(self, step: int) -> None:
         """Scale ``parameter.grad`` down to the limit where the norm of ``step`` is above it."""
-        if self.clips(step):
-            clip(self._parameters, self.norm(step), self._limit)
+        norm = self.norm(step)
+        if self.clips(step) and norm is not None:
+            clip(self._parameters, norm, self._limit)
 
 
 class TrueNorm:

@@ -10,7 +10,7 @@ more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,11 @@ READ_ONLY = (
 EXACT_BUCKET = 1 << 22  # numbers
 
 
+def _there(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert gradient is not None, "every parameter is in a bucket"
+    return gradient
+
+
 class Gradients:
     """Sums the gradients of ``parameters`` over a stage's workers, by ``buckets`` or, in exact mode, from ``blocks``.
 
@@ -44,7 +49,7 @@ class Gradients:
         store: StepStore,
         parameters: Parameters,
         blocks: BlockSums | None,
-        tied: list[TiedWeight],
+        tied: Sequence[TiedWeight],
     ) -> None:
         self._buckets, self._store = buckets, store
         self._parameters = parameters
@@ -69,28 +74,28 @@ class Gradients:
         for bucket, flat in reduced:
             for parameter, gradient in zip(bucket, self._buckets.unflatten(flat, bucket), strict=True):
                 parameter.grad = gradient
-        return [parameter.grad for parameter in self._parameters]
+        return [_there(parameter.grad) for parameter in self._parameters]
 
     def tie(self, step: int) -> dict[int, torch.Tensor]:
         """Sum what is tied over the stages, from their own sums: one tensor for each tied parameter, by its place.
 
         Raises RecycleError where it is made again and comes out otherwise.
         """
-        totals = {place: weight.total(self._whole(step)[place]) for place, weight in self._tied.items()}
+        totals = {place: weight.total(self._sums(step)[place]) for place, weight in self._tied.items()}
         before = self._of("tied", step) or totals
         for place, weight in self._tied.items():
             if not torch.equal(before[place].view(torch.uint8), totals[place].view(torch.uint8)):
                 raise RecycleError(
                     f"the gradient of {weight.name}, step {step}, over the stages that share it has come out in two "
-                    "ways: this is a mistake "
-                    "of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl"
+                    "ways: this is a mistake of the plugin; go on from the last checkpoint, "
+                    "and report it with the run's events.jsonl"
                 )
         return totals
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
         """Inside of this context ``parameter.grad`` is the sum of ``step``, whatever has begun for the next step."""
-        with in_place_of(self._parameters, self._applied(step)):
+        with in_place_of(self._parameters, [*self._applied(step)]):
             yield
 
     def apply(self, step: int, optimizer: torch.optim.Optimizer, step_once: Callable[[], None], clipped: bool) -> None:
@@ -108,17 +113,22 @@ class Gradients:
         assert versions == [gradient._version for gradient in whole], (
             "the optimizer has changed gradients that a peer may still need"
         )
-        self._put([None if mine is gradient else mine for mine, gradient in zip(sums, self._whole(step), strict=True)])
+        self._put([None if mine is gradient else mine for mine, gradient in zip(sums, self._sums(step), strict=True)])
 
     def _applied(self, step: int) -> list[torch.Tensor]:
         """What the step applies: the stage's own sum, and of what is tied that over the stages."""
         over_stages = self._of("tied", step)
         return [
-            over_stages[place] if place in self._tied else gradient for place, gradient in enumerate(self._whole(step))
+            over_stages[place] if place in self._tied else gradient for place, gradient in enumerate(self._sums(step))
         ]
 
     def _whole(self, step: int) -> list[torch.Tensor] | None:
         return self._of("reduced", step)
+
+    def _sums(self, step: int) -> list[torch.Tensor]:
+        whole = self._whole(step)
+        assert whole is not None, f"the gradients of step {step} have not been summed here"
+        return whole
 
     def _of(self, kind: str, step: int) -> Any:
         return self._store.get(Datum(kind, self._store.seat.stage, None, step))
@@ -131,6 +141,7 @@ class Gradients:
         if holder is not None:
             return self._taken_over(bucket, step, holder)
         if owners is not None:
+            assert self._blocks is not None, "owners are of blocks"
             total = self._blocks.total([self._places[parameter] for parameter in bucket], owners, self._buckets.group)
             return total.mul_(1.0 / self._buckets.group.size()) if self._buckets.averages else total
         gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket]

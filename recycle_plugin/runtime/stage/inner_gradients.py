@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -25,7 +26,7 @@ def engine_runs(heard: Callable[[tuple, bool], None]) -> Iterator[None]:
     """
     run = getattr(torch.autograd, ENGINE)
 
-    def told(outputs: object, *given: object, **named: object) -> object:
+    def told(outputs: object, *given: Any, **named: Any) -> object:
         heard(given[3], named["accumulate_grad"])
         return run(outputs, *given, **named)
 

@@ -7,7 +7,7 @@ loses nothing of the small ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -42,6 +42,6 @@ class Masters:
 
 
 @torch.no_grad()
-def _copy(targets: list[torch.nn.Parameter], sources: list[torch.nn.Parameter]) -> None:
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     if targets:
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(list(targets), list(sources))

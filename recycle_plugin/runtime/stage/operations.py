@@ -15,6 +15,7 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import unpacked
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.worker.ports import Source
+from recycle_plugin.runtime.worker.scripted import ScriptedStage
 from recycle_plugin.runtime.worker.stepping import Stepping
 
 Operation = Callable[[Instruction, StepStore, bool], Mapping[Datum, Any]]
@@ -27,7 +28,12 @@ class Operations:
     """
 
     def __init__(
-        self, session: Session, stage: Stage, stepping: Stepping, source: Source, applied: Callable[[int], None]
+        self,
+        session: Session,
+        stage: Stage | ScriptedStage,
+        stepping: Stepping,
+        source: Source,
+        applied: Callable[[int], None],
     ) -> None:
         self._session, self._stage, self._stepping, self._source, self._applied = (
             session,
@@ -72,13 +78,13 @@ class Operations:
         self._stepping.forget_sums()
 
     def _load(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
-        step, one = instruction.step, instruction.micro_batch
+        step, one = instruction.step, instruction.works_on
         (data,) = provides(instruction)
         drawn = have.requires(instruction)  # of an iterator's data, or an evaluation's
         return {data: self._stage.load(unpacked(have[drawn[0]]) if drawn else self._source(step, one))}
 
     def _reduce(self, step: int, holder: Seat | None) -> list[torch.Tensor] | None:
-        return self._stepping.reduce(step, None if holder is None else self._session.roster.holder(holder).rank)
+        return self._stepping.reduce(step, None if holder is None else self._session.roster.holding(holder).rank)
 
     def _tie(self, step: int, holder: Seat | None) -> dict[int, torch.Tensor]:
         return self._stepping.tie(step)

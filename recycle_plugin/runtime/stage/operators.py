@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ class Operator(Protocol):
     ``x``: the input, any shape; ``gradient``: that of the output, in the output's shape and dtype.
     """
 
-    parameters: tuple[nn.Parameter, ...]
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters whose gradients :meth:`weight_gradients` gives, in this order."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output for ``x``."""
@@ -119,19 +121,22 @@ def _plain_weight(module: nn.Module) -> bool:
     return type(module._parameters.get("weight")) is nn.Parameter
 
 
-def _split_linear(module: nn.Linear, input: Tensor) -> tuple[Operator, Tensor] | None:
+# modules are Any below: of their parameters torch's stubs say no more than Tensor
+
+
+def _split_linear(module: Any, input: Tensor) -> tuple[Operator, Tensor] | None:
     # a vector takes torch's matrix-vector kernels, and what is not folded for a GEMM its batched ones, which round
     # differently
     unfolded = input.dim() > 2 and not module.weight.requires_grad and not input.is_contiguous()
     return None if input.dim() < 2 or unfolded else (LinearOperator(module.weight, module.bias), input)
 
 
-def _plain_embedding(module: nn.Embedding) -> bool:
+def _plain_embedding(module: Any) -> bool:
     options = (module.padding_idx, module.max_norm, module.scale_grad_by_freq, module.sparse)
     return _plain_weight(module) and options == (None, None, False, False)
 
 
-def _split_embedding(module: nn.Embedding, input: Tensor) -> tuple[Operator, Tensor]:
+def _split_embedding(module: Any, input: Tensor) -> tuple[Operator, Tensor]:
     return EmbeddingOperator(module.weight), input
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.boundary import Tensors
@@ -106,7 +107,7 @@ def _content(tensor: torch.Tensor) -> tuple:
     if (
         tensor.layout is not torch.strided
         or tensor.is_quantized
-        or isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
+        or isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
     ):
         return (type(tensor), tensor.layout)
     bits = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
@@ -152,10 +153,9 @@ class Rehearsal:
         if len(made) != len(self._first) or not all(_alike(*pair, self._exact) for pair in zip(made, self._first)):
             raise RecycleError(
                 f"a {self._what} gives something else when it is run again with the same input and random "
-                f"numbers{f': {counted} has changed' if counted else ''}. "
-                "A lost worker's micro-batches are run again by others, which have to get the same: count outside of "
-                "the model, and "
-                f"draw from torch's, Python's or numpy's common generators; {self._advice}"
+                f"numbers{f': {counted} has changed' if counted else ''}. A lost worker's micro-batches are run again "
+                "by others, which have to get the same: count outside of the model, and draw from torch's, "
+                f"Python's or numpy's common generators; {self._advice}"
             )
         if counted is not None:
             self._warn(
@@ -177,10 +177,9 @@ def check_unchanged(module: torch.nn.Module, before: ModuleState, what: str, adv
 def _refuse(changed: str | None, what: str, advice: str) -> None:
     if changed is not None:
         raise RecycleError(
-            f"{changed} is changed by each {what} in training, which one that is run again would do twice, and workers "
-            "with more micro-batches more "
-            f"often: leave out what counts there (running statistics, spectral norm, max_norm of an embedding, steps "
-            f"in a hook), {advice}"
+            f"{changed} is changed by each {what} in training, which one that is run again would do twice, "
+            "and workers with more micro-batches more often: leave out what counts there (running statistics, "
+            f"spectral norm, max_norm of an embedding, steps in a hook), {advice}"
         )
 
 

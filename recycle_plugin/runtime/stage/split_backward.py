@@ -122,7 +122,8 @@ class PendingWeights:
                     whole, made = sums.pop(key), self._made.pop(parameter, None) if self._made else None
                     torch.autograd.backward([parameter], [whole if made is None else made + whole])
         while self._made:
-            torch.autograd.backward(*zip(self._made.popitem()))
+            parameter, gradient = self._made.popitem()
+            torch.autograd.backward((parameter,), (gradient,))
 
 
 class _Deferral:
@@ -140,7 +141,8 @@ class _Deferral:
         self.twice: set[nn.Parameter] = set()  # of layers through which the running forward differentiates twice
         # An input that requires a gradient, so that the node is in the graph even when x is token ids.
         self.anchor = torch.zeros((), requires_grad=True)
-        self.anchored = self.anchor.expand_as(self.anchor).grad_fn.next_functions[0][0]
+        expanded: Any = self.anchor.expand_as(self.anchor).grad_fn
+        self.anchored = expanded.next_functions[0][0]
 
     def __reduce__(self) -> tuple[type, tuple]:
         return _Deferral, ()
@@ -176,9 +178,8 @@ class _Deferral:
             return
         if self.held is None:
             raise RecycleError(
-                "a tensor of a layer's forward was differentiated after it, outside of the job's own backward: detach "
-                "what is kept of a forward, or set "
-                "recycle.split_backward to false"
+                "a tensor of a layer's forward was differentiated after it, outside of the job's own backward: "
+                "detach what is kept of a forward, or set recycle.split_backward to false"
             )
         self.held.add(operator, x, gradient)
         self.put_off.update(map(id, operator.parameters))
@@ -192,8 +193,8 @@ class _Deferral:
 
 _UNSEEN = (
     "a backward (a custom Function's, or the recomputation of a checkpointed layer) calls torch.autograd.grad by "
-    "parameters, or twice through layers, whose "
-    "backward is split, and the forward did not: set recycle.split_backward to false"
+    "parameters, or twice through layers, whose backward is split, and the forward did not: "
+    "set recycle.split_backward to false"
 )
 
 

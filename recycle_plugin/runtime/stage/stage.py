@@ -118,6 +118,7 @@ class Stage:
         """Train with so many micro-batches a replica in a step from now on; ``blocks``: exact mode's, of these."""
         self._model = replace(self._model, scale=micro_batches)
         if self._blocks is not None:
+            assert blocks is not None, "exact mode has blocks"
             self._blocks.resize(blocks)
 
     # --- compute -----------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class Stage:
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         """What F, I, W or B makes, by datum; with ``boundary_only`` I makes the boundary tensor alone."""
-        stage, step, one = instruction.stage, instruction.step, instruction.micro_batch
+        stage, step, one = instruction.stage, instruction.step, instruction.works_on
 
         def datum(kind: str, at: int = stage) -> Datum:
             return Datum(kind, at, one, step)
@@ -173,6 +174,7 @@ class Stage:
             else self._computed(key, given)
         )
         if model.last:
+            assert loss is not None, "the last stage makes the loss"
             return (), Stash(given.inputs, (), loss / model.scale * self.loss_scale), loss.detach()
         stash = Stash(given.inputs, outgoing(outputs), None)
         made = packed(outputs, self._own_memory(key[0], stash.outputs))
@@ -186,7 +188,7 @@ class Stage:
         while True:
             if unfit:
                 self._fused(unfit)
-            inner, made, failed = InnerGradients(self._by_id), None, None
+            inner, failed = InnerGradients(self._by_id), None
             try:
                 made = self._compute(key, given, inner)
             except Exception as error:
@@ -194,8 +196,8 @@ class Stage:
             if inner.adds:
                 raise RecycleError(
                     "a layer or the loss calls backward() in its forward, which adds to the gradients of parameters, "
-                    "once more for each time that the "
-                    "forward is run: use torch.autograd.grad, or give backward() inputs=[...] without parameters"
+                    "once more for each time that the forward is run: use torch.autograd.grad, "
+                    "or give backward() inputs=[...] without parameters"
                 ) from failed
             unfit = self._deferred.unfit(inner.asked) if self._deferred is not None else ()
             if not unfit and failed is not None:
@@ -226,7 +228,7 @@ class Stage:
 
     def backward_input(self, key: Key, stash: Stash, grads: Tensors | None) -> tuple[Tensors, Inner]:
         """Compute the gradient of the input; the weights' work is put off until :meth:`backward_weight`."""
-        early = [None] * len(self._parameters) if self._blocks is not None else None
+        early: Gradients | None = [None] * len(self._parameters) if self._blocks is not None else None
         aside = nullcontext() if early is None else self._aside(early)
         with self._drawing(key), self._watching("input"), aside, self._hold() as pending:
             made = self._differentiate(stash, grads)
@@ -281,11 +283,11 @@ class Stage:
         """
         if self._trains is False:
             raise RecycleError(
-                f"nothing that {'the first' if self._model.first else 'a'} stage gives depends on its parameters, so "
-                "they would not be trained: reentrant "
-                "activation checkpointing cuts off layers whose inputs have no gradient, such as token ids; set "
-                "pipeline.use_reentrant to false, or leave them "
-                "out of checkpointable_layers (parameters that are not to be trained: requires_grad = False)"
+                f"nothing that {'the first' if self._model.first else 'a'} stage gives depends on its parameters, "
+                "so they would not be trained: reentrant activation checkpointing cuts off layers whose inputs have "
+                "no gradient, such as token ids; set pipeline.use_reentrant to false, "
+                "or leave them out of checkpointable_layers (parameters that are not to be trained: "
+                "requires_grad = False)"
             )
         self.forget_sums()
 
@@ -306,8 +308,10 @@ class Stage:
     def _differentiate(self, stash: Stash, grads: Tensors | None) -> Tensors:
         """Run the backward; returns the gradients of the inputs."""
         if self._model.last:
+            assert stash.loss is not None, "the last stage has made the loss"
             stash.loss.backward()
         else:
+            assert grads is not None, "the next stage has sent them"
             self._run_graph(stash.outputs, grads)
         return gradients(stash.inputs)
 
@@ -318,7 +322,8 @@ class Stage:
                 outputs, self._model.device.from_host(grads, "what goes into a backward", shared=True).wait(COPY_S)
             )
             if found:
-                torch.autograd.backward(*zip(*found))
+                outputs, wanted = zip(*found)
+                torch.autograd.backward(outputs, wanted)
         elif self._trains is None:
             self._trains = False if any(parameter.requires_grad for parameter in self._parameters) else None
 

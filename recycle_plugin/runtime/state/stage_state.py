@@ -177,6 +177,7 @@ class StageState:
             )
         for part in self._parts.values():
             if part.name in small:
+                assert part.set is not None, f"{part.name} goes by value"
                 part.set(small[part.name])
 
     # --- tensors -----------------------------------------------------------------------------------
@@ -265,7 +266,8 @@ class Filling:
     """
 
     def __init__(self, state: StageState, head: Head) -> None:
-        self._state, self._read = state, {}
+        self._state = state
+        self._read: dict[tuple[str, int], Any] = {}
         self._heads: dict[str, Head] = {}  # of the same step, by worker
         self.follow(head)
 
@@ -362,7 +364,7 @@ class OptimizerState:
     by their place in the groups, and belong to the state.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, called: Mapping[torch.Tensor, str]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, called: Mapping[Any, str]) -> None:
         self.optimizer, self._called = optimizer, called
         self.part = StatePart("optimizer", self._tensors, self._get, self._set, self._make)
 

@@ -40,7 +40,7 @@ class Surroundings:
 
     def leave(self) -> None:
         """Remember numbers and words as they are now, before the script may change them for the next step."""
-        owners = [*self._groups(), *map(vars, self._module.modules())]
+        owners: list[MutableMapping[str, Any]] = [*self._groups(), *map(vars, self._module.modules())]
         if [len(owner) for owner in owners] != [
             len(owner) for owner in self._owners
         ]:  # to look for them takes longer than to look at them
@@ -103,9 +103,8 @@ class AsStarted:
         changed = next((name for name, parameter, trained in self._trained if parameter.requires_grad != trained), None)
         if changed is not None:
             raise RecycleError(
-                f"requires_grad of {changed} has changed since training was set up: freeze and thaw parameters before "
-                "that, "
-                "or set the learning rate of their group to 0 by a scheduler"
+                f"requires_grad of {changed} has changed since training was set up: "
+                "freeze and thaw parameters before that, or set the learning rate of their group to 0 by a scheduler"
             )
 
 

@@ -81,8 +81,7 @@ class FirstTouch(TorchFunctionMode):
         if self._depth and self._thread != thread:
             raise RecycleError(
                 f"the engine was called from thread {threading.current_thread().name!r} while it is at work in another "
-                "one: call it from "
-                "one thread only, and let that one call settle() before others read parameters"
+                "one: call it from one thread only, and let that one call settle() before others read parameters"
             )
         self._depth, self._thread, self._guards = self._depth + 1, thread, False
         _take_out(self)
@@ -117,9 +116,8 @@ class FirstTouch(TorchFunctionMode):
             self._settle()
         if not known <= self._look_up():
             raise RecycleError(
-                "a tensor of the optimizer's state was read that a rejected step had made, and that is no more: read "
-                "it from the optimizer "
-                "again, or call engine.settle() after train_batch()"
+                "a tensor of the optimizer's state was read that a rejected step had made, and that is no more: "
+                "read it from the optimizer again, or call engine.settle() after train_batch()"
             )
 
 
@@ -187,12 +185,13 @@ def _no_modes() -> Iterator[None]:
     """The engine computes as in ``train_batch``, whatever modes of either kind the script has, or is tracing;
     afterwards all is as it was.
     """
-    modes, tracing = _take_all(), torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    bindings: Any = torch._C  # whose stubs lack the second
+    modes, tracing = _take_all(), bindings._get_tracing_state()
+    bindings._set_tracing_state(None)
     try:
         with _disable_current_modes():
             yield
     finally:
-        torch._C._set_tracing_state(tracing)
+        bindings._set_tracing_state(tracing)
         _take_all()
         _put_back(modes)

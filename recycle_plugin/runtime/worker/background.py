@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from recycle_plugin import folders
@@ -40,7 +40,7 @@ class _Begun:
     tag: str
     unfinished: str
     members: frozenset[WorkerId]
-    thread: threading.Thread | None = None
+    thread: threading.Thread = field(init=False)
     cost: Cost | None = None
     error: str = ""
     arrived: int = -1
@@ -97,17 +97,18 @@ class Background:
             begun.thread.join()
         self._meter.tick(time.monotonic())
         self._arrive(begun)
-        while not (
-            met := self._session.wait(
-                begun.place, lambda: self._session.barrier_passed(begun.place, begun.arrived), interruptible=False
-            )
-        ):
+        while not isinstance(met := self._met(begun), BarrierPassed):
             self._recover()
             if not begun.members <= self._live():
                 self._drop()
                 return
             self._arrive(begun)
         self._end(begun, met)
+
+    def _met(self, begun: _Begun) -> object:
+        return self._session.wait(
+            begun.place, lambda: self._session.barrier_passed(begun.place, begun.arrived), interruptible=False
+        )
 
     def loaded(self, step: int) -> None:
         """Count from ``step`` on, from whose checkpoint everybody goes on."""
@@ -144,7 +145,7 @@ class Background:
     def _follow(self, begun: _Begun) -> None:
         """See whether all have written, or somebody was lost, whichever comes first."""
         met = self._session.barrier_passed(begun.place, begun.arrived)
-        if met:
+        if isinstance(met, BarrierPassed):
             self._end(begun, met)
         elif not begun.members <= self._live():
             self._drop()
@@ -194,8 +195,7 @@ class Background:
         """Give the checkpoint its name, and remove old ones; returns why that can't be, or ""."""
         said = (
             f"checkpoint of step {begun.step - 1}, which has cost {cost.seconds:.3f} s with steps of {cost.step_s:.3f} "
-            "s, "
-            f"the next one before step {self._interval.due},"
+            f"s, the next one before step {self._interval.due},"
         )
         details = {"cost_s": round(cost.seconds, 4), "step_s": round(cost.step_s, 4), "every": self._interval.every}
         if error := self._saving.publish(self._folder, begun.tag, begun.unfinished, True, said, **details):

@@ -140,6 +140,7 @@ class _Planner:
             self._prefetcher = PlanPrefetcher(costs, self._policy)
         planned = self._prefetcher.plan(view)
         entered = self._session.pending or self._session.generation
+        assert entered is not None, "a plan is made for a membership"
         self._prefetcher.prepare(view, entered.roster)
         if self._throughput is not None and self._session.worker == entered.roster.first.worker:
             self._throughput.say(view, costs)

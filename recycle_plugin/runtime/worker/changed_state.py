@@ -12,9 +12,12 @@ from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, of_parameters
 from recycle_plugin.runtime.worker.ports import Framework
 from recycle_plugin.runtime.worker.scaling import LossScale
+from recycle_plugin.runtime.worker.scripted import ScriptedStage
 
 
-def stage_state(framework: Framework, stage: Stage, scale: LossScale, iterator_data: IteratorData | None) -> StageState:
+def stage_state(
+    framework: Framework, stage: Stage | ScriptedStage, scale: LossScale, iterator_data: IteratorData | None
+) -> StageState:
     """The state of a worker's stage, of whatever framework.
 
     ``iterator_data``: the worker's position in its data; None where it reads no iterator.
@@ -24,7 +27,7 @@ def stage_state(framework: Framework, stage: Stage, scale: LossScale, iterator_d
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     called = {parameter: name for name, parameter in named.items()}
     parts = [
-        of_parameters("weights", trained, masters and masters.round_off),
+        of_parameters("weights", trained, None if masters is None else masters.round_off),
         *framework.state,
         StatePart("loss_scale", get=scale.state, set=partial(_scale, stage, scale)),
         StatePart("places", get=places.changes, set=places.take),
@@ -56,6 +59,6 @@ def scheduler_part(current: Callable[[], Any]) -> StatePart:
     return StatePart("scheduler", get=get, set=put)
 
 
-def _scale(stage: Stage, scale: LossScale, state: dict[str, Any]) -> None:
+def _scale(stage: Stage | ScriptedStage, scale: LossScale, state: dict[str, Any]) -> None:
     scale.set_state(state)
     stage.loss_scale = scale.value

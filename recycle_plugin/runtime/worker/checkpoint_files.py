@@ -16,6 +16,7 @@ from typing import Any
 
 from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
@@ -60,7 +61,9 @@ class Saving:
         """An error in this worker's words, with its seat, for all workers."""
         session = self._session
         text = re.sub(rf"{re.escape(UNFINISHED)}[^/]*", "", str(error))  # a name that will be gone by then
-        return f"seat {session.roster.member(session.worker).seat} (rank {session.rank}): {text}"
+        member = session.roster.member(session.worker)
+        assert member is not None, "who saves is a member"
+        return f"seat {member.seat} (rank {session.rank}): {text}"
 
     def publish(self, folder: Path, tag: str, unfinished: str, latest: bool, said: str, **details: object) -> str:
         """Give the checkpoint, whose files are all there, its name; returns why that can't be, or "" where it is
@@ -115,11 +118,11 @@ class _Folder:
     write_files: Callable[[str], None]
     said: str
 
-    def write(self, number: int) -> Iterator[Any]:
+    def write(self, number: int) -> Waits[str]:
         yield from ()
         return self.saving.write(self.saving.unfinished(self.tag, number), self.write_files)
 
-    def publish(self, number: int) -> Iterator[Any]:
+    def publish(self, number: int) -> Waits[str]:
         yield from ()
         return self.saving.publish(
             self.folder, self.tag, self.saving.unfinished(self.tag, number), self.latest, self.said

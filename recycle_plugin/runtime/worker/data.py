@@ -5,7 +5,7 @@ By its address a peer can load what a lost worker would have loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from functools import lru_cache
 from typing import Any
 
@@ -49,9 +49,12 @@ class DatasetSource:
         return self._collate([self._dataset[index] for index in batches[position % len(batches)]])
 
     def _batches_of(self, replica: int) -> list[list[int]]:
-        sampler = DistributedSampler(self._dataset, num_replicas=self._replicas, rank=replica, shuffle=False)
+        sampler: DistributedSampler = DistributedSampler(
+            self._dataset, num_replicas=self._replicas, rank=replica, shuffle=False
+        )
         batches = list(BatchSampler(sampler, self._size, self._drop_last))
         if not batches:
+            assert isinstance(self._dataset, Sized), "it is map-style"
             raise RecycleError(
                 f"training_data has {len(self._dataset)} samples: too few for one micro-batch of {self._size} per "
                 "replica"

@@ -50,15 +50,15 @@ class Feed:
         if self._store.reads_iterator and self.reads and not self.settled and self._session.is_first:
             self._session.note(
                 "data",
-                "data comes from plain iterators: a step that a loss interrupts is finished with its own data, after "
-                "that the survivors' iterators "
-                "give the lost replica's share; engine.set_data_source() would keep every step's data, and needs no "
-                "replica with both ends alive",
+                "data comes from plain iterators: a step that a loss interrupts is finished with its own data, "
+                "after that the survivors' iterators give the lost replica's share; "
+                "engine.set_data_source() would keep every step's data, and needs no replica with both ends alive",
             )
         self.settled = True
 
     def batch(self, step: int, micro_batch: MicroBatch) -> Any:
         """The batch of a micro-batch, from the source (ports.Source)."""
+        assert self.source is not None, "the iterator is read"
         return self.source(step, micro_batch)
 
     def _say_dealt(self, step: int, retired: set[int], dealt: Batches) -> None:

@@ -20,6 +20,7 @@ from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import SENDS, STAGE_WIDE, Instruction, Op
 from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.training_loop import StepProgram
 from recycle_plugin.errors import WaitTimeout
@@ -57,7 +58,7 @@ class TorchMachine:
 
     def wait(
         self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
-    ) -> Iterator[Any]:
+    ) -> Waits[T]:
         """Block until ``ready()`` is not None and return it; raises as Session.wait does.  A generator that never
         yields.
         """
@@ -69,7 +70,7 @@ class TorchMachine:
         self._session.wait_committed(step)
         return iter(())
 
-    def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Iterator[Any]:
+    def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
         """Block until ``datum`` has come from ``source``.
 
         Past the deadline the coordinator hears of it, and whether it is this worker that lets nobody in, and has it
@@ -85,7 +86,7 @@ class TorchMachine:
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
         """Send a datum to the worker at ``target``, valid from the generation ``valid_from``."""
-        address = self._session.roster.holder(target).address
+        address = self._session.roster.holding(target).address
         if datum.kind == "drawn":
             self._takers.add(address)
             value = There(value)  # what is packed (runtime/movers/batches.py) is on the host
@@ -95,9 +96,8 @@ class TorchMachine:
         """Before a membership change take what lost peers have sent; tells the coordinator where this worker lets
         nobody in.
         """
-        if self._session.interruption() is not None and not self._mover.hear_out(
-            self._session.pending.roster.addresses
-        ):
+        coming = self._session.interruption()
+        if coming is not None and not self._mover.hear_out(coming.roster.addresses):
             self._miss("what peers send", None)
 
     def _miss(self, what: str, source: Seat | None) -> None:
@@ -106,8 +106,10 @@ class TorchMachine:
         """
         session = self._session
         own = session.roster.member(session.worker)
-        if source is not None or own is not None:  # else it is none of the members, and nobody's business
-            session.send(Missing(session.rank, session.number, what, str(source or own.seat)))
+        if source is None and own is not None:
+            source = own.seat
+        if source is not None:  # else it is none of the members, and nobody's business
+            session.send(Missing(session.rank, session.number, what, str(source)))
 
     # --- instructions ------------------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class TorchMachine:
         """Nothing: a real worker's instruction takes its time by itself."""
         return iter(())
 
-    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
+    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
         """What REDUCE or TIE makes; a generator that never yields."""
         return self.operations.add_up(instruction, have, holder)
         yield

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
+from recycle_plugin.runtime.collectives.group import MemberGroup
 from recycle_plugin.runtime.device import Device
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.tied import TiedWeight
@@ -67,7 +67,7 @@ class Buckets(Protocol):
         """Whether sums are divided by the logical number of replicas."""
 
     @property
-    def group(self) -> dist.ProcessGroup:
+    def group(self) -> MemberGroup:
         """The process group of the stage's workers."""
 
     def all_reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -43,8 +43,7 @@ class LossScale:
             except Exception as error:  # DeepSpeed's scaler raises just that
                 raise RecycleError(
                     f"fp16.min_loss_scale: the loss scale is {self.value:g} and gradients still overflow ({error}); "
-                    "look for "
-                    "what makes them infinite, or write a smaller minimum"
+                    "look for what makes them infinite, or write a smaller minimum"
                 ) from None
 
     def state(self) -> dict[str, Any]:

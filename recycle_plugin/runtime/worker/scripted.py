@@ -26,7 +26,10 @@ from recycle_plugin.runtime.worker.ports import Compute, StageModel
 
 Computed = tuple[list[torch.Tensor | None], torch.Tensor]  # the gradient of each parameter, and the loss
 CALLED = "call of compute()"
-ADVICE = "get data by the step, the replica and the micro-batch that compute() is given, and leave optimizer.step() to Replicas.step()"
+ADVICE = (
+    "get data by the step, the replica and the micro-batch that compute() is given, "
+    "and leave optimizer.step() to Replicas.step()"
+)
 
 
 class ScriptedStage:
@@ -61,7 +64,7 @@ class ScriptedStage:
         """What F or B makes, by datum.  Raises RecycleError where the script's call can't be used, or not be
         repeated.
         """
-        stage, step, one = instruction.stage, instruction.step, instruction.micro_batch
+        stage, step, one = instruction.stage, instruction.step, instruction.works_on
         act, stash, loss, grad, wgrad = (
             Datum(kind, stage, one, step) for kind in ("act", "stash", "loss", "grad", "wgrad")
         )

@@ -20,6 +20,7 @@ from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo import KINDS, Undo
 from recycle_plugin.runtime.worker.ports import Optimizer, Parameters
 from recycle_plugin.runtime.worker.scaling import LossScale
+from recycle_plugin.runtime.worker.scripted import ScriptedStage
 
 
 class Stepping:
@@ -28,7 +29,7 @@ class Stepping:
     def __init__(
         self,
         optimizer: Optimizer,
-        stage: Stage,
+        stage: Stage | ScriptedStage,
         parameters: Parameters,
         gradients: Gradients,
         clipping: Clipping,
@@ -122,6 +123,6 @@ class Stepping:
 
 def undo_record(kind: str, state: StageState) -> Undo:
     """Make what takes a step of ``state``'s optimizer back, and have it recorded before each of its steps."""
-    record = KINDS[kind](state)
+    record: Undo = KINDS[kind](state)
     state.optimizer.optimizer.register_step_pre_hook(lambda *_: record.before_step())
     return record

@@ -47,9 +47,15 @@ class ThroughputNotes:
     def _text(self, found: planner.Margin) -> str:
         losses = "one more loss" if found.losses == 1 else f"{found.losses} more losses"
         if found.period_us is None:
-            return f"{losses} of stage {found.stage} and nobody is left there; none before makes the job slower than recycle.max_slowdown allows"
+            return (
+                f"{losses} of stage {found.stage} and nobody is left there; "
+                "none before makes the job slower than recycle.max_slowdown allows"
+            )
         share = self._period_us / found.period_us
-        return f"{losses} of stage {found.stage} and the job ends: at {share:.0%} of the fault-free throughput, by recycle.max_slowdown {self._max_slowdown:g}"
+        return (
+            f"{losses} of stage {found.stage} and the job ends: at {share:.0%} of the fault-free throughput, "
+            f"by recycle.max_slowdown {self._max_slowdown:g}"
+        )
 
     @cached_property
     def _period_us(self) -> int:

@@ -28,9 +28,11 @@ class Host:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def keep(self, value: Tensors | Copy) -> Copy:
+    def keep(self, value: Any) -> Copy:
         """Start the copy to host memory; what is a copy already stays so."""
-        return self._device.to_host(value, "what goes to a peer", shared=True) if type(value) is tuple else value
+        if type(value) is tuple:  # of tensors; else it is a Copy already, which may be a named tuple
+            return self._device.to_host(value, "what goes to a peer", shared=True)
+        return value
 
     def weigh(self, kept: Copy) -> int:
         """Bytes of what is kept."""

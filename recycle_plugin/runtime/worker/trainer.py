@@ -104,6 +104,7 @@ class Trainer:
         blocks = BlockSums(framework.parameters, self._blocks()) if settings.exact else None
         self._stage = self._make_stage(blocks)
         self._transport = Transport(session, model.device)
+        assert not isinstance(settings.keep_bytes, str), "a checked size is a number"
         kept = Retention(budget=settings.keep_bytes), (AsMade(), Host(model.device))
         self._store = StepStore(self.seat, self.topology.stages, bool(self.topology.tie(self.seat.stage)), *kept)
         self.feed = Feed(session, self._store, model.first or model.last, framework.next_batch, self._hand_on)
@@ -121,8 +122,8 @@ class Trainer:
             model.module, model.device.kind, lambda: framework.optimizer.wrapped.param_groups
         )
         self._loop: BlockingLoop | None = None
-        self._worker: Worker | None = None
-        self._checkpoints: JobCheckpoints | None = None
+        self._worker: Worker  # with the loop
+        self._checkpoints: JobCheckpoints
         self._from_checkpoint = False  # from a checkpoint, before training
 
     # --- what scripts call -------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class Trainer:
         with self.lifted():
             self._as_started.check()
             self.start()
-            if not self._loop.settled and (self._surroundings.other_modes or self._surroundings.changed()):
+            if not self._running.settled and (self._surroundings.other_modes or self._surroundings.changed()):
                 self.settle()  # with what the script has changed for the next step as it was
             self.feed.begin()
             if self._framework.compute is None:  # a script that runs its forward itself says in which mode
@@ -144,7 +145,7 @@ class Trainer:
             self._surroundings.remember()
             try:
                 self._checkpoints.make_if_due(self.step + 1)
-                losses = self._loop.train(self.step + 1)
+                losses = self._running.train(self.step + 1)
             except JobEnded as end:
                 if end.code == TRY_AGAIN:
                     self.save(self._checkpoints.folder)
@@ -178,7 +179,7 @@ class Trainer:
             self.start()
             self.settle()
             self._framework.model.module.eval()
-            losses = self._loop.evaluate(batches, count)
+            losses = self._running.evaluate(batches, count)
             return sum(losses.values()) / len(losses)
 
     def finish(self) -> None:
@@ -211,9 +212,14 @@ class Trainer:
         self._stepping.clip()
 
     @property
+    def _running(self) -> BlockingLoop:
+        assert self._loop is not None, "training has not begun"
+        return self._loop
+
+    @property
     def program(self) -> StepProgram | None:
         """The program that this worker runs, or has run last; None before the first step."""
-        return None if self._worker is None else self._worker.program
+        return None if self._loop is None else self._worker.program
 
     @property
     def missing(self) -> tuple[Seat, ...]:
@@ -316,7 +322,7 @@ class Trainer:
         tried again.
         """
         with self.lifted(), self._surroundings.restored():
-            self._loop.catch_up()
+            self._running.catch_up()
 
     def _hand_on(self, datum: Datum, batch: Tensors, taker: Seat) -> None:
         self._world.transfer(datum, batch, taker, self._store.valid_from)
@@ -339,9 +345,9 @@ class Trainer:
     def _say_fused(self, names: tuple[str, ...]) -> None:
         self._session.note(
             "fused",
-            f"the backward of {', '.join(names)} on stage {self.seat.stage} is not split any more: a forward "
-            "differentiates by its parameters, or "
-            "twice through it, or they have hooks; the numbers are stock's, with less to overlap",
+            f"the backward of {', '.join(names)} on stage {self.seat.stage} is not split any more: "
+            "a forward differentiates by its parameters, or twice through it, or they have hooks; "
+            "the numbers are stock's, with less to overlap",
             stage=self.seat.stage,
             layers=names,
         )
@@ -367,7 +373,7 @@ class Trainer:
         while True:
             self.settle()
             try:
-                return self._loop.barrier(place, values or {})
+                return self._running.barrier(place, values or {})
             except Interrupted:
                 self._between_steps()
 

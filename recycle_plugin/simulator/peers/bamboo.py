@@ -52,7 +52,10 @@ class Bamboo:
     fits: bool = True
     name: str = "Bamboo"
     source: str = "NSDI'23 and its public repository, by the rules of papers.md section 3"
-    validated: str = "fault-free rate as published; degraded within 6% of ReCycle's figure at 17 to 23 GPUs, 11 to 14% too fast below"
+    validated: str = (
+        "fault-free rate as published; "
+        "degraded within 6% of ReCycle's figure at 17 to 23 GPUs, 11 to 14% too fast below"
+    )
 
     @classmethod
     def of_job(cls, job: PeerJob, rate: float = FAULT_FREE_IN_RECYCLE, name: str = "Bamboo") -> Bamboo:

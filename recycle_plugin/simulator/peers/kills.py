@@ -21,7 +21,8 @@ def kills(
     kill empties a stage.  A worker dies before a forward of its own, in the step's share of the trace's time; nobody
     dies in the first step.
     """
-    draw, view, faults = random.Random(seed), topology.full(), []
+    draw, view = random.Random(seed), topology.full()
+    faults: list[Fault] = []
     workers, most = points[0][1], topology.replicas * topology.stages
     for hour, left in points:
         step = min(steps, 2 + int(hour / ends_h * (steps - 1)))

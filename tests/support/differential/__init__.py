@@ -70,7 +70,10 @@ def _compare(what: str, mine: Tensors, theirs: Tensors, tolerance: float) -> Ite
     for one, other in zip(mine, theirs):
         if other is not NOBODYS and differ(one, other, tolerance):
             alike = one.dtype == other.dtype and one.shape == other.shape
-            yield f"{what}: {f'{(one - other).abs().max().item()} apart' if alike else f'{one.dtype}{list(one.shape)} where stock has {other.dtype}{list(other.shape)}'}"
+            if alike:
+                yield f"{what}: {(one - other).abs().max().item()} apart"
+            else:
+                yield f"{what}: {one.dtype}{list(one.shape)} where stock has {other.dtype}{list(other.shape)}"
 
 
 def _untold(told: Journal, expected: Journal) -> Iterator[str]:

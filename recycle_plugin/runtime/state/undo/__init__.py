@@ -15,8 +15,10 @@ In both ways hyper-parameters, step counts, learning-rate schedulers and counter
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo.inverse import Inverse
 from recycle_plugin.runtime.state.undo.snapshot import Snapshot
 
@@ -40,4 +42,7 @@ class Undo(Protocol):
         """Bytes of the tensors that are kept for it."""
 
 
-KINDS = {"snapshot": Snapshot, "inverse": Inverse}  # by the setting's words; constructed alike
+KINDS: dict[str, Callable[[StageState], Undo]] = {
+    "snapshot": Snapshot,
+    "inverse": Inverse,
+}  # by the setting's words; constructed alike

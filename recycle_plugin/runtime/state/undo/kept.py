@@ -14,7 +14,7 @@ class Copies:
     """Copies of tensors by key, in buffers that are allocated once."""
 
     def __init__(self) -> None:
-        self._buffers: dict[Hashable, torch.Tensor] = {}
+        self._buffers: dict[Any, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -27,16 +27,16 @@ class Copies:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._buffers
 
-    def forms(self) -> dict[Hashable, TensorForm]:
+    def forms(self) -> dict[Any, TensorForm]:
         """The dtype and shape of each copy."""
         return {key: form_of(buffer) for key, buffer in self._buffers.items()}
 
-    def take(self, sources: Mapping[Hashable, torch.Tensor]) -> None:
+    def take(self, sources: Mapping[Any, torch.Tensor]) -> None:
         """Copy ``sources``, and forget keys that are not among them."""
         self._buffers = {key: self._buffer(key, source) for key, source in sources.items()}
         _copy(list(self._buffers.values()), list(sources.values()))
 
-    def put_back(self, targets: Mapping[Hashable, torch.Tensor]) -> None:
+    def put_back(self, targets: Mapping[Any, torch.Tensor]) -> None:
         """Copy into the tensor of each key.
 
         Not by exchanging storages: parameters and moments may be views into flat buffers, and whoever
@@ -46,12 +46,9 @@ class Copies:
 
     def _buffer(self, key: Hashable, source: torch.Tensor) -> torch.Tensor:
         known = self._buffers.get(key)
-        fits = (
-            known is not None
-            and known.shape == source.shape
-            and known.dtype == source.dtype
-            and known.device == source.device
-        )
+        if known is None:
+            return torch.empty_like(source)
+        fits = known.shape == source.shape and known.dtype == source.dtype and known.device == source.device
         return known if fits else torch.empty_like(source)
 
 

@@ -58,8 +58,8 @@ class Sgd:
     Momentum's first step sets b to the gradient, without dampening.  The parameter has moved along b all the same.
     """
 
-    moments = ("momentum_buffer",)
-    needs = ()
+    moments: tuple[str, ...] = ("momentum_buffer",)
+    needs: tuple[str, ...] = ()
 
     def counts(self, states: list[dict[str, Any]]) -> list[int]:
         """Zeros: its steps are all alike."""
@@ -83,8 +83,8 @@ class Sgd:
 class Adam:
     """The rule of Adam and AdamW.  ``decoupled``: weight decay acts on the parameter; None: the group says."""
 
-    moments = ("exp_avg", "exp_avg_sq")
-    needs = ("step", *moments)
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    needs: tuple[str, ...] = ("step", *moments)
 
     def __init__(self, decoupled: bool | None) -> None:
         self._decoupled = decoupled
@@ -118,7 +118,7 @@ class Lamb(Adam):
     The trust ratio can't be had from what it made: the step leaves it in the state, for each parameter.
     """
 
-    needs = (*Adam.needs, "trust_ratio")
+    needs: tuple[str, ...] = (*Adam.needs, "trust_ratio")
 
     def __init__(self) -> None:
         super().__init__(decoupled=True)
@@ -132,7 +132,7 @@ class Lamb(Adam):
         _invert_moments(step, step.gradient)
 
 
-RULES: dict[str, Callable[[torch.optim.Optimizer], UpdateRule]] = {
+RULES: dict[str, Callable[[Any], UpdateRule]] = {
     "torch.optim.sgd.SGD": lambda optimizer: Sgd(),
     "torch.optim.adam.Adam": lambda optimizer: Adam(None),
     "torch.optim.adamw.AdamW": lambda optimizer: Adam(decoupled=True),

@@ -1,0 +1,77 @@
+"""Checkpoints that are written while training goes on end where everybody has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from recycle_plugin.core.messages.protocol import BarrierPassed, BarrierReached, Committed
+from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
+from recycle_plugin.runtime.worker.background import Background
+
+from .conftest import generation
+
+
+class Folders:
+    """As runtime.worker.checkpoint_files.Saving, without files."""
+
+    def __init__(self) -> None:
+        self.published: list[str] = []
+
+    def unfinished(self, tag: str, number: int) -> str:
+        return f".incomplete-{number}-{tag}"
+
+    def publish(self, folder: Path, tag: str, unfinished: str, latest: bool, said: str, **details: object) -> str:
+        self.published.append(tag)
+        return ""
+
+
+@pytest.fixture
+def begun(coordinator):
+    """A checkpoint that the session's only worker has begun before the step that is due, and what that says of it."""
+    session, folders, written = coordinator.session(0), Folders(), []
+    session.await_lease = lambda what: None
+    session.adopt(generation(1, [0]))
+    interval = CheckpointInterval(0.1, 0)
+    loop = SimpleNamespace(settle=lambda: None, barrier=lambda place, values: None)
+    background = Background(
+        session,
+        loop,
+        folders,
+        interval,
+        Path("checkpoints"),
+        1,
+        lambda tag: lambda: written.append(tag),
+        lambda: pytest.fail("nobody is lost"),
+    )
+    step = interval.due
+    background.before(step)
+    return background, session, folders, written, step
+
+
+def all_have_written(coordinator, step: int) -> None:
+    place = f"the end of checkpoint automatic_step{step - 1}"
+    coordinator.tell(BarrierPassed(place, {"0": [0.1, 1.0, ""]}, step + 2))
+    coordinator.tell(Committed(step))
+
+
+def test_a_checkpoint_has_its_name_once_all_have_written(begun, coordinator):
+    background, session, folders, _, step = begun
+    background.before(step + 1)
+    assert not folders.published
+    all_have_written(coordinator, step)
+    session.wait_committed(step)  # said behind it
+    background.before(step + 2)
+    assert folders.published == [f"automatic_step{step - 1}"]
+
+
+def test_who_wants_none_to_be_written_waits_until_all_have(begun, coordinator):
+    background, _, folders, written, step = begun
+    all_have_written(coordinator, step)
+    background.conclude()
+    assert folders.published == [f"automatic_step{step - 1}"]
+    assert written == [f".incomplete-1-automatic_step{step - 1}"]
+    (reached,) = coordinator.hear(BarrierReached)
+    assert reached.place == f"the end of checkpoint automatic_step{step - 1}" and list(reached.values) == ["0"]
