@@ -6,14 +6,16 @@ import argparse
 from pathlib import Path
 
 DESCRIPTION = """\
-Write report.html to a run folder: throughput and loss with the failures marked, the schedule before and after (as it ran
-where recycle.trace is set, else as planned), and the events.  The file needs nothing else, and no network.
+Write report.html to a run folder: what happened and what it cost in one sentence, why the job ended, throughput and
+loss with the failures marked, the schedule before and after (as it ran where recycle.trace is set, else the plan with
+measured costs), and the events.  The file needs nothing else, and no network.
 
 recycle report runs/train
 """
 
 
 def add(commands: argparse._SubParsersAction) -> None:
+    """Make ``recycle report`` known to the command line."""
     made = commands.add_parser(
         "report",
         help="write report.html of a run",
@@ -25,6 +27,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
+    """Write the report of ``found.folder`` and print its path; return the exit code."""
     from recycle_plugin.observability import report
 
     print(report.write(found.folder))

@@ -215,6 +215,7 @@ class Membership:
             job=asdict(job),
             seats=seats,
             hosts=sorted({member.host for member in roster}),
+            seat_hosts={str(seat): roster.holder(seat).host for seat in roster.seats},
         )
         out.say(
             "deadlines",

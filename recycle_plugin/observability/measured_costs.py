@@ -1,0 +1,76 @@
+"""What a micro-batch was measured to cost on each stage, from the figures of committed steps: no trace is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.observability.run_history import WARM_UP, RunHistory
+
+SPLIT = ("forward", "input", "weight", "backward")
+
+
+class Measured(NamedTuple):
+    """``costs`` by the steps ``first`` to ``last``; ``micro_batch_us``: by stage, for forward and backward together.
+
+    How that time divides into forward, input and weight is not measured: it is divided as in the settings, which also
+    have what is not computing (communication, gradient sum, optimizer step).
+    """
+
+    costs: CostModel
+    first: int
+    last: int
+    micro_batch_us: tuple[int, ...]
+
+
+def before(history: RunHistory) -> Measured | None:
+    """Of the steps before the first failure, without those of the warm-up; None where no step has figures."""
+    first = min(history.commits, default=1) + WARM_UP
+    return _measured(history, first, history.last_before, history.shape.full())
+
+
+def after(history: RunHistory) -> Measured | None:
+    """Of the steps after the last one that a failure interrupted; None where no step has figures."""
+    first = max((failure.step for failure in history.failures), default=history.last_before) + 1
+    return _measured(history, first, history.last, history.view)
+
+
+def _measured(history: RunHistory, first: int, last: int, view: ClusterView) -> Measured | None:
+    """Of the steps with everybody in ``view``, and with the batch of the run's end, since plans are drawn with that."""
+    first = max([first, *(event["step"] for event in history.of("batch"))])
+    shape = history.shape
+    workers = [sum(seat.stage == stage for seat in view.live) for stage in range(shape.stages)]
+    steps = [
+        event
+        for event in history.of("committed")
+        if first <= event["step"] <= last
+        and len(event.get("stage_bubbles", ())) == shape.stages
+        and event["workers"] == len(view.live)
+    ]
+    if not steps:
+        return None
+    each = tuple(
+        round(
+            median((1 - event["stage_bubbles"][stage]) * workers[stage] * event["step_s"] for event in steps)
+            * 1e6
+            / (shape.replicas * shape.micro_batches)
+        )
+        for stage in range(shape.stages)
+    )
+    numbers = [event["step"] for event in steps]
+    return Measured(_scaled(history, each), min(numbers), max(numbers), each)
+
+
+def _scaled(history: RunHistory, micro_batch_us: tuple[int, ...]) -> CostModel:
+    """The settings' costs, with each stage's computing as long as it was measured."""
+    costs = replace(history.costs, dispatch=0)
+    backward = costs.backward or tuple(map(sum, zip(costs.input, costs.weight)))
+    whole = tuple(map(sum, zip(costs.input, costs.weight))) if history.policy.split_backward else backward
+    shares = [us / max(1, ahead + back) for us, ahead, back in zip(micro_batch_us, costs.forward, whole)]
+    return replace(
+        costs,
+        **{name: tuple(round(us * share) for us, share in zip(getattr(costs, name), shares)) for name in SPLIT},
+    )
