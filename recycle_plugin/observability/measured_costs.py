@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides, requires
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
+from recycle_plugin.core.vocabulary.plan import Plan
+from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.observability.run_history import WARM_UP, RunHistory
 
+BY_MICRO_BATCH = TRAVELS | {"stash", "inner"}  # kinds of data that a micro-batch's own instructions make
 SPLIT = ("forward", "input", "weight", "backward")
 
 
@@ -17,7 +25,7 @@ class Measured(NamedTuple):
     """``costs`` by the steps ``first`` to ``last``; ``micro_batch_us``: by stage, for forward and backward together.
 
     How that time divides into forward, input and weight is not measured: it is divided as in the settings, which also
-    have what is not computing (communication, gradient sum, optimizer step).
+    have what communication costs.
     """
 
     costs: CostModel
@@ -74,3 +82,40 @@ def _scaled(history: RunHistory, micro_batch_us: tuple[int, ...]) -> CostModel:
         costs,
         **{name: tuple(round(us * share) for us, share in zip(getattr(costs, name), shares)) for name in SPLIT},
     )
+
+
+def timed(plan: Plan, costs: CostModel) -> list[Span]:
+    """What the workers compute in one step of ``plan``, in microseconds from rest, if it takes what ``costs`` say.
+
+    Each keeps to the order of its program, and begins as soon as the inputs are there.  The gradients' sum and the
+    optimizer's step are left out.  ValueError where the programs wait for each other.
+    """
+    left = {seat: deque(one for one in program if one.op in COMPUTE) for seat, program in plan.programs.items()}
+    made: dict[Datum, tuple[Seat, int]] = {}
+    free = dict.fromkeys(left, 0)
+    spans: list[Span] = []
+    while any(left.values()):
+        before = len(spans)
+        for seat, program in left.items():
+            while program and (ready := _ready(program[0], seat, plan.stages, made, costs)) is not None:
+                one, start = program.popleft(), max(ready, free[seat])
+                free[seat] = start + costs.of(one.op, seat.stage, seat)
+                made.update((datum, (seat, free[seat])) for datum in provides(one))
+                spans.append(Span(seat, one, start, free[seat]))
+        if len(spans) == before:
+            raise ValueError("the plan's programs wait for each other")
+    return spans
+
+
+def _ready(
+    one: Instruction, seat: Seat, stages: int, made: Mapping[Datum, tuple[Seat, int]], costs: CostModel
+) -> int | None:
+    """When ``seat`` has the inputs of an instruction; None: they are not made yet."""
+    ready = 0
+    for datum in requires(one, stages):
+        if datum.kind in BY_MICRO_BATCH:
+            if datum not in made:
+                return None
+            maker, at = made[datum]
+            ready = max(ready, at + (costs.transfer(maker, seat) if maker != seat else 0))
+    return ready

@@ -189,7 +189,7 @@ def planned(history: RunHistory, before: Measured | None, after: Measured | None
         plan = planner.plan(view, history.costs, history.policy)  # as the job made it, by the settings' costs
         who = f"without {these(view.lost)}" if view.lost else "with everybody there"
         costs = f"measured, steps {measured.first} to {measured.last}" if measured else "assumed costs"
-        spans = timeline(plan, measured.costs if measured else history.costs)
+        spans = measured_costs.timed(plan, measured.costs) if measured else timeline(plan, history.costs)
         found.append(gantt.Panel(f"{who} ({costs})", spans))
     return found
 
@@ -215,7 +215,7 @@ def _assumptions(history: RunHistory, before: Measured | None, after: Measured |
     return (
         f"No trace: the plan is drawn with what a micro-batch was measured to cost on each stage, forward and backward "
         f"together: {', '.join(told)}. How that divides into forward and backward, and what communication costs, is "
-        f"assumed as in the settings{rest}; {untraced}."
+        f"assumed as in the settings{rest}; the gradients' sum and the optimizer's step are not drawn; {untraced}."
     )
 
 

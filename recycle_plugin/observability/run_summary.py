@@ -27,7 +27,8 @@ def sentence(history: RunHistory) -> str:
         return f"{said}; no worker was lost."
     where = ", ".join(f"{failure.seat} in step {failure.step}" for failure in lost[:3])
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-    return f"{said}; {len(lost)} of {_count(len(history.seats), 'worker')} lost ({where}{more}): {cost(history)}."
+    were = "was" if len(lost) == 1 else "were"
+    return f"{said}; {len(lost)} of {len(history.seats)} workers {were} lost ({where}{more}): {cost(history)}."
 
 
 def _subject(history: RunHistory) -> str:

@@ -8,14 +8,19 @@ import subprocess
 import time
 from collections.abc import Callable
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import recycle_plugin
+from recycle_plugin import planner
 from recycle_plugin.cli import main
 from recycle_plugin.commands.status import lines, status
+from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.observability import measured_costs, report
 from recycle_plugin.observability.run_history import EVENTS, RENAMED, RunHistory, place, read_events
 from recycle_plugin.observability.run_summary import UNKNOWN, facts, sentence, wall_clock
@@ -140,9 +145,27 @@ def test_without_a_trace_plans_have_the_costs_that_were_measured(folder):
     assert whole.title == "with everybody there (measured, steps 4 to 5)"
     busy = sum(span.end_us - span.start_us for span in whole.spans if span.seat.stage == 0)
     assert busy == pytest.approx(8 * 28750, rel=0.01)
+    for seat in {span.seat for span in whole.spans}:  # nobody does two things at once
+        mine = sorted((span for span in whole.spans if span.seat == seat), key=lambda span: span.start_us)
+        assert all(one.end_us <= two.start_us for one, two in pairwise(mine)) and len(mine) == 12
     assert without.title == "without 0.1 (measured, steps 7 to 9)"
     (note,) = (text for text in Read(report.write(folder).read_text()).texts["p"] if "No trace" in text)
     assert "before the first failure 28.8, 14.4 ms" in note and "no measurement" not in note
+
+
+def test_a_plan_that_is_timed_with_its_own_costs_is_as_the_planner_has_it_from_rest():
+    """F of a micro-batch after that of the stage before, I after that of the next one, each as soon as it may."""
+    view, costs = Topology(1, 2, 1).full(), CostModel((5, 7), (11, 13), (17, 19), communication=3)
+    plan = planner.plan(view, costs, Policy())
+    found = {(str(span.seat), span.instruction.op.value): span[2:] for span in measured_costs.timed(plan, costs)}
+    assert found == {
+        ("0.0", "F"): (0, 5),
+        ("0.1", "F"): (8, 15),
+        ("0.1", "I"): (15, 28),
+        ("0.1", "W"): (28, 47),
+        ("0.0", "I"): (31, 42),
+        ("0.0", "W"): (42, 59),
+    }
 
 
 def test_a_run_without_a_failure_shows_its_last_traced_steps(folder):
@@ -163,7 +186,7 @@ def test_a_run_without_a_failure_shows_its_last_traced_steps(folder):
 
 
 SENTENCE = (
-    "The job trained 9 steps in 4.35 s and came to its planned end; 1 of 4 workers lost (0.1 in step 6): 0.4 s passed "
+    "The job trained 9 steps in 4.35 s and came to its planned end; 1 of 4 workers was lost (0.1 in step 6): 0.4 s passed "
     "from the loss to the next commit, where an undisturbed step took 0.23 s, and throughput went from 34.78 to 20 "
     "samples/s (58%)."
 )
@@ -207,7 +230,7 @@ def test_a_job_that_never_went_on_says_so(folder):
         return [event for event in events if event["time"] < 102.84]
 
     assert sentence(rewrite(folder, cut)) == (
-        "The job has so far trained 5 steps in 2.76 s; 1 of 4 workers lost (0.1 in step 6): no step was committed "
+        "The job has so far trained 5 steps in 2.76 s; 1 of 4 workers was lost (0.1 in step 6): no step was committed "
         "after that."
     )
 
@@ -457,7 +480,7 @@ def test_axes_have_names_and_begin_at_0():
 
 def test_marks_without_room_for_their_text_keep_their_line():
     marks = {step: f"{step}.0 lost" for step in range(1, 11)}
-    drawn = Read(chart(Chart("", {step: 1.0 for step in range(1, 101)}, 1, 100, marks)))
+    drawn = Read(chart(Chart("", dict.fromkeys(range(1, 101), 1.0), 1, 100, marks)))
     assert drawn.texts["title"] == [*marks.values()]
     assert "1.0 lost" in drawn.texts["text"] and 1 < sum("lost" in text for text in drawn.texts["text"]) < 10
 
@@ -502,7 +525,7 @@ def test_nothing_is_cut_off_or_covered_in_a_browser(folder, which, crowded):
         trace(folder)
     rewrite(folder, long_words)
     found = measured(crowded if which == "crowded" else report.write(folder).read_text(), folder)
-    assert {width: [*wrong(at)] for width, at in found.items()} == dict.fromkeys(WIDTHS, [])
+    assert {width: (*wrong(at),) for width, at in found.items()} == dict.fromkeys(WIDTHS, ())
     assert [at["width"] for at in found.values()] == [*WIDTHS] and not any(at["fetched"] for at in found.values())
     if which != "crowded":
         wide, narrow = found[WIDE], found[NARROW]
