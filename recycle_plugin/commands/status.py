@@ -73,7 +73,7 @@ def status(history: RunHistory, now: float) -> dict:
         "coordinator": history.coordinator,
         "silent_s": round(now - history.events[-1]["time"], 1),
         "step": step,
-        "loss": history.curve.get(step),
+        "loss": history.curve.get(history.last),
         "workers": {"live": len(history.view.live), "of": len(history.shape.seats)},
         "gone": [
             {"seat": seat, "rank": history.seats[seat], "why": why, "before_s": round(now - lost_at[seat], 1)}

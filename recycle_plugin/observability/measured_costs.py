@@ -18,7 +18,6 @@ from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.observability.run_history import WARM_UP, RunHistory
 
 BY_MICRO_BATCH = TRAVELS | {"stash", "inner"}  # kinds of data that a micro-batch's own instructions make
-SPLIT = ("forward", "input", "weight", "backward")
 
 
 class Measured(NamedTuple):
@@ -78,9 +77,16 @@ def _scaled(history: RunHistory, micro_batch_us: tuple[int, ...]) -> CostModel:
     backward = costs.backward or tuple(map(sum, zip(costs.input, costs.weight)))
     whole = tuple(map(sum, zip(costs.input, costs.weight))) if history.policy.split_backward else backward
     shares = [us / max(1, ahead + back) for us, ahead, back in zip(micro_batch_us, costs.forward, whole)]
+
+    def scaled(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(round(us * share) for us, share in zip(values, shares))
+
     return replace(
         costs,
-        **{name: tuple(round(us * share) for us, share in zip(getattr(costs, name), shares)) for name in SPLIT},
+        forward=scaled(costs.forward),
+        input=scaled(costs.input),
+        weight=scaled(costs.weight),
+        backward=scaled(costs.backward),
     )
 
 

@@ -36,11 +36,10 @@ def _subject(history: RunHistory) -> str:
 
 
 def _outcome(history: RunHistory) -> str:
-    if end(history) is None:
-        return ""
-    if history.was_killed:
-        return " and was killed"
-    if history.end["event"] == "end":
+    last = history.end
+    if last is None:
+        return " and was killed" if history.was_killed else ""
+    if last["event"] == "end":
         return " and ended before its planned end"
     return " and was stopped as asked" if history.of("terminate") else " and came to its planned end"
 
