@@ -12,6 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 import recycle_plugin
 from recycle_plugin import planner
@@ -25,6 +27,7 @@ from recycle_plugin.observability import measured_costs, report
 from recycle_plugin.observability.run_history import EVENTS, RENAMED, RunHistory, place, read_events
 from recycle_plugin.observability.run_summary import UNKNOWN, facts, sentence, wall_clock
 from recycle_plugin.observability.trace import TraceFile
+from recycle_plugin.render import gantt
 from recycle_plugin.render.page import Chart, Table, chart, page, ticks
 from tests.demo.test_report import spans
 from tests.support.boxes import BROWSER, NARROW, WIDE, WIDTHS, measured, wrong
@@ -153,6 +156,23 @@ def test_without_a_trace_plans_have_the_costs_that_were_measured(folder):
     assert "before the first failure 28.8, 14.4 ms" in note and "no measurement" not in note
 
 
+def test_no_text_of_a_picture_covers_another(folder, monkeypatch):
+    """A pause at the left edge beside the rows' names, and two losses in one step."""
+    history, drawn = rewrite(folder, two_at_once), []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    late = [span for span in spans() if span.instruction.step != 6 or span.start_us >= 102_745_000]
+    gantt.draw("", *report.panels(late, *history.failures))
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    texts = [text for axes in figure.axes for text in axes.findobj(Text) if text.get_text() and text.get_visible()]
+    boxes = [(text.get_text(), text.get_window_extent().padded(-1)) for text in texts]
+    pauses = [box for text, box in boxes if "to notice and regroup" in text]
+    names = [box for text, box in boxes if text.startswith("replica ")]
+    assert len(pauses) == 1 and len(names) == 12
+    assert not any(pause.overlaps(name) for pause in pauses for name in names)
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width for _, box in boxes)
+
+
 def test_a_plan_that_is_timed_with_its_own_costs_is_as_the_planner_has_it_from_rest():
     """F of a micro-batch after that of the stage before, I after that of the next one, each as soon as it may."""
     view, costs = Topology(1, 2, 1).full(), CostModel((5, 7), (11, 13), (17, 19), communication=3)
@@ -186,8 +206,8 @@ def test_a_run_without_a_failure_shows_its_last_traced_steps(folder):
 
 
 SENTENCE = (
-    "The job trained 9 steps in 4.35 s and came to its planned end; 1 of 4 workers was lost (0.1 in step 6): 0.4 s passed "
-    "from the loss to the next commit, where an undisturbed step took 0.23 s, and throughput went from 34.78 to 20 "
+    "The job trained 9 steps in 4.35 s and came to its planned end; 1 of 4 workers was lost (0.1 in step 6): 0.4 s "
+    "passed from the loss to the next commit, where an undisturbed step took 0.23 s, and throughput went from 34.78 to 20 "
     "samples/s (58%)."
 )
 
@@ -210,19 +230,19 @@ def rewrite(folder: Path, change: Callable[[list[dict]], list[dict]]) -> RunHist
 END = {"time": 104.41, "event": "end", "text": "the job ends: the disk burns"}
 
 
+def stopped(events: list[dict]) -> list[dict]:
+    return [*events[:-1], {"time": 104.0, "event": "terminate", "text": ""}, events[-1]]
+
+
+def ended(events: list[dict]) -> list[dict]:
+    return [*events[:-1], END]
+
+
 @pytest.mark.parametrize(
-    "more, said",
-    [
-        ([{"time": 104.0, "event": "terminate", "text": ""}], "and was stopped as asked"),
-        ([END], "and ended before its planned end"),
-    ],
-    ids=("terminated", "ended"),
+    "change, said", [(stopped, "and was stopped as asked"), (ended, "and ended before its planned end")]
 )
-def test_the_sentence_says_how_it_ended(folder, more, said):
-    history = rewrite(folder, lambda events: [*more, *events][len(more) :][:-1] + more + events[-1:])
-    if more == [END]:
-        history = rewrite(folder, lambda events: events[:-1])
-    assert said in sentence(history)
+def test_the_sentence_says_how_it_ended(folder, change, said):
+    assert said in sentence(rewrite(folder, change))
 
 
 def test_a_job_that_never_went_on_says_so(folder):
@@ -236,7 +256,7 @@ def test_a_job_that_never_went_on_says_so(folder):
 
 
 def test_the_end_is_a_fact_of_the_report_and_of_status(folder, capsys):
-    rewrite(folder, lambda events: [*events[:-1], END])
+    rewrite(folder, ended)
     found = Read(report.write(folder).read_text())
     assert found.texts["th"][0] == "end" and found.texts["td"][0] == "the job ends: the disk burns"
     assert main(["status", str(folder)]) == 0
