@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 DESCRIPTION = """\
-Write report.html to a run folder: throughput and loss with the failures marked, the schedule before and after (as it
-ran where recycle.trace is set, else as planned), and the events.  The file needs nothing else, and no network.
+Write report.html to a run folder: what happened and what it cost in one sentence, why the job ended, throughput and
+loss with the failures marked, the schedule before and after (as it ran where recycle.trace is set, else the plan with
+measured costs), and the events.  The file needs nothing else, and no network.
 
 recycle report runs/train
 """

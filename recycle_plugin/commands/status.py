@@ -10,18 +10,21 @@ from math import isfinite
 from pathlib import Path
 
 from recycle_plugin.core.vocabulary.describe import named
-from recycle_plugin.observability.run_history import EVENTS, KILLED, RunHistory, read_events
+from recycle_plugin.observability.run_history import EVENTS, RunHistory, read_events
+from recycle_plugin.observability.run_summary import end, facts, sentence
 
 DESCRIPTION = """\
-Say where a job is: steps, live workers, who is lost and why, throughput now and before, the last checkpoint, and what
-the planner predicts.  Reads events.jsonl of the run folder (recycle.run_dir; the line "start" names it) and asks no
-process; on the coordinator's host it sees whether that is there.
+Say where a job is: first in one sentence, then why it has ended, steps, live workers, who is lost and why, throughput
+now and before, what the planner predicts, model, batch, precision, hosts, times, checkpoints.  Reads events.jsonl of
+the run folder (recycle.run_dir; the line "start" names it) and asks no process; on the coordinator's host it sees
+whether that is there.
 
 recycle status runs/train
 """
 
 
 def add(commands: argparse._SubParsersAction) -> None:
+    """Make ``recycle status`` known to the command line."""
     made = commands.add_parser(
         "status",
         help="where a running job is: steps, live workers, throughput",
@@ -34,11 +37,15 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
+    """Print where the job of ``found.folder`` is, as text or as JSON; return the exit code."""
     if early := ended_early(found.folder):
         print(json.dumps({"state": "end", "end": early}, indent=1) if found.json else f"{'state':<11}{early}")
         return 0
     known = status(RunHistory.read(found.folder), time.time())
-    print(json.dumps(known, indent=1) if found.json else "\n".join(f"{name:<11}{text}" for name, text in lines(known)))
+    if found.json:
+        print(json.dumps(known, indent=1))
+    else:
+        print("\n".join([known["sentence"], *(f"{name:<11}{text}" for name, text in lines(known))]))
     return 0
 
 
@@ -49,7 +56,10 @@ def ended_early(folder: Path) -> str:
 
 
 def status(history: RunHistory, now: float) -> dict:
-    """As data; seconds and samples a second, null where they are not known yet.  ``now``: seconds since the epoch."""
+    """Where the job of ``history`` is, as data: seconds and samples a second, None where they are not known yet.
+
+    ``now``: seconds since the epoch. ``sentence`` and ``facts`` are text, as the report has them.
+    """
     commits, lost_at = (
         history.commits,
         {event["seat"]: event["time"] for event in [*history.of("leaving"), *history.of("lost")]},
@@ -57,16 +67,13 @@ def status(history: RunHistory, now: float) -> dict:
     step = max(commits, default=None)
     before, current = history.before_s, history.now_s
     return {
+        "sentence": sentence(history),
         "state": history.end["event"] if history.end else "killed" if history.was_killed else "running",
-        "end": history.end["text"]
-        if history.end
-        else KILLED.format(**history.coordinator)
-        if history.was_killed
-        else None,
+        "end": end(history),
         "coordinator": history.coordinator,
         "silent_s": round(now - history.events[-1]["time"], 1),
         "step": step,
-        "loss": history.curve.get(step),
+        "loss": history.curve.get(history.last),
         "workers": {"live": len(history.view.live), "of": len(history.shape.seats)},
         "gone": [
             {"seat": seat, "rank": history.seats[seat], "why": why, "before_s": round(now - lost_at[seat], 1)}
@@ -81,11 +88,13 @@ def status(history: RunHistory, now: float) -> dict:
         "unmanned_stages": list(history.unmanned),
         "margin": next((event["text"] for event in reversed(history.of("throughput_margin"))), None),
         "checkpoint": history.checkpoint,
+        "facts": dict(facts(history)),
         "metrics": next((event["url"] for event in reversed(history.of("metrics"))), None),
     }
 
 
 def lines(known: dict) -> Iterator[tuple[str, str]]:
+    """Name and text of each line that follows the sentence; ``known``: what :func:`status` gives."""
     workers, speed, rate = known["workers"], known["step_s"], known["samples_per_s"]
     yield "state", known["end"] or f"running; last event {known['silent_s']:.1f} s ago"
     yield (
@@ -103,7 +112,7 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
         "predicted",
         _predicted(known["predicted_throughput"], known["unmanned_stages"]) + _if(known["margin"], "; {}"),
     )
-    yield "checkpoint", known["checkpoint"] or "none"
+    yield from known["facts"].items()
     if known["metrics"] and known["state"] == "running":
         yield "metrics", known["metrics"]
     if known["coordinator"] and known["state"] == "running":

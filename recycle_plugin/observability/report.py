@@ -1,4 +1,4 @@
-"""``report.html`` of a run: throughput and loss with the failures marked, the schedule before and after, the events."""
+"""``report.html`` of a run: what happened, what it cost, throughput and loss, the schedule before and after, events."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from recycle_plugin import folders
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.span import Span, run_again
+from recycle_plugin.observability import measured_costs
 from recycle_plugin.observability.console import QUIET, STYLES, event_line
-from recycle_plugin.observability.run_history import EVENTS, KILLED, Failure, RunHistory
+from recycle_plugin.observability.measured_costs import Measured
+from recycle_plugin.observability.run_history import EVENTS, Failure, RunHistory
+from recycle_plugin.observability.run_summary import end, facts, lost_by_step, seconds, sentence, these
 from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.render import gantt
-from recycle_plugin.render.page import Chart, Table, page
+from recycle_plugin.render.page import Chart, Content, Table, page
 
 NAME = "report.html"
 LONGEST_S = 600  # that a process which nobody waits for may take
@@ -29,23 +32,25 @@ LISTED = 2000  # events
 
 
 def write(folder: Path) -> Path:
-    """Write the report of the last job in the run folder ``folder``.
+    """Write the report of the last job in the run folder ``folder``, and return its path.
 
-    Raises ValueError, in one line, where there is none.
+    Raises ValueError, in one line, where there is no job.
     """
     history = RunHistory.read(folder)
-    began = _us(history.of("start")[0]["time"])
+    began = _us(history.began)
     spans = [
         span for span in read_traces(folder / "trace") if span.start_us >= began
     ]  # traces of an earlier job in the folder stay there
     path = folder / NAME
-    folders.replace(folders.prepared(path, page(f"Run {folder.resolve().name}", sections(history, spans))), path)
+    text = page(f"Run {folder.resolve().name}", sentence(history), sections(history, spans))
+    folders.replace(folders.prepared(path, text), path)
     return path
 
 
-def sections(history: RunHistory, spans: Sequence[Span]) -> Iterator[tuple[str, list]]:
-    yield "Job", [Table((), [row for row in summary(history) if row[1]])]
-    yield "Steps", charts(history)
+def sections(history: RunHistory, spans: Sequence[Span]) -> Iterator[tuple[str, list[Content]]]:
+    """Heading and contents of each part of the report on ``history``, whose traces are ``spans``."""
+    yield "Job", [Table((), [*summary(history)])]
+    yield "Steps", [*charts(history)]
     if history.failures:
         yield "Failures", [failures(history)]
     yield "Schedule", [*schedule(history, spans)]
@@ -53,33 +58,26 @@ def sections(history: RunHistory, spans: Sequence[Span]) -> Iterator[tuple[str, 
 
 
 def summary(history: RunHistory) -> Iterator[tuple[str, str]]:
-    shape, commits = history.shape, history.commits
-    began = history.of("start")[0]["time"]
-    yield "topology", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each"
-    yield "started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
+    """Name and text of each fact about the run as a whole; why it ended comes first."""
+    commits = history.commits
+    yield "end", end(history) or "none yet, as far as the log tells"
     yield (
         "steps",
-        f"{min(commits)} to {max(commits)}, in {max(commits.values()) - began:.1f} s" if commits else "none committed",
+        f"{min(commits)} to {max(commits)}, in {seconds(max(commits.values()) - history.began)}"
+        if commits
+        else "none committed",
     )
     yield (
         "workers",
-        f"{len(history.view.live)} of {len(shape.seats)} left"
+        f"{len(history.view.live)} of {len(history.shape.seats)} left"
         + "".join(f"; {name}: {why}" for name, why in gone(history)),
     )
     yield "throughput", throughput(history)
-    yield "last checkpoint", history.checkpoint or ""
-    yield (
-        "end",
-        history.end["text"]
-        if history.end
-        else KILLED.format(**history.coordinator)
-        if history.was_killed
-        else "none yet",
-    )
+    yield from facts(history)
 
 
 def gone(history: RunHistory) -> list[tuple[str, str]]:
-    """Who, by the names of all lines, and why."""
+    """Who is gone from the run, named as in the events, and why."""
     return [(named(history.seats[seat], seat), why) for seat, why in history.gone.items()]
 
 
@@ -94,73 +92,136 @@ def throughput(history: RunHistory) -> str:
     )
     if history.gone and isfinite(now):
         share = f"{rates[1] / rates[0]:.0%}, " if isfinite(before) else ""
-        then = f"predicted {history.predicted:.0%}" if history.predicted else "and then none"
-        text += f"; at the end {rates[1]:.4g} samples/s, {now:.3g} s a step: {share}{then}"
+        predicted = f"predicted {history.predicted:.0%}" if history.predicted else "and then none"
+        text += f"; at the end {rates[1]:.4g} samples/s, {now:.3g} s a step: {share}{predicted}"
     return text
 
 
-def charts(history: RunHistory) -> list[Chart]:
-    marks = [(failure.step, f"{failure.seat} lost") for failure in history.failures]
-    taken = {later: history.commits[later] - history.commits[step] for step, later in pairwise(sorted(history.commits))}
+def charts(history: RunHistory) -> Iterator[Chart]:
+    """Throughput, loss and waiting over the committed steps, with the losses of workers marked."""
+    commits = history.commits
+    marks = {step: f"{these(seats)} lost" for step, seats in lost_by_step(history).items()}
+    taken = {step: commits[step] - commits[step - 1] for step in sorted(commits) if step - 1 in commits}
+    rates = {step: history.rate(spent, step) for step, spent in taken.items()}
     shares = {
-        event["step"]: 100 * event["bubble_share"] for event in history.of("committed") if "bubble_share" in event
+        event["step"]: 100 * event["bubble_share"]
+        for event in history.of("committed")
+        if "bubble_share" in event and event["step"] in commits
     }
-    lines = {
-        "samples per second": {step: history.rate(spent, step) for step, spent in taken.items()},
-        "loss": history.curve,
-        "bubbles: share of the live workers' time in which they computed no micro-batch, %": shares,
-    }
-    steps = sorted(history.commits.keys() | history.curve.keys()) or [0]
-    return [Chart(title, points, steps[0], steps[-1], marks) for title, points in lines.items() if points]
+    first, last = min(commits, default=0), max(commits, default=0)
+    lines = (
+        ("Throughput", rates, "samples/s", True),
+        ("Loss", history.curve, "mean loss", False),
+        ("Waiting", shares, "% of live workers' time, no micro-batch", True),
+    )
+    for title, points, unit, from_zero in lines:
+        if points:
+            yield Chart(title, points, first, last, marks, unit, from_zero)
 
 
 def failures(history: RunHistory) -> Table:
+    """A row for each lost worker: why, and how long until it was known, all had regrouped, a step was committed."""
     redone = {event["step"]: event.get("redone_share", 0.0) for event in history.of("committed")}
     rows = []
     for failure in history.failures:
+        notice = f"{failure.seen_at - failure.struck_at:.3f} s" if failure.fault else "not timed"
+        regrouped = f"{failure.resumed_at - failure.seen_at:.3f} s" if failure.resumed_at else "never"
         stall = f"{failure.stall_s:.3f} s" if failure.committed_at else "the job ended"
-        noticed = f"{failure.resumed_at - failure.seen_at:.3f} s" if failure.resumed_at else ""
-        again = f"{redone[failure.step]:.1%}" if failure.step in redone else ""
-        rows.append((str(failure.seat), failure.how, str(failure.step), noticed, stall, again))
-    return Table(
-        ("seat", "how", "in step", "known to regrouped", "to the next commit", "of that step's compute, run again"),
-        rows,
+        again = f"{redone[failure.step]:.1%}" if failure.step in redone else "never committed"
+        rows.append(
+            (str(failure.seat), history.gone[str(failure.seat)], str(failure.step), notice, regrouped, stall, again)
+        )
+    head = (
+        "seat",
+        "why",
+        "in step",
+        "fault to known",
+        "known to regrouped",
+        "to the next commit",
+        "compute of that step that was run again",
     )
+    return Table(head, rows)
+
+
+# --- the schedule --------------------------------------------------------------------------------------
 
 
 def schedule(history: RunHistory, spans: Sequence[Span]) -> Iterator[bytes | str]:
-    """As it was traced, around each failure; without traces as it was planned, before and after."""
+    """What the workers did when: as it was traced; without traces as it was planned, with the costs that were
+    measured.
+    """
     if len(history.shape.seats) > DRAWN_SEATS:
         yield f"{len(history.shape.seats)} workers are too many to draw; recycle plan --png draws a plan all the same."
         return
-    traced = [failure for failure in history.failures if failure.resumed_at and _around(spans, failure)][
-        :DRAWN_FAILURES
-    ]
-    for failure in traced:
-        yield f"As it ran when {failure.seat} was lost; 0 is when that happened."
-        yield _png(panels(spans, failure))
-    if not traced:
-        yield "As planned, with the costs in the settings" + (
-            ", before the first failure and after the last one." if history.gone else "."
-        )
-        yield _png(planned(history))
+    together: dict[int, list[Failure]] = {}
+    for failure in history.failures:
+        if failure.resumed_at and _around(spans, failure):
+            together.setdefault(failure.step, []).append(failure)
+    for lost in [*together.values()][:DRAWN_FAILURES]:
+        seats = these(failure.seat for failure in lost)
+        yield f"As it ran, measured, when {seats} {'were' if len(lost) > 1 else 'was'} lost; 0 is when that happened."
+        yield _png(panels(spans, *lost))
+    if together:
+        return
+    if not history.failures and (window := last_steps(spans)):
+        yield "As it ran, measured: the last two steps that were traced."
+        yield _png([window])
+        return
+    before, after = measured_costs.before(history), measured_costs.after(history)
+    yield _assumptions(history, before, after)
+    yield _png(planned(history, before, after))
 
 
-def planned(history: RunHistory) -> list[gantt.Panel]:
+def planned(history: RunHistory, before: Measured | None, after: Measured | None) -> list[gantt.Panel]:
+    """The plan for everybody and, if workers are gone, that for those who are left.
+
+    Each is drawn with what was measured in its steps, ``before`` the first failure and ``after`` the last; None: with
+    what the settings assume.
+    """
     from recycle_plugin import planner
     from recycle_plugin.planner.assemble import timeline
 
-    views = [history.shape.full()] + [history.view] * bool(history.gone and not history.view.empty_stages())
-    made = [planner.plan(view, history.costs, history.policy) for view in views]
-    lost = ", ".join(map(str, history.view.lost))
-    return [
-        gantt.Panel(f"without {lost}" if plan.view.lost else "with everybody there", timeline(plan, history.costs))
-        for plan in made
+    drawn = [(history.shape.full(), before)]
+    if history.gone and not history.view.empty_stages():
+        drawn.append((history.view, after))
+    found = []
+    for view, measured in drawn:
+        plan = planner.plan(view, history.costs, history.policy)  # as the job made it, by the settings' costs
+        who = f"without {these(view.lost)}" if view.lost else "with everybody there"
+        costs = f"measured, steps {measured.first} to {measured.last}" if measured else "assumed costs"
+        spans = measured_costs.timed(plan, measured.costs) if measured else timeline(plan, history.costs)
+        found.append(gantt.Panel(f"{who} ({costs})", spans))
+    return found
+
+
+def _assumptions(history: RunHistory, before: Measured | None, after: Measured | None) -> str:
+    """What of the drawn plans was measured, and what was not."""
+    known = [("before the first failure" if history.failures else "measured", before)]
+    if history.failures:
+        known.append(("after the last", after))
+    told = [
+        f"{when} {', '.join(f'{us / 1000:.3g}' for us in measured.micro_batch_us)} ms (steps {measured.first} to "
+        f"{measured.last})"
+        for when, measured in known
+        if measured
     ]
+    untraced = "recycle.trace: true draws what ran"
+    if not told:
+        return (
+            "No trace, and no figures of undisturbed steps: the plan is drawn with the costs that the settings assume, "
+            f"and its times are no measurement; {untraced}."
+        )
+    rest = "" if all(measured for _, measured in known) else "; the other plan has the costs that the settings assume"
+    return (
+        f"No trace: the plan is drawn with what a micro-batch was measured to cost on each stage, forward and backward "
+        f"together: {', '.join(told)}. How that divides into forward and backward, and what communication costs, is "
+        f"assumed as in the settings{rest}; the gradients' sum and the optimizer's step are not drawn; {untraced}."
+    )
 
 
 def events(history: RunHistory) -> Table:
-    began = history.of("start")[0]["time"]
+    """What the console said, but for the steps, with seconds since the start; bad news red and good news green."""
+    began = history.began
     told = [event for event in history.events if event["event"] not in QUIET][:LISTED]
     colours = {number: STYLES.get(event["event"], "").split()[-1:] for number, event in enumerate(told)}
     styles = {
@@ -169,7 +230,7 @@ def events(history: RunHistory) -> Table:
         if colour and colour[0] in ("red", "green")
     }
     return Table(
-        ("s", "event", ""),
+        ("s", "event", "text"),
         [(f"{max(0.0, event['time'] - began):.3f}", event["event"], event["text"]) for event in told],
         styles,
     )
@@ -178,22 +239,44 @@ def events(history: RunHistory) -> Table:
 # --- pictures of traces --------------------------------------------------------------------------------
 
 
-def panels(spans: Sequence[Span], failure: Failure) -> list[gantt.Panel]:
-    """Three consecutive windows of the run: two steps before the failure, the interrupted step, two steps after."""
-    step, struck, resumed = failure.step, _us(failure.struck_at), _us(failure.resumed_at)
+def panels(spans: Sequence[Span], first: Failure, *others: Failure) -> list[gantt.Panel]:
+    """Three consecutive windows of the run: two steps before the failure, the interrupted step, two steps after.
+
+    ``others``: further failures in the step that ``first`` interrupted; 0 of the time axis is when the first struck.
+    """
+    lost, step = (first, *others), first.step
+    struck = _us(min(failure.struck_at for failure in lost))
     begins, ends = _extents(spans)
     last = min(step + 2, max(ends))
     cuts = [begins[step - 2], begins[step], ends[step], ends[last]]
     windows = [_window(spans, start, end) for start, end in zip(cuts, cuts[1:])]
-    pause = gantt.Pause(
-        f"{1000 * (failure.resumed_at - failure.struck_at):.0f} ms to notice and regroup", struck, resumed
-    )
-    dead = {failure.seat: struck}
+    dead = {failure.seat: _us(failure.struck_at) for failure in lost}
     return [
         gantt.Panel(f"steps {step - 2} and {step - 1}", windows[0], origin_us=struck),
-        gantt.Panel(f"step {step}, interrupted", windows[1], dead, None, struck, run_again(windows[1]), (pause,)),
+        gantt.Panel(f"step {step}, interrupted", windows[1], dead, None, struck, run_again(windows[1]), pauses(lost)),
         gantt.Panel(f"steps {step + 1} and {last}", windows[2], dead, None, struck),
     ]
+
+
+def pauses(lost: Sequence[Failure]) -> tuple[gantt.Pause, ...]:
+    """From when a worker was struck until the others went on, once for those who were lost together."""
+    struck: dict[float, float] = {}
+    for failure in lost:
+        if failure.resumed_at is not None:
+            struck[failure.resumed_at] = min(struck.get(failure.resumed_at, failure.struck_at), failure.struck_at)
+    times = " and ".join(f"{1000 * (resumed - at):.0f} ms" for resumed, at in sorted(struck.items()))
+    texts = [f"{times} to notice and regroup", *[""] * (len(struck) - 1)]
+    return tuple(gantt.Pause(text, _us(at), _us(resumed)) for text, (resumed, at) in zip(texts, sorted(struck.items())))
+
+
+def last_steps(spans: Sequence[Span]) -> gantt.Panel | None:
+    """The last two consecutive steps that were traced; None where there are none."""
+    begins, ends = _extents(spans)
+    steps = [(one, two) for one, two in pairwise(sorted(begins)) if one > 0 and two == one + 1]
+    if not steps:
+        return None
+    one, two = steps[-1]
+    return gantt.Panel(f"steps {one} and {two}", _window(spans, begins[one], ends[two]))
 
 
 def _around(spans: Sequence[Span], failure: Failure) -> bool:
@@ -230,8 +313,9 @@ def _us(seconds: float) -> int:
 
 
 def main(folder: Path) -> int:
-    """Of the process that a job leaves behind: what goes wrong is in the job's log, since nobody reads what is printed
-    here.
+    """Write the report of the run in ``folder``, in the process that a job leaves behind; return its exit code.
+
+    What goes wrong is put into the job's log, since nobody reads what is printed here.
     """
     signal.alarm(LONGEST_S)
     try:

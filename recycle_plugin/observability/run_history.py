@@ -106,6 +106,16 @@ class RunHistory:
         return self.of("start")[0]["seats"]
 
     @property
+    def began(self) -> float:
+        """When all workers were there, in seconds since the epoch."""
+        return self.of("start")[0]["time"]
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """The host of each seat; empty in logs that don't have it."""
+        return self.of("start")[0].get("seat_hosts", {})
+
+    @property
     def shape(self) -> Topology:
         """The job's shape at the end, where the number of micro-batches has changed."""
         micro_batches = next(
@@ -134,13 +144,22 @@ class RunHistory:
 
     @cached_property
     def commits(self) -> dict[int, float]:
-        """When each step was committed, in seconds since the epoch."""
-        return {event["step"]: event["time"] for event in self.of("committed")}
+        """When each step was committed, in seconds since the epoch.
+
+        Steps that a later load of an earlier checkpoint took back are no longer among them.
+        """
+        found: dict[int, float] = {}
+        for event in self.events:
+            if event["event"] == "committed":
+                found[event["step"]] = event["time"]
+            elif event["event"] == "loaded":
+                found = {step: at for step, at in found.items() if step <= event["step"]}
+        return found
 
     @cached_property
     def curve(self) -> dict[int, float]:
-        """The loss of each step, as it was announced."""
-        return {event["step"]: event["loss"] for event in self.of("loss")}
+        """The loss of each committed step, as it was announced last."""
+        return {event["step"]: event["loss"] for event in self.of("loss") if event["step"] in self.commits}
 
     @cached_property
     def pids(self) -> dict[int, int]:

@@ -144,7 +144,9 @@ def _draw_panel(axes: Axes, panel: Panel, length: int) -> None:
     for seat, when in panel.deaths.items():
         _draw_death(axes, rows[seat], at(max(when, begin)), at, when >= begin)
     _frame(axes, rows, height + (0.45 if panel.pauses else 0), at, at(end))
-    axes.set_xlabel(f"time ({unit})" if panel.origin_us is None else f"{unit} since the kill", color=INK, fontsize=9.5)
+    axes.set_xlabel(
+        f"time ({unit})" if panel.origin_us is None else f"time since the kill ({unit})", color=INK, fontsize=9.5
+    )
     axes.set_title(_title(panel, (end - begin) / scale, unit), loc="left", color=INK, fontsize=11.5, fontweight="bold")
 
 
@@ -212,8 +214,17 @@ def _draw_span(axes: Axes, span: Span, row: float, at: _Scale, lost: bool, again
 def _draw_pause(axes: Axes, pause: Pause, at: _Scale, height: float) -> None:
     start, end = at(pause.start_us), at(pause.end_us)
     axes.axvspan(start, end, color=PAUSE, linewidth=0, zorder=0.5)
+    middle = (start + end) / 2
+    at_edge = middle < at.left + 0.12 * at.length  # where a centred text would run into the rows' names
     axes.text(
-        (start + end) / 2, height + 0.2, pause.text, ha="center", va="center", fontsize=8.5, color=DEATH, zorder=6
+        start if at_edge else middle,
+        height + 0.2,
+        pause.text,
+        ha="left" if at_edge else "center",
+        va="center",
+        fontsize=8.5,
+        color=DEATH,
+        zorder=6,
     )
 
 

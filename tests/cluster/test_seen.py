@@ -49,6 +49,13 @@ def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):
     )
 
     assert status["workers"] == {"live": 3, "of": 4} and status["step"] >= 12
+    assert " trained " in status["sentence"] and "0.0 in step 8" in status["sentence"]
+    told = status["facts"]
+    assert (
+        " layers (" in told["model"]
+        and told["precision"] == "fp32"
+        and {"0.0", "0.1", "1.0", "1.1"} == {*told["hosts"].partition(": ")[2].split(", ")}
+    )
     ((gone,), predicted) = status["gone"], status["predicted_throughput"]
     assert (
         gone["seat"] == "0.0"

@@ -72,6 +72,14 @@ def test_a_log_that_does_not_say_what_it_should_is_refused():
         assert RunHistory(({"event": "start", "job": {"costs": {"forward": 1}}},)).costs
 
 
+def test_the_start_says_which_host_has_each_seat():
+    membership = Membership(2)
+    for rank, host in enumerate(("b", "a")):
+        out = membership.receive(Ready(member(rank, host), 0, job(stages=1, costs=CostModel.uniform(1))), 0.0)
+    (start,) = (event for event in out.events if event.kind == "start")
+    assert start.details["seat_hosts"] == {"0.0": "b", "1.0": "a"} and start.details["hosts"] == ["a", "b"]
+
+
 def test_workers_that_want_different_things_are_told_which_and_who():
     membership = Membership(3)
     wants = job(), job(clip="validate", policy=Policy(block=2)), job()

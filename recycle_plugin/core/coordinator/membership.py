@@ -220,6 +220,7 @@ class Membership:
             job=asdict(job),
             seats=seats,
             hosts=sorted({member.host for member in roster}),
+            seat_hosts={str(seat): roster.holding(seat).host for seat in roster.seats},
         )
         out.say(
             "deadlines",

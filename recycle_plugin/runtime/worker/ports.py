@@ -7,7 +7,7 @@ where its own step would call them; whatever has to survive a failure is decided
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.state.stage_state import StageState, StatePart
 
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 Parameters = list[torch.nn.Parameter]
 Reach = Callable[[str], None]
 Compute = Callable[[int, int, int], torch.Tensor]
@@ -180,6 +181,29 @@ class Framework:
     def parameters(self) -> Parameters:
         """The parameters whose gradients are summed, and applied."""
         return trained(self.model.module) if self.masters is None else self.masters.parameters
+
+
+def described(framework: Framework) -> dict[str, Any]:
+    """What the ``stage`` of ``framework`` trains: the names of its ``layers``' classes in their order, how many
+    ``parameters``, in which ``precision``.
+
+    A model that the script runs itself is one layer.
+    """
+    module, loss = framework.model.module, framework.model.loss
+    layers = [module] if framework.compute is not None else [each for each in module.children() if each is not loss]
+    kinds = {str(each.dtype).removeprefix("torch.") for each in trained(module)}
+    return {
+        "stage": framework.seat.stage,
+        "layers": [type(each).__name__ for layer in layers for each in _members(layer)],
+        "parameters": sum(each.numel() for each in trained(module)),
+        "precision": ", ".join(sorted(PRECISIONS.get(kind, kind) for kind in kinds))
+        + (", with fp32 masters" if framework.masters is not None else ""),
+    }
+
+
+def _members(layer: torch.nn.Module) -> Iterable[torch.nn.Module]:
+    """Those of a container without a forward, such as DeepSpeed's of tied layers; else the layer itself."""
+    return layer.values() if isinstance(layer, torch.nn.ModuleDict) else [layer]
 
 
 def trained(module: torch.nn.Module) -> Parameters:

@@ -57,7 +57,7 @@ from recycle_plugin.runtime.worker.changed_state import stage_state
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.machine import TorchMachine
-from recycle_plugin.runtime.worker.ports import Checkpoints, Framework
+from recycle_plugin.runtime.worker.ports import Checkpoints, Framework, described
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
@@ -260,6 +260,8 @@ class Trainer:
         if self._from_checkpoint:
             self._say_fingerprint(machine.stepped)
         self._loop, self._worker = loop, worker
+        if self.seat.replica == 0:  # one of each stage: no other worker knows what is trained there
+            session.note("stage", f"stage {self.seat.stage} is built", **described(self._framework))
         files, reach = self._framework.checkpoints, self._world.reach
         self._checkpoints = JobCheckpoints(
             session, settings, loop, reach, files, self.state, self.run_dir, self._between_steps

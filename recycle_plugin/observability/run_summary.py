@@ -1,0 +1,169 @@
+"""What is told of a run at first sight: one sentence, why it ended, what ran where and when; for status and report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from math import isfinite
+
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.observability.run_history import KILLED, RunHistory
+
+UNKNOWN = "not in the log"
+
+
+def sentence(history: RunHistory) -> str:
+    """What happened in the run of ``history``, and what it cost, in one sentence."""
+    commits = history.commits
+    trained = (
+        f"trained {_count(len(commits), 'step')} in {seconds(max(commits.values()) - history.began)}"
+        if commits
+        else "committed no step"
+    )
+    said = f"{_subject(history)} {trained}{_outcome(history)}"
+    lost = history.failures
+    if not lost:
+        return f"{said}; no worker was lost."
+    where = ", ".join(f"{failure.seat} in step {failure.step}" for failure in lost[:3])
+    more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+    were = "was" if len(lost) == 1 else "were"
+    return f"{said}; {len(lost)} of {len(history.seats)} workers {were} lost ({where}{more}): {cost(history)}."
+
+
+def _subject(history: RunHistory) -> str:
+    return "The job has so far" if end(history) is None else "The job"
+
+
+def _outcome(history: RunHistory) -> str:
+    last = history.end
+    if last is None:
+        return " and was killed" if history.was_killed else ""
+    if last["event"] == "end":
+        return " and ended before its planned end"
+    return " and was stopped as asked" if history.of("terminate") else " and came to its planned end"
+
+
+def cost(history: RunHistory) -> str:
+    """What the losses of workers cost: time to the next commits, and throughput from then on."""
+    stalls: dict[float, float] = {}
+    for failure in history.failures:  # those of one step have its commit in common
+        if failure.committed_at is not None:
+            stalls[failure.committed_at] = max(stalls.get(failure.committed_at, 0.0), failure.stall_s)
+    if not stalls:
+        return "no step was committed after that"
+    before, now = history.before_s, history.now_s
+    told = f"{seconds(sum(stalls.values()))} passed from the loss to the next commit"
+    if len(stalls) > 1:
+        told = f"{seconds(sum(stalls.values()))} in all passed from losses to the next commits"
+    if isfinite(before):
+        told += f", where an undisturbed step took {seconds(before)}"
+    if isfinite(before) and isfinite(now):
+        rates = history.rate(before, history.last_before), history.rate(now, history.last)
+        told += f", and throughput went from {rates[0]:.4g} to {rates[1]:.4g} samples/s ({rates[1] / rates[0]:.0%})"
+    return told
+
+
+def end(history: RunHistory) -> str | None:
+    """Why the job ended; None while it has not, as far as its log tells."""
+    if history.end:
+        return history.end["text"]
+    return KILLED.format(**history.coordinator) if history.was_killed else None
+
+
+def facts(history: RunHistory) -> Iterator[tuple[str, str]]:
+    """Name and text of what ran, where and when, and of what the losses were noticed by."""
+    shape = history.shape
+    yield "topology", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each"
+    yield "model", model(history)
+    yield "batch", batch(history)
+    yield "precision", "; ".join(dict.fromkeys(event["precision"] for event in history.of("stage"))) or UNKNOWN
+    yield "hosts", hosts(history)
+    yield "started", wall_clock(history.began)
+    last = history.end or history.events[-1]
+    yield "ended" if end(history) is not None else "last event", wall_clock(last["time"])
+    if history.failures:
+        yield "notice", notice(history)
+    yield "checkpoint", checkpoints(history)
+
+
+def model(history: RunHistory) -> str:
+    """Layers and parameters of all stages, as far as their workers came to say them."""
+    told = {event["stage"]: event for event in history.of("stage")}
+    if len(told) < history.shape.stages:
+        return UNKNOWN
+    names = [name for _, event in sorted(told.items()) for name in event["layers"]]
+    counted = ((name, len(list(each))) for name, each in groupby(names))
+    layers = ", ".join(f"{count} {name}" if count > 1 else name for name, count in counted)
+    parameters = sum(event["parameters"] for event in told.values())
+    return f"{_count(len(names), 'layer')} ({layers}), {parameters:,} parameters"
+
+
+def batch(history: RunHistory) -> str:
+    """Samples of a step, and of one micro-batch; of the last steps, where that has changed."""
+    _, samples = history.batch_from(history.last)
+    shape = history.shape
+    each, rest = divmod(samples, shape.replicas * shape.micro_batches)
+    changed = history.of("batch")
+    return (
+        f"{samples} samples a step"
+        + ("" if rest else f", {each} a micro-batch")
+        + (f" (since step {changed[-1]['step']})" if changed else "")
+    )
+
+
+def hosts(history: RunHistory) -> str:
+    """Each host with its seats."""
+    if not history.hosts:
+        return ", ".join(history.of("start")[0].get("hosts", ())) or UNKNOWN
+    return "; ".join(
+        f"{host}: " + ", ".join(seat for seat, its in history.hosts.items() if its == host)
+        for host in sorted(set(history.hosts.values()))
+    )
+
+
+def notice(history: RunHistory) -> str:
+    """How long after each fault the coordinator knew of it."""
+    return ", ".join(
+        f"{failure.seat}: {seconds(failure.seen_at - failure.struck_at)} after the fault"
+        if failure.fault
+        else f"{failure.seat}: at {wall_clock(failure.seen_at)} (when it had died is not known)"
+        for failure in history.failures
+    )
+
+
+def checkpoints(history: RunHistory) -> str:
+    """How many were written, and the last one's path."""
+    written = history.of("checkpoint")
+    return f"{len(written)} written, the last one {written[-1]['path']}" if written else "none"
+
+
+def lost_by_step(history: RunHistory) -> dict[int, tuple[Seat, ...]]:
+    """Seats that were lost in each step that was interrupted."""
+    found: dict[int, tuple[Seat, ...]] = {}
+    for failure in history.failures:
+        found[failure.step] = (*found.get(failure.step, ()), failure.seat)
+    return found
+
+
+def these(seats: Iterable[Seat]) -> str:
+    """The seats in a list, ``0.1, 1.1``; of more than three the first two and how many more."""
+    named = list(map(str, seats))
+    return ", ".join(named) if len(named) <= 3 else f"{named[0]}, {named[1]} and {len(named) - 2} more"
+
+
+def wall_clock(seconds_since_epoch: float) -> str:
+    """Local date and time, with the time zone's offset."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds_since_epoch))
+
+
+def seconds(value: float) -> str:
+    """A duration to three figures, in seconds; in hours and minutes where it is long."""
+    if value < 120:
+        return f"{value:.3g} s"
+    minutes = round(value / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -1,0 +1,141 @@
+"""``recycle status`` on the hand-written run, and whatever it shares with ``recycle report``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import recycle_plugin
+from recycle_plugin.cli import main
+from recycle_plugin.commands.status import lines, status
+from recycle_plugin.observability import report
+from recycle_plugin.observability.run_history import EVENTS, RENAMED, RunHistory, place, read_events
+from tests.support.run_folder import WHY, Read
+
+
+def test_status(folder, capsys):
+    assert main(["status", str(folder)]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
+    assert lines["step"] == "9, loss 4.100000" and lines["workers"] == "3 of 4" and lines["checkpoint"] == "none"
+    assert lines["gone"].startswith("seat 0.1 (rank 2), ") and lines["gone"].endswith(f" s ago: {WHY}")
+    assert lines["now"] == "20 samples/s, 0.400 s a step" and lines["before"] == "34.78 samples/s, 0.230 s a step"
+    assert lines["predicted"] == "60% of the throughput with everybody there"
+
+
+def test_status_as_data(folder, capsys):
+    more = [
+        {"event": "checkpoint", "text": "", "path": "saved/global_step9"},
+        {
+            "event": "throughput_margin",
+            "text": "one more loss of stage 0 and nobody is left there",
+            "stage": 0,
+            "losses": 1,
+        },
+    ]
+    lines = [line for line in (folder / "events.jsonl").read_text().splitlines() if '"finished"' not in line]
+    (folder / "events.jsonl").write_text(
+        "\n".join([*lines, *(json.dumps({"time": 104.6} | one) for one in more)]) + "\n"
+    )
+    assert main(["status", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["end"], found["step"], found["workers"]) == ("running", None, 9, {"live": 3, "of": 4})
+    assert found["step_s"] == {"now": 0.4, "before": 0.23} and found["samples_per_s"] == {
+        "now": 20.0,
+        "before": 34.7826,
+    }
+    assert found["checkpoint"] == "saved/global_step9" and found["margin"].startswith("one more loss")
+
+
+def test_status_says_where_metrics_are_while_the_job_runs(folder):
+    url = "http://127.0.0.1:9400/metrics"
+    assert without_end(folder, {"event": "metrics", "url": url})["metrics"] == url
+    assert "metrics" not in without_end(
+        folder, {"event": "metrics", "url": url}, {"event": "finished", "text": "all have left"}
+    )
+
+
+def without_end(folder: Path, *more: dict, **start: object) -> dict[str, str]:
+    """``recycle status`` of that run before its end, with ``more`` events and another ``start``, by the word that each
+    line begins with.
+    """
+    events = [
+        json.loads(line)
+        for line in (folder / "events.jsonl").read_text().splitlines()
+        if '"finished"' not in line and '"left"' not in line
+    ]
+    next(event for event in events if event["event"] == "start").update(start)
+    (folder / "events.jsonl").write_text(
+        "".join(f"{json.dumps(event)}\n" for event in [*events, *({"time": 104.6, "text": ""} | one for one in more)])
+    )
+    known = status(RunHistory.read(folder), 200.0)
+    assert json.loads(json.dumps(known)) == known
+    return dict(lines(known))
+
+
+def test_nothing_is_predicted_where_a_stage_is_gone_nor_before_there_is_a_plan(folder):
+    one = {"event": "lost", "seat": "0.0", "rank": 0, "how": "its connection broke", "seen_at": 104.6}
+    assert without_end(folder, one)["predicted"] == "not known yet"
+    assert without_end(folder, {**one, "seat": "1.1", "rank": 3})["predicted"] == "nothing: nobody is left in stage 1"
+    assert "predicted 0%" not in (text := report.write(folder).read_text()) and "predicted None" not in text
+
+
+def test_a_job_whose_coordinator_was_killed_runs_no_more(folder):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    here = {"host": "h", "stop": 7, "place": place()}
+    killed = f"killed: the coordinator's process on host h, {ended.pid}, is gone, and has not said why"
+    assert (
+        without_end(folder, coordinator=here | {"pid": ended.pid})["state"] == killed
+        and killed in Read(report.write(folder).read_text()).texts["td"]
+    )
+    assert without_end(folder, coordinator=here | {"pid": os.getpid()})["state"].startswith("killed"), (
+        "the log is of 1970, and this process is not"
+    )
+    running = without_end(folder, coordinator=here | {"pid": os.getpid()}, time=time.time())
+    assert (
+        running["state"].startswith("running") and running["to stop it"] == "kill 7 on host h ends the job at a commit"
+    )
+    assert without_end(folder, coordinator={"host": "h", "stop": 7, "place": "elsewhere", "pid": ended.pid})[
+        "state"
+    ].startswith("running")
+
+
+WRONG = {
+    "missing": (None, "nowhere is no folder: name a run folder"),
+    "empty": ("", "tells of no job: it has no start event"),
+    "broken": ('{"time": 1}\n', "events.jsonl, line 1 is no event: "),
+    "other": ("[1]\n", "events.jsonl, line 1 is no event: [1]"),
+}
+
+
+@pytest.mark.parametrize("command", ("status", "report"))
+@pytest.mark.parametrize("text, message", WRONG.values(), ids=WRONG)
+def test_a_bad_folder_is_one_line(tmp_path, capsys, command, text, message):
+    folder = tmp_path / ("nowhere" if text is None else "run")
+    if text is not None:
+        folder.mkdir()
+        (folder / "events.jsonl").write_text(text)
+    assert main([command, str(folder)]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.count("\n") == 1 and not said.out
+    assert not (folder / "report.html").exists()
+
+
+def test_a_line_that_is_being_written_is_left_out(folder):
+    with (folder / "events.jsonl").open("a") as log:
+        log.write('{"time": 105.0, "event": "war')
+    assert RunHistory.read(folder).events[-1]["event"] == "finished"
+
+
+@pytest.mark.parametrize("before, now", RENAMED.items())
+def test_logs_of_the_last_release_are_read(tmp_path, before, now):
+    (tmp_path / EVENTS).write_text(json.dumps({"event": before, "time": 1.0}) + "\n")
+    assert [event["event"] for event in read_events(tmp_path / EVENTS)] == [now]
+    assert f"`{before}` for `{now}`" in " ".join(
+        (Path(recycle_plugin.__file__).parent / "docs" / "operations.md").read_text().split()
+    )

@@ -1,0 +1,230 @@
+"""What a report says of the hand-written run: the sentence, the facts, and the schedule that was measured."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from recycle_plugin import planner
+from recycle_plugin.cli import main
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.observability import measured_costs, report
+from recycle_plugin.observability.run_history import RunHistory
+from recycle_plugin.observability.run_summary import UNKNOWN, facts, sentence, wall_clock
+from recycle_plugin.render import gantt
+from tests.demo.test_report import spans
+from tests.support.run_folder import Read, rewrite, trace, two_at_once
+
+
+def test_without_a_trace_and_figures_it_shows_the_plans_with_assumed_costs_and_says_so(folder):
+    history = RunHistory.read(folder)
+    assert measured_costs.before(history) is None and measured_costs.after(history) is None
+    before, after = report.planned(history, None, None)
+    assert (before.title, after.title) == ("with everybody there (assumed costs)", "without 0.1 (assumed costs)")
+    assert len({span.seat for span in before.spans}) == 4 and len({span.seat for span in after.spans}) == 3
+
+
+def figures(folder: Path) -> None:
+    """Let each committed step say that workers of stage 0 compute half of the time, and those of stage 1 a quarter."""
+    previous = 100.0
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    for event in events:
+        if event["event"] == "committed":
+            event.update(step_s=event["time"] - previous, stage_bubbles=[0.5, 0.75], bubble_share=0.6)
+            previous = event["time"]
+    (folder / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+
+
+def test_without_a_trace_plans_have_the_costs_that_were_measured(folder):
+    """Before: steps 4 and 5, median 0.23 s, of two workers a stage; after: steps 7 to 9, 0.4 s, of two and one."""
+    figures(folder)
+    history = RunHistory.read(folder)
+    before, after = measured_costs.before(history), measured_costs.after(history)
+    assert (before.first, before.last, after.first, after.last) == (4, 5, 7, 9)
+    assert before.micro_batch_us == (round(0.23 / 8 * 1e6), round(0.115 / 8 * 1e6))
+    assert after.micro_batch_us == (round(0.4 / 8 * 1e6), round(0.1 / 8 * 1e6))
+    assert before.costs.forward[0] == before.costs.input[0] == before.costs.weight[0] == round(28750 / 3)
+    whole, without = report.planned(history, before, after)
+    assert whole.title == "with everybody there (measured, steps 4 to 5)"
+    busy = sum(span.end_us - span.start_us for span in whole.spans if span.seat.stage == 0)
+    assert busy == pytest.approx(8 * 28750, rel=0.01)
+    for seat in {span.seat for span in whole.spans}:  # nobody does two things at once
+        mine = sorted((span for span in whole.spans if span.seat == seat), key=lambda span: span.start_us)
+        assert all(one.end_us <= two.start_us for one, two in pairwise(mine)) and len(mine) == 12
+    assert without.title == "without 0.1 (measured, steps 7 to 9)"
+    (note,) = (text for text in Read(report.write(folder).read_text()).texts["p"] if "No trace" in text)
+    assert "before the first failure 28.8, 14.4 ms" in note and "no measurement" not in note
+
+
+def test_no_text_of_a_picture_covers_another(folder, monkeypatch):
+    """A pause at the left edge beside the rows' names, and two losses in one step."""
+    history, drawn = rewrite(folder, two_at_once), []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    late = [span for span in spans() if span.instruction.step != 6 or span.start_us >= 102_745_000]
+    gantt.draw("", *report.panels(late, *history.failures))
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    texts = [text for axes in figure.axes for text in axes.findobj(Text) if text.get_text() and text.get_visible()]
+    boxes = [(text.get_text(), text.get_window_extent().padded(-1)) for text in texts]
+    pauses = [box for text, box in boxes if "to notice and regroup" in text]
+    names = [box for text, box in boxes if text.startswith("replica ")]
+    assert len(pauses) == 1 and len(names) == 12
+    assert not any(pause.overlaps(name) for pause in pauses for name in names)
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width for _, box in boxes)
+
+
+def test_a_plan_that_is_timed_with_its_own_costs_is_as_the_planner_has_it_from_rest():
+    """F of a micro-batch after that of the stage before, I after that of the next one, each as soon as it may."""
+    view, costs = Topology(1, 2, 1).full(), CostModel((5, 7), (11, 13), (17, 19), communication=3)
+    plan = planner.plan(view, costs, Policy())
+    found = {(str(span.seat), span.instruction.op.value): span[2:] for span in measured_costs.timed(plan, costs)}
+    assert found == {
+        ("0.0", "F"): (0, 5),
+        ("0.1", "F"): (8, 15),
+        ("0.1", "I"): (15, 28),
+        ("0.1", "W"): (28, 47),
+        ("0.0", "I"): (31, 42),
+        ("0.0", "W"): (42, 59),
+    }
+
+
+def test_a_run_without_a_failure_shows_its_last_traced_steps(folder):
+    trace(folder)
+    kinds = ("fault", "lost", "confirmed", "resume")
+    lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+    (folder / "events.jsonl").write_text(
+        "".join(line for line in lines if json.loads(line)["event"] not in kinds).replace(
+            '"workers": 3', '"workers": 4'
+        )
+    )
+    text = report.write(folder).read_text()
+    assert "As it ran, measured: the last two steps that were traced." in text
+    assert report.last_steps(spans()).title == "steps 8 and 9"
+    assert (
+        Read(text).texts["p"][0] == "The job trained 9 steps in 4.35 s and came to its planned end; no worker was lost."
+    )
+
+
+SENTENCE = (
+    "The job trained 9 steps in 4.35 s and came to its planned end; 1 of 4 workers was lost (0.1 in step 6): 0.4 s "
+    "passed from the loss to the next commit, where an undisturbed step took 0.23 s, and throughput went from 34.78 "
+    "to 20 samples/s (58%)."
+)
+
+
+def test_one_sentence_at_the_top(folder, capsys):
+    """... says what happened and what it cost, in the report and in ``recycle status``."""
+    found = Read(report.write(folder).read_text())
+    assert found.texts["p"][0] == SENTENCE
+    assert main(["status", str(folder)]) == 0 and capsys.readouterr().out.splitlines()[0] == SENTENCE
+
+
+END = {"time": 104.41, "event": "end", "text": "the job ends: the disk burns"}
+
+
+def stopped(events: list[dict]) -> list[dict]:
+    return [*events[:-1], {"time": 104.0, "event": "terminate", "text": ""}, events[-1]]
+
+
+def ended(events: list[dict]) -> list[dict]:
+    return [*events[:-1], END]
+
+
+@pytest.mark.parametrize(
+    "change, said", [(stopped, "and was stopped as asked"), (ended, "and ended before its planned end")]
+)
+def test_the_sentence_says_how_it_ended(folder, change, said):
+    assert said in sentence(rewrite(folder, change))
+
+
+def test_a_job_that_never_went_on_says_so(folder):
+    def cut(events: list[dict]) -> list[dict]:
+        return [event for event in events if event["time"] < 102.84]
+
+    assert sentence(rewrite(folder, cut)) == (
+        "The job has so far trained 5 steps in 2.76 s; 1 of 4 workers was lost (0.1 in step 6): no step was committed "
+        "after that."
+    )
+
+
+def test_the_end_is_a_fact_of_the_report_and_of_status(folder, capsys):
+    rewrite(folder, ended)
+    found = Read(report.write(folder).read_text())
+    assert found.texts["th"][0] == "end" and found.texts["td"][0] == "the job ends: the disk burns"
+    assert main(["status", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "state      the job ends: the disk burns"
+
+
+def test_model_batch_precision_hosts_times_notice_and_checkpoints(folder):
+    def told(events: list[dict]) -> list[dict]:
+        start = next(number for number, event in enumerate(events) if event["event"] == "start")
+        events[start]["seat_hosts"] = {"0.0": "a", "0.1": "a", "1.0": "b", "1.1": "b"}
+        parts = [("Embedding", "Block", "Block"), ("Block", "Head")]
+        stages = [
+            {"time": 100.1, "event": "stage", "text": "", "stage": stage, "layers": layers, "parameters": 1000}
+            | {"precision": "bf16, with fp32 masters"}
+            for stage, layers in enumerate(parts)
+        ]
+        saved = [{"time": 103.5, "event": "checkpoint", "text": "", "path": f"saved/{step}"} for step in (6, 7)]
+        return [*events[: start + 1], *stages, *events[start + 1 : -3], *saved, *events[-3:]]
+
+    found = dict(facts(rewrite(folder, told)))
+    assert found["model"] == "5 layers (Embedding, 3 Block, Head), 2,000 parameters"
+    assert found["batch"] == "8 samples a step, 1 a micro-batch" and found["precision"] == "bf16, with fp32 masters"
+    assert found["hosts"] == "a: 0.0, 0.1; b: 1.0, 1.1"
+    assert found["notice"] == "0.1: 0.05 s after the fault"
+    assert found["checkpoint"] == "2 written, the last one saved/7"
+    assert found["started"] == wall_clock(100.0) and found["ended"] == wall_clock(104.4)
+    assert {*found.values()} < {*Read(report.write(folder).read_text()).texts["td"]}
+
+
+def test_what_a_log_does_not_say_is_not_made_up(folder):
+    found = dict(facts(RunHistory.read(folder)))
+    assert (found["model"], found["precision"], found["hosts"]) == (UNKNOWN, UNKNOWN, "vm")
+
+
+def test_only_committed_steps_are_shown(folder):
+    """A loss that was announced of a step that was never committed, and steps that a load took back, are left out."""
+
+    def more(events: list[dict]) -> list[dict]:
+        loss = {"time": 104.36, "event": "loss", "text": "", "step": 10, "loss": 77.0}
+        return [*events[:-2], loss, {"time": 104.37, "event": "loaded", "text": "", "step": 7}, *events[-2:]]
+
+    history = rewrite(folder, more)
+    assert sorted(history.commits) == sorted(history.curve) == list(range(1, 8))
+    assert all(drawn.last == 7 and max(drawn.points) <= 7 for drawn in report.charts(history))
+
+
+def test_two_losses_in_one_step_have_one_mark_and_one_picture(folder):
+    history = rewrite(folder, two_at_once)
+    assert [dict(drawn.marks) for drawn in report.charts(history)] == [{6: "0.1, 1.0 lost"}] * 2
+    before, interrupted, after = report.panels(spans(), *history.failures)
+    assert interrupted.deaths == after.deaths == {Seat(0, 1): 102_750_000, Seat(1, 0): 102_810_000}
+    assert [pause.text for pause in interrupted.pauses] == ["100 ms to notice and regroup"] and not before.deaths
+    trace(folder)
+    pictures = [content for content in report.schedule(history, spans()) if isinstance(content, bytes)]
+    assert len(pictures) == 1
+
+
+def test_a_run_that_never_committed_a_step_has_a_report(folder):
+    lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+    (folder / "events.jsonl").write_text("".join(line for line in lines if '"worker"' in line or '"start"' in line))
+    cells = Read(report.write(folder).read_text()).texts["td"]
+    assert "none committed" in cells and "not known: too few steps before the first failure" in cells
+
+
+def test_only_the_last_job_of_a_folder_counts(folder):
+    text = (folder / "events.jsonl").read_text()
+    (folder / "events.jsonl").write_text(
+        text + text.replace('"kill 0.1', '"kill 1.1').replace('"seat": "0.1"', '"seat": "1.1"')
+    )
+    history = RunHistory.read(folder)
+    assert set(history.gone) == {"1.1"} and len(history.of("start")) == 1 and len(history.of("worker")) == 4
