@@ -59,7 +59,7 @@ DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a 
 DELAYING_US = (
     300 * MILLISECOND
 )  # for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
-BEAT_US = 200 * MILLISECOND
+HEARTBEAT_US = 200 * MILLISECOND
 
 
 class Cluster:
@@ -229,7 +229,7 @@ class Cluster:
                 self.tell_coordinator(rank, SupervisorHeartbeat(rank, worker.stopped, worker.cpu_s), SUPERVISOR)
                 if not worker.stopped and worker.runs:
                     self.tell_coordinator(rank, Heartbeat(rank, self.now, worker.done, *worker.at, worker.step))
-        self.later(BEAT_US, self._send_heartbeats)
+        self.later(HEARTBEAT_US, self._send_heartbeats)
 
     # --- data ---------------------------------------------------------------------------------------
 

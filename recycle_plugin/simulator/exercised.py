@@ -45,7 +45,7 @@ class ProtocolRule(str, Enum):
     FOR_WANT_OF_ROOM = "a kept tensor went for want of room"
     REPLACED = "a change was replaced before it was adopted"
     PLAN_AFTER = "a planned change waited for one that holds at once"
-    LOST_BEAT = "a lost worker's beat, note or goodbye was dropped"
+    LOST_HEARTBEAT = "a lost worker's beat, note or goodbye was dropped"
     LOST_WORD = "a lost worker's word on a step was dropped"
     STALE_REPORT = "a report was overtaken by a newer generation"
     STALE_COMPLAINT = "a complaint of a passed generation was dropped"
@@ -59,7 +59,7 @@ class ProtocolRule(str, Enum):
     COMMITTED_BY_CHANGE = "a step was committed by a change of the membership"
     AHEAD = "somebody was a step ahead at a change of the membership"
     REJECTED = "a step was rejected"
-    VOID = "later work was void"
+    DISCARDED = "later work was void"
     CONFIRMED = "a death was known before the connection broke"
     CONFIRMED_LATER = "a death was confirmed after the connection broke"
     ENOUGH = "too few were left to go on, until a death was known"
@@ -97,7 +97,7 @@ class Exercised(Counter[ProtocolRule]):
             self[
                 ProtocolRule.LOST_WORD
                 if isinstance(message, (SurvivorReport, Stepped, Contribution))
-                else ProtocolRule.LOST_BEAT
+                else ProtocolRule.LOST_HEARTBEAT
             ] += 1
             return
         changing = membership.regrouping is not None
@@ -129,7 +129,7 @@ class Exercised(Counter[ProtocolRule]):
                 case Resume():
                     self[ProtocolRule.PLANNED] += self._planned
                     self[ProtocolRule.COMMITTED_BY_CHANGE] += any(isinstance(other, Committed) for other in told)
-                    self[ProtocolRule.VOID] += each.rejected
+                    self[ProtocolRule.DISCARDED] += each.rejected
                     self[ProtocolRule.PLANNED_AGAIN] += any(
                         isinstance(other, Generation) and other.from_step > 0 for other in told
                     )

@@ -156,7 +156,7 @@ def not_waited_for(monkeypatch) -> None:
 
 @mistake("a checkpoint has its name although somebody could not write", seen=5)
 def named_in_part(monkeypatch) -> None:
-    monkeypatch.setattr(checkpoint_saving, "verdict", lambda met: "")
+    monkeypatch.setattr(checkpoint_saving, "why_not", lambda met: "")
 
 
 @mistake("only who can't write knows that there is no checkpoint", seen=5)
@@ -187,10 +187,10 @@ def removed_early(monkeypatch) -> None:
                 if error:
                     yield from files.discard(control_view.number)
                 written = yield from loop.barrier(place, {str(control_view.rank): error} if error else {})
-                why = checkpoint_saving.verdict(written)
+                why = checkpoint_saving.why_not(written)
                 if control_view.is_first and not why:
                     error = yield from files.publish(control_view.number)
-                return why or checkpoint_saving.verdict(
+                return why or checkpoint_saving.why_not(
                     (yield from loop.barrier(f"the end of {place}", {str(control_view.rank): error} if error else {}))
                 )
             except Interrupted:

@@ -43,7 +43,7 @@ class StoredStage:
     def backward_input(self, key: Key) -> Tensors:
         return self._run(Op.I, key, False, "grad")
 
-    def backward_input_bare(self, key: Key) -> Tensors:
+    def backward_input_boundary_only(self, key: Key) -> Tensors:
         return self._run(Op.I, key, True, "grad")
 
     def backward_weight(self, key: Key) -> None:

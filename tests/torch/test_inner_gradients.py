@@ -469,7 +469,7 @@ def test_a_bare_input_gradient_calls_no_hook():
     key = (1, MicroBatch(0, 0))
     trained.stage.load(key, (data(0), data(100)))
     trained.stage.forward(key)
-    trained.stage.backward_input_bare(key)
+    trained.stage.backward_input_boundary_only(key)
     assert seen == [] and all(gradient is None for gradient in trained.gradients)
 
 

@@ -114,7 +114,7 @@ class Runner:
             case Op.F:
                 return self.stage.forward(key, boundary_only)
             case Op.I:
-                return self.stage.backward_input_bare(key) if boundary_only else self.stage.backward_input(key)
+                return self.stage.backward_input_boundary_only(key) if boundary_only else self.stage.backward_input(key)
             case Op.W:
                 return self.stage.backward_weight(key)
             case Op.B:

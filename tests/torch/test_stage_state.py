@@ -78,7 +78,7 @@ class Worker:
         masters = Masters(one for one in self.module.parameters() if one.requires_grad) if bf16 else None
         self.trained = masters.parameters if bf16 else [one for one in self.module.parameters() if one.requires_grad]
         self.stock = MasterOptimizer(optimizer, masters, lambda: None) if bf16 else optimizer
-        self.scale, self.places = LossScale(loss_scaler(SCALING)), DataCursor(2)
+        self.scale, self.cursor = LossScale(loss_scaler(SCALING)), DataCursor(2)
         self.stage = SimpleNamespace(loss_scale=self.scale.value)
         self.engine = SimpleNamespace(masters=masters, basic_optimizer=optimizer, **dict.fromkeys(COUNTERS, 0))
         self.engine.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -88,7 +88,7 @@ class Worker:
             model=SimpleNamespace(module=self.module),
             optimizer=StockOptimizer(self.engine, self.stock.step),
             masters=masters,
-            places=self.places,
+            cursor=self.cursor,
             state=(scheduler_part(lambda: self.engine.lr_scheduler), counters_part(self.engine)),
         )
         self.state = stage_state(framework, self.stage, self.scale, self.iterator)
@@ -104,7 +104,7 @@ class Worker:
         self.engine.global_samples += 8
         self.scale.stepped(False)
         self.stage.loss_scale = self.scale.value
-        self.places.change(self.engine.global_steps + 1, 2 + seed)
+        self.cursor.change(self.engine.global_steps + 1, 2 + seed)
 
     def steps(self, *seeds: int) -> Worker:
         for seed in seeds:
@@ -122,7 +122,7 @@ class Worker:
             "scheduler": engine.lr_scheduler.state_dict(),
             "loss_scale": [self.scale.state(), self.stage.loss_scale],
             "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps],
-            "places": [self.places.before(step) for step in range(9)],
+            "places": [self.cursor.before(step) for step in range(9)],
         }
         return copy.deepcopy(
             {name: [one.detach() for one in part] if name == "masters" else part for name, part in found.items()}
@@ -226,7 +226,7 @@ CHANGES: dict[str, Callable[[Worker], object]] = {
     "scheduler": lambda worker: setattr(worker.engine.lr_scheduler, "last_epoch", 3),
     "loss scale": lambda worker: worker.scale.stepped(False),
     "counters": lambda worker: setattr(worker.engine, "skipped_steps", 1),
-    "places": lambda worker: worker.places.change(9, 9),
+    "places": lambda worker: worker.cursor.change(9, 9),
 }
 
 

@@ -300,7 +300,7 @@ class RecycleEngine(PipelineEngine):
             self._dataset = lambda step, micro_batch: self._next_batch()
             return
         replicas, drops = self.grid.data_parallel_size, self._config.dataloader_drop_last
-        self._dataset = DatasetSource(dataset, replicas, self._places, self.micro_batch_size, drops, self.collate_fn)
+        self._dataset = DatasetSource(dataset, replicas, self._cursor, self.micro_batch_size, drops, self.collate_fn)
 
     # --- what the trainer is lent --------------------------------------------------------------------
 
@@ -318,7 +318,7 @@ class RecycleEngine(PipelineEngine):
             optimizer=StockOptimizer(self, super()._exec_optimizer_step),
             buckets=StockBuckets(self),
             checkpoints=self._files,
-            places=self._places,
+            cursor=self._cursor,
             micro_batch_size=self.micro_batch_size,
             batch=lambda: int(self.train_batch_size()),
             next_batch=lambda what: self._feeding.next_batch(what),
@@ -332,7 +332,7 @@ class RecycleEngine(PipelineEngine):
         )
 
     @cached_property
-    def _places(self) -> DataCursor:
+    def _cursor(self) -> DataCursor:
         return DataCursor(self.micro_batches)
 
     def _check_batch_size(self) -> None:

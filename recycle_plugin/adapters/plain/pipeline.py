@@ -88,7 +88,7 @@ class Pipeline(PlainJob):
             clip,
             micro_batch_size,
         )
-        self._trainer.feed.source = _source(data, topology, self._places, micro_batch_size)
+        self._trainer.feed.source = _source(data, topology, self._cursor, micro_batch_size)
 
     def evaluate(self, data: Callable[[int, int], Any], micro_batches: int | None = None) -> float:
         """The mean loss, on every worker, with the layers in evaluation mode.
@@ -172,9 +172,9 @@ def _refuse_function(number: int, given: Layer) -> None:
         ) from None
 
 
-def _source(data: Any, topology: Topology, places: DataCursor, size: int) -> Source:
+def _source(data: Any, topology: Topology, cursor: DataCursor, size: int) -> Source:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return DatasetSource(data, topology.replicas, places, size, drop_last=True, collate=None)
+        return DatasetSource(data, topology.replicas, cursor, size, drop_last=True, collate=None)
     if not callable(data):
         raise RecycleError(
             f"data is a {type(data).__name__}: give a function of (step, replica, micro_batch), or a map-style dataset"

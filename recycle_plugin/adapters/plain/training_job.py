@@ -97,7 +97,7 @@ class PlainJob:
         first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
         model = StageModel(module, loss, topology.micro_batches, first, last, device(), keyed=keyed_forwards)
         steps = PlainOptimizer(optimizer, scheduler, lambda: self._trainer.clip())
-        self._places = DataCursor(topology.micro_batches)
+        self._cursor = DataCursor(topology.micro_batches)
         batch = len(topology.batch) * micro_batch_size
         framework = Framework(
             seat=self.seat,
@@ -106,7 +106,7 @@ class PlainJob:
             optimizer=steps,
             buckets=PlainBuckets(peers),
             checkpoints=self._files,
-            places=self._places,
+            cursor=self._cursor,
             micro_batch_size=micro_batch_size,
             batch=lambda: batch,
             next_batch=_no_iterator,

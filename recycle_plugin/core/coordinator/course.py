@@ -156,7 +156,7 @@ class Course:
         if committed > self.committed:
             self._commit(committed, now, out)
         self.attendance.agreed(generation.roster)
-        self.attendance.failure_detector.met_again()
+        self.attendance.failure_detector.regrouped()
         self.steps.resume(self.roster.workers, committed)
         out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, reports.held_draws))
         throughput = self._throughput_floor.throughput(reports.slowest.period_us)

@@ -184,7 +184,7 @@ class FailureDetector:
         }
         return {worker: suspicion for worker, suspicion in found.items() if suspicion is not None and suspicion.raised}
 
-    def met_again(self) -> None:
+    def regrouped(self) -> None:
         """Notes that all have regrouped, so whoever waits now waits anew, also for the same."""
         if self._all_wait_since is not None:
             self._all_wait_since = self.clock

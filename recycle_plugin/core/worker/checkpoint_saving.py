@@ -58,20 +58,20 @@ def save(
         try:
             error = yield from files.write(control_view.number)
             written = yield from loop.barrier(place, _said(control_view, error))
-            why, error = verdict(written), ""
+            why, error = why_not(written), ""
             if control_view.is_first and why:
                 yield from files.discard(control_view.number)
             elif control_view.is_first:
                 error = yield from files.publish(control_view.number)
             ended = yield from loop.barrier(f"the end of {place}", _said(control_view, error))
-            return why or verdict(ended)
+            return why or why_not(ended)
         except Interrupted:
             yield from recover()
 
 
-def verdict(met: BarrierPassed) -> str:
+def why_not(passed: BarrierPassed) -> str:
     """The reason why those who have passed the barrier can't have what they have written; "" where they can."""
-    return next(iter(met.values.values()), "")
+    return next(iter(passed.values.values()), "")
 
 
 def _said(control_view: ControlView, error: str) -> dict[str, str]:

@@ -56,7 +56,7 @@ def register(session: Session) -> None:
     callers, outcomes = Callers(session), Outcomes(session)
 
     def create(options: Any, _backend_options: object = None) -> MemberGroup:
-        outcomes.meet_at(options.store)
+        outcomes.barrier_at(options.store)
         return MemberGroup(session, callers, outcomes, options)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[*DEVICES])

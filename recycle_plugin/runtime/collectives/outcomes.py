@@ -88,7 +88,7 @@ class Outcomes:
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         session.when_adopted = self._tell
 
-    def meet_at(self, store: dist.Store) -> None:
+    def barrier_at(self, store: dist.Store) -> None:
         """Exchange outcomes at ``store``, that of the first group, which every worker is in; later calls change
         nothing.
         """

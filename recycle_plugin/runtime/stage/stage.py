@@ -156,7 +156,7 @@ class Stage:
         if instruction.op is Op.B:
             return {datum("grad"): self.backward((step, one), stash, grads), datum("wgrad"): None}
         if boundary_only:
-            return {datum("grad"): self.backward_input_bare((step, one), stash, grads)}
+            return {datum("grad"): self.backward_input_boundary_only((step, one), stash, grads)}
         made, inner = self.backward_input((step, one), stash, grads)
         return {datum("grad"): made, datum("inner"): inner}
 
@@ -252,7 +252,7 @@ class Stage:
             for each, were in hooks:
                 each.update(were)
 
-    def backward_input_bare(self, key: Key, stash: Stash, grads: Tensors | None) -> Tensors:
+    def backward_input_boundary_only(self, key: Key, stash: Stash, grads: Tensors | None) -> Tensors:
         """Compute the gradient of the input for the boundary alone: no parameter's gradient changes, now or later.
 
         Parameters' gradients are put aside: torch.autograd.grad, which would leave them alone, refuses checkpointed

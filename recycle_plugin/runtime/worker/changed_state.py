@@ -22,7 +22,7 @@ def stage_state(
 
     ``iterator_data``: the worker's position in its data; None where it reads no iterator.
     """
-    masters, places = framework.masters, framework.places
+    masters, cursor = framework.masters, framework.cursor
     named = dict(framework.model.module.named_parameters())
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     called = {parameter: name for name, parameter in named.items()}
@@ -30,7 +30,7 @@ def stage_state(
         of_parameters("weights", trained, None if masters is None else masters.round_off),
         *framework.state,
         StatePart("loss_scale", get=scale.state, set=partial(_scale, stage, scale)),
-        StatePart("places", get=places.changes, set=places.take),
+        StatePart("places", get=cursor.changes, set=cursor.take),
     ]
     if masters is not None:
         stepped = {name: masters.of(parameter) for name, parameter in trained.items()}

@@ -31,13 +31,13 @@ class DatasetSource:
         self,
         dataset: Dataset,
         replicas: int,
-        places: DataCursor,
+        cursor: DataCursor,
         micro_batch_size: int,
         drop_last: bool,
         collate: Callable | None,
     ) -> None:
         self._dataset = dataset
-        self._replicas, self._places = replicas, places
+        self._replicas, self._cursor = replicas, cursor
         self._size = micro_batch_size
         self._drop_last = drop_last
         self._collate = collate or default_collate
@@ -45,7 +45,7 @@ class DatasetSource:
 
     def __call__(self, step: int, micro_batch: MicroBatch) -> Any:
         batches = self._batches(micro_batch.replica)
-        position = self._places.before(step) + micro_batch.index
+        position = self._cursor.before(step) + micro_batch.index
         return self._collate([self._dataset[index] for index in batches[position % len(batches)]])
 
     def _batches_of(self, replica: int) -> list[list[int]]:

@@ -149,7 +149,7 @@ class StageModel:
 class Framework:
     """All that a framework lends the trainer of the worker at ``seat`` (runtime/worker/trainer.py).
 
-    ``places``: the data cursor, which has the positions of a replica's micro-batches among all of its;
+    ``cursor``: the data cursor, which has the positions of a replica's micro-batches among all of its;
     ``micro_batch_size``: samples of one; ``batch()``: samples of a step, of all replicas; ``next_batch(what)`` reads
     the script's plain iterator, ``what`` names it in errors; ``forward(seed, place)`` is the context in which a forward
     draws by ``seed``, for the micro-batch at that position. ``clipping``: the largest norm of a step's gradients, 0:
@@ -164,7 +164,7 @@ class Framework:
     optimizer: Optimizer
     buckets: Buckets
     checkpoints: Checkpoints
-    places: DataCursor
+    cursor: DataCursor
     micro_batch_size: int
     batch: Callable[[], int]
     next_batch: Callable[[str], tuple[Any, Any]]

@@ -341,7 +341,7 @@ class Trainer:
         return (
             keyed_torch(seed, self._framework.model.device)
             if half
-            else self._framework.forward(seed, self._framework.places.before(step) + micro_batch.index)
+            else self._framework.forward(seed, self._framework.cursor.before(step) + micro_batch.index)
         )
 
     def _say_fused(self, names: tuple[str, ...]) -> None:
@@ -398,7 +398,7 @@ class Trainer:
 
         The framework knows of it already, and all have agreed on it.
         """
-        self._framework.places.change(self.step + 1, micro_batches)
+        self._framework.cursor.change(self.step + 1, micro_batches)
         self.topology = replace(self.topology, micro_batches=micro_batches)
         self._stage.resize(micro_batches, self._blocks() if self._settings.exact else None)
         if self._loop is not None:
@@ -440,7 +440,7 @@ class Trainer:
         """
         framework, step = self._framework, self._framework.optimizer.steps
         self.state.rewritten()
-        framework.places.change(step + 1, self.topology.micro_batches)
+        framework.cursor.change(step + 1, self.topology.micro_batches)
         self._from_checkpoint = True
         if self._loop is not None:
             self._world.reach("load.end")

@@ -221,7 +221,9 @@ class Plugin:
             self.seats[other].stage.forward(key)
             self._feed_grad(other, micro_batch)
             self._keep(
-                self._made.gradients, (number - 1, micro_batch), self.seats[other].stage.backward_input_bare(key)
+                self._made.gradients,
+                (number - 1, micro_batch),
+                self.seats[other].stage.backward_input_boundary_only(key),
             )
 
     def _drain(self, worker: Worker, leave: int) -> None:
