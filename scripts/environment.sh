@@ -29,7 +29,7 @@ _pip() {  # one pip call within its deadline
 _install() {
     if [ ! -x "$venv/bin/python" ]; then
         say "creating .venv"
-        python3 -m venv "$venv" || fail "python3 -m venv failed: install Python 3.10 or newer with its venv module"
+        python3 -m venv "$venv" || fail "python3 -m venv failed: install Python 3.11 or newer with its venv module"
     fi
     say "installing torch (first, so that nothing else chooses its version)"
     _pip "$(grep '^setuptools==' "$constraints")" "$(grep '^torch==' "$constraints")"
@@ -44,7 +44,8 @@ _install() {
 _current() { [ "$(cat "$venv/recycle-installed" 2>/dev/null)" = "$(_wanted)" ]; }
 
 ensure_environment() {
-    command -v python3 > /dev/null || fail "python3 is missing: install Python 3.10 or newer"
+    command -v python3 > /dev/null || fail "python3 is missing: install Python 3.11 or newer"
+    python3 -c "import sys; sys.exit(sys.version_info < (3, 11))" || fail "$(python3 --version) is too old: install Python 3.11 or newer"
     if ! _current; then
         mkdir -p "$venv"
         (

@@ -193,7 +193,7 @@ class ServerProcess:
             )  # asyncio's send_signal would take the code of one that has just ended, and nobody could tell it any more
         try:
             code = await asyncio.wait_for(self._process.wait(), STOP_S)
-        except asyncio.TimeoutError:  # it was stopped
+        except TimeoutError:  # it was stopped
             self._process.kill()
             code = await self._process.wait()
         return "" if code == -STOP else how_ended(code)
