@@ -3,7 +3,7 @@
 ``planner.warm`` does it ahead of a failure.
 
 What was compiled from other sources is not used: numba looks at a function's own file only, and not at what it calls
-there.
+or what constants it has from elsewhere.  Neither is a damaged file: the function is compiled again.
 
 Where nothing can be cached, since the disk is full or all that numba may write to is read-only, each process compiles
 for itself.
@@ -19,12 +19,15 @@ from typing import Any
 
 from numba import njit
 
+from recycle_plugin.core import vocabulary
+
 
 @lru_cache
 def sources() -> str:
-    """A hash of all of the planner's files."""
+    """A hash of all files that compiled loops have code or constants of: the planner's and the vocabulary's."""
+    folders = Path(__file__).parent, Path(vocabulary.__file__).parent
     return hashlib.sha256(
-        b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+        b"".join(path.read_bytes() for folder in folders for path in sorted(folder.glob("*.py")))
     ).hexdigest()
 
 
@@ -34,8 +37,22 @@ def _cached(function: Callable, **options: Any) -> Any:
     except RuntimeError:  # numba's word for having no place to write to
         return njit(nogil=True, **options)(function)
     made._cache._cache_file._version += f" {sources()}"
+    made._cache.load_overload = _or_none(made._cache)
     made._cache.save_overload = _where_possible(made._cache.save_overload)
     return made
+
+
+def _or_none(cache: Any) -> Callable:
+    load = cache.load_overload
+
+    def loaded(*given: Any) -> Any:
+        try:
+            return load(*given)
+        except Exception:  # bytes that are no pickle, or half a one, may raise anything
+            _where_possible(cache.flush)()
+            return None
+
+    return loaded
 
 
 def _where_possible(save: Callable) -> Callable:

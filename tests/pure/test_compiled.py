@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
+from recycle_plugin.core.vocabulary import program
 from recycle_plugin.planner import compiled as how
 
 
-@pytest.mark.parametrize("same", (True, False))
-def test_what_was_compiled_from_other_sources_is_compiled_again(tmp_path, monkeypatch, same):
+def hits(path: Path) -> int:
+    """How often what was compiled before is used for the function in ``path``."""
+    spec = importlib.util.spec_from_file_location("loops", path)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    double = how.compiled(module.double)
+    assert double(21) == 42
+    return sum(double.stats.cache_hits.values())
+
+
+@pytest.fixture
+def loops(tmp_path) -> Path:
     path = tmp_path / "loops.py"
     path.write_text("def double(number):\n    return 2 * number\n")
+    return path
 
-    def hits() -> int:
-        spec = importlib.util.spec_from_file_location("loops", path)
-        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-        double = how.compiled(module.double)
-        assert double(21) == 42
-        return sum(double.stats.cache_hits.values())
 
-    assert hits() == 0
+@pytest.mark.parametrize(
+    "damage", (lambda data: b"", lambda data: data[: len(data) // 2], lambda data: b"nonsense" * 20)
+)
+@pytest.mark.parametrize("kind", ("nbi", "nbc"))
+def test_a_damaged_file_is_made_anew(loops, kind, damage):
+    assert hits(loops) == 0
+    (kept,) = loops.parent.rglob(f"*.{kind}")
+    kept.write_bytes(damage(kept.read_bytes()))
+    assert [hits(loops), hits(loops)] == [0, 1]
+
+
+def test_the_words_that_loops_have_constants_of_are_sources(monkeypatch):
+    read = []
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or b"")
+    how.sources.__wrapped__()
+    assert {Path(program.__file__), Path(how.__file__)} <= set(read)
+
+
+@pytest.mark.parametrize("same", (True, False))
+def test_what_was_compiled_from_other_sources_is_compiled_again(loops, monkeypatch, same):
+    assert hits(loops) == 0
     if not same:
         monkeypatch.setattr(how, "sources", lambda: "others")
-    assert hits() == same
+    assert hits(loops) == same
