@@ -18,8 +18,7 @@ from recycle_plugin.commands.losses import NAMED, clipped, host_cases, stages_te
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.placement import remedy
 from recycle_plugin.core.vocabulary.profile import STATE_BYTES, UNDO_BYTES
-from recycle_plugin.settings.schema import SECTION
-from recycle_plugin.settings.wording import shown
+from recycle_plugin.settings.wording import SECTION, shown
 from recycle_plugin.versions import releases
 
 DESCRIPTION = """\
