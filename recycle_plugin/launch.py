@@ -56,10 +56,9 @@ def placement(command: list[str]) -> str:
         text = Path(given[-1]).read_text()
         if '"placement"' not in text:
             return DEFAULT
-        from recycle_plugin.settings.schema import (
-            SECTION,
-            Settings,
-        )  # takes longer to import than all else that a supervisor needs
+        # takes longer to import than all else that a supervisor needs
+        from recycle_plugin.settings.schema import Settings
+        from recycle_plugin.settings.wording import SECTION
 
         settings = Settings.from_section(json.loads(text).get(SECTION))
         return settings.placement if settings.enabled else DEFAULT

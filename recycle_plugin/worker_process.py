@@ -29,7 +29,7 @@ from recycle_plugin.runtime.control.session import Session, connect_from_environ
 from recycle_plugin.runtime.processes import forked, signal_info
 from recycle_plugin.runtime.processes.process_end import flush, leave_process
 from recycle_plugin.runtime.processes.spawn import die_with_parent
-from recycle_plugin.settings.schema import SettingsError
+from recycle_plugin.settings.wording import SettingsError
 
 GIVEN_UP = 3  # exit code
 FOREIGN = {

@@ -59,7 +59,7 @@ def run(found: argparse.Namespace) -> int:
     input.
     """
     from recycle_plugin import planner
-    from recycle_plugin.simulator import campaign
+    from recycle_plugin.simulator import campaign, seeded
 
     if (
         found.seeds < 1
@@ -71,7 +71,7 @@ def run(found: argparse.Namespace) -> int:
         raise ValueError("--seeds, --stride and --jobs: at least 1; --first and --seed: not negative")
     planner.warm()
     if found.seed is not None:
-        return _story(campaign.run(f"--seed {found.seed}", campaign.scenario(found.seed)))
+        return _story(campaign.run(f"--seed {found.seed}", seeded.scenario(found.seed)))
     if found.kill is not None:
         return _story(campaign.run(f"--kill '{found.kill}'", campaign.one_instant(found.kill)))
     if found.every_instant:

@@ -22,8 +22,8 @@ from recycle_plugin.core.vocabulary.profile import Profile, read
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.settings import activation_cap as caps
-from recycle_plugin.settings.schema import SECTION, Settings
-from recycle_plugin.settings.wording import shown
+from recycle_plugin.settings.schema import Settings
+from recycle_plugin.settings.wording import SECTION, shown
 
 TOTAL, SAMPLES, COUNT = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 CLIPPING, DEFAULT_CLIPPING = "gradient_clipping", 1.0  # DeepSpeed's default

@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.settings.schema import Settings, SettingsError
-from recycle_plugin.settings.wording import shown
+from recycle_plugin.settings.schema import Settings
+from recycle_plugin.settings.wording import SettingsError, shown
 
 CONFIGS = "recycle_plugin.configs"
 
@@ -147,7 +147,8 @@ class TrainingJob(_Section):
 def compose(overrides: Sequence[str] = ()) -> TrainingJob:
     """The job that ``configs/`` and ``overrides`` (``model=gpt_tiny``, ``steps=20``, ...) describe.
 
-    Raises :class:`ComposeError`, or :class:`~recycle_plugin.settings.schema.SettingsError` for the ``recycle`` section.
+    Raises :class:`ComposeError`, or :class:`~recycle_plugin.settings.wording.SettingsError` for the ``recycle``
+    section.
     """
     job = _typed(_composed(overrides))
     _check_faults(job)

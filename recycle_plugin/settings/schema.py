@@ -2,17 +2,16 @@
 
 ``Settings.from_section`` is the door.  What is wrong there becomes one line that names the key and
 says what to write instead; the layers below see plain values, never a config object.  The schema is
-stated here only: ``configs/recycle/default.yaml`` is compared with it by a test, and
-:func:`reference` prints it for the documentation.
+stated here, and in ``sections`` for the settings that are objects, only: ``configs/recycle/default.yaml``
+is compared with it by a test, and :func:`reference` prints it for the documentation.
 """
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ValidationError
 
 from recycle_plugin.core.messages.job_spec import Endpoint
 from recycle_plugin.core.vocabulary.cost import CostModel
@@ -23,216 +22,104 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.profile import Profile, read
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.settings import activation_cap as cap
-from recycle_plugin.settings.wording import FAULT, explained, kind, shown
+from recycle_plugin.settings.contradictions import refuse_contradictions
+from recycle_plugin.settings.field_types import BOOL, CAP, STRICT, Bytes, Cap, Count, Faults, Norm, setting
+from recycle_plugin.settings.sections import SECTIONS, CheckpointSettings, CostSettings, MetricsSettings
+from recycle_plugin.settings.wording import FAULT, SettingsError, explained, kind, shown
 
-SECTION = "recycle"
-
-
-class SettingsError(ValueError):
-    """A setting is wrong; the message is one line: ``recycle.<key>: what is wrong; what to write instead``."""
-
-    def __init__(self, key: str, wrong: str, fix: str, others: tuple[str, ...] = ()) -> None:
-        where = f"{SECTION}.{key}" if key else SECTION
-        also = f" (also wrong: {', '.join(f'{SECTION}.{other}' for other in others)})" if others else ""
-        super().__init__(f"{where}: {wrong}; {fix}{also}")
-        self.key = key
-
-
-def _setting(default: Any, write: str, description: str, **limits: Any) -> Any:
-    """A field of the settings.  ``write``: what a correct value looks like, in the words of the error that asks for
-    it.
-    """
-    return Field(default, description=description, json_schema_extra={"write": write}, **limits)
-
-
-def _checked_fault(text: str) -> str:
-    return str(Fault.parse(text))
-
-
-def _checked_cap(value: Any) -> Any:
-    """Numbers are checked by type; texts are "1f1b", "auto" and sizes."""
-    if not isinstance(value, str):
-        return value
-    if (text := cap.normal(value)) is None:
-        raise PydanticCustomError("no_cap", "no cap")
-    return text
-
-
-def _checked_size(value: Any) -> Any:
-    """A size in words as bytes."""
-    if not isinstance(value, str):
-        return value
-    if (size := cap.size(value)) is None:
-        raise PydanticCustomError("no_size", "no size")
-    return size
-
-
-_as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-_as_true = BeforeValidator(lambda value: True if value == "true" else value)
-_Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Count = Annotated[int, Field(ge=1)]
-_Cap = Annotated[
-    _Count | Annotated[tuple[_Count, ...], Field(min_length=1)] | str | None, _as_tuple, AfterValidator(_checked_cap)
-]
-_Bytes = Annotated[_Count | str | None, AfterValidator(_checked_size)]
-_PerStage = Annotated[_Milliseconds | tuple[_Milliseconds, ...], _as_tuple]
-_PER_STAGE = "a number of milliseconds, not negative, or a list of one for each stage"
-_ONE = "a number of milliseconds, not negative"
-_CAP = 'a whole number of at least 1, a list of one for each stage, "1f1b", a size such as "12GiB", "auto", or null'
-_BOOL = "true or false"
 _OF_A_PROFILE = "write the path of a file that recycle profile --out wrote"
-_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, validate_default=True)
-
-
-class CostSettings(BaseModel):
-    """What the planner expects instructions to cost; every time is in milliseconds."""
-
-    model_config = _STRICT
-
-    forward_ms: _PerStage = _setting(1.0, _PER_STAGE, "forward of one micro-batch")
-    input_ms: _PerStage = _setting(1.0, _PER_STAGE, "backward of one micro-batch, gradient of the input")
-    weight_ms: _PerStage = _setting(1.0, _PER_STAGE, "backward of one micro-batch, gradient of the weights")
-    communication_ms: _Milliseconds = _setting(0.0, _ONE, "one boundary tensor from worker to worker")
-    reduce_ms: _PerStage = _setting(0.0, _PER_STAGE, "sum of a stage's gradients over its workers")
-    tie_ms: _Milliseconds = _setting(0.0, _ONE, "sum of tied weights' gradients over the stages that share them")
-    step_ms: _PerStage = _setting(0.0, _PER_STAGE, "optimizer step of a stage")
-    dispatch_ms: _Milliseconds = _setting(0.0, _ONE, "fixed cost of every instruction")
-    profile: str | None = _setting(
-        None,
-        "a file's path, or null",
-        "file of `recycle profile --out`, instead of all of the above; it also knows bytes",
-        min_length=1,
-    )
-
-
-class CheckpointSettings(BaseModel):
-    """Checkpoints that the plugin makes by itself, in the background."""
-
-    model_config = _STRICT
-
-    overhead: float = _setting(
-        0.035,
-        "a number above 0, below 1",
-        "what they may cost, as a share of the steps between them: how often one is made follows from what the last "
-        "ones have cost",
-        gt=0,
-        lt=1,
-        allow_inf_nan=False,
-    )
-    keep: int = _setting(2, "a whole number of at least 1", "how many of a run's stay", ge=1)
-
-
-class MetricsSettings(BaseModel):
-    """What the coordinator's process serves over HTTP, in Prometheus' text format, while the job runs."""
-
-    model_config = _STRICT
-
-    port: int = _setting(
-        0,
-        "a whole number from 0 to 65535",
-        "where it listens; 0: a port that is free, which the event `metrics` says",
-        ge=0,
-        le=65535,
-    )
-    address: str = _setting(
-        "127.0.0.1",
-        'an address of the host, such as "127.0.0.1"',
-        'address that it is bound to; nobody has to say who they are, so "0.0.0.0", which other hosts can reach, is '
-        "for networks that are trusted",
-        min_length=1,
-    )
 
 
 class Settings(BaseModel):
     """All settings of the section, with their defaults."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
-    enabled: bool = _setting(False, _BOOL, "switch the plugin on; false leaves the stock engine untouched")
-    split_backward: bool = _setting(True, _BOOL, "run weight gradients apart from, and later than, input gradients")
-    stagger_optimizer: bool = _setting(
+    enabled: bool = setting(False, BOOL, "switch the plugin on; false leaves the stock engine untouched")
+    split_backward: bool = setting(True, BOOL, "run weight gradients apart from, and later than, input gradients")
+    stagger_optimizer: bool = setting(
         True,
-        _BOOL,
+        BOOL,
         "let a stage step once it has its gradients, and start the next step; false: no stage steps before all have "
         "theirs",
     )
-    reroute: bool = _setting(True, _BOOL, "give a lost worker's micro-batches to its data-parallel peers")
-    activation_cap: _Cap = _setting(
+    reroute: bool = setting(True, BOOL, "give a lost worker's micro-batches to its data-parallel peers")
+    activation_cap: Cap = setting(
         None,
-        _CAP,
+        CAP,
         'micro-batches that one worker may hold at once: a number, a list of one for each stage, or "1f1b"; null for '
         "the number of "
         'stages; or, with `costs.profile`, bytes: a size such as "12GiB", or "auto"',
     )
-    norm: Annotated[Literal[True, "deepspeed"], _as_true] = _setting(
+    norm: Norm = setting(
         True,
         'true or "deepspeed"',
         'gradient norm used for clipping: true over all stages, or "deepspeed" for what the stock engine computes',
     )
-    clip: Literal["sync", "validate"] = _setting(
+    clip: Literal["sync", "validate"] = setting(
         "sync",
         '"sync" or "validate"',
         "wait for the norm over all stages before each step, or step at once, "
         "and take the step back and clip it where the norm turns out to be over gradient_clipping",
     )
-    nonfinite: Literal["end", "skip"] = _setting(
+    nonfinite: Literal["end", "skip"] = setting(
         "end",
         '"end" or "skip"',
         "what a gradient norm that is not finite does, where it is computed (with gradient_clipping, or clip: "
         "validate): end the job, or skip the step",
     )
-    loss_scaling: bool = _setting(
+    loss_scaling: bool = setting(
         False,
-        _BOOL,
+        BOOL,
         "scale losses as the fp16 section says, dynamically by default, and skip steps that overflow (in fp32 too; "
         "fp16 itself is refused yet)",
     )
-    undo: Literal["snapshot", "inverse"] = _setting(
+    undo: Literal["snapshot", "inverse"] = setting(
         "snapshot",
         '"snapshot" or "inverse"',
         "what takes an uncommitted step back: an exact copy made before each step, or the optimizer's rule turned "
         "round",
     )
-    exact: bool = _setting(
+    exact: bool = setting(
         False,
-        _BOOL,
+        BOOL,
         "the same bits whoever fails: parameters, optimizer state and losses are those of the exact run without a "
         "failure; gradients are added block by block",
     )
-    exact_block: _Count | None = _setting(
+    exact_block: Count | None = setting(
         None,
         "a whole number of at least 1, or null",
         "with `exact`, consecutive micro-batches of a replica that stay on one worker; null for all of them; "
         "fewer leave more freedom to reroute, and each block of a worker beyond its first takes one more buffer of "
         "the gradients' size",
     )
-    zero: Literal["replicate"] | None = _setting(
+    zero: Literal["replicate"] | None = setting(
         None,
         '"replicate" or null',
         "what becomes of `zero_optimization.stage` 1, whose shards of the optimizer's state have no copy: "
         "every worker keeps all of it, with Adam 12 bytes a parameter instead of 12 / replicas, and steps all of it; "
         "null: it is refused",
     )
-    keep_bytes: _Bytes = _setting(
+    keep_bytes: Bytes = setting(
         None,
         'a whole number of at least 1, a size such as "2GiB", or null',
         "what one worker may keep in host memory, until a step is committed, of what it has sent to peers: "
         "a number of bytes or a size; null for all of it; what is not there any more after a failure is run again; "
         "the event `peak` says how much it was",
     )
-    rng: Literal["keyed", "stream"] = _setting(
+    rng: Literal["keyed", "stream"] = setting(
         "keyed",
         '"keyed" or "stream"',
         "dropout keyed by step, replica, micro-batch and stage, or drawn from the worker's own stream as stock does",
     )
-    seed: int = _setting(1234, "a whole number, not negative", "root of all keyed random numbers", ge=0)
-    rebalance: bool = _setting(
+    seed: int = setting(1234, "a whole number, not negative", "root of all keyed random numbers", ge=0)
+    rebalance: bool = setting(
         False,
-        _BOOL,
+        BOOL,
         "deal a stage's work out anew where a worker has been 30% slower than the others for three steps, and again "
         "when it is not",
     )
-    max_slowdown: float | None = _setting(
+    max_slowdown: float | None = setting(
         None,
         "a number between 0 and 1, or null",
         "the part of the fault-free plan's throughput that may be lost: where the survivors are predicted to lose "
@@ -241,21 +128,21 @@ class Settings(BaseModel):
         lt=1,
         allow_inf_nan=False,
     )
-    checkpoint_dir: str | None = _setting(
+    checkpoint_dir: str | None = setting(
         None,
         "a folder's path, or null",
         "where the checkpoints of `max_slowdown` and `checkpoint` go, a folder that all hosts share; "
         "null for `checkpoint` in the run folder, or for `max_slowdown` where the script's last one went",
         min_length=1,
     )
-    group_sums: Literal["warn", "raise"] = _setting(
+    group_sums: Literal["warn", "raise"] = setting(
         "warn",
         '"warn" or "raise"',
         "what a sum of the script's own over a process group with lost members does, whose size stays as it was: "
         "say once for each calling line that it is without their part, or end the job; "
         "an average over the live is `recycle_plugin.mean(tensor, group)`",
     )
-    check_replicas: int = _setting(
+    check_replicas: int = setting(
         0,
         "a whole number, not negative",
         "every so many steps the replicas of a stage compare hashes of all that a step changes (parameters, optimizer "
@@ -263,26 +150,26 @@ class Settings(BaseModel):
         "0: only after a checkpoint is loaded",
         ge=0,
     )
-    placement: Literal["deepspeed", "spread"] = _setting(
+    placement: Literal["deepspeed", "spread"] = setting(
         "deepspeed",
         '"deepspeed" or "spread"',
         "which host has which ranks: as DeepSpeed's launcher gives them out, "
         "or dealt out so that no host holds every replica of a stage, for which the section has to be in the file "
         "that `--deepspeed_config` names on the command line",
     )
-    strict_placement: bool = _setting(False, _BOOL, "refuse to start when one host holds every replica of a stage")
-    run_dir: str | None = _setting(
+    strict_placement: bool = setting(False, BOOL, "refuse to start when one host holds every replica of a stage")
+    run_dir: str | None = setting(
         None,
         "a folder's path, or null",
         "where events, traces and reports go; null lets the plugin choose",
         min_length=1,
     )
-    report: bool = _setting(True, _BOOL, "write `report.html` to the run folder when the job ends")
-    trace: bool = _setting(False, _BOOL, "write every executed instruction with its times to the run folder")
-    faults: Annotated[tuple[Annotated[str, AfterValidator(_checked_fault)], ...], _as_tuple] = _setting(
+    report: bool = setting(True, BOOL, "write `report.html` to the run folder when the job ends")
+    trace: bool = setting(False, BOOL, "write every executed instruction with its times to the run folder")
+    faults: Faults = setting(
         (), f"a list of faults such as [{FAULT}]", "faults to inject, each at a named instruction or point"
     )
-    heartbeat_timeout_s: float = _setting(
+    heartbeat_timeout_s: float = setting(
         15.0,
         "a number of seconds, at least 2",
         "a host that is gone or cut off without a word is found within this time, and its workers are given up; "
@@ -290,7 +177,7 @@ class Settings(BaseModel):
         ge=2,
         allow_inf_nan=False,
     )
-    progress_timeout_s: float = _setting(
+    progress_timeout_s: float = setting(
         20.0,
         "a number of seconds, at least 1",
         "a worker that is at one instruction for longer than this, and than three steps take, "
@@ -300,14 +187,14 @@ class Settings(BaseModel):
         ge=1,
         allow_inf_nan=False,
     )
-    busy_timeout_s: float = _setting(
+    busy_timeout_s: float = setting(
         120.0,
         "a number of seconds, at least 1",
         "the same for a worker whose process uses the CPU, as long micro-batches do, and endless loops",
         ge=1,
         allow_inf_nan=False,
     )
-    last_worker_timeout_s: float = _setting(
+    last_worker_timeout_s: float = setting(
         300.0,
         "a number of seconds, at least 1",
         "a stage's last worker is not given up for any of these: where it is silent, stopped or stuck for this long, "
@@ -315,7 +202,7 @@ class Settings(BaseModel):
         ge=1,
         allow_inf_nan=False,
     )
-    regroup_timeout_s: float = _setting(
+    regroup_timeout_s: float = setting(
         120.0,
         "a number of seconds, more than 0",
         "longest wait for the survivors to agree after a failure, and of a worker for the coordinator; then the job "
@@ -323,7 +210,7 @@ class Settings(BaseModel):
         gt=0,
         allow_inf_nan=False,
     )
-    idle_timeout_s: float = _setting(
+    idle_timeout_s: float = setting(
         600.0,
         "a number of seconds, more than 0",
         "the same as `progress_timeout_s` for what may take long, while others wait for it: the script's own code, "
@@ -331,25 +218,25 @@ class Settings(BaseModel):
         gt=0,
         allow_inf_nan=False,
     )
-    wait_timeout_s: float = _setting(
+    wait_timeout_s: float = setting(
         900.0,
         "a number of seconds, more than 0",
         "longest wait of a worker for anything; then the job ends",
         gt=0,
         allow_inf_nan=False,
     )
-    costs: CostSettings | None = _setting(
+    costs: CostSettings | None = setting(
         None,
         'an object such as {"forward_ms": 20, "input_ms": 20, "weight_ms": 20}, or null',
         "what instructions cost, for the planner; null for forward = input = weight = 1 ms",
     )
-    checkpoint: CheckpointSettings | None = _setting(
+    checkpoint: CheckpointSettings | None = setting(
         None,
         'an object such as {"overhead": 0.035}, or null',
         "checkpoints that are made by themselves: copied to host memory between two steps, and written in the "
         "background; null for none",
     )
-    metrics: MetricsSettings | None = _setting(
+    metrics: MetricsSettings | None = setting(
         None,
         'an object such as {"port": 9400}, or null',
         "serve the job's numbers to Prometheus from the host of rank 0; null for no server",
@@ -377,97 +264,9 @@ class Settings(BaseModel):
             settings = cls.model_validate(section or {})
         except ValidationError as error:
             raise SettingsError(*explained(error, cls, SECTIONS)) from None
-        settings._refuse_contradictions()
+        refuse_contradictions(settings)
         settings._profile()
         return settings
-
-    def _refuse_contradictions(self) -> None:
-        if self.rng == "stream" and self.reroute:
-            raise SettingsError(
-                "rng",
-                '"stream" contradicts recycle.reroute = true, because a peer would draw another dropout mask',
-                'write "keyed", or set recycle.reroute to false',
-            )
-        if pairs := self.deadlines.contradictions():
-            (first, last), others = pairs[0], dict.fromkeys(first for first, _ in pairs[1:])
-            raise SettingsError(
-                first,
-                f"{getattr(self, first):g} s is to fire before recycle.{last} = {getattr(self, last):g} s",
-                f"write less than {getattr(self, last):g}, or raise recycle.{last}",
-                tuple(others),
-            )
-        if self.rebalance and not self.reroute:
-            raise SettingsError(
-                "rebalance",
-                "contradicts recycle.reroute = false, because it moves micro-batches too",
-                "write false, or set recycle.reroute to true",
-            )
-        if self.clip == "validate" and not self.stagger_optimizer:
-            raise SettingsError(
-                "clip",
-                '"validate" contradicts recycle.stagger_optimizer = false, by which each step waits for all stages, as '
-                "it would for the norm",
-                'write "sync", or set recycle.stagger_optimizer to true',
-            )
-        if self.clip == "validate" and self.norm == "deepspeed":
-            raise SettingsError(
-                "clip",
-                '"validate" contradicts recycle.norm = "deepspeed", which is no norm over all stages',
-                'write "sync", or set recycle.norm to true',
-            )
-        if self.loss_scaling and self.nonfinite == "end":
-            raise SettingsError(
-                "loss_scaling",
-                'contradicts recycle.nonfinite = "end", since overflows are how the scale is found',
-                'write false, or set recycle.nonfinite to "skip"',
-            )
-        if self.check_replicas and self.undo == "inverse":
-            raise SettingsError(
-                "check_replicas",
-                'contradicts recycle.undo = "inverse", which rounds: after a failure replicas differ without being '
-                "wrong",
-                'write 0, or set recycle.undo to "snapshot"',
-            )
-        self._refuse_inexact()
-        if self.faults and not self.enabled:
-            raise SettingsError(
-                "faults",
-                "only the plugin's engine injects faults, and recycle.enabled is false",
-                "write [], or set recycle.enabled to true",
-            )
-        beside = sorted(self.costs.model_fields_set - {"profile"}) if self.costs and self.costs.profile else []
-        if beside:
-            raise SettingsError(
-                "costs.profile",
-                f"gives all costs, and recycle.costs.{beside[0]} stands beside it",
-                "write one of the two",
-            )
-        if cap.in_bytes(self.activation_cap) and not (self.costs and self.costs.profile):
-            raise SettingsError(
-                "activation_cap",
-                f"{shown(self.activation_cap)} counts bytes, and without a profile nobody knows those of a micro-batch",
-                'set recycle.costs to {"profile": "path/to/profile.json"}, or write a number of micro-batches',
-            )
-
-    def _refuse_inexact(self) -> None:
-        if self.exact_block is not None and not self.exact:
-            raise SettingsError(
-                "exact_block",
-                f"{self.exact_block} without recycle.exact = true has no effect",
-                "write null, or set recycle.exact to true",
-            )
-        if self.exact and self.undo == "inverse":
-            raise SettingsError(
-                "exact",
-                'contradicts recycle.undo = "inverse", which rounds',
-                'write false, or set recycle.undo to "snapshot"',
-            )
-        if self.exact and self.rng == "stream":
-            raise SettingsError(
-                "exact",
-                'contradicts recycle.rng = "stream", because who runs a micro-batch then decides its dropout mask',
-                'write false, or set recycle.rng to "keyed"',
-            )
 
     def _profile(self) -> Profile | None:
         """What ``costs.profile`` names.  Raises :class:`SettingsError` where that can't be read."""
@@ -565,10 +364,6 @@ class Settings(BaseModel):
             return found.costs(shape.stages, shape.replicas, fused=not self.split_backward)
         except ValueError as error:
             raise SettingsError("costs.profile", str(error), "name the profile of this job's model") from None
-
-
-SECTIONS = {"costs": CostSettings, "checkpoint": CheckpointSettings, "metrics": MetricsSettings}
-"""Settings that are objects of their own."""
 
 
 def reference() -> str:

@@ -1,4 +1,7 @@
-"""What pydantic finds wrong with settings, in our words: which key, what is wrong, what to write instead."""
+"""What is wrong with settings, in our words: which key, what is wrong, what to write instead.
+
+:func:`explained` says it of what pydantic finds.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,23 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+SECTION = "recycle"
+"""The section of the DeepSpeed JSON that settings stand in."""
 FAULT = '"kill 0.1 before 1F0.2@5"'
 """An example of one."""
 
 Sections = Mapping[str, type[BaseModel]]
 """Settings that are objects of their own."""
+
+
+class SettingsError(ValueError):
+    """A setting is wrong; the message is one line: ``recycle.<key>: what is wrong; what to write instead``."""
+
+    def __init__(self, key: str, wrong: str, fix: str, others: tuple[str, ...] = ()) -> None:
+        where = f"{SECTION}.{key}" if key else SECTION
+        also = f" (also wrong: {', '.join(f'{SECTION}.{other}' for other in others)})" if others else ""
+        super().__init__(f"{where}: {wrong}; {fix}{also}")
+        self.key = key
 
 
 def explained(

@@ -17,7 +17,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.simulator import campaign
+from recycle_plugin.simulator import campaign, seeded
 from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.message_delays import UNEVEN
 from recycle_plugin.simulator.reference import Reference
@@ -38,7 +38,7 @@ def test_random_failures_need_every_rule_and_break_none(request) -> None:
     )
     assert report.seeds == seeds and report.faults > seeds
     assert list(report.exercised) == list(ProtocolRule) and not unneeded(report.exercised, seeds)
-    jobs = [campaign.scenario(seed) for seed in range(seeds)]
+    jobs = [seeded.scenario(seed) for seed in range(seeds)]
     assert sum(len(given.troubles) + len(given.faults) > 1 for given in jobs) >= seeds / 3
     assert sum(given.exact for given in jobs) > seeds / 4
     assert (
@@ -77,7 +77,7 @@ def test_every_worker_killed_around_its_instructions() -> None:
 
 
 def test_the_same_seed_is_the_same_story() -> None:
-    one, two = (campaign.run("x", campaign.scenario(14)) for _ in range(2))
+    one, two = (campaign.run("x", seeded.scenario(14)) for _ in range(2))
     assert one == two and one.story and one.spans
 
 
@@ -238,7 +238,7 @@ def test_who_knows_that_all_is_committed_at_a_planned_end_reports_for_no_change(
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(mistake, monkeypatch) -> None:
     MISTAKES[mistake](monkeypatch)
-    assert any(campaign.run("x", campaign.scenario(seed)).violations for seed in (SEEN[mistake], *range(FOUND_WITHIN)))
+    assert any(campaign.run("x", seeded.scenario(seed)).violations for seed in (SEEN[mistake], *range(FOUND_WITHIN)))
 
 
 def test_there_are_enough_mistakes_and_the_campaign_is_clean_without() -> None:
@@ -263,7 +263,7 @@ def test_command(capsys) -> None:
 
 def test_a_violation_prints_what_runs_it_again_and_the_grid(capsys, monkeypatch) -> None:
     MISTAKES["a weight gradient is left out"](monkeypatch)
-    wrong = next(seed for seed in range(FOUND_WITHIN) if campaign.run("x", campaign.scenario(seed)).violations)
+    wrong = next(seed for seed in range(FOUND_WITHIN) if campaign.run("x", seeded.scenario(seed)).violations)
     assert cli.main(["campaign", "--first", str(wrong), "--seeds", "1"]) == 1
     printed = capsys.readouterr().out
     assert f"recycle campaign --seed {wrong}  #" in printed and "0.0 |" in printed

@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from recycle_plugin.simulator import campaign
+from recycle_plugin.simulator import seeded
 from tests.support import frozen
 
 COUNT = 2000
@@ -18,14 +18,14 @@ COUNT = 2000
 
 def test_what_is_written_down_is_what_was_meant() -> None:
     for seed in range(300):
-        given = campaign.scenario(seed)
+        given = seeded.scenario(seed)
         assert frozen.read(json.loads(json.dumps(frozen.write(given)))) == given
 
 
 @pytest.mark.timeout(1800)
 def test_frozen_jobs_happen_as_they_did(request) -> None:
     if request.config.getoption("--freeze"):
-        frozen.freeze([campaign.scenario(seed) for seed in range(COUNT)])
+        frozen.freeze([seeded.scenario(seed) for seed in range(COUNT)])
     records = frozen.frozen()
     assert len(records) == COUNT
     chosen = records[:: COUNT // request.config.getoption("--frozen-jobs")]

@@ -206,7 +206,8 @@ def test_members_are_searched_in_one_module() -> None:
         ("core/vocabulary/faults.py", "fault.seat == seat"),
     }
     spans = {("render/perfetto.py", "source.seat == span.seat")}
-    assert {each for each in found if each[0] != "core/vocabulary/roster.py"} == faults | spans
+    failures = {("observability/report.py", "{failure.seat: _us(failure.struck_at) for failure in lost}")}
+    assert {each for each in found if each[0] != "core/vocabulary/roster.py"} == faults | spans | failures
     assert any(name == "core/vocabulary/roster.py" for name, _ in found)
 
 
@@ -219,7 +220,7 @@ NAMED = {  # elsewhere, and why
     "adapters/deepspeed/engine_checks.py": {
         "get_accelerator"
     },  # asks what DeepSpeed has found, for that module to judge
-    "commands/doctor.py": {"cpu"},  # what DeepSpeed's variable has to be, said without torch
+    "commands/doctor_settings.py": {"cpu"},  # what DeepSpeed's variable has to be, said without torch
     "experiments/runs.py": {"cpu"},  # sets it for the jobs that it starts
     "commands/profile.py": {"cpu", "cuda"},  # the choices of a measurement, also of devices that nothing trains on yet
     "commands/measure_gpt.py": {"cpu", "cuda", "torch.cuda"},  # the measurement

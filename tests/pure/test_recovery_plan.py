@@ -268,11 +268,11 @@ def test_a_stage_rolls_forward_from_who_holds_its_sum() -> None:
 
 
 HASHED = """
-from recycle_plugin.simulator import campaign
+from recycle_plugin.simulator import campaign, seeded
 spans = campaign.run("x", campaign.one_instant("kill 1.2 before 2I1.3@2")).spans
 print([(str(span.seat), str(span.instruction), span.start_us) for span in spans])
 for seed in (14, 16):
-    ran = campaign.run("x", campaign.scenario(seed))
+    ran = campaign.run("x", seeded.scenario(seed))
     print(ran.story, [tuple(map(str, span)) for span in ran.spans], ran.exercised)
 """
 

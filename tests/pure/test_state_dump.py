@@ -24,7 +24,7 @@ from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.protocol import Heartbeat, Missing
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Roster, WorkerId
-from recycle_plugin.simulator import campaign, cluster
+from recycle_plugin.simulator import campaign, cluster, seeded
 from tests.support.membership import member, started, step
 
 SEEDS = (2, 5, 14, 57)  # kills, ties, rejections, a leave
@@ -176,7 +176,7 @@ def digest(monkeypatch, seed: int, reloads: float) -> tuple[str, int]:
             ),
         )
         patched.setattr(cluster, "load", lambda record: (again_.append(1), load(record))[1])
-        outcome = campaign.run("x", replace(campaign.scenario(seed), reloads=reloads))
+        outcome = campaign.run("x", replace(seeded.scenario(seed), reloads=reloads))
     found.update(repr((outcome.violations, outcome.spans, outcome.story)).encode())
     return found.hexdigest(), len(again_)
 

@@ -17,7 +17,7 @@ from recycle_plugin.adapters.deepspeed.refusals import bf16, refusals, sizes
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime import device
 from recycle_plugin.runtime.stage.fitness import check_layers
-from recycle_plugin.settings.schema import SECTION
+from recycle_plugin.settings.wording import SECTION
 
 
 def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters: Any) -> None:

@@ -23,7 +23,8 @@ from typing import Any
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.settings.schema import SECTION, Settings
+from recycle_plugin.settings.schema import Settings
+from recycle_plugin.settings.wording import SECTION
 from recycle_plugin.versions import RANGES, releases
 
 ALIKE = 0.85  # of 1: a section of this likeness is taken for a slip of the pen

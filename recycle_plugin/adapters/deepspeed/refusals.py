@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.settings.schema import SECTION
-from recycle_plugin.settings.wording import shown
+from recycle_plugin.settings.wording import SECTION, shown
 
 
 def refusals(config: dict[str, Any]) -> Iterator[str]:

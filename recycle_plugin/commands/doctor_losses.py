@@ -1,0 +1,167 @@
+"""What a job survives, and what each kind of loss costs it: two sections of ``recycle doctor``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import compress
+
+from recycle_plugin.commands.config_job import ONE_HOST, ConfiguredJob, at_risk
+from recycle_plugin.commands.doctor_section import Section, aligned, ms, times
+from recycle_plugin.commands.losses import NAMED, clipped, host_cases, stages_text, worker_cases
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.placement import remedy
+from recycle_plugin.settings.wording import SECTION
+
+OPTIONS_UP_TO = 128  # workers; what else could be done takes seconds to predict for each loss in larger jobs
+ROWS = 8  # hosts in a table: --json has all
+
+
+def survival(job: ConfiguredJob) -> Section:
+    """The section on what the job survives: which workers, and which hosts."""
+    risky = at_risk(job.hosts)
+    rows = [_host(job, host, risky.get(host, ())) for host in job.hosts]
+    each, workers = (job.replicas - 1) * job.survives, len(job.shape.seats)
+    lines = ["workers: none"]
+    if job.survives:
+        lines = [
+            f"workers: any {each}; at best {each * job.stages} of {workers}, if one is left in every stage",
+            "ends it: a stage's last worker; the host of rank 0, which runs the coordinator and the store",
+        ]
+    if len(rows) == 1:
+        lines.append("hosts: none, all ranks are on one" + " (no --hostfile given)" * (ONE_HOST in job.hosts))
+    if job.spare_slots:
+        lines.append(
+            f"slots: {job.spare_slots} more than workers; launch with --num_nodes or --num_gpus to leave them out"
+        )
+    data = {"any_workers": each, "at_best_workers": each * job.stages, "workers": workers, "hosts": rows}
+    table = tuple(_host_table(rows)) if len(rows) > 1 else ()
+    return Section("survives", "What it survives", data, tuple(lines), tuple(_weak(job, risky)), table)
+
+
+def _host(job: ConfiguredJob, host: str, risky: tuple[int, ...]) -> dict:
+    """A row of the table of hosts; ``ends``: why the host's loss ends the job, "" where it does not."""
+    seats = job.hosts[host]
+    ranks = [seat.stage * job.replicas + seat.replica for seat in seats]
+    reasons = ["coordinator"] * (ranks[0] == 0) + [f"all of {stages_text(risky)}"] * bool(risky)
+    if not (reasons or job.survives):
+        reasons = ["no rerouting"]
+    return {"host": host, "ranks": ranks, "seats": list(map(str, seats)), "ends": "; ".join(reasons)}
+
+
+def _host_table(rows: list[dict]) -> Iterator[str]:
+    table = [("host", "ranks", "seats", "its loss")]
+    for row in rows[:ROWS]:
+        seats, ranks = row["seats"], row["ranks"]
+        named = " ".join(seats) if len(seats) <= NAMED else f"{seats[0]} ... {seats[-1]}"
+        table.append(
+            (
+                clipped(row["host"]),
+                _numbers(ranks),
+                named,
+                f"ends the job: {row['ends']}" if row["ends"] else "is survived",
+            )
+        )
+    yield from aligned(table)
+    if len(rows) > ROWS:
+        yield f"and {len(rows) - ROWS} hosts more: --json has them all"
+
+
+def _numbers(ranks: list[int]) -> str:
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return " ".join(map(str, ranks)) if len(ranks) <= NAMED else f"{ranks[0]} ... {ranks[-1]}"
+
+
+def _weak(job: ConfiguredJob, risky: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    if not job.settings.enabled:
+        yield f"{SECTION}.enabled is false: the stock engine runs, and any loss ends the job; set it to true"
+    if not job.settings.reroute:
+        yield f"{SECTION}.reroute is false: any loss ends the job; set it to true"
+    if job.replicas == 1:
+        yield (
+            "--dp 1: a lost worker has no peer to take its micro-batches, and the plugin refuses it; "
+            "use two replicas or more"
+        )
+    elif risky and (len(job.hosts) > 1 or job.settings.strict_placement):
+        refuses = f"; {SECTION}.strict_placement refuses to start" if job.settings.strict_placement else ""
+        held = "; ".join(
+            f"{clipped(host)} holds every replica of {stages_text(stages)}"
+            for host, stages in list(risky.items())[:NAMED]
+        )
+        more = f"; so do {len(risky) - NAMED} hosts more with other stages" if len(risky) > NAMED else ""
+        yield f"{held}{more}{refuses}: {_mend(job)}"
+
+
+def _mend(job: ConfiguredJob) -> str:
+    """What gives the replicas of each stage to different hosts."""
+    return remedy(Counter({clipped(host): len(seats) for host, seats in job.hosts.items()}), job.shape)
+
+
+def slowdown(job: ConfiguredJob) -> Section:
+    """The section on what each kind of loss costs; one plan and its alternatives for each.  Raises PlanError."""
+    free, _ = job.planned()
+    nobody = _row(job, "nobody", (), free)
+    rows, hosts, each = [nobody], [], []
+    if job.survives:
+        rows += [_row(job, name, lost, free) for name, lost in worker_cases(job)]
+        hosts = [_row(job, name, job.hosts[alike[0]], free) | {"hosts": alike} for name, alike in host_cases(job)]
+        hosts.sort(key=lambda row: -row["slowdown"])
+        each = [round(job.planned((Seat(0, stage),))[0] / free, 4) for stage in range(job.stages)]
+    lines = []
+    if len(job.shape.seats) > OPTIONS_UP_TO:
+        lines.append(f"what would be faster than rerouting is predicted for up to {OPTIONS_UP_TO} workers only")
+    if len(hosts) > ROWS:
+        lines.append(f"of {len(hosts)} kinds of host the {ROWS} worst are shown: --json has all")
+    table = tuple(_slowdown_table([*rows, *hosts[:ROWS]], job.settings.exact))
+    return Section(
+        "slowdown", "Predicted slowdown", {"each_stage": each, "cases": [*rows, *hosts]}, tuple(lines), table=table
+    )
+
+
+def _slowdown_table(rows: list[dict], exact: bool) -> list[str]:
+    table = [("lost", "step", "slower", "bound", "without exact", "faster, at best")]
+    for row in rows:
+        other = row["faster"]
+        faster = f"{other['name']}: {times(other['slowdown'])}" if other else ""
+        table.append(
+            (
+                row["lost"],
+                ms(row["period_us"]),
+                times(row["slowdown"]),
+                times(row["bound"]),
+                ms(row["without_exact_us"]),
+                faster,
+            )
+        )
+    shown_columns = [True] * 4 + [exact, any(row["faster"] for row in rows)]
+    return aligned([tuple(compress(row, shown_columns)) for row in table], (1, 2, 3, *([4] if exact else [])))
+
+
+def _row(job: ConfiguredJob, name: str, lost: tuple[Seat, ...], free: int) -> dict:
+    period, bound = job.planned(lost)
+    return {
+        "lost": name,
+        "seats": list(map(str, lost)),
+        "period_us": period,
+        "bound_us": bound,
+        "slowdown": round(period / free, 4),
+        "bound": round(bound / free, 4),
+        "faster": _faster(job, lost, period, free),
+        "without_exact_us": job.planned(lost, block=1)[0],
+    }
+
+
+def _faster(job: ConfiguredJob, lost: tuple[Seat, ...], period: int, free: int) -> dict | None:
+    """What would be faster than rerouting, bound against bound."""
+    from recycle_plugin import planner
+
+    if period <= free or len(job.shape.seats) > OPTIONS_UP_TO:
+        return None
+    layers = job.profile.layers if job.profile else 0
+    best = planner.options(job.shape.full().without(*lost), job.costs, job.policy, layers)[0]
+    return (
+        None
+        if best.name == "reroute"
+        else {"name": best.name, "period_us": best.period_us, "slowdown": round(best.period_us / free, 4)}
+    )

@@ -1,0 +1,59 @@
+"""The form of what ``recycle doctor`` says: a section's lines, marks and tables, and figures in words."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the report.
+
+    ``wrong``: lines on what has to change.  ``table``: lines that are aligned already, behind ``lines``.
+    """
+
+    key: str
+    title: str
+    data: Any
+    lines: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    table: tuple[str, ...] = ()
+
+    def text(self) -> Iterator[str]:
+        """The section's lines, wrapped, with marks."""
+        yield from ("", self.title)
+        for mark, lines in ("! ", self.wrong), ("  ", self.lines):
+            for line in lines:
+                yield from textwrap.wrap(
+                    line, WIDTH, initial_indent=mark, subsequent_indent="    ", break_on_hyphens=False
+                )
+        yield from ("  " + line.rstrip() for line in self.table)
+
+
+def aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
+    """Lines with columns of equal width from rows of cells; ``right``: columns that are aligned at their right end."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.rjust(w) if at in right else cell.ljust(w) for at, (cell, w) in enumerate(zip(row, widths)))
+        for row in rows
+    ]
+
+
+def ms(microseconds: int) -> str:
+    """Microseconds in words, as milliseconds."""
+    return f"{microseconds / 1000:.4g} ms"
+
+
+def times(ratio: float) -> str:
+    """A ratio in words, as "1.25x"."""
+    return f"{ratio:.2f}x"
+
+
+def gib(size: int) -> str:
+    """Bytes in words, as GiB."""
+    return f"{size / (1 << 30):.2f} GiB"

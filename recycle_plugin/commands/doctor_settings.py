@@ -1,0 +1,173 @@
+"""What a job's settings cost, what of them is refused, and which releases are here: sections of ``recycle doctor``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from recycle_plugin.commands.config_job import CLIPPING, ConfiguredJob
+from recycle_plugin.commands.doctor_memory import held_bytes
+from recycle_plugin.commands.doctor_section import Section, aligned, gib, ms, times
+from recycle_plugin.commands.exact_mode import buffer_bytes, cost
+from recycle_plugin.core.vocabulary.profile import STATE_BYTES, UNDO_BYTES
+from recycle_plugin.settings.wording import SECTION, shown
+from recycle_plugin.versions import releases
+
+
+def costly(job: ConfiguredJob) -> Section:
+    """The section on what the job's settings cost, and what would change that.  Raises PlanError."""
+    from recycle_plugin.adapters.deepspeed.refusals import bf16
+
+    settings, rows = job.settings, []
+    if job.clipping > 0:
+        said = "" if CLIPPING in job.config else " (DeepSpeed's default)"
+        waits = f"{job.clipping:g}{said}: steps wait for the norm over all stages"
+        redone = f"{job.clipping:g}{said}: no step waits for the norm; one that is over it is taken back and clipped"
+        rows.append(
+            _switch(job, CLIPPING, waits, f'0, or {SECTION}.clip "validate"', validate=False)
+            if settings.waits_for_norm(job.clipping)
+            else {"setting": CLIPPING, "text": redone}
+        )
+    for name, why in (
+        ("split_backward", "weight gradients fill no bubbles"),
+        ("stagger_optimizer", "all stages step together"),
+    ):
+        if not getattr(settings, name):
+            rows.append(_switch(job, f"{SECTION}.{name}", f"false: {why}", "true", **{name: True}))
+    if job.survives:
+        rows.append(_cap(job))
+    rows.append({"setting": f"{SECTION}.exact", **(found := cost(job)), "text": _exact(job, found)})
+    name = bf16(job.config)
+    if name is not None:
+        rows.append(
+            {
+                "setting": f"{name}.enabled",
+                "text": f"true: {_whole('bf16', job.replicas)}; gradients are summed in fp32, over micro-batches and "
+                "over workers",
+            }
+        )
+    elif settings.zero is not None:
+        rows.append({"setting": f"{SECTION}.zero", "text": f'"{settings.zero}": {_whole("fp32", job.replicas)}'})
+    rows.append(
+        {"setting": f"{SECTION}.undo", "bytes_a_parameter": UNDO_BYTES[settings.undo], "text": _undo(settings.undo)}
+    )
+    lines = tuple(f"{row['setting']} {row.pop('text')}" for row in rows)
+    return Section("settings", "What settings cost", rows, lines)
+
+
+def _exact(job: ConfiguredJob, found: dict) -> str:
+    """Exact mode, or what it would cost, side by side with the same job without it."""
+    now, without = found["now"], found["without"]
+    size, each = buffer_bytes(job), f"blocks of {now['block']} micro-batches"
+    said = f"true, {each}: " if found["on"] else f"false: the same bits after any failure ({each}) would cost "
+    said += f"the step {ms(now['period_us'])} (without: {ms(without['period_us'])})"
+    if job.survives:
+        said += f", after one loss {ms(now['period_one_lost_us'])} (without: {ms(without['period_one_lost_us'])})"
+    more = " and ".join(str(count - 1) for count in now["blocks"][: 1 + job.survives])
+    said += f"; {more} gradient buffers more" + (f" of {gib(size)}" if size is not None else "")
+    said += (
+        f"; sums move {' and '.join(f'{ratio:g}' for ratio in now['moved'][: 1 + job.survives])} times an all-reduce's "
+        "bytes"
+    )
+    if found["smaller"]:
+        less = [
+            f"{other['block']}: {ms(other['period_one_lost_us'])}, {other['blocks'][1] - 1} buffers"
+            for other in found["smaller"]
+        ]
+        said += f"; after one loss with {SECTION}.exact_block {'; '.join(less)}"
+    return said
+
+
+def _whole(dtype: str, replicas: int) -> str:
+    whole, state = STATE_BYTES[dtype], UNDO_BYTES["snapshot"]
+    return (
+        f"every worker has the optimizer's state whole, {whole} bytes a parameter (Adam), stock a share of it, "
+        f"{whole - state + state / replicas:.3g}"
+    )
+
+
+def _undo(way: str) -> str:
+    other, of_it = ("inverse", "not exact") if way == "snapshot" else ("snapshot", "exact")
+    return f'"{way}": {UNDO_BYTES[way]} bytes a parameter (Adam in fp32); "{other}": {UNDO_BYTES[other]}, {of_it}'
+
+
+def _switch(job: ConfiguredJob, setting: str, now: str, instead: str, **changed: Any) -> dict:
+    """A row on a setting that takes away one of the planner's techniques.
+
+    Where memory hides what that costs, more memory shows it.
+    """
+    from recycle_plugin.planner import PlanError
+
+    row = {"setting": setting, "period_us": job.planned()[0], "period_one_lost_us": job.one_lost()}
+    roomy = {"activation_cap": job.busiest, "memory_bytes": None}
+    for more, said in ({}, f"{instead}: "), (roomy, f"{instead}, and {SECTION}.activation_cap {job.busiest}: "):
+        try:
+            after = (job.planned(**changed, **more)[0], job.one_lost(**changed, **more))
+        except PlanError:  # bytes that hold an activation, but not what a split backward keeps
+            continue
+        befores = row["period_us"], row["period_one_lost_us"]
+        gained = [
+            f"{what} {ms(old)} -> {ms(new)}"
+            for what, old, new in zip(("the step", "after one loss"), befores, after)
+            if new < old
+        ]
+        if gained:
+            changes = {
+                "activation_cap": more.get("activation_cap"),
+                "period_us_changed": after[0],
+                "period_one_lost_us_changed": after[1],
+            }
+            return row | changes | {"text": f"{now}; {said}{', '.join(gained)}"}
+    return row | {"text": f"{now}, which costs nothing here"}
+
+
+def _cap(job: ConfiguredJob) -> dict:
+    """The least memory at which one loss, whichever, costs as little as it can."""
+    free, now, most = job.planned()[0], job.one_lost(), job.busiest
+
+    def period(held: int) -> int:
+        return job.one_lost(activation_cap=held, memory_bytes=None)
+
+    goal = max(free, period(most))
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if period(middle) <= goal else (middle + 1, high)
+    least = period(high)
+    cost = "nothing" if least <= free else times(least / free)
+    size = f" ({gib(max(row['each'] for row in held_bytes(job)) * high)})" if job.profile else ""
+    row = {
+        "setting": f"{SECTION}.activation_cap",
+        "least": high,
+        "period_one_lost_us": now,
+        "period_one_lost_us_changed": least,
+    }
+    held = shown(job.settings.activation_cap)
+    if now <= goal:
+        return row | {"text": f"{held} is enough: from {high} micro-batches{size} on one loss costs {cost}"}
+    return row | {"text": f"{held}: one loss costs {times(now / free)}; {high} micro-batches{size}: {cost}"}
+
+
+def refused(job: ConfiguredJob) -> Section:
+    """The section on what the plugin refuses of the config."""
+    from recycle_plugin.adapters.deepspeed.refusals import refusals
+
+    wrong = [*refusals(job.config), *([job.mismatch] if job.mismatch else [])]
+    accelerator = os.environ.get("DS_ACCELERATOR")
+    if accelerator not in (None, "cpu"):
+        wrong.append(f"DS_ACCELERATOR is {accelerator}: only the CPU is supported yet; set it to cpu")
+    lines = [] if wrong else ["nothing that the config asks for"]
+    if accelerator is None:
+        lines.append("only the CPU is supported yet: set DS_ACCELERATOR=cpu where the job runs")
+    lines.append("seen at the start only: tensor parallelism, running statistics, plain iterators")
+    return Section("refused", "What is refused", wrong, tuple(lines), tuple(wrong))
+
+
+def versions() -> Section:
+    """The section on the releases installed here against those that the plugin is written for."""
+    known = releases()
+    table = aligned([(one.name, one.installed or "not installed", f"needs {one.needs}") for one in known])
+    rows = [{**one._asdict(), "fits": one.fits} for one in known]
+    return Section(
+        "versions", "Versions here", rows, (), tuple(one.wrong for one in known if not one.fits), tuple(table)
+    )

@@ -1,0 +1,111 @@
+"""Settings that are each correct and contradict each other: which pairs are refused, and what to write instead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recycle_plugin.settings import activation_cap as cap
+from recycle_plugin.settings.wording import SettingsError, shown
+
+if TYPE_CHECKING:
+    from recycle_plugin.settings.schema import Settings
+
+
+def refuse_contradictions(settings: Settings) -> None:
+    """Raise :class:`SettingsError` where one setting excludes another, or has no effect without it."""
+    if settings.rng == "stream" and settings.reroute:
+        raise SettingsError(
+            "rng",
+            '"stream" contradicts recycle.reroute = true, because a peer would draw another dropout mask',
+            'write "keyed", or set recycle.reroute to false',
+        )
+    if pairs := settings.deadlines.contradictions():
+        (first, last), others = pairs[0], dict.fromkeys(first for first, _ in pairs[1:])
+        raise SettingsError(
+            first,
+            f"{getattr(settings, first):g} s is to fire before recycle.{last} = {getattr(settings, last):g} s",
+            f"write less than {getattr(settings, last):g}, or raise recycle.{last}",
+            tuple(others),
+        )
+    if settings.rebalance and not settings.reroute:
+        raise SettingsError(
+            "rebalance",
+            "contradicts recycle.reroute = false, because it moves micro-batches too",
+            "write false, or set recycle.reroute to true",
+        )
+    _refuse_steps(settings)
+    _refuse_inexact(settings)
+    _refuse_unheeded(settings)
+
+
+def _refuse_steps(settings: Settings) -> None:
+    """What goes wrong where a step waits for its norm, is skipped, or is taken back."""
+    if settings.clip == "validate" and not settings.stagger_optimizer:
+        raise SettingsError(
+            "clip",
+            '"validate" contradicts recycle.stagger_optimizer = false, by which each step waits for all stages, as '
+            "it would for the norm",
+            'write "sync", or set recycle.stagger_optimizer to true',
+        )
+    if settings.clip == "validate" and settings.norm == "deepspeed":
+        raise SettingsError(
+            "clip",
+            '"validate" contradicts recycle.norm = "deepspeed", which is no norm over all stages',
+            'write "sync", or set recycle.norm to true',
+        )
+    if settings.loss_scaling and settings.nonfinite == "end":
+        raise SettingsError(
+            "loss_scaling",
+            'contradicts recycle.nonfinite = "end", since overflows are how the scale is found',
+            'write false, or set recycle.nonfinite to "skip"',
+        )
+    if settings.check_replicas and settings.undo == "inverse":
+        raise SettingsError(
+            "check_replicas",
+            'contradicts recycle.undo = "inverse", which rounds: after a failure replicas differ without being wrong',
+            'write 0, or set recycle.undo to "snapshot"',
+        )
+
+
+def _refuse_inexact(settings: Settings) -> None:
+    if settings.exact_block is not None and not settings.exact:
+        raise SettingsError(
+            "exact_block",
+            f"{settings.exact_block} without recycle.exact = true has no effect",
+            "write null, or set recycle.exact to true",
+        )
+    if settings.exact and settings.undo == "inverse":
+        raise SettingsError(
+            "exact",
+            'contradicts recycle.undo = "inverse", which rounds',
+            'write false, or set recycle.undo to "snapshot"',
+        )
+    if settings.exact and settings.rng == "stream":
+        raise SettingsError(
+            "exact",
+            'contradicts recycle.rng = "stream", because who runs a micro-batch then decides its dropout mask',
+            'write false, or set recycle.rng to "keyed"',
+        )
+
+
+def _refuse_unheeded(settings: Settings) -> None:
+    """What nothing would heed, or could be reckoned with."""
+    if settings.faults and not settings.enabled:
+        raise SettingsError(
+            "faults",
+            "only the plugin's engine injects faults, and recycle.enabled is false",
+            "write [], or set recycle.enabled to true",
+        )
+    beside = sorted(settings.costs.model_fields_set - {"profile"}) if settings.costs and settings.costs.profile else []
+    if beside:
+        raise SettingsError(
+            "costs.profile",
+            f"gives all costs, and recycle.costs.{beside[0]} stands beside it",
+            "write one of the two",
+        )
+    if cap.in_bytes(settings.activation_cap) and not (settings.costs and settings.costs.profile):
+        raise SettingsError(
+            "activation_cap",
+            f"{shown(settings.activation_cap)} counts bytes, and without a profile nobody knows those of a micro-batch",
+            'set recycle.costs to {"profile": "path/to/profile.json"}, or write a number of micro-batches',
+        )

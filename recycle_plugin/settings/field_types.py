@@ -1,0 +1,62 @@
+"""The types of the settings' fields: what is checked of each value, and in which words a correct one is asked for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.settings import activation_cap as cap
+
+
+def setting(default: Any, write: str, description: str, **limits: Any) -> Any:
+    """A field of the settings.  ``write``: what a correct value looks like, in the words of the error that asks for
+    it.
+    """
+    return Field(default, description=description, json_schema_extra={"write": write}, **limits)
+
+
+def _checked_fault(text: str) -> str:
+    return str(Fault.parse(text))
+
+
+def _checked_cap(value: Any) -> Any:
+    """Numbers are checked by type; texts are "1f1b", "auto" and sizes."""
+    if not isinstance(value, str):
+        return value
+    if (text := cap.normal(value)) is None:
+        raise PydanticCustomError("no_cap", "no cap")
+    return text
+
+
+def _checked_size(value: Any) -> Any:
+    """A size in words as bytes."""
+    if not isinstance(value, str):
+        return value
+    if (size := cap.size(value)) is None:
+        raise PydanticCustomError("no_size", "no size")
+    return size
+
+
+_as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+_as_true = BeforeValidator(lambda value: True if value == "true" else value)
+Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Cap = Annotated[
+    Count | Annotated[tuple[Count, ...], Field(min_length=1)] | str | None, _as_tuple, AfterValidator(_checked_cap)
+]
+Bytes = Annotated[Count | str | None, AfterValidator(_checked_size)]
+PerStage = Annotated[Milliseconds | tuple[Milliseconds, ...], _as_tuple]
+Norm = Annotated[Literal[True, "deepspeed"], _as_true]
+Faults = Annotated[tuple[Annotated[str, AfterValidator(_checked_fault)], ...], _as_tuple]
+"""Faults in their text form, each as :class:`~recycle_plugin.core.vocabulary.faults.Fault` writes it."""
+
+PER_STAGE = "a number of milliseconds, not negative, or a list of one for each stage"
+ONE = "a number of milliseconds, not negative"
+CAP = 'a whole number of at least 1, a list of one for each stage, "1f1b", a size such as "12GiB", "auto", or null'
+BOOL = "true or false"
+
+STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, validate_default=True)
+"""What every model of settings has in common."""

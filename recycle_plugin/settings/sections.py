@@ -1,0 +1,70 @@
+"""Settings that are objects of their own: what they hold, and its defaults."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+from recycle_plugin.settings.field_types import ONE, PER_STAGE, STRICT, Milliseconds, PerStage, setting
+
+
+class CostSettings(BaseModel):
+    """What the planner expects instructions to cost; every time is in milliseconds."""
+
+    model_config = STRICT
+
+    forward_ms: PerStage = setting(1.0, PER_STAGE, "forward of one micro-batch")
+    input_ms: PerStage = setting(1.0, PER_STAGE, "backward of one micro-batch, gradient of the input")
+    weight_ms: PerStage = setting(1.0, PER_STAGE, "backward of one micro-batch, gradient of the weights")
+    communication_ms: Milliseconds = setting(0.0, ONE, "one boundary tensor from worker to worker")
+    reduce_ms: PerStage = setting(0.0, PER_STAGE, "sum of a stage's gradients over its workers")
+    tie_ms: Milliseconds = setting(0.0, ONE, "sum of tied weights' gradients over the stages that share them")
+    step_ms: PerStage = setting(0.0, PER_STAGE, "optimizer step of a stage")
+    dispatch_ms: Milliseconds = setting(0.0, ONE, "fixed cost of every instruction")
+    profile: str | None = setting(
+        None,
+        "a file's path, or null",
+        "file of `recycle profile --out`, instead of all of the above; it also knows bytes",
+        min_length=1,
+    )
+
+
+class CheckpointSettings(BaseModel):
+    """Checkpoints that the plugin makes by itself, in the background."""
+
+    model_config = STRICT
+
+    overhead: float = setting(
+        0.035,
+        "a number above 0, below 1",
+        "what they may cost, as a share of the steps between them: how often one is made follows from what the last "
+        "ones have cost",
+        gt=0,
+        lt=1,
+        allow_inf_nan=False,
+    )
+    keep: int = setting(2, "a whole number of at least 1", "how many of a run's stay", ge=1)
+
+
+class MetricsSettings(BaseModel):
+    """What the coordinator's process serves over HTTP, in Prometheus' text format, while the job runs."""
+
+    model_config = STRICT
+
+    port: int = setting(
+        0,
+        "a whole number from 0 to 65535",
+        "where it listens; 0: a port that is free, which the event `metrics` says",
+        ge=0,
+        le=65535,
+    )
+    address: str = setting(
+        "127.0.0.1",
+        'an address of the host, such as "127.0.0.1"',
+        'address that it is bound to; nobody has to say who they are, so "0.0.0.0", which other hosts can reach, is '
+        "for networks that are trusted",
+        min_length=1,
+    )
+
+
+SECTIONS = {"costs": CostSettings, "checkpoint": CheckpointSettings, "metrics": MetricsSettings}
+"""The settings that are such objects, by their keys."""

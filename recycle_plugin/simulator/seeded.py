@@ -1,0 +1,370 @@
+"""Jobs drawn from seeds: a seed gives a job, its troubles and the instants of them.
+
+First anything may happen; after :data:`CALM_US` nothing new goes wrong.  What a seed gives must stay what it was
+wherever something is added: hence a source of random numbers of its own for each change of the job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.deadlines import LATE_S, SUSPECTED
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology, tied
+from recycle_plugin.planner import lowered, plan
+from recycle_plugin.simulator.message_delays import FAIR, STORMY, UNEVEN
+from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
+from recycle_plugin.simulator.simulated_worker import DEADLINES
+
+CALM_US = 2_000 * MILLISECOND  # no trouble begins later
+SETTLED_US = 500 * MILLISECOND  # all have said that they are ready
+KINDS = (
+    *("kill",) * 8,
+    *("named",) * 6,
+    *("recovery",) * 4,
+    "stop",
+    "unfenced",
+    "stuck",
+    "slow",
+    "drop",
+    "delay",
+    "delay",
+    "cut",
+    "many",
+    "stall",
+    "mute",
+    "mute",
+    "deaf",
+    "leave",
+    "leave",
+    "end",
+    "end",
+    "rude",
+    "rude",
+)
+POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recovery.undone")
+
+
+def scenario(seed: int) -> Scenario:
+    """The scenario of ``seed``.  Two in five have two troubles or more, two in five are exact, and three in ten have
+    stages that share weights.
+    """
+    random = Random(seed)
+    shape = Topology(random.randint(2, 4), random.randint(2, 4), random.randint(2, 6))
+    policy = Policy(random.random() < 0.8, random.random() < 0.8, True, random.choice((None, 2 * shape.stages, "1f1b")))
+    costs = _costs(random, shape.stages)
+    steps = random.randint(4, 6)
+    troubles: list[Trouble] = []
+    faults: list[Fault] = []
+    for _ in range(1 if random.random() < 0.6 else random.choice((2, 2, 3))):
+        _add(random, shape, costs, policy, steps, troubles, faults)
+    budget = random.choice((None, None, 0, 2))
+    clip = random.choice((0.0, 0.0, 25.0, 40.0))  # the norm is 32 for two stages in the mean, 45 for four
+    if clip and random.random() < 0.3:
+        policy = replace(policy, validate=True)
+    elif (
+        clip and random.random() < 0.5
+    ):  # the norm is known late, and what was computed with rejected weights arrives later
+        replica = random.randrange(shape.replicas)
+        troubles.append(Trouble("slow", 0, (Seat(replica, shape.stages - 1),), percent=300))
+        troubles.append(
+            Trouble("delay", random.randrange(CALM_US // 4), (Seat(replica, 0),), Seat(replica, 1), 200 * MILLISECOND)
+        )
+    policy = replace(policy, block=random.choice((1, 1, 1, 2, None)))
+    job = Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip)
+    for name, change in (
+        ("ties", _with_ties),
+        ("weather", _with_weather),
+        ("endings", _with_endings),
+        ("undo", _with_undo),
+        ("coordination", _with_coordination),
+        ("data", _with_data),
+        ("pauses", _with_pauses),
+        ("paces", _with_paces),
+        ("leisure", _with_leisure),
+        ("moments", _with_moments),
+        ("disks", _with_full_disks),
+        ("deafness", _with_deafness),
+    ):
+        job = change(
+            job, Random(f"{name} in {seed}")
+        )  # each of its own, so that the rest of a seed's job is what it was before there were such
+    return job
+
+
+def _with_weather(given: Scenario, random: Random) -> Scenario:
+    """Gives one job in four lines that are all alike.
+
+    Outside exact mode half of those that have a norm to agree on round.
+    """
+    rounds, faults = given.clip > 0 and not given.exact and random.random() < 0.5, given.faults
+    if (
+        given.clip and not given.policy.validate and random.random() < 0.3
+    ):  # somebody dies of a rejection, or of whatever else comes first
+        point, number = random.choice((("recovery.resume", 2), ("recovery.resume", 3), ("recovery.undone", 1)))
+        faults += (Fault("kill", random.choice(given.shape.seats), "at", point, number),)
+    return replace(given, weather=random.choice((FAIR, UNEVEN, UNEVEN, STORMY)), rounds=rounds, faults=faults)
+
+
+def _with_coordination(given: Scenario, random: Random) -> Scenario:
+    """Lets a second process of some rank come in one job of five, and in one of five writes the coordinator's state
+    down and reads it again.
+
+    ``random``: of this change alone, as for all of them.
+    """
+    troubles = given.troubles
+    if random.random() < 0.2:
+        troubles += (Trouble("again", random.randrange(SETTLED_US, CALM_US), (random.choice(given.shape.seats),)),)
+    return replace(given, troubles=troubles, reloads=random.choice((0.0, 0.0, 0.0, 0.0, 0.004)))
+
+
+def _with_data(given: Scenario, random: Random) -> Scenario:
+    """Lets a quarter of the jobs that are not exact read plain iterators."""
+    return replace(given, iterators=not given.exact and random.random() < 0.25)
+
+
+def _with_pauses(given: Scenario, random: Random) -> Scenario:
+    """Lets a quarter of the jobs evaluate or save after some steps, and in half of these somebody dies of that."""
+    if random.random() >= 0.25:
+        return given
+    between = tuple(
+        (step, what) for step in range(1, given.steps + 1) for what in ("evaluate", "save") if random.random() < 0.3
+    )
+    seat, faults = random.choice(given.shape.seats), given.faults
+    if between and random.random() < 0.5:
+        load = seat.stage in (0, given.shape.stages - 1) and random.random() < 0.5
+        evaluating = (
+            f"{seat.stage}{'LOAD' if load else 'F'}{seat.replica}.{random.randrange(given.shape.micro_batches)}@-1"
+        )
+        moment = random.choice(
+            (
+                (random.choice(("before", "after")), evaluating),
+                ("at", "checkpoint.written"),
+                ("at", "checkpoint.publish"),
+                ("at", "checkpoint.named"),
+            )
+        )
+        first = moment[1] in ("checkpoint.publish", "checkpoint.named")
+        faults += (Fault("kill", given.shape.seats[0] if first else seat, *moment),)
+    return replace(given, between=between, faults=faults)
+
+
+def _with_full_disks(given: Scenario, random: Random) -> Scenario:
+    """Makes two in five of the checkpoints that are saved between steps fail: one or two of the workers can't write, or
+    the first can't say that it is there.
+    """
+    places = [*given.shape.seats, "latest"]
+    saves = (step for step, what in given.between if what == "save" and random.random() < 0.4)
+    return replace(
+        given, full=tuple((step, str(where)) for step in saves for where in random.sample(places, random.randint(1, 2)))
+    )
+
+
+def _with_leisure(given: Scenario, random: Random) -> Scenario:
+    """Lets scripts take their time after some steps in one job of twelve, where two workers are to leave, the second
+    perhaps when the first one's step has come.
+    """
+    if random.random() >= 1 / 12:
+        return given
+    pauses = tuple((step, "pause") for step in range(1, given.steps + 1) if random.random() < 0.7)
+    at, seats = random.randrange(CALM_US // 4), random.sample(given.shape.seats, 2)
+    leaves = tuple(
+        Trouble("leave", at + place * random.randrange(600 * MILLISECOND), (seat,)) for place, seat in enumerate(seats)
+    )
+    return replace(given, between=given.between + pauses, troubles=given.troubles + leaves)
+
+
+def _with_deafness(given: Scenario, random: Random) -> Scenario:
+    """Gives one job of sixteen no trouble but that one worker hears nobody, itself included, from some moment on."""
+    if random.random() >= 1 / 16:
+        return given
+    return replace(
+        given,
+        troubles=(Trouble("deafened", random.randrange(CALM_US // 4), (random.choice(given.shape.seats),)),),
+        faults=(),
+    )
+
+
+def _with_paces(given: Scenario, random: Random) -> Scenario:
+    """Makes one worker slow from some moment on in one job of eight, in half of these not for ever; workers say how
+    fast they are, and there are more steps.
+    """
+    if random.random() >= 1 / 8:
+        return given
+    seat, at = random.choice(given.shape.seats), random.randrange(CALM_US // 4)
+    troubles = given.troubles + (Trouble("slow", at, (seat,), percent=random.choice((170, 300))),)
+    if random.random() < 0.5:
+        troubles += (Trouble("slow", at + random.randrange(CALM_US), (seat,), percent=100),)
+    return replace(given, rebalances=True, troubles=troubles, steps=given.steps + 6)
+
+
+def _with_moments(given: Scenario, random: Random) -> Scenario:
+    """Makes some work take long, whoever does it, or loses tensors without a complaint, in one job of eight."""
+    if random.random() >= 1 / 8:
+        return given
+    shape = given.shape
+    if random.random() < 0.3:
+        seat = random.choice(given.shape.seats)
+        peer = random.choice([other for other in shape.seats if abs(other.stage - seat.stage) == 1])
+        return replace(
+            given,
+            troubles=given.troubles
+            + (Trouble("swallow", random.randrange(CALM_US // 4), (seat,), peer, 100 * MILLISECOND),),
+        )
+    computes, stage, one = random.random() < 0.5, random.randrange(shape.stages), random.choice(shape.batch)
+    ops = ("F", "I", "W") if given.policy.split_backward else ("F", "B")
+    shortest_s, longest_s = (1.2 * DEADLINES.progress_timeout_s, DEADLINES.busy_timeout_s - LATE_S)
+    if not computes and random.random() < 0.7:  # so that it is suspected again where it has cost somebody
+        shortest_s, longest_s = SUSPECTED * DEADLINES.idle_timeout_s + LATE_S, DEADLINES.last_worker_timeout_s - LATE_S
+    lasts = random.randrange(int(shortest_s * 1e6), int(longest_s * 1e6))
+    return replace(
+        given, heavy=(Heavy(random.randint(2, given.steps), str(one), random.choice(ops), stage, lasts, computes),)
+    )
+
+
+def _with_ties(given: Scenario, random: Random) -> Scenario:
+    """Gives three jobs in ten stages that share weights, and in half of these somebody also dies or stops around a
+    TIE.
+    """
+    if random.random() >= 0.3:
+        return given
+    shape = replace(
+        given.shape, ties=tied(random.sample(range(given.shape.stages), 2) for _ in range(random.choice((1, 1, 2))))
+    )
+    costs = replace(given.costs, tie=random.choice((0, 4)) * MILLISECOND)
+    faults = given.faults
+    if random.random() < 0.5:
+        seat = Seat(random.randrange(shape.replicas), random.choice(random.choice(shape.ties)))
+        kill = random.choice(("kill", "kill", "stop")), seat, random.choice(("before", "after"))
+        faults += (Fault(*kill, str(Instruction(Op.TIE, seat.stage, None, random.randint(1, given.steps)))),)
+    return replace(given, shape=shape, costs=costs, faults=faults)
+
+
+def _with_endings(given: Scenario, random: Random) -> Scenario:
+    """Gives one job in eight an end of its own: who is to leave dies where it should say goodbye; a stage does so at a
+    planned end; somebody is cut off on the way to one; or a stage dies whole before it has told its part of a norm that
+    the others have stepped without.
+    """
+    if random.random() >= 1 / 8:
+        return given
+    shape, seat, at = given.shape, random.choice(given.shape.seats), random.randrange(CALM_US // 2)
+    stage = tuple(each for each in shape.seats if each.stage == seat.stage)
+    kinds = ["leave", "end"]
+    if not any(
+        trouble.kind == "cut" for trouble in given.troubles
+    ):  # somebody has to be left in touch with the coordinator
+        kinds += ["cut"]
+    if given.clip and not given.policy.together:
+        kinds += ["stage"] * 3
+    match random.choice(kinds):
+        case "leave":
+            troubles = Trouble("leave", at, (seat,)), Trouble("rude", 0, (seat,))
+        case "end":
+            troubles = Trouble("end", at, (seat,)), Trouble("rude", 0, stage)
+        case "cut":
+            some = random.sample(shape.seats, random.randint(1, len(shape.seats) // 2))
+            troubles = (
+                Trouble("end", at, (seat,)),
+                Trouble("cut", at + random.randrange(300 * MILLISECOND), tuple(some)),
+            )
+        case "stage":
+            step = random.randint(1, given.steps)
+            return replace(
+                given,
+                faults=given.faults
+                + tuple(Fault("kill", each, "before", f"{each.stage}REDUCE@{step}") for each in stage),
+            )
+    return replace(given, troubles=given.troubles + troubles)
+
+
+def _with_undo(given: Scenario, random: Random) -> Scenario:
+    """Makes one job in sixteen whose stages step apart take steps back: a worker of the last stage stops when those
+    before it have all that they need to step, and, since nobody keeps what was sent, they have to take that back when
+    it is given up; and somebody else dies at once.
+    """
+    shape, policy = given.shape, given.policy
+    if random.random() >= 1 / 16 or policy.together or not policy.split_backward:
+        return given
+    seat, other = random.sample(shape.seats, 2)
+    last = Instruction(
+        Op.W, shape.stages - 1, MicroBatch(seat.replica, shape.micro_batches - 1), random.randint(1, given.steps)
+    )
+    stops = Fault("stop", Seat(seat.replica, last.stage), "before", str(last))
+    dies = Fault("kill", other, "at", *random.choice((("recovery.resume", 2), ("recovery.undone", 1))))
+    return replace(given, faults=given.faults + (stops, dies), budget=0)
+
+
+def _costs(random: Random, stages: int) -> CostModel:
+    forward, inputs, weight = (tuple(random.randint(3, 9) * MILLISECOND for _ in range(stages)) for _ in range(3))
+    closing = random.choice((0, 5 * MILLISECOND))
+    return CostModel(
+        forward, inputs, weight, communication=500, reduce=(closing,) * stages, step=(closing // 5,) * stages
+    )
+
+
+def _add(
+    random: Random,
+    shape: Topology,
+    costs: CostModel,
+    policy: Policy,
+    steps: int,
+    troubles: list[Trouble],
+    faults: list[Fault],
+) -> None:
+    kind, seat = random.choice(KINDS), random.choice(shape.seats)
+    near = min((trouble.at_us for trouble in troubles), default=None)
+    at = (
+        random.randrange(CALM_US // 2)
+        if near is None or random.random() < 0.5
+        else near + random.randrange(60 * MILLISECOND)
+    )
+    match kind:
+        case "named":
+            program = lowered(plan(shape.full(), costs, policy), seat, random.randint(1, steps))
+            faults.append(
+                Fault(
+                    random.choice(("kill", "kill", "stop")),
+                    seat,
+                    random.choice(("before", "after")),
+                    str(random.choice(program)),
+                )
+            )
+        case "recovery":
+            troubles.append(Trouble("kill", at, (seat,)))
+            point, _, number = random.choice(POINTS).partition(":")
+            faults.append(Fault("kill", random.choice(shape.seats), "at", point, int(number or 1)))
+        case "drop" | "delay":
+            peer = random.choice([other for other in shape.seats if abs(other.stage - seat.stage) == 1])
+            at = min(at, random.randrange(CALM_US // 4))  # so that there is somebody left to be late for
+            troubles.append(Trouble(kind, at, (seat,), peer, random.choice((20, 200, 900, 1_800, 1_800)) * MILLISECOND))
+        case "stop" | "unfenced":
+            longest = (
+                5_000 if kind == "stop" else 1_900
+            )  # unfenced: it wakes up when it was given up and the others go on
+            troubles.append(Trouble(kind, at, (seat,), for_us=random.choice((50, 400, longest)) * MILLISECOND))
+        case "slow":
+            troubles.append(Trouble(kind, at, (seat,), percent=random.choice((130, 300))))
+        case "many":  # most replicas at once, and connections mostly tell before supervisors do
+            dead = random.sample(range(shape.replicas), min(shape.replicas // 2 + 1, shape.replicas - 1))
+            troubles.append(Trouble("kill", at, tuple(seat for seat in shape.seats if seat.replica in dead)))
+        case "stall":
+            troubles.append(Trouble(kind, at, for_us=random.choice((50, 200, 600)) * MILLISECOND))
+        case "mute" | "deaf":  # half of them die meanwhile
+            lasts = random.choice((100, 400)) * MILLISECOND
+            troubles.append(Trouble(kind, at, (seat,), for_us=lasts))
+            if random.random() < 0.5:
+                troubles.append(Trouble("kill", at + random.randrange(lasts), (seat,)))
+        case "rude":
+            last = Fault("kill", seat, "after", str(Instruction(Op.STEP, seat.stage, None, steps)))
+            faults.append(last) if random.random() < 0.5 else troubles.append(Trouble(kind, 0, (seat,)))
+        case "cut":
+            troubles.append(
+                Trouble(kind, at, tuple(random.sample(shape.seats, random.randint(1, len(shape.seats) // 2 + 1))))
+            )
+        case _:
+            troubles.append(Trouble(kind, at, (seat,)))
