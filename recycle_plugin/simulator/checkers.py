@@ -160,7 +160,8 @@ class Watcher:
             cluster.workers[rank],
             why.startswith(("it computes", "its process is stopped", "nothing was heard")),
         )
-        if suspected and not cluster.membership.roster.stage(worker.seat.stage):
+        roster = cluster.membership.roster  # nobody is in that of a job that is over
+        if suspected and roster and not roster.stage(worker.seat.stage):
             self.say(f"seat {worker.seat}, the last of its stage, is given up on suspicion: {why}")
         if why.startswith("it computes") and not worker.stuck and not worker.stopped:
             heavy = [

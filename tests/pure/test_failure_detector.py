@@ -90,6 +90,19 @@ def test_a_stopped_process_is_given_up_whatever_it_was_at(at, first):
     ]
 
 
+def test_who_reports_between_two_stops_was_not_stopped_for_the_sum_of_both():
+    """A report comes from the process itself; it may be stopped again before anybody sees it running."""
+    played = Played()
+    played.first_step()
+    played.stopped = {1}
+    played.live_for(DEADLINE_S - 1.0)
+    played.outs.append(played.membership.receive(SurvivorReport(1, 1, 1, "plan"), played.now))
+    played.live_for(DEADLINE_S - 1.0)
+    assert not played.given_up()
+    played.live_for(2.0)
+    assert played.given_up()
+
+
 def test_a_short_stop_is_nothing():
     played = Played()
     played.first_step()

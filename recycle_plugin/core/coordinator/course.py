@@ -125,6 +125,7 @@ class Course:
 
     def report(self, message: SurvivorReport, now: float, out: CoordinatorOutput) -> None:
         """Takes in a survivor's report, and goes on once everybody has reported who still can."""
+        self.attendance.failure_detector.ran(message.worker)
         if self.regrouping.add(message):
             self._end_if_stranded(out)
             self._complete(now, out)

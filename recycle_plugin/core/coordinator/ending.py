@@ -34,6 +34,7 @@ class Ending:
         self.checkpoint = ""
         self.causes: list[str] = []
         self._code = 0
+        self._said = False  # that all have left
         self._first_through: tuple[str, int] | None = None  # whose script was through first, and after which step
 
     @property
@@ -103,6 +104,10 @@ class Ending:
         """Says that all have left, and after which step.  ``crash``: the errors of scripts that had come to the last
         step.
         """
+        out.tell(SUPERVISORS, Over(self._code or int(bool(crash))))
+        if self._said:  # somebody was still to leave who was no member any more
+            return
+        self._said = True
         more = f"; {len(self.causes) - NAMED} more" if len(self.causes) > NAMED else ""
         why = "; ".join(([crash] if crash else []) + self.causes[:NAMED]) + more
         out.say(
@@ -112,4 +117,3 @@ class Ending:
             else f"all workers have left after step {committed}",
             step=committed,
         )
-        out.tell(SUPERVISORS, Over(self._code or int(bool(crash))))

@@ -131,6 +131,15 @@ class FailureDetector:
             sign.heard = sign.heartbeat = self.clock
         return answer
 
+    def ran(self, worker: WorkerId) -> None:
+        """Takes in that ``worker`` has said something that it can't have said while its process was stopped.
+
+        One that is stopped twice, and has gone on in between, may do so between two heartbeats.
+        """
+        sign = self._signs.get(worker)
+        if sign is not None:
+            sign.heard = sign.supervisor_heartbeat = self.clock
+
     def last(self, worker: WorkerId) -> Heartbeat | None:
         """The last heartbeat of ``worker``; None where there is none."""
         sign = self._signs.get(worker)
