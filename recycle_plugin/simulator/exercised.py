@@ -45,7 +45,7 @@ class ProtocolRule(str, Enum):
     FOR_WANT_OF_ROOM = "a kept tensor went for want of room"
     REPLACED = "a change was replaced before it was adopted"
     PLAN_AFTER = "a planned change waited for one that holds at once"
-    LOST_HEARTBEAT = "a lost worker's beat, note or goodbye was dropped"
+    LOST_HEARTBEAT = "a lost worker's heartbeat, note or goodbye was dropped"
     LOST_WORD = "a lost worker's word on a step was dropped"
     STALE_REPORT = "a report was overtaken by a newer generation"
     STALE_COMPLAINT = "a complaint of a passed generation was dropped"
