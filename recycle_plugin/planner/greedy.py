@@ -103,8 +103,8 @@ def blocked(job, tally, here, need, cap):
 
 @inner
 def finished(job, tally, queue, base, kind, record, now):
-    """Settles the memory at the end of an operation; returns (event, record, time) of the arrival that it causes,
-    record -1: none.
+    """Settles memory, worker and pending weight gradient at the end of an operation; returns (event, record, time) of
+    the arrival that it causes, record -1: none.
     """
     here, width = job.worker[record], job.worker.size // job.stages
     stage = record // width

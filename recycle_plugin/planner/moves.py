@@ -241,8 +241,9 @@ def unmove(net, state, operation, previous, place):
 
 @inner
 def hand(net, state, scratch, record, worker, size):
-    """Lets ``worker`` run all operations of ``record``'s block, in the order's sequence; returns how many are
-    queued.
+    """Lets ``worker`` run all operations of ``record``'s block, in the order's sequence.
+
+    ``size``: how many were queued before; returns how many are queued now.
     """
     operations, each = state.place.size, record
     while True:

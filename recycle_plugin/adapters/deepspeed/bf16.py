@@ -87,7 +87,7 @@ class StateFiles:
 
     @torch.no_grad()
     def part(self, number: int, parts: int) -> dict[str, Any]:
-        """What stock's replica ``number`` of ``parts`` would write.  Raises RecycleError for state that its format has
+        """What replica ``number`` of ``parts`` would write in DeepSpeed's own engine.  Raises RecycleError for state that its format has
         no place for.
         """
         groups, state = self._groups, {}

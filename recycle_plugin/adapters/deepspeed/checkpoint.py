@@ -339,7 +339,7 @@ def _copied(value: Any, path: str) -> Any:
 
 
 def chosen(folder: Path, tag: str | None) -> Path:
-    """The folder of the checkpoint that stock code will load, if it is there."""
+    """The folder named by ``tag``, else by the file ``latest``; it need not exist."""
     latest = folder / "latest"
     return folder / (latest.read_text().strip() if tag is None and latest.is_file() else str(tag))
 

@@ -97,7 +97,7 @@ class Regrouping:
 
     @property
     def at_once(self) -> int | None:
-        """The generation that members have stopped for, if any."""
+        """The number of the published generation that holds at once and has not come about yet; else None."""
         return self._awaiting.number if self._awaiting and not self._awaiting.from_step else None
 
     def publish(

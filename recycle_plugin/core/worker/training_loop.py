@@ -92,8 +92,9 @@ class StepRunner(Protocol):
         """
 
     def discard_after(self, after: int, valid_from: int) -> None:
-        """Discards what is here of the steps after ``after``, which was computed with rejected weights; so is what
-        still comes from a worker whose data is valid from a generation before ``valid_from``.
+        """Discards what is here of the steps after ``after``, which was computed with rejected weights.
+
+        What still comes from workers that went on from them, those of a generation before ``valid_from``, is dropped.
         """
 
     def keep_only(self, members: Iterable[str]) -> None:

@@ -54,7 +54,10 @@ class Inverse:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Copy the gradients; RecycleError where the step could not be taken back."""
+        """Keep what taking the step back needs: gradients, and what can't be computed back from what the step leaves.
+
+        Raises RecycleError where the step could not be taken back.
+        """
         _check_groups(self._optimizer)
         parameters = self._of.parameters()
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
