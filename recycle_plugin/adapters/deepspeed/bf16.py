@@ -87,8 +87,9 @@ class StateFiles:
 
     @torch.no_grad()
     def part(self, number: int, parts: int) -> dict[str, Any]:
-        """What replica ``number`` of ``parts`` would write in DeepSpeed's own engine.  Raises RecycleError for state that its format has
-        no place for.
+        """What replica ``number`` of ``parts`` would write in DeepSpeed's own engine.
+
+        Raises RecycleError for state that its format has no place for.
         """
         groups, state = self._groups, {}
         spans = [_span(group, number, parts) for group in groups]
