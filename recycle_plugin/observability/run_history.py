@@ -298,10 +298,10 @@ class RunHistory:
     @property
     def went_on(self) -> bool:
         """Whether a step was committed after the last loss, be it that its own line is not in the log."""
-        lost = max((place for place, event in enumerate(self.events) if event["event"] == "lost"), default=-1)
-        after = self.events[lost + 1 :]
-        interrupted = max((failure.step for failure in self.failures), default=1)
-        return any(event["event"] == "committed" for event in after) or self.reached >= interrupted
+        kinds = [event["event"] for event in self.events]
+        after = kinds[max((place for place, kind in enumerate(kinds) if kind == "lost"), default=0) :]
+        regrouped = "resume" in after and "committed" in after[after.index("resume") :]
+        return regrouped or self.reached >= max((failure.step for failure in self.failures), default=1)
 
     @property
     def reached(self) -> int:

@@ -377,3 +377,13 @@ def test_commits_at_one_time_have_no_rate(folder, capsys):
     assert isnan(history.before_s) and isnan(history.now_s) and "throughput" not in sentence(history)
     assert main(["status", str(folder)]) == 0 and "nan" not in capsys.readouterr().out
     assert "nan" not in report.throughput(history)
+
+
+def test_the_commit_of_the_step_before_is_not_one_after_a_loss(folder):
+    def late(events: list[dict]) -> list[dict]:
+        fifth = next(event for event in events if event.get("step") == 5 and event["event"] == "committed")
+        kept = [event for event in events if event["time"] < 103 and event is not fifth]
+        return [*kept[:-1], {**fifth, "time": 102.83}, kept[-1]]
+
+    history = rewrite(folder, late)
+    assert history.last == 5 and sentence(history).endswith("no step was committed after that.")
