@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 
 from recycle_plugin.core.vocabulary.describe import named
@@ -73,7 +73,7 @@ def status(history: RunHistory, now: float) -> dict:
         "coordinator": history.coordinator,
         "silent_s": round(now - history.events[-1]["time"], 1),
         "step": step,
-        "loss": history.curve.get(history.last),
+        "loss": _number(history.curve.get(history.last, nan), 12),
         "workers": {"live": len(history.view.live), "of": len(history.shape.seats)},
         "gone": [
             {"seat": seat, "rank": history.seats[seat], "why": why, "before_s": round(now - lost_at[seat], 1)}
@@ -125,8 +125,9 @@ def _predicted(throughput: float | None, unmanned: list[int]) -> str:
     return "not known yet" if throughput is None else f"{throughput:.0%} of the throughput with everybody there"
 
 
-def _number(value: float) -> float | None:
-    return round(value, 4) if isfinite(value) else None
+def _number(value: float, digits: int = 4) -> float | None:
+    """As JSON can have it: None for what is no finite number."""
+    return round(value, digits) if isfinite(value) else None
 
 
 def _if(value: object, text: str) -> str:

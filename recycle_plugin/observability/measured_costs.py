@@ -15,6 +15,7 @@ from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.observability.event_fields import number
 from recycle_plugin.observability.run_history import WARM_UP, RunHistory
 
 BY_MICRO_BATCH = TRAVELS | {"stash", "inner"}  # kinds of data that a micro-batch's own instructions make
@@ -56,8 +57,8 @@ def _measured(history: RunHistory, first: int, last: int, view: ClusterView) -> 
         event
         for event in history.of("committed")
         if first <= event["step"] <= last
-        and len(event.get("stage_bubbles", ())) == shape.stages
-        and event["workers"] == len(view.live)
+        and _has_figures(event, shape.stages)
+        and event.get("workers") == len(view.live)
     ]
     if not steps:
         return None
@@ -71,6 +72,12 @@ def _measured(history: RunHistory, first: int, last: int, view: ClusterView) -> 
     )
     numbers = [event["step"] for event in steps]
     return Measured(_scaled(history, each), min(numbers), max(numbers), each)
+
+
+def _has_figures(committed: dict, stages: int) -> bool:
+    shares = committed.get("stage_bubbles")
+    known = isinstance(shares, list) and len(shares) == stages and all(map(number, shares))
+    return known and number(committed.get("step_s"))
 
 
 def _scaled(history: RunHistory, micro_batch_us: tuple[int, ...]) -> CostModel:

@@ -17,9 +17,10 @@ from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.span import Span, run_again
 from recycle_plugin.observability import measured_costs
 from recycle_plugin.observability.console import QUIET, STYLES, event_line
+from recycle_plugin.observability.event_fields import number
 from recycle_plugin.observability.measured_costs import Measured
 from recycle_plugin.observability.run_history import EVENTS, Failure, RunHistory
-from recycle_plugin.observability.run_summary import end, facts, lost_by_step, seconds, sentence, these
+from recycle_plugin.observability.run_summary import UNKNOWN, end, facts, lost_by_step, seconds, sentence, these
 from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.render import gantt
 from recycle_plugin.render.page import Chart, Content, Table, page
@@ -28,7 +29,7 @@ NAME = "report.html"
 LONGEST_S = 600  # that a process which nobody waits for may take
 DRAWN_SEATS = 64  # a picture of more would not be read
 DRAWN_FAILURES = 3
-LISTED = 2000  # events
+LISTED = 2000  # events, half of them the first and half the last ones
 
 
 def write(folder: Path) -> Path:
@@ -101,13 +102,8 @@ def charts(history: RunHistory) -> Iterator[Chart]:
     """Throughput, loss and waiting over the committed steps, with the losses of workers marked."""
     commits = history.commits
     marks = {step: f"{these(seats)} lost" for step, seats in lost_by_step(history).items()}
-    taken = {step: commits[step] - commits[step - 1] for step in sorted(commits) if step - 1 in commits}
-    rates = {step: history.rate(spent, step) for step, spent in taken.items()}
-    shares = {
-        event["step"]: 100 * event["bubble_share"]
-        for event in history.of("committed")
-        if "bubble_share" in event and event["step"] in commits
-    }
+    rates = {step: history.rate(spent, step) for step, spent in history.took.items()}
+    shares = {step: 100 * share for step, share in history.shares("bubble_share").items()}
     first, last = min(commits, default=0), max(commits, default=0)
     lines = (
         ("Throughput", rates, "samples/s", True),
@@ -121,13 +117,14 @@ def charts(history: RunHistory) -> Iterator[Chart]:
 
 def failures(history: RunHistory) -> Table:
     """A row for each lost worker: why, and how long until it was known, all had regrouped, a step was committed."""
-    redone = {event["step"]: event.get("redone_share", 0.0) for event in history.of("committed")}
+    redone = {event["time"]: event.get("redone_share", 0.0) for event in history.of("committed")}
     rows = []
     for failure in history.failures:
         notice = f"{failure.seen_at - failure.struck_at:.3f} s" if failure.fault else "not timed"
         regrouped = f"{failure.resumed_at - failure.seen_at:.3f} s" if failure.resumed_at else "never"
-        stall = f"{failure.stall_s:.3f} s" if failure.committed_at else "the job ended"
-        again = f"{redone[failure.step]:.1%}" if failure.step in redone else "never committed"
+        stall = f"{failure.stall_s:.3f} s" if failure.committed_at else UNKNOWN if history.went_on else "the job ended"
+        share = redone.get(failure.committed_at)
+        again = f"{share:.1%}" if number(share) else UNKNOWN if history.went_on else "never committed"
         rows.append(
             (str(failure.seat), history.gone[str(failure.seat)], str(failure.step), notice, regrouped, stall, again)
         )
@@ -167,9 +164,14 @@ def schedule(history: RunHistory, spans: Sequence[Span]) -> Iterator[bytes | str
         yield "As it ran, measured: the last two steps that were traced."
         yield _png([window])
         return
-    before, after = measured_costs.before(history), measured_costs.after(history)
+    try:
+        before, after = measured_costs.before(history), measured_costs.after(history)
+        drawn = planned(history, before, after)
+    except ValueError as wrong:  # settings as another release has them: the rest of the report does not need them
+        yield f"The plan is not drawn: {wrong}."
+        return
     yield _assumptions(history, before, after)
-    yield _png(planned(history, before, after))
+    yield _png(drawn)
 
 
 def planned(history: RunHistory, before: Measured | None, after: Measured | None) -> list[gantt.Panel]:
@@ -220,9 +222,12 @@ def _assumptions(history: RunHistory, before: Measured | None, after: Measured |
 
 
 def events(history: RunHistory) -> Table:
-    """What the console said, but for the steps, with seconds since the start; bad news red and good news green."""
+    """What the console said, but for the steps, with seconds since the start; bad news red and good news green.
+
+    Of very many the first and the last ones, with the number of those between them.
+    """
     began = history.began
-    told = [event for event in history.events if event["event"] not in QUIET][:LISTED]
+    told = _listed([event for event in history.events if event["event"] not in QUIET])
     colours = {number: STYLES.get(event["event"], "").split()[-1:] for number, event in enumerate(told)}
     styles = {
         number: {"red": "bad", "green": "good"}[colour[0]]
@@ -231,9 +236,17 @@ def events(history: RunHistory) -> Table:
     }
     return Table(
         ("s", "event", "text"),
-        [(f"{max(0.0, event['time'] - began):.3f}", event["event"], event["text"]) for event in told],
+        [(f"{max(0.0, event['time'] - began):.3f}", event["event"], event.get("text", "")) for event in told],
         styles,
     )
+
+
+def _listed(told: list[dict]) -> list[dict]:
+    left_out = len(told) - LISTED
+    if left_out <= 0:
+        return told
+    first, last = told[: LISTED // 2], told[-LISTED // 2 :]
+    return [*first, {"time": last[0]["time"], "event": "…", "text": f"{left_out} events are left out here"}, *last]
 
 
 # --- pictures of traces --------------------------------------------------------------------------------

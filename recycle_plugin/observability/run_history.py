@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import nan
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
@@ -24,6 +24,7 @@ from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.observability.event_fields import check, number
 
 T = TypeVar("T")
 EVENTS = "events.jsonl"
@@ -38,20 +39,22 @@ RENAMED = {
 }
 """Kinds of events as logs of the last release have them, and as they are called now; read for one release."""
 RECENT = 10  # steps that "now" is over
+NO_REASON = "ended, and the log does not say why"
+KILLS = ("kill", "stop")  # kinds of faults that lose their worker
 
 
 @dataclass(frozen=True)
 class Failure:
     """One lost worker, the step that its loss interrupted, and when what happened.
 
-    Times are seconds since the epoch, as the events have them, None where it did not come to that.  ``fault``: what was
-    injected, if that was it.  ``struck_at``: when that struck, else as ``seen_at``; ``seen_at``: the coordinator knew;
-    ``resumed_at``: the survivors had agreed where to go on; ``committed_at``: the step that they went on with was
-    committed.
+    Times are seconds since the epoch, as the events have them, None where it did not come to that.  ``pid``: None where
+    the log does not have it.  ``fault``: what was injected, if that was it.  ``struck_at``: when that struck, else as
+    ``seen_at``; ``seen_at``: the coordinator knew; ``resumed_at``: the survivors had agreed where to go on;
+    ``committed_at``: the step that they went on with was committed.
     """
 
     seat: Seat
-    pid: int
+    pid: int | None
     how: str
     fault: Fault | None
     step: int
@@ -66,6 +69,40 @@ class Failure:
         return (self.committed_at or nan) - self.struck_at
 
 
+class Commits(NamedTuple):
+    """Of the steps that stand, by their number: ``at``, when each was committed, and ``took``, how many seconds it was
+    from the commit before.
+
+    A step has no ``took`` where it follows a load, or one whose commit is not in the log, or a clock that was set back.
+    """
+
+    at: dict[int, float]
+    took: dict[int, float]
+
+    @classmethod
+    def of(cls, events: Iterable[dict]) -> Commits:
+        """Those that stand after ``events``; steps that a load of an earlier checkpoint took back do not."""
+        at: dict[int, float] = {}
+        took: dict[int, float] = {}
+        previous: tuple[int, float] | None = None
+        for event in events:
+            if event["event"] == "committed":
+                step, now = event["step"], event["time"]
+                at[step] = now
+                if previous and previous[0] == step - 1 and now > previous[1]:
+                    took[step] = now - previous[1]
+                previous = step, now
+            elif event["event"] == "loaded":
+                at, took = ({step: value for step, value in of.items() if step <= event["step"]} for of in (at, took))
+                previous = None
+        return cls(at, took)
+
+    def median_s(self, first: int, last: int) -> float:
+        """Median seconds of the steps ``first`` to ``last``; nan where none of them is known."""
+        taken = [took for step, took in self.took.items() if first <= step <= last]
+        return median(taken) if taken else nan
+
+
 @dataclass(frozen=True)
 class RunHistory:
     """The history of one start of a job, from its ``events`` in their order."""
@@ -76,7 +113,8 @@ class RunHistory:
     def read(cls, folder: Path) -> RunHistory:
         """Read the history of the last job that was started in the run folder ``folder``.
 
-        Raises ValueError, in one line, where there is none.
+        Raises ValueError, in one line that names the log, where there is none, and where one of the events that are
+        told of lacks a field.
         """
         path = folder / EVENTS
         if not path.is_file():
@@ -86,9 +124,13 @@ class RunHistory:
         starts = [number for number, event in enumerate(events) if event["event"] == "start"]
         if not starts:
             raise ValueError(f"{path} tells of no job: it has no start event")
-        first = starts[-1]
+        start = first = starts[-1]
         while first and events[first - 1]["event"] == "worker":  # they are there before the start
             first -= 1
+        try:
+            check(events[first:], events[start])
+        except ValueError as wrong:
+            raise ValueError(f"{path}: {wrong}") from None
         return cls(tuple(events[first:]))
 
     def of(self, kind: str) -> list[dict]:
@@ -137,6 +179,8 @@ class RunHistory:
 
     def _of_job(self, kind: type[T], name: str) -> T:
         """Read a part of the job's settings; ValueError names what is wrong."""
+        if name not in self.job:
+            raise ValueError(f"the start event has no job.{name}")
         found = read(kind, self.job[name], f"job.{name}")
         if isinstance(found, Unreadable):
             raise ValueError(str(found))
@@ -148,18 +192,40 @@ class RunHistory:
 
         Steps that a later load of an earlier checkpoint took back are no longer among them.
         """
-        found: dict[int, float] = {}
-        for event in self.events:
-            if event["event"] == "committed":
-                found[event["step"]] = event["time"]
-            elif event["event"] == "loaded":
-                found = {step: at for step, at in found.items() if step <= event["step"]}
-        return found
+        return self._committed.at
+
+    @cached_property
+    def took(self) -> dict[int, float]:
+        """How many seconds each of these steps took, where the log has that."""
+        return self._committed.took
+
+    @cached_property
+    def _committed(self) -> Commits:
+        return Commits.of(self.events)
+
+    @cached_property
+    def _before(self) -> Commits:
+        """What was committed when the survivors of the first failure went on, or all where nobody did."""
+        lost = next((place for place, event in enumerate(self.events) if event["event"] == "lost"), 0)
+        later = (place for place, event in enumerate(self.events) if event["event"] == "resume" and place > lost)
+        return Commits.of(self.events[: next(later, None)]) if self.failures else self._committed
+
+    def shares(self, name: str) -> dict[int, float]:
+        """A figure of each step, where the log has it as a number."""
+        return {
+            event["step"]: event[name]
+            for event in self.of("committed")
+            if event["step"] in self.commits and number(event.get(name))
+        }
 
     @cached_property
     def curve(self) -> dict[int, float]:
         """The loss of each committed step, as it was announced last."""
-        return {event["step"]: event["loss"] for event in self.of("loss") if event["step"] in self.commits}
+        return {
+            event["step"]: event["loss"]
+            for event in self.of("loss")
+            if event["step"] in self.commits and event["loss"] is not None
+        }
 
     @cached_property
     def pids(self) -> dict[int, int]:
@@ -194,31 +260,55 @@ class RunHistory:
     @cached_property
     def failures(self) -> tuple[Failure, ...]:
         """All lost workers, in the order of their losses."""
-        return tuple(self._failure(event) for event in self.of("lost"))
+        return tuple(self._failure(place) for place, event in enumerate(self.events) if event["event"] == "lost")
 
-    def _failure(self, lost: dict) -> Failure:
-        fault = next(
-            (
-                event
-                for event in self.of("fault")
-                if event["seat"] == lost["seat"] and event["struck_at"] <= lost["seen_at"]
-            ),
-            None,
-        )
-        resumed = next((event for event in self.of("resume") if event["time"] >= lost["time"]), None)
-        before = [step for step, at in self.commits.items() if at <= lost["time"]]
-        step = resumed["committed"] + 1 if resumed else max(before, default=0) + 1
+    def _failure(self, place: int) -> Failure:
+        lost, after = self.events[place], self.events[place + 1 :]
+        fault, struck_at = self._fault(lost)
+        resumed = next((event for event in after if event["event"] == "resume"), None)
+        step = resumed["committed"] + 1 if resumed else max(Commits.of(self.events[:place]).at, default=0) + 1
         return Failure(
             Seat.parse(lost["seat"]),
-            self.pids[lost["rank"]],
+            self.pids.get(lost["rank"]),
             lost["how"],
-            Fault.parse(fault["fault"]) if fault else None,
+            fault,
             step,
-            fault["struck_at"] if fault else lost["seen_at"],
+            struck_at,
             lost["seen_at"],
             resumed and resumed["time"],
-            self.commits.get(step) if resumed else None,
+            _first_commit(after, step) if resumed else None,
         )
+
+    def _fault(self, lost: dict) -> tuple[Fault | None, float]:
+        """What was injected that explains this loss, if that was it, and when it struck; else when the loss was seen.
+
+        A stopped process is found by its silence: where a connection broke, something else was the cause.
+        """
+        for event in reversed(self.of("fault")):
+            kind = event["fault"].partition(" ")[0]
+            near = 0 <= lost["seen_at"] - event["struck_at"] <= CLOCKS_S
+            fits = kind in KILLS and not (kind == "stop" and lost["how"] == BROKEN)
+            if event["seat"] == lost["seat"] and near and fits:
+                try:
+                    return Fault.parse(event["fault"]), event["struck_at"]
+                except ValueError:  # a form of another release's
+                    continue
+        return None, lost["seen_at"]
+
+    @property
+    def went_on(self) -> bool:
+        """Whether a step was committed after the last loss, be it that its own line is not in the log."""
+        kinds = [event["event"] for event in self.events]
+        after = kinds[max((place for place, kind in enumerate(kinds) if kind == "lost"), default=0) :]
+        regrouped = "resume" in after and "committed" in after[after.index("resume") :]
+        return regrouped or self.reached >= max((failure.step for failure in self.failures), default=1)
+
+    @property
+    def reached(self) -> int:
+        """The last step that any event says was committed, its own line or not."""
+        ends = (event["step"] for event in self.of("finished") if number(event.get("step")))
+        resumed = (event["committed"] for event in self.of("resume"))
+        return max([self.last, *ends, *resumed])
 
     @property
     def last(self) -> int:
@@ -234,8 +324,8 @@ class RunHistory:
     def before_s(self) -> float:
         """Median seconds of a step before the first failure; nan where that came too soon."""
         last = self.last_before
-        first = max(min(self.commits, default=1), self.batch_from(last)[0])
-        return step_times(self.commits, first + (WARM_UP if last >= first + WARM_UP else 1), last)
+        first = max(min(self._before.at, default=1), self.batch_from(last)[0])
+        return self._before.median_s(first + (WARM_UP if last >= first + WARM_UP else 1), last)
 
     @property
     def now_s(self) -> float:
@@ -247,7 +337,7 @@ class RunHistory:
             self.batch_from(self.last)[0],
             *(failure.step + 1 for failure in self.failures),
         ]
-        return step_times(self.commits, max(begins), self.last)
+        return self._committed.median_s(max(begins), self.last)
 
     @property
     def predicted(self) -> float | None:
@@ -279,7 +369,10 @@ class RunHistory:
 
     @property
     def was_killed(self) -> bool:
-        """Whether the job has no end, and its coordinator is known to be gone, since it would be on this host."""
+        """Whether the job was killed, as far as can be seen from here.
+
+        The log has no end, its coordinator ran on this boot and in this pid namespace, and that process is gone.
+        """
         if self.end is not None or self.coordinator.get("place") != place():
             return False
         try:
@@ -309,17 +402,27 @@ def read_events(path: Path) -> list[dict]:
 
     Raises ValueError for what is no event.
     """
-    text = path.read_text() if path.exists() else ""
+    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
     events = []
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        if line.endswith("\n"):
-            try:
-                event = json.loads(line)
-                event["event"], event["time"] = RENAMED.get(event["event"], event["event"]), event["time"]
-            except (ValueError, TypeError, KeyError):
-                raise ValueError(f"{path}, line {number} is no event: {line[:60].strip()}") from None
-            events.append(event)
+    for place, line in enumerate(lines, 1):
+        try:
+            event = json.loads(line)
+            event["event"], event["time"] = RENAMED.get(event["event"], event["event"]), event["time"]
+        except (ValueError, TypeError, KeyError):
+            shown = line.decode(errors="replace")[:60].strip()
+            raise ValueError(f"{path}, line {place} is no event: {shown}") from None
+        events.append(event)
     return events
+
+
+def _first_commit(events: Iterable[dict], step: int) -> float | None:
+    """When ``step`` was committed first, unless a checkpoint was loaded before that."""
+    for event in events:
+        if event["event"] == "loaded":
+            return None
+        if event["event"] == "committed" and event["step"] == step:
+            return event["time"]
+    return None
 
 
 def step_times(commits: Mapping[int, float], first: int, last: int) -> float:

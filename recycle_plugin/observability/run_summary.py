@@ -8,20 +8,16 @@ from itertools import groupby
 from math import isfinite
 
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.observability.run_history import KILLED, RunHistory
+from recycle_plugin.observability.run_history import KILLED, NO_REASON, RunHistory
 
 UNKNOWN = "not in the log"
+PLANNED = "all workers have left"  # how the text of a "finished" event begins where no other cause is known
+LONGEST = 200  # characters of a cause in the sentence
 
 
 def sentence(history: RunHistory) -> str:
     """What happened in the run of ``history``, and what it cost, in one sentence."""
-    commits = history.commits
-    trained = (
-        f"trained {_count(len(commits), 'step')} in {seconds(max(commits.values()) - history.began)}"
-        if commits
-        else "committed no step"
-    )
-    said = f"{_subject(history)} {trained}{_outcome(history)}"
+    said = f"{_subject(history)} {_trained(history)}{_outcome(history)}"
     lost = history.failures
     if not lost:
         return f"{said}; no worker was lost."
@@ -35,13 +31,32 @@ def _subject(history: RunHistory) -> str:
     return "The job has so far" if end(history) is None else "The job"
 
 
+def _trained(history: RunHistory) -> str:
+    commits = history.commits
+    if commits:  # without gaps but for lines that could not be written
+        steps = max(commits) - min(commits) + 1
+        return f"trained {_count(steps, 'step')} in {seconds(max(commits.values()) - history.began)}"
+    if history.reached:
+        return f"trained up to step {history.reached} (the commits are {UNKNOWN})"
+    return "committed no step"
+
+
 def _outcome(history: RunHistory) -> str:
     last = history.end
     if last is None:
         return " and was killed" if history.was_killed else ""
     if last["event"] == "end":
         return " and ended before its planned end"
-    return " and was stopped as asked" if history.of("terminate") else " and came to its planned end"
+    lost = {event["rank"] for event in history.of("lost")}
+    crashed = any(event.get("rank") not in lost for event in history.of("error"))
+    otherwise = crashed or bool(history.of("throughput_floor"))
+    if history.of("terminate") and not otherwise:
+        return " and was stopped as asked"
+    if last["text"].startswith(PLANNED) and not otherwise:
+        return " and came to its planned end"
+    return (
+        f" and ended: {_short(last['text'].partition(': ')[2] or last['text'])}" if last["text"] else f", {NO_REASON}"
+    )
 
 
 def cost(history: RunHistory) -> str:
@@ -51,7 +66,7 @@ def cost(history: RunHistory) -> str:
         if failure.committed_at is not None:
             stalls[failure.committed_at] = max(stalls.get(failure.committed_at, 0.0), failure.stall_s)
     if not stalls:
-        return "no step was committed after that"
+        return f"the time to the next commit is {UNKNOWN}" if history.went_on else "no step was committed after that"
     before, now = history.before_s, history.now_s
     told = f"{seconds(sum(stalls.values()))} passed from the loss to the next commit"
     if len(stalls) > 1:
@@ -67,7 +82,7 @@ def cost(history: RunHistory) -> str:
 def end(history: RunHistory) -> str | None:
     """Why the job ended; None while it has not, as far as its log tells."""
     if history.end:
-        return history.end["text"]
+        return history.end["text"] or NO_REASON
     return KILLED.format(**history.coordinator) if history.was_killed else None
 
 
@@ -163,6 +178,11 @@ def seconds(value: float) -> str:
         return f"{value:.3g} s"
     minutes = round(value / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]} …"
 
 
 def _count(number: int, what: str) -> str:

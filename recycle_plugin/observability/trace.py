@@ -29,12 +29,22 @@ class TraceFile:
 
 
 def read_traces(folder: Path) -> list[Span]:
-    """All workers' spans, in order of their start; a line that its worker died in writing is left out."""
+    """All workers' spans, in order of their start; a line that its worker died in writing is left out.
+
+    Raises ValueError that names the file, and the line, of what is no trace.
+    """
     spans = []
     for path in sorted(folder.glob("*.txt")):
-        seat = Seat.parse(path.stem)
-        for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):
-                instruction, start, end = line.split()
+        try:
+            seat = Seat.parse(path.stem)
+        except ValueError:
+            raise ValueError(f"{path} is no worker's trace: its name is no seat's") from None
+        *lines, _ = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                instruction, start, end = line.decode().split()
                 spans.append(Span(seat, Instruction.parse(instruction), int(start), int(end)))
+            except ValueError:
+                shown = line.decode(errors="replace")[:60].strip()
+                raise ValueError(f"{path}, line {number} is no span: {shown}") from None
     return sorted(spans, key=lambda span: (span.start_us, span.seat))

@@ -17,6 +17,8 @@ LEFT, RIGHT, TOP, BOTTOM = 66, 14, 30, 52  # margins of a chart; a row of marks'
 COLUMNS = WIDTH - LEFT - RIGHT  # a line of more points than that is thinned out
 CHARACTER, LINE = 8.8, 18  # the most that a character of a chart's texts takes on average, and a line of them
 MARK_ROWS = 3  # of marks' texts, one above the other
+LARGEST, SMALLEST = 1e300, 1e-300  # values beyond these are drawn there, and at 0: floats end soon after
+FINEST = 1e-9  # the least range of a y axis, as a share of its largest value: its texts have 12 digits
 SHORT = 16  # a cell with no more characters is kept on one line
 COLOURS = {
     "light": "--ink: #22303c; --soft: #55626e; --line: #dfe4e9; --paper: #ffffff; --bad: #b71c1c; --good: #1b6e35; "
@@ -164,7 +166,7 @@ def _cell(name: str, text: str) -> str:
 
 def chart(given: Chart) -> str:
     """The chart as an SVG element, or a paragraph where it has fewer than two points."""
-    points = [(step, value) for step, value in sorted(given.points.items()) if isfinite(value)]
+    points = [(step, _drawable(value)) for step, value in sorted(given.points.items()) if isfinite(value)]
     if len(points) < 2:
         return '<p class="note">No two steps to draw a line between.</p>'
     levels = _levels([value for _, value in points], given.from_zero)
@@ -195,6 +197,10 @@ def chart(given: Chart) -> str:
             "</svg>",
         ]
     )
+
+
+def _drawable(value: float) -> float:
+    return 0.0 if abs(value) < SMALLEST else min(max(value, -LARGEST), LARGEST)
 
 
 def _levels(values: Sequence[float], from_zero: bool) -> list[float]:
@@ -247,7 +253,7 @@ def _mark(at: float, begin: float, row: int, text: str, bottom: float) -> str:
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
     """Round numbers, about so many, that hold ``low`` to ``high`` between them."""
-    width = (high - low) or abs(high) or 1.0
+    width = max(high - low, FINEST * max(abs(low), abs(high))) if high > low else abs(high) or 1.0
     power = 10.0 ** floor(log10(width / about))
     step = next(power * times for times in (1, 2, 5, 10) if width / (power * times) <= about)
     start = floor(low / step)

@@ -69,6 +69,16 @@ def test_what_is_no_number_is_not_drawn():
     assert "No two steps" in chart(Chart("loss", {1: float("nan"), 2: 1.0}, 1, 2))
 
 
+@pytest.mark.parametrize(
+    "values", [(1.7e308, -1.7e308), (5e-324, 1e-323), (1e300, 1e-300), (1.0, 1.0 + 3e-16), (0.0, 0.0), (-3.0, -3.0)]
+)
+def test_numbers_at_the_edges_of_floats_are_drawn(values):
+    for from_zero in (True, False):
+        line = chart(Chart("", dict(enumerate(values, 1)), 1, 2, {}, "", from_zero)).partition('polyline points="')[2]
+        points = [tuple(map(float, point.split(","))) for point in line.partition('"')[0].split()]
+        assert len(points) == 2 and all(0 <= at <= 500 for point in points for at in point)
+
+
 def drawn_texts(given: Chart) -> list[str]:
     return Read(chart(given)).texts["text"]
 

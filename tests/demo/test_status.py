@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,77 @@ def test_logs_of_the_last_release_are_read(tmp_path, before, now):
     assert f"`{before}` for `{now}`" in " ".join(
         (Path(recycle_plugin.__file__).parent / "docs" / "operations.md").read_text().split()
     )
+
+
+def without(kind: str, field: str) -> Callable[[list[dict]], list[dict]]:
+    def changed(events: list[dict]) -> list[dict]:
+        inside = [event["job"] if field.startswith("job.") else event for event in events if event["event"] == kind]
+        inside[0].pop(field.removeprefix("job."))
+        return events
+
+    return changed
+
+
+def having(kind: str, **fields: object) -> Callable[[list[dict]], list[dict]]:
+    def changed(events: list[dict]) -> list[dict]:
+        return [{**event, **fields} if event["event"] == kind else event for event in events]
+
+    return changed
+
+
+ODD = {
+    "no batch": (without("start", "job.batch"), "its start event has no job.batch: it was written by another release"),
+    "no job": (without("start", "job"), "its start event has no job.replicas: it was "),
+    "no seats": (without("start", "seats"), "its start event has no seats: it was "),
+    "no step": (without("committed", "step"), "its committed event has no step: it was "),
+    "no rank": (without("lost", "rank"), "its lost event has no rank: it was "),
+    "no text": (without("finished", "text"), "its finished event has no text: it was "),
+    "time": (having("committed", time="soon"), "its committed event has 'soon' as time: it was "),
+    "late": (having("committed", time=1e300), "its committed event has '1e+300' as time: it was "),
+    "nan": (having("resume", throughput=float("nan")), "its resume event has 'nan' as throughput: it was "),
+    "steps": (having("committed", step=10**400), "its committed event has '1000000000"),
+    "seat": (having("lost", seat="9.9"), "its lost event names seat 9.9, which its start event has not"),
+    "left": (having("left", rank=9), "its left event names rank 9, which its start event has not"),
+    "coordinator": (having("start", coordinator={"host": "h"}), "its start event has no coordinator.pid: it was "),
+}
+
+
+@pytest.mark.parametrize("command", ("status", "report"))
+@pytest.mark.parametrize("change, message", ODD.values(), ids=ODD)
+def test_a_log_that_lacks_something_is_one_line_with_its_path(folder, capsys, command, change, message):
+    path = folder / EVENTS
+    events = change([json.loads(line) for line in path.read_text().splitlines()])
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    assert main([command, str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"recycle: {path}: {message}") and said.count("\n") == 1
+
+
+def test_status_as_data_has_no_number_that_json_has_not(folder, capsys):
+    for loss in ("NaN", "Infinity", "null"):
+        with (folder / EVENTS).open("a") as log:
+            log.write(f'{{"time": 105, "event": "loss", "text": "", "step": 9, "loss": {loss}}}\n')
+        assert main(["status", str(folder), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["loss"] is None
+
+
+def test_what_is_no_text_names_its_file_and_line(folder, capsys):
+    path = folder / EVENTS
+    path.write_bytes(path.read_bytes() + b"\xff\xfe\n")
+    assert main(["status", str(folder)]) == 2
+    assert f"recycle: {path}, line {len(path.read_bytes().splitlines())} is no event: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("0.0.txt", b"0F0.0@1 1 2\n0F0.0@1 1\n", ", line 2 is no span: 0F0.0@1 1"),
+        ("0.0.txt", b"\xff 1 2\n", ", line 1 is no span: "),
+        ("notes.txt", b"mine\n", " is no worker's trace: its name is no seat's"),
+    ],
+)
+def test_a_stray_trace_names_its_file(folder, capsys, name, text, message):
+    (folder / "trace").mkdir()
+    (folder / "trace" / name).write_bytes(text)
+    assert main(["report", str(folder)]) == 2
+    assert f"recycle: {folder / 'trace' / name}{message}" in capsys.readouterr().err

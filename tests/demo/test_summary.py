@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.observability import measured_costs, report
-from recycle_plugin.observability.run_history import RunHistory
-from recycle_plugin.observability.run_summary import UNKNOWN, facts, sentence, wall_clock
+from recycle_plugin.observability.console import QUIET
+from recycle_plugin.observability.run_history import NO_REASON, RunHistory
+from recycle_plugin.observability.run_summary import UNKNOWN, end, facts, sentence, wall_clock
 from recycle_plugin.render import gantt
 from tests.demo.test_report import spans
 from tests.support.run_folder import Read, rewrite, trace, two_at_once
@@ -228,3 +230,160 @@ def test_only_the_last_job_of_a_folder_counts(folder):
     )
     history = RunHistory.read(folder)
     assert set(history.gone) == {"1.1"} and len(history.of("start")) == 1 and len(history.of("worker")) == 4
+
+
+# --- logs that tell less, or other things ------------------------------------------------------------------
+
+
+def with_end(text: str, *more: dict):
+    def changed(events: list[dict]) -> list[dict]:
+        return [*events[:-1], *({"time": 104.36, "text": ""} | one for one in more), {**events[-1], "text": text}]
+
+    return changed
+
+
+ENDS = {
+    "too slow": (
+        with_end("the job has ended after step 9: at 40% of all", {"event": "throughput_floor"}),
+        " and ended: at 40% of all;",
+    ),
+    "crash": (
+        with_end("the job has ended after step 9: the script of 0.0 ended with E", {"event": "error", "rank": 0}),
+        " and ended: the script of 0.0 ended with E;",
+    ),
+    "crash when stopped": (
+        with_end("the job has ended after step 9: E", {"event": "terminate"}, {"event": "error", "rank": 0}),
+        " and ended: E;",
+    ),
+    "an error that was a loss": (
+        with_end("all workers have left after step 9", {"event": "error", "rank": 2}),
+        " and came to its planned end;",
+    ),
+    "guards": (with_end("the job has ended after step 9: a guard was killed"), " and ended: a guard was killed;"),
+    "no reason": (with_end(""), ", ended, and the log does not say why;"),
+}
+
+
+@pytest.mark.parametrize("change, said", ENDS.values(), ids=ENDS)
+def test_a_planned_end_is_told_only_where_the_log_has_one(folder, change, said):
+    history = rewrite(folder, change)
+    assert said in sentence(history)
+    assert end(history) == history.end["text"] or (history.end["text"], end(history)) == ("", NO_REASON)
+
+
+def test_figures_of_a_failure_are_of_its_time_though_a_load_took_steps_back(folder):
+    """Steps 5 to 9 are trained again 6 s later, each in 0.4 s; the failure was in step 6."""
+
+    def again(events: list[dict]) -> list[dict]:
+        steps = [{"time": 110 + 0.4 * (step - 4), "event": "committed", "step": step} for step in range(5, 10)]
+        return [*events[:-1], {"time": 110.0, "event": "loaded", "step": 4}, *steps, {**events[-1], "time": 112.0}]
+
+    history = rewrite(folder, again)
+    assert sentence(history) == SENTENCE.replace("4.35 s", "12 s")
+    assert history.failures[0].committed_at == 103.15 and 5 not in history.took and history.took[6] < 0.41
+
+
+def dropped(*steps: int):
+    def changed(events: list[dict]) -> list[dict]:
+        return [event for event in events if not (event["event"] in ("committed", "loss") and event["step"] in steps)]
+
+    return changed
+
+
+def test_commits_whose_lines_are_missing_are_not_denied(folder):
+    """As where the disk was full."""
+    history = rewrite(folder, dropped(3, 6))
+    assert sentence(history) == (
+        "The job trained 9 steps in 4.35 s and came to its planned end; 1 of 4 workers was lost (0.1 in step 6): the "
+        "time to the next commit is not in the log."
+    )
+    (row,) = report.failures(history).rows
+    assert row[-2:] == (UNKNOWN, UNKNOWN)
+    said = sentence(rewrite(folder, dropped(*range(1, 10))))
+    assert said.startswith("The job trained up to step 9 (the commits are not in the log) and came")
+    assert "no step" not in said
+
+
+def test_a_long_log_keeps_its_first_and_last_events(folder):
+    def long(events: list[dict]) -> list[dict]:
+        more = [{"time": 104.0, "event": "warning", "text": f"w{number}"} for number in range(3000)]
+        return [*events[:-1], *more, events[-1]]
+
+    history = rewrite(folder, long)
+    texts = [row[2] for row in report.events(history).rows]
+    all_of_them = len([event for event in history.events if event["event"] not in QUIET])
+    assert len(texts) == report.LISTED + 1 and texts[-1] == "all workers have left after step 9"
+    assert texts[report.LISTED // 2] == f"{all_of_them - report.LISTED} events are left out here"
+
+
+FAULTS = {
+    "of another release": ({"fault": "slow 0.1 before 1F0.1@1"}, False),
+    "that loses nobody": ({"fault": "leave 0.1 before 1F0.1@1"}, False),
+    "long before": ({"struck_at": 20.0}, False),
+    "a stop, but its connection broke": ({"fault": "stop 0.1 before 1F0.1@1"}, False),
+    "no form of a fault": ({"fault": "kill it"}, False),
+    "the fault": ({}, True),
+}
+
+
+@pytest.mark.parametrize("fields, was_it", FAULTS.values(), ids=FAULTS)
+def test_only_a_fault_that_explains_a_loss_is_its_cause(folder, fields, was_it):
+    def changed(events: list[dict]) -> list[dict]:
+        return [{**event, **fields} if event["event"] == "fault" else event for event in events]
+
+    (failure,) = rewrite(folder, changed).failures
+    assert (failure.fault is not None) == was_it and (failure.struck_at < failure.seen_at) == was_it
+
+
+@pytest.mark.parametrize("part", ("policy", "costs"))
+@pytest.mark.parametrize("how", ("more", "less"))
+def test_settings_of_another_release_cost_only_the_schedule(folder, part, how):
+    def changed(events: list[dict]) -> list[dict]:
+        (start,) = (event for event in events if event["event"] == "start")
+        if how == "less":
+            del start["job"][part]
+        else:
+            start["job"][part]["newer"] = 1
+        return events
+
+    history = rewrite(folder, changed)
+    what = f"job.{part}.newer is unknown" if how == "more" else f"the start event has no job.{part}"
+    with pytest.raises(ValueError, match=what):
+        getattr(history, part)
+    assert list(report.schedule(history, [])) == [f"The plan is not drawn: {what}."]
+    found = Read(report.write(folder).read_text())
+    assert found.texts["p"][0] == SENTENCE and found.texts["h2"][-1] == "Events" and found.links == []
+
+
+def test_figures_that_are_no_numbers_are_left_out(folder):
+    def odd(events: list[dict]) -> list[dict]:
+        for event in events:
+            if event["event"] == "committed":
+                event.update(step_s=None, stage_bubbles=[None, 0.2], bubble_share=None, redone_share=None)
+            elif event["event"] == "loss":
+                event["loss"] = None
+        return [event for event in events if event["event"] != "worker"]
+
+    history = rewrite(folder, odd)
+    assert [drawn.title for drawn in report.charts(history)] == ["Throughput"] and history.failures[0].pid is None
+    assert measured_costs.before(history) is None and report.write(folder)
+
+
+def test_commits_at_one_time_have_no_rate(folder, capsys):
+    def at_once(events: list[dict]) -> list[dict]:
+        return [{**event, "time": 102.0} if event["event"] == "committed" else event for event in events]
+
+    history = rewrite(folder, at_once)
+    assert isnan(history.before_s) and isnan(history.now_s) and "throughput" not in sentence(history)
+    assert main(["status", str(folder)]) == 0 and "nan" not in capsys.readouterr().out
+    assert "nan" not in report.throughput(history)
+
+
+def test_the_commit_of_the_step_before_is_not_one_after_a_loss(folder):
+    def late(events: list[dict]) -> list[dict]:
+        fifth = next(event for event in events if event.get("step") == 5 and event["event"] == "committed")
+        kept = [event for event in events if event["time"] < 103 and event is not fifth]
+        return [*kept[:-1], {**fifth, "time": 102.83}, kept[-1]]
+
+    history = rewrite(folder, late)
+    assert history.last == 5 and sentence(history).endswith("no step was committed after that.")

@@ -1,0 +1,122 @@
+"""The fields of events that a run's history is told from, and what they may be; checked once, where a log is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
+from typing import Any
+
+from recycle_plugin.core.vocabulary.ids import Seat
+
+LARGEST = 2**53  # a count, of steps for instance: beyond that, floats skip some
+LATEST = 1e11  # seconds since the epoch; dates have four digits until then
+OTHER = "it was written by another release"
+ABSENT = object()
+
+Check = Callable[[Any], bool]
+
+
+def count(value: object) -> bool:
+    """Whether it is a whole number from 0 on."""
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def positive(value: object) -> bool:
+    """Whether it is a whole number from 1 on."""
+    return count(value) and value != 0
+
+
+def number(value: object) -> bool:
+    """Whether it is a finite number."""
+    return (type(value) is int and abs(value) <= LARGEST) or (type(value) is float and isfinite(value))
+
+
+def moment(value: object) -> bool:
+    """Whether it is a time in seconds since the epoch."""
+    return number(value) and 0 <= value < LATEST  # type: ignore[operator]
+
+
+def loss(value: object) -> bool:
+    """Whether it is a mean loss, which may be infinite or no number, or None."""
+    return value is None or type(value) is float or number(value)
+
+
+def text(value: object) -> bool:
+    """Whether it is a text."""
+    return isinstance(value, str)
+
+
+def texts(value: object) -> bool:
+    """Whether it is a list of texts."""
+    return isinstance(value, list) and all(map(text, value))
+
+
+def seats(value: object) -> bool:
+    """Whether it is the rank of each seat, by the seat's name."""
+    try:
+        return isinstance(value, dict) and all(Seat.parse(name) and count(rank) for name, rank in value.items())
+    except ValueError:
+        return False
+
+
+FIELDS: Mapping[str, Mapping[str, Check]] = {
+    "start": {
+        "job.replicas": positive,
+        "job.stages": positive,
+        "job.micro_batches": positive,
+        "job.batch": positive,
+        "seats": seats,
+    },
+    "worker": {"rank": count, "pid": count},
+    "committed": {"step": count},
+    "loss": {"step": count, "loss": loss},
+    "loaded": {"step": count},
+    "fault": {"seat": text, "fault": text, "struck_at": moment},
+    "lost": {"seat": text, "rank": count, "how": text, "seen_at": moment},
+    "confirmed": {"rank": count, "how": text},
+    "resume": {"committed": count, "throughput": number},
+    "leaving": {"seat": text, "why": text},
+    "left": {"rank": count},
+    "batch": {"step": count, "batch": positive, "micro_batches": positive},
+    "stage": {"stage": count, "layers": texts, "parameters": count, "precision": text},
+    "checkpoint": {"path": text},
+    "throughput_margin": {"text": text},
+    "metrics": {"url": text},
+    "end": {"text": text},
+    "finished": {"text": text},
+}
+"""Of each kind of events the fields that have to be there, one within another after a dot."""
+COORDINATOR: Mapping[str, Check] = {
+    "coordinator.host": text,
+    "coordinator.pid": positive,
+    "coordinator.stop": positive,
+    "coordinator.place": text,
+}
+"""Of a start event that has a coordinator."""
+
+
+def check(events: Iterable[Mapping[str, Any]], start: Mapping[str, Any]) -> None:
+    """Raise ValueError that names the first field which is missing or can't be; ``start``: the job's start event."""
+    _check(start, FIELDS["start"] | (COORDINATOR if start.get("coordinator") else {}))
+    for event in events:
+        _check(event, {"time": moment} | FIELDS.get(event["event"], {}))
+        _check_member(event, start["seats"])
+
+
+def _check(event: Mapping[str, Any], fields: Mapping[str, Check]) -> None:
+    for name, fits in fields.items():
+        value: Any = event
+        for part in name.split("."):
+            value = value.get(part, ABSENT) if isinstance(value, dict) else ABSENT
+        if value is ABSENT:
+            raise ValueError(f"its {event['event']} event has no {name}: {OTHER}")
+        if not fits(value):
+            raise ValueError(f"its {event['event']} event has {str(value)[:60]!r} as {name}: {OTHER}")
+
+
+def _check_member(event: Mapping[str, Any], ranks: Mapping[str, int]) -> None:
+    """Raise ValueError where someone is lost, or leaves, who is not among the job's workers."""
+    if event["event"] in ("lost", "leaving") and event["seat"] not in ranks:
+        raise ValueError(f"its {event['event']} event names seat {event['seat']}, which its start event has not")
+    if event["event"] == "left" and event["rank"] not in ranks.values():
+        raise ValueError(f"its left event names rank {event['rank']}, which its start event has not")
