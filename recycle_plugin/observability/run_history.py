@@ -70,8 +70,9 @@ class Failure:
 
 
 class Commits(NamedTuple):
-    """Of the steps that stand, by their number: ``at``, when each was committed, and ``took``, how many seconds it was
-    from the commit before.
+    """The commits of the steps that stand, by their number.
+
+    ``at``: when each was committed, in seconds since the epoch; ``took``: how many seconds it was from the one before.
 
     A step has no ``took`` where it follows a load, or one whose commit is not in the log, or a clock that was set back.
     """
