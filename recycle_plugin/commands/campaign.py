@@ -19,7 +19,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "campaign",
         help="look for a failure that recovery does not survive, in virtual time",
         description="Runs jobs in virtual time through the production code of executor, loop, worker and its store, "
-        "membership, commit and lineage, "
+        "membership, commit and recovery plans, "
         "with kills, stops, stuck and slow workers, lost and late messages, partitions, leaves, several at once and in "
         "recovery, over lines of unequal length; "
         "weights are exact numbers. Says how often which trouble met which instruction, and how often each rule of the "

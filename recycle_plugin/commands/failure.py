@@ -76,7 +76,7 @@ def redone_share(ran: Any, loss: Any) -> float:
 
 
 def comparison(ran: Any, restarted: Any) -> str:
-    """A line that compares recovery by lineage with a restart of the step."""
+    """A line that compares recovery by a recovery plan with a restart of the step."""
     shares = [f"{sum(redone_share(each, loss) for loss in each.losses):.1%}" for each in (ran, restarted)]
     ends = [f"{max(each.commits.values()) / 1000:g}" for each in (ran, restarted)]
     return (

@@ -1,5 +1,5 @@
 """Campaigns of seeded failures against the production code of executor, loop, worker and its store, membership, commit
-and lineage.
+and recovery plans.
 
 ``simulator.seeded`` draws a job and its troubles from a seed, ``simulator.cluster`` runs it, ``simulator.checkers``
 says what was wrong.  While anything may happen, safety is checked; once nothing new goes wrong, progress is demanded.
