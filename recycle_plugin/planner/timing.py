@@ -100,6 +100,17 @@ def settle(
 
 
 @compiled
+def flushed(lasts, reduce, tie, after, step):
+    """The period of steps that begin once all stages have stepped; ``lasts``: when each has computed its last."""
+    reduced, period = np.zeros(lasts.size, np.int64), 0
+    for stage in range(lasts.size):
+        reduced[tie[stage]] = max(reduced[tie[stage]], lasts[stage] + reduce[stage])
+    for stage in range(lasts.size):
+        period = max(period, reduced[tie[stage]] + after[stage] - step[stage])
+    return period
+
+
+@compiled
 def evaluate(
     order,
     stages,
@@ -127,11 +138,7 @@ def evaluate(
     if synchronous:
         release[:] = step
         _, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends)
-        reduced, period = np.zeros(stages, np.int64), 0
-        for stage in range(stages):
-            reduced[tie[stage]] = max(reduced[tie[stage]], lasts[stage] + reduce[stage])
-        for stage in range(stages):
-            period = max(period, reduced[tie[stage]] + after[stage] - step[stage])
+        period = flushed(lasts, reduce, tie, after, step)
         return period if period < below else -1
     left = np.array([max(8, OPERATIONS_SETTLED // max(1, order.size))])  # less than needed only for very large orders
     best = settle(

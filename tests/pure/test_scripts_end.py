@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from recycle_plugin.core.coordinator.ending import Ending
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
 from recycle_plugin.core.messages.protocol import (
     Crashed,
@@ -64,3 +66,12 @@ def test_who_leaves_as_planned_ends_no_script():
     played.outs.append(played.membership.receive(Left(0, 0, True, 1), played.now))
     played.membership.receive(Heartbeat(1, 1, 9, WAITS, "anything", 2), played.now)
     assert not ends(played)
+
+
+def test_the_end_is_said_once_also_where_somebody_goes_after_it():
+    """One that was no member any more may still be there; supervisors hear the job's code again."""
+    ending, out = Ending(), CoordinatorOutput()
+    ending.finish(3, "", out)
+    ending.finish(3, "", out)
+    assert [event.kind for event in out.events] == ["finished"]
+    assert [message for _, message in out.messages] == [Over(0), Over(0)]
