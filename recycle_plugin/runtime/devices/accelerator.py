@@ -11,6 +11,7 @@ nobody before the copy is over, also where all references are gone.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -115,9 +116,9 @@ class Accelerator:
             f"{torch.get_float32_matmul_precision()} matrix products"
         )
 
-    def budget(self, pinned: int) -> None:
-        """Pin at most that many bytes of host memory."""
-        self._pinned.budget = pinned
+    def budget(self, pinned: int | None) -> None:
+        """Pin at most that many bytes of host memory at a time, or with None as many as there are."""
+        self._pinned.budget = sys.maxsize if pinned is None else pinned
 
     def repeatable(self) -> None:
         """Have torch choose deterministic kernels, and refuse operations that have none, each by name."""
