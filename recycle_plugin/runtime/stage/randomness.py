@@ -97,9 +97,7 @@ def _trackers() -> Iterator[Any]:
 def _started(state: Any, seed: int, own: torch.Generator) -> Any:
     """A state as ``state`` is one, from ``seed``: numbers, or with CUDA graphs a generator; ``own`` stays as it is."""
     if isinstance(state, torch.Generator):
-        made = state.clone_state()
-        made.manual_seed(seed)
-        return made
+        return state.clone_state().manual_seed(seed)
     before = own.get_state()
     made = own.manual_seed(seed).get_state()
     own.set_state(before)
