@@ -1,0 +1,73 @@
+// Asynchronous copies that take effect some time between their submission and what is ordered behind them.
+#include "standin.h"
+
+#include <list>
+#include <random>
+
+namespace standin {
+
+namespace {
+struct Pending {
+  WorkPtr work;
+  Clock clock;  // all that it comes after
+  std::set<Block*> blocks;
+  std::function<void()> run;
+};
+std::list<Pending> pending;  // in the order of submission, in which one that comes after another stands behind it
+std::mt19937_64 moments;
+std::optional<uint64_t> seeded;
+
+bool before(const Pending& each, const Clock& clock) {
+  return clock.of(each.work->agent) >= each.work->epoch;
+}
+}  // namespace
+
+uint64_t draw() {
+  if (seeded != settings().late) {
+    seeded = settings().late;
+    moments.seed(seeded.value_or(0));
+  }
+  return moments();
+}
+
+void postpone(const WorkPtr& work, const Clock& clock, std::set<Block*> blocks, std::function<void()> run) {
+  pending.push_back({work, clock, std::move(blocks), std::move(run)});
+}
+
+void settle(const Clock& clock) {
+  for (auto at = pending.begin(); at != pending.end();) {
+    if (!before(*at, clock)) {
+      ++at;
+      continue;
+    }
+    at->run();
+    at = pending.erase(at);
+  }
+}
+
+void settle_block(const Block& block) {
+  std::vector<Clock> users;
+  for (const auto& each : pending)
+    if (each.blocks.count(const_cast<Block*>(&block)))
+      users.push_back(each.clock);
+  for (const auto& clock : users)
+    settle(clock);
+}
+
+bool pending_before(const Clock& clock) {
+  for (const auto& each : pending)
+    if (before(each, clock))
+      return true;
+  return false;
+}
+
+void let_some_happen() {
+  if (pending.empty() || draw() % 4)
+    return;
+  auto chosen = pending.begin();
+  std::advance(chosen, draw() % pending.size());
+  const Clock clock = chosen->clock;
+  settle(clock);
+}
+
+}  // namespace standin
