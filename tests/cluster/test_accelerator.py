@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.test_kills import CLIPPED, FUSED, matrix, struck
+from tests.cluster.test_kills import CLIPPED, FUSED, struck
 from tests.support.jobs import PLAIN, STANDIN, assert_same_training, faults
 
 
@@ -40,6 +40,7 @@ FEATURES = {
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_kill_with_each_feature(launch, on_cpu, feature):
     from tests.support.jobs import SQUARE
+
     settings, kill = FEATURES[feature]
     result = launch(faults(kill), *settings, RECYCLE_TEST_STANDIN_LATE="7").finish()
     assert_same_training(result, on_cpu(SQUARE, *settings), {kill.split()[1]})

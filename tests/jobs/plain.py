@@ -1,8 +1,9 @@
 """A small pipeline in plain torch, with dropout and Adam, by the overrides of tests/support/jobs.py:
 ``topology.replicas=2 steps=20 recycle.undo=inverse …``.
 
-``device=standin``: on the stand-in accelerator (tests/support/standin).  RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py and plain_wrappers.py.  RECYCLE_TEST_CHECKPOINT: as for
-checkpoint.py, but for ``module_only``. ``data``, ``layer``, ``wrong``: what is refused.
+``device=standin``: on the stand-in accelerator (tests/support/standin).  RECYCLE_TEST_WRAP: as for gpt.py, those of
+wrappers.py and plain_wrappers.py.  RECYCLE_TEST_CHECKPOINT: as for checkpoint.py, but for ``module_only``.
+``data``, ``layer``, ``wrong``: what is refused.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def main() -> None:
         (getattr(wrappers, name, None) or getattr(plain_wrappers, name))(**arguments)
     if job.device == "standin":
         sys.path.append(str(Path(__file__).parents[2]))
-        import tests.support.standin  # noqa: F401  # torch finds it from now on
+        import tests.support.standin  # torch finds it from now on
     plans.follow(plan)
     layers = [lambda: nn.Embedding(64, WIDTH), *[Block] * job.model.layers, lambda: nn.Linear(WIDTH, 64)]
     if job.layer == "norm":
