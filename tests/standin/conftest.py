@@ -19,7 +19,7 @@ from tests.support import standin_build
 
 TEST_S = 100.0
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "pytest"])
+PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "pytest"])
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,10 @@ constexpr int kFrames = 8;  // of a stack, in a message
 thread_local int kernels = 0;
 std::map<std::pair<std::string, std::string>, int64_t> counted;
 
-bool of_libraries(const std::string& file) {
-  return file.find("/site-packages/") != std::string::npos || file.find("/support/standin/") != std::string::npos ||
-      file.find("/lib/python3") != std::string::npos || file.rfind('<', 0) == 0;
+// Of Python's library and what is installed, and of the device itself.
+bool of_library(const std::string& file) {
+  return file.find("/lib/python3") != std::string::npos || file.find("/support/standin/") != std::string::npos ||
+      file.rfind('<', 0) == 0;
 }
 
 std::string text_of(PyObject* object) {
@@ -32,9 +33,9 @@ std::string find_place() {
   while (frame) {
     auto* code = PyFrame_GetCode(frame);
     const auto file = text_of(code->co_filename);
-    const bool plugin = file.find("/recycle_plugin/") != std::string::npos && !of_libraries(file) &&
+    const bool plugin = file.find("/recycle_plugin/") != std::string::npos && !of_library(file) &&
         file.find("/tests/") == std::string::npos;
-    if (plugin || (script.empty() && !of_libraries(file))) {
+    if (plugin || (script.empty() && !of_library(file))) {
       script = file + ":" + std::to_string(PyFrame_GetLineNumber(frame)) + " " + text_of(code->co_qualname);
     }
     Py_DECREF(code);
@@ -152,7 +153,7 @@ std::string describe(const Trace& trace) {
     const auto found = torch::symbolize({trace.get()});
     for (const auto index : found.tracebacks.at(0)) {
       const auto& frame = found.all_frames[index];
-      if (frame.filename.find("/site-packages/torch/") != std::string::npos || said == kFrames)
+      if (of_library(frame.filename) || said == kFrames)
         continue;
       out << "    " << frame.filename << ":" << frame.lineno << " in " << frame.funcname << "\n";
       ++said;

@@ -35,23 +35,32 @@ void postpone(const WorkPtr& work, const Clock& clock, std::set<Block*> blocks, 
 }
 
 void settle(const Clock& clock) {
-  for (auto at = pending.begin(); at != pending.end();) {
-    if (!before(*at, clock)) {
-      ++at;
-      continue;
-    }
-    at->run();
-    at = pending.erase(at);
+  while (true) {
+    std::vector<std::list<Pending>::iterator> ready;
+    for (auto at = pending.begin(); at != pending.end(); ++at)
+      if (before(*at, clock))
+        ready.push_back(at);
+    if (ready.empty())
+      return;
+    // Any that nothing stands before may be the first.
+    auto chosen = ready[draw() % ready.size()];
+    for (const auto& at : ready)
+      if (before(*at, chosen->clock)) {
+        chosen = at;
+        break;
+      }
+    Pending taken;
+    std::swap(taken, *chosen);
+    pending.erase(chosen);
+    taken.run();
   }
 }
 
-void settle_block(const Block& block) {
-  std::vector<Clock> users;
+bool pending_use(const Block& block, const Clock* clock) {
   for (const auto& each : pending)
-    if (each.blocks.count(const_cast<Block*>(&block)))
-      users.push_back(each.clock);
-  for (const auto& clock : users)
-    settle(clock);
+    if (each.blocks.count(const_cast<Block*>(&block)) && (!clock || before(each, *clock)))
+      return true;
+  return false;
 }
 
 bool pending_before(const Clock& clock) {

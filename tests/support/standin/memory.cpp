@@ -60,15 +60,20 @@ void* allocate_device(size_t bytes) {
   return memory;
 }
 
-// To free is an access by the stream that the block was allocated on: its next work may be given the memory.
-std::optional<Conflict> freed_too_early(Block& block) {
+// To free is an access by the stream that the block was allocated on, whose next work may be given the memory, once the
+// recorded streams have come so far.
+Clock clock_of_free(const Block& block) {
   Clock clock = clock_of(block.allocator);
   clock.join(clock_of(kHost));
   for (const auto agent : block.recorded)
     clock.join(clock_of(agent));
-  settle(clock);
-  const auto work = std::make_shared<Work>(Work{"free of the block", block.allocator, 0, nullptr});
-  return touch_all(block, clock, work);
+  return clock;
+}
+
+// Work that is ordered before the free still finds what was in the block, whenever it takes effect.
+void poison(const Block& block, const Clock* freed) {
+  if (!pending_use(block, freed))
+    std::memset(block.memory, kPoison, block.bytes);
 }
 
 void release_device(void* memory) {
@@ -80,10 +85,12 @@ void release_device(void* memory) {
     const auto found = blocks.find(static_cast<char*>(memory));
     TORCH_INTERNAL_ASSERT(found != blocks.end());
     const auto block = found->second;
-    conflict = freed_too_early(*block);
-    blocks.erase(found);
+    const auto clock = clock_of_free(*block);
+    conflict = touch_all(
+        *block, clock, std::make_shared<Work>(Work{"free of the block", block->allocator, 0, nullptr}));
+    poison(*block, &clock);
     live[block->device] -= block->bytes;
-    std::memset(block->memory, kPoison, block->bytes);
+    blocks.erase(found);
   }
   if (!conflict)
     return;
@@ -93,16 +100,15 @@ void release_device(void* memory) {
   remember(*conflict);
 }
 
+// As CUDA's allocator: the memory is given to nobody before the copies that use it are over.
 void release_pinned(void* memory) {
   if (!memory || in_bad_fork())
     return;
   Lock lock;
   const auto found = blocks.find(static_cast<char*>(memory));
   TORCH_INTERNAL_ASSERT(found != blocks.end());
-  // As CUDA's allocator: the memory is given to nobody before the copies that use it are over.
-  settle_block(*found->second);
+  poison(*found->second, nullptr);
   live_pinned -= found->second->bytes;
-  std::memset(found->second->memory, kPoison, found->second->bytes);
   blocks.erase(found);
 }
 

@@ -105,8 +105,8 @@ std::vector<std::string> take_violations();
 // ---- late.cpp: copies that take effect later ----
 
 void postpone(const WorkPtr& work, const Clock& clock, std::set<Block*> blocks, std::function<void()> run);
-void settle(const Clock& clock);         // run what is ordered before
-void settle_block(const Block& block);   // run what uses the block
+void settle(const Clock& clock);  // run what is ordered before
+bool pending_use(const Block& block, const Clock* clock);  // of those ordered before, or of all
 bool pending_before(const Clock& clock);
 void let_some_happen();
 uint64_t draw();
@@ -161,7 +161,6 @@ std::string agent_name(Agent agent);
 c10::Stream current_stream(c10::DeviceIndex device);
 c10::DeviceIndex current_device();
 c10::DeviceIndex device_count();
-void synchronize_device(c10::DeviceIndex device);
 void check_index(c10::DeviceIndex device);
 
 // ---- generator.cpp ----

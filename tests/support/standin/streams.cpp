@@ -84,7 +84,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock;
     host_learns(clock_of(agent_of(stream)));
   }
-  void synchronizeDevice(const c10::DeviceIndex device) const override { synchronize_device(device); }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    raise_remembered();
+    count_synchronisation("device synchronize");
+    Lock lock;
+    Clock all = clock_of(1 + device);
+    for (Agent agent = 1 + kMostDevices; agent < device_of_agent.size(); ++agent)
+      if (device_of_agent[agent] == device)
+        all.join(clock_of(agent));
+    host_learns(all);
+  }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag flag) const override {
     use();
@@ -169,15 +178,6 @@ void check_index(c10::DeviceIndex device) {
   TORCH_CHECK(
       device >= 0 && device < device_count(), "standin error: invalid device ordinal ", static_cast<int>(device),
       ", there are ", static_cast<int>(device_count()));
-}
-
-void synchronize_device(c10::DeviceIndex device) {
-  raise_remembered();
-  count_synchronisation("device synchronize");
-  Lock lock;
-  for (Agent agent = 1; agent < device_of_agent.size(); ++agent)
-    if (agent <= kMostDevices ? Agent(1 + device) == agent : device_of_agent[agent] == device)
-      host_learns(clock_of(agent));
 }
 
 }  // namespace standin
