@@ -21,7 +21,6 @@ from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.devices import kinds
 from recycle_plugin.runtime.devices.host import CPU, Cpu, There, on_host
 from recycle_plugin.runtime.devices.kinds import device_of, fetch
-from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.movers.batches import packed, unpacked
 from recycle_plugin.runtime.movers.tcp import Transport
 from recycle_plugin.runtime.stage.operations import Operations
@@ -35,17 +34,7 @@ from tests.support.moved import Inbox, act
 from .conftest import generation
 
 WAIT_S = 30.0
-
-
-def accelerator() -> Device:
-    """The stand-in, whose copies come about at a seeded moment."""
-    from tests.support import standin
-
-    standin.configure(late=11)
-    return device_of(torch.device(standin.NAME))
-
-
-DEVICES = {"the host": Cpu, "one whose copies are late": LateDevice, "an accelerator": accelerator}
+DEVICES = {"the host": Cpu, "one whose copies are late": LateDevice}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64]
 
 
