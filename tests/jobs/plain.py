@@ -8,6 +8,7 @@ wrappers.py and plain_wrappers.py.  RECYCLE_TEST_CHECKPOINT: as for checkpoint.p
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -102,7 +103,7 @@ def main() -> None:
         (getattr(wrappers, name, None) or getattr(plain_wrappers, name))(**arguments)
     if job.device == "standin":
         sys.path.append(str(Path(__file__).parents[2]))
-        import tests.support.standin  # torch finds it from now on
+        importlib.import_module("tests.support.standin")  # torch finds it from now on
     plans.follow(plan)
     layers = [lambda: nn.Embedding(64, WIDTH), *[Block] * job.model.layers, lambda: nn.Linear(WIDTH, 64)]
     if job.layer == "norm":
@@ -151,8 +152,8 @@ def main() -> None:
         record["evaluated"].append(pipeline.evaluate(evaluated))
     while pipeline.steps < job.steps and not plans.told(plan):
         record["losses"].append(pipeline.step())
-        if job.device == "standin" and pipeline.steps == FIRST:  # which is run twice, and looked at
-            tests.support.standin.reset_synchronisations()
+        if job.device == "standin" and pipeline.steps == FIRST:  # of the steps before parts are run twice
+            watched = plain_wrappers.watch_device()
         if job.wrong == f"raise {pipeline.seat} after {pipeline.steps}":
             raise ValueError("two\nlines")
         if job.wrong == f"exit {pipeline.seat} after {pipeline.steps}":
@@ -161,7 +162,7 @@ def main() -> None:
             os._exit(0)
         between_steps(pipeline, record)
     if job.device == "standin":
-        record["synchronisations"] = list(tests.support.standin.synchronisations().items())
+        record |= watched()
     for name, write in (
         ("losses", lambda path: path.write_text(json.dumps(record))),
         ("parameters", lambda path: torch.save(pipeline.module.cpu().state_dict(), path)),

@@ -442,7 +442,7 @@ def test_spans_are_of_the_device_and_all_are_over_behind_a_step(coordinator, dev
 def test_what_does_not_compute_is_over_at_once(coordinator, late):
     operations = Operations(coordinator.session(0), Computing(late), None, None, None)
     operations.compute(Instruction(Op.F, 0, MicroBatch(0, 0), 3), None, False)
-    span = Span(Seat(0, 0), Instruction(Op.REDUCE, 0, None, 3), 1, 2)
+    span = Span(Seat(0, 0), Instruction(Op.RECV_ACT, 1, MicroBatch(0, 0), 3, Seat(0, 0)), 1, 2)
     assert list(operations.timeline.spans(span)) == [span]
 
 
