@@ -63,6 +63,14 @@ def test_each_rank_at_named_instructions(launch, on_the_host, first, second):
     assert_in_order(result)
 
 
+def test_a_device_that_fails_costs_its_worker(launch, on_the_host):
+    wraps = json.dumps({"name": "break_device", "rank": "2", "at": "1I0.1@6"})
+    result = launch(script=WRAPPED, RECYCLE_TEST_WRAP=wraps).finish()
+    assert_same_training(result, on_the_host(), {"0.1"})
+    (said,) = result.of("error")
+    assert "an illegal memory access" in said["text"]
+
+
 WATCHED = {"name": "watch_device", "after": 2, "until": STEPS}  # the first steps look at what may be repeated
 INSTRUCTIONS, PEERS, LOSSES = "an instruction", "what goes to a peer, to the host", "a loss, to the host"
 SUMS = {CLIPPED: {"all_reduce, to the host", "a norm, to the host"}, EXACT: {"a part of a sum, to the host"}}

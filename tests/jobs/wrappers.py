@@ -520,6 +520,18 @@ def uneven_end(apart_s: float, steps: int) -> None:
 # --- the stand-in accelerator -----------------------------------------------------------------------
 
 
+def break_device(rank: str, at: str) -> None:
+    """The device of ``rank`` fails at its instruction ``at``, as one does that has fallen off its bus."""
+    event = accelerator.Accelerator.event
+
+    def changed(self: accelerator.Accelerator, what: object) -> accelerator.StreamEvent:
+        if os.environ["RANK"] == rank and str(what) == at:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        return event(self, what)
+
+    accelerator.Accelerator.event = changed
+
+
 def watch_device(folder: str, after: int, until: int) -> None:
     """Behind step ``after``, until ``until`` is trained: what stops the host until the stand-in is done, which of the
     plugin's own waits for it there are, and whether its generators are as they were, in a file for each worker.

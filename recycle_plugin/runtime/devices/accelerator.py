@@ -33,7 +33,6 @@ class Accelerator:
         self.where, self.kind = where, where.type
         self._module: Any = torch.get_device_module(where)
         self._pinned = PinnedMemory()
-        self.room = self._pinned.room
         self._down, self._up = self._module.Stream(where), self._module.Stream(where)
 
     @property
@@ -89,6 +88,11 @@ class Accelerator:
         if staged.layout is not torch.strided:
             return staged.to(self.where)
         return torch.empty_like(staged, device=self.where).copy_(staged, non_blocking=staged.is_pinned())
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in host memory, pinned within the budget."""
+        with self._module.device(self.where):  # else it would wake the first device in threads that compute nothing
+            return self._pinned.room(shape, dtype)
 
     # --- events ---------------------------------------------------------------------------------------
 
