@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster.conftest import launching
 from tests.cluster.test_kills import CLIPPED, FIRST, FUSED, SECOND, matrix, struck
+from tests.support.cluster import Run
 from tests.support.jobs import DEEPSPEED, PLAIN, SQUARE, STANDIN, STEPS, WRAPPED, assert_same_training, faults
 
 LATE = {"RECYCLE_TEST_STANDIN_LATE": "7"}  # a seed
@@ -103,7 +104,7 @@ def test_nothing_waits_for_the_device_but_what_is_listed(launch, tmp_path, setti
 def test_deepspeed_trains_on_it_and_survives_a_kill(server, tmp_path, references):
     """megatron-core's layers, under DeepSpeed's launcher."""
     kill = "kill 0.1 before 1W0.1@5"
-    with launching(server, tmp_path, vehicle=DEEPSPEED) as launch:
+    with launching(server, tmp_path, Run, DEEPSPEED) as launch:
         result = launch(faults(kill), script=WRAPPED, **on_deepspeed(), **LATE).finish()
     assert_same_training(result, references(server, DEEPSPEED, SQUARE), {"0.1"})
     assert_in_order(result)
