@@ -56,6 +56,15 @@ def test_a_kill_with_each_feature(launch, on_the_host, feature):
     assert_in_order(result)
 
 
+@pytest.mark.parametrize("setting", (CLIPPED, EXACT))
+def test_a_kill_within_a_sum_of_many_pieces(launch, on_the_host, setting):
+    """Some pieces are over then, some are on their way to the host or back, and some have not begun."""
+    wraps = json.dumps({"name": "small_pieces", "seat": "1.0", "step": 6, "after": 7})
+    result = launch(setting, script=WRAPPED, RECYCLE_TEST_WRAP=wraps, **LATE).finish()
+    assert_same_training(result, on_the_host(setting), {"1.0"})
+    assert_in_order(result)
+
+
 @pytest.mark.all_kills
 @pytest.mark.parametrize("first, second", [pytest.param(*pair, id=f"{pair[0]}, {pair[1]}") for pair in matrix()])
 def test_each_rank_at_named_instructions(launch, on_the_host, first, second):

@@ -23,10 +23,13 @@ from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.worker import Worker
+from recycle_plugin.runtime.collectives import staging
 from recycle_plugin.runtime.collectives.gloo import GlooLink
+from recycle_plugin.runtime.collectives.in_flight import SCRIPT, SUMS, Asked, Call, Flight
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices import accelerator
+from recycle_plugin.runtime.stage import block_sums
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.stage.stage import Stage
@@ -530,6 +533,24 @@ def break_device(rank: str, at: str) -> None:
         return event(self, what)
 
     accelerator.Accelerator.event = changed
+
+
+def small_pieces(seat: str, step: int, after: int) -> None:
+    """Sums go through the host in pieces of 100 numbers, and the worker at ``seat`` dies in a sum of ``step``, once
+    ``after`` of them are under way or over.
+    """
+    begin, begun = Flight.begin, Counter()
+    staging.PIECE = block_sums.PIECE = 100
+
+    def changed(self: Flight, asked: Asked, link: str = SCRIPT) -> Call:
+        now = self._session.work
+        if link == SUMS and str(TRAINERS[0].seat) == seat and now.step == step:
+            begun[now.step] += 1
+            if begun[now.step] > after:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return begin(self, asked, link)
+
+    Flight.begin = changed
 
 
 def watch_device(folder: str, after: int, until: int) -> None:
