@@ -23,7 +23,7 @@ from recycle_plugin.runtime.devices.host import CPU, on_host
 from recycle_plugin.runtime.devices.pinned import PinnedMemory
 from recycle_plugin.runtime.devices.port import Copy, DeviceEvent, DeviceMemory, Tensors
 
-SHORTEST_S, LONGEST_S = 20e-6, 1e-3  # between two looks at an event
+SHORTEST_S, LONGEST_S = 20e-6, 200e-6  # between two looks at an event; a device may wait for its host meanwhile
 
 
 class Accelerator:
