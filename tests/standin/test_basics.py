@@ -172,6 +172,7 @@ def test_memory_is_counted_exactly(standin):
     pinned = torch.empty(5, pin_memory=True)
     assert pinned.is_pinned() and not torch.empty(5).is_pinned() and standin.pinned_bytes() == 20
     assert torch.ones(3).pin_memory().is_pinned() and a.isnan().all()
+    torch.accelerator.empty_host_cache(), torch.accelerator.empty_cache()
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         torch.empty(1 << 40, device=D)
 
