@@ -50,7 +50,10 @@ reset_synchronisations = _native.reset_synchronisations
 
 
 def configure(*, clocks: bool = True, stacks: bool = True, late: int | None = None) -> None:
-    """Judge the order of accesses or not, with or without stacks, and make asynchronous copies late by a seed."""
+    """Judge the order of accesses or not, with or without stacks, and make asynchronous copies late by a seed.
+
+    All three are set, whatever they were.
+    """
     _native.configure(clocks, stacks, late)
 
 
