@@ -1,0 +1,158 @@
+"""fp16: master weights and sums in fp32 as in bf16, and DeepSpeed's loss scale, which overflows take down wherever they
+are found, whoever dies meanwhile.
+
+The stock engine to compare with is the one at ZeRO stage 1 with sums and all-reduce in fp32: at stage 0 it takes a
+scale out of gradients that it has never put in.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cluster.test_as_stock import OFF, assert_bitwise
+from tests.cluster.test_bf16 import assert_same
+from tests.cluster.test_loss_scale import OVERFLOW, SCALING, scales
+from tests.support.cluster import Result
+from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, SQUARE, STEPS, WRAPPED, Difference, Shape, faults
+
+MORE = pytest.mark.all_kills
+HALF, AS_SCALED = {"name": "half_on_cpu"}, {"name": "unscaled_as_scaled"}
+TOLERATED = Difference(10 * LOSS_TOLERANCE, 10 * PARAMETER_TOLERANCE)  # a weight that rounds to its neighbour
+
+
+def fp16(stage: int = 0, **section: object) -> str:
+    """The override of an fp16 job at this ZeRO stage."""
+    config: dict[str, object] = {"fp16": {"enabled": True, **SCALING, **section}}
+    if stage:
+        config |= {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": "fp32"}}
+        config["communication_data_type"] = "fp32"
+    return "deepspeed=" + json.dumps(config).replace('"', "")
+
+
+def wrapped(*wraps: dict) -> dict[str, str]:
+    return {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps([HALF, *wraps])}
+
+
+REPLICATED = "recycle.zero=replicate"
+VALIDATED = "recycle.clip=validate"
+
+
+def changes(result: Result) -> dict[int, float]:
+    """By the step after which it is another one: the loss scale.  Of a step that is taken back the last word counts."""
+    return dict(sorted((event["step"], event["scale"]) for event in result.of("loss_scale")))
+
+
+def test_bit_for_bit_as_stock(launch):
+    """Through overflows that cost hysteresis, or take the scale down, and steps that take it up."""
+    config = fp16(1, initial_scale_power=21, hysteresis=2)
+    stock = launch("recycle.enabled=false", config, **wrapped(AS_SCALED)).finish()
+    mine = launch(*OFF, config, REPLICATED, **wrapped()).finish()
+    assert not stock.of("start")
+    assert_bitwise(mine, stock)
+    found = changes(mine)
+    assert min(found) > 1 and {later > earlier for earlier, later in zip(found.values(), [*found.values()][1:])} == {
+        False,
+        True,
+    }, found
+
+
+# --- kills ------------------------------------------------------------------------------------------
+
+JOBS = {
+    "fp16": (),
+    "clipped": ("gradient_clipping=0.5",),
+    "tied": ("model.tied=true",),
+    "exact": ("recycle.exact=true",),
+    "static": (),
+}
+KILLS = ("kill 0.1 after 1STEP@4", "kill 1.0 before 0STEP@9"), ("kill 0.0 before 0REDUCE@4", "kill 1.1 after 1W1.1@9")
+
+
+@pytest.mark.parametrize(
+    "job, kills",
+    [
+        pytest.param(job, kills, id=f"{job}, {number}", marks=[MORE] * ((job, number) != ("fp16", 0)))
+        for job in JOBS
+        for number, kills in enumerate(KILLS)
+    ],
+)
+def test_kills_where_steps_overflow(launch, job, kills):
+    """One stage overflows, and the other has applied the step; the job to compare with waits for each step's norm."""
+    settings = (fp16(loss_scale=64.0 if job == "static" else 0), *JOBS[job])
+    waited = launch(*settings, "recycle.clip=sync", **wrapped(OVERFLOW)).finish()
+    result = launch(*settings, VALIDATED, faults(*kills), **wrapped(OVERFLOW)).finish()
+    assert not waited.of("rejected") and {4, 9} <= {event["step"] for event in result.of("rejected")}
+    tolerated = Difference(0.0, 0.0) if job == "exact" else TOLERATED
+    assert_same(result, waited, tolerated, {kill.split()[1] for kill in kills}, kills)
+    assert changes(result) == changes(waited) == ({} if job == "static" else dict(scales({4, 9})))
+
+
+# --- checkpoints ------------------------------------------------------------------------------------
+
+HALF_WAY, SCRIPT = STEPS // 2, "tests/jobs/checkpoint.py"
+
+
+@pytest.fixture
+def train(launch, tmp_path):
+    """``train(*overrides, shape=, **plan)``: the result of tests/jobs/checkpoint.py, without dropout, whose masks are
+    others in stock.
+    """
+
+    def run(*overrides: str, shape: Shape = SQUARE, **plan: object) -> Result:
+        plan = {"folder": str(tmp_path / "saved"), "flags": str(tmp_path / "flags"), "half": True} | plan
+        result = launch(
+            "model.dropout=0.0", *overrides, shape=shape, script=SCRIPT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan)
+        ).finish()
+        assert result.code == 0, result.output[-6000:]
+        return result
+
+    return run
+
+
+GOING_UP = {"initial_scale_power": 18, "loss_scale_window": 3, "hysteresis": 2}
+
+
+@pytest.mark.parametrize("stage", (pytest.param(0, marks=MORE), 1))
+def test_stock_goes_on_from_a_degraded_checkpoint(train, stage):
+    """Both stages have lost a worker.  The scale is the same; at stage 0 stock's gradients are others."""
+    config = fp16(stage, **GOING_UP)
+    kills = faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6")
+    degraded = train(config, *([REPLICATED] * stage), kills, save_at=[HALF_WAY])
+    assert {event["seat"] for event in degraded.of("lost")} == {"0.0", "1.1"}
+    assert {step <= HALF_WAY for step in changes(degraded)} == {True, False}, (
+        "the scale is another one before and after"
+    )
+    stock = train("recycle.enabled=false", config, load=True, unscaled_as_scaled=True)
+    assert {record["engine"] for record in stock.records.values()} == {"PipelineEngine"}
+    same = STEPS if stage == 1 else 1
+    assert stock.losses[:same] == pytest.approx(degraded.losses[HALF_WAY:][:same], abs=TOLERATED.loss)
+
+
+@MORE
+@pytest.mark.parametrize("stage", (0, 1))
+def test_the_scale_goes_on_from_a_checkpoint(train, stage):
+    """Also in the background's, with another number of replicas, and where nothing but the weights is loaded."""
+    config = fp16(stage, **GOING_UP), *([REPLICATED] * stage)
+    whole = train(*config, save_at=[HALF_WAY])
+    for shape in SQUARE, Shape(replicas=4, micro_batches=1):
+        again = train(*config, shape=shape, load=True)
+        assert again.losses == pytest.approx(whole.losses[HALF_WAY:], abs=TOLERATED.loss)
+        assert changes(again) == {step: scale for step, scale in changes(whole).items() if step > HALF_WAY}
+        assert not again.of("warning")
+    weights = train(*config, load=True, module_only=True)
+    assert weights.losses[0] == pytest.approx(whole.losses[HALF_WAY], abs=TOLERATED.loss)
+    assert next(iter(changes(weights).items())) == next(iter(changes(whole).items()))
+
+
+@MORE
+@pytest.mark.parametrize("stage", (0, 1))
+def test_from_stocks_checkpoint(train, stage):
+    """At stage 1 all goes on as there; at stage 0 the state is read that stock has made of its gradients."""
+    config = fp16(stage, **GOING_UP)
+    stock = train("recycle.enabled=false", config, save_at=[HALF_WAY], unscaled_as_scaled=True)
+    mine = train(config, *([REPLICATED] * stage), load=True)
+    assert mine.losses[0] == pytest.approx(stock.losses[HALF_WAY], abs=TOLERATED.loss)
+    if stage == 1:
+        assert mine.losses == pytest.approx(stock.losses[HALF_WAY:], abs=TOLERATED.loss)
