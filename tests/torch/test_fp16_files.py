@@ -142,7 +142,7 @@ def test_either_format_is_read_whole(written, read):
     one, other = Subject(written), Subject(read, seed=5)
     one.train(), other.train((True, False))
     other.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
-    assert same(other.state(), one.state()) and one.scaler.cur_scale == other.optimizer.cur_scale == 2**10
+    assert same(other.state(), one.state()) and one.scaler.cur_scale == other.optimizer.loss_scale == 2**10
     one.train(COURSE[:2]), other.train(COURSE[:2])
     assert same(other.state(), one.state())
 

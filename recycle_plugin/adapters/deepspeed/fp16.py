@@ -48,10 +48,8 @@ class HalfOptimizer(MasterOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by, for scripts."""
+        """What losses are multiplied by, for scripts and monitors."""
         return self._scaler.loss_scale
-
-    cur_scale = loss_scale  # the name by which stock code's monitors ask
 
     def state_dict(self) -> dict[str, Any]:
         """The state as stock's optimizer has it, for stock code that saves a checkpoint."""
