@@ -18,7 +18,17 @@ from tests.cluster.test_bf16 import assert_same
 from tests.cluster.test_loss_scale import OVERFLOW, SCALING, scales
 from tests.cluster.test_seen import curve
 from tests.support.cluster import Result
-from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, SQUARE, STEPS, WRAPPED, Difference, Shape, faults
+from tests.support.jobs import (
+    LOSS_TOLERANCE,
+    PARAMETER_TOLERANCE,
+    SQUARE,
+    STEPS,
+    WRAPPED,
+    Difference,
+    Emulated,
+    Shape,
+    faults,
+)
 
 MORE = pytest.mark.all_kills
 HALF, AS_SCALED = {"name": "half_on_cpu"}, {"name": "unscaled_as_scaled"}
@@ -31,7 +41,7 @@ def fp16(stage: int = 0, **section: object) -> str:
     config: dict[str, object] = {"fp16": {"enabled": True, **SCALING, **section}}
     if stage:
         config |= {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": "fp32"}}
-        config["communication_data_type"] = "fp32"
+        config |= {"communication_data_type": "fp32", "zero_allow_untested_optimizer": True}
     return "deepspeed=" + json.dumps(config).replace('"', "")
 
 
@@ -63,6 +73,18 @@ def test_bit_for_bit_as_stock(launch, tmp_path):
     assert found == theirs and len(found) == STEPS
     values = [2.0**21, *found.values()]
     assert values[1] == values[0] > values[2] and any(after > before for before, after in zip(values, values[1:]))
+
+
+@MORE
+def test_inputs_are_cast_as_in_stock(launch):
+    """Vectors in fp32, which layers in fp16 refuse."""
+    config, shape = fp16(1, auto_cast=True), Emulated(each_ms=0)
+    stock = launch("recycle.enabled=false", config, shape=shape, **wrapped(AS_SCALED)).finish()
+    mine = launch(config, REPLICATED, faults("kill 0.1 before 1F0.1@8"), shape=shape, **wrapped()).finish()
+    assert stock.code == mine.code == 0, stock.output[-6000:] + mine.output[-6000:]
+    assert mine.losses == pytest.approx(stock.losses, abs=TOLERATED.loss) and mine.losses[-1] < mine.losses[0]
+    without = launch(fp16(1), REPLICATED, shape=shape, **wrapped()).finish()
+    assert without.losses[0] != mine.losses[0]
 
 
 # --- kills ------------------------------------------------------------------------------------------
