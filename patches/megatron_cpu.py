@@ -7,6 +7,7 @@ least of all.  The random numbers need no patch: see ``follow_default_generator`
 
 from __future__ import annotations
 
+import os
 from functools import reduce
 from operator import mul
 from typing import Any
@@ -14,15 +15,18 @@ from typing import Any
 import torch
 from recycle_plugin.patches import Patch
 
+from recycle_plugin.runtime.devices.kinds import own_device
+
 
 def _get_tensor(
     self: Any, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Any = None
 ) -> torch.Tensor:
-    """``GlobalMemoryBuffer.get_tensor`` on the CPU: a view of a buffer that grows, values undefined."""
+    """``GlobalMemoryBuffer.get_tensor`` where this job computes: a view of a buffer that grows, values undefined."""
     length = reduce(mul, tensor_shape, 1)
     buffer = self.buffer.get((name, dtype))
     if buffer is None or buffer.numel() < length:
-        buffer = self.buffer[name, dtype] = torch.empty(length, dtype=dtype, device="cpu")
+        where = own_device(os.environ.get("DS_ACCELERATOR")).where
+        buffer = self.buffer[name, dtype] = torch.empty(length, dtype=dtype, device=where)
     return buffer[:length].view(*tensor_shape)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.runtime.device import fetch
+from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.worker.ports import Norm, Parameters
 
 
@@ -90,7 +90,7 @@ def clip(parameters: Parameters, norm: torch.Tensor, limit: float) -> None:
 
     New tensors take their place: what the gradients were stays for peers that lack it.
     """
-    coefficient = torch.min(torch.tensor([1.0]), torch.tensor([float(limit)]) / (norm + 1e-6))
+    coefficient = torch.min(torch.tensor(1.0), torch.tensor(float(limit)) / (norm + 1e-6))  # goes to a kernel by itself
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad = parameter.grad * coefficient.to(parameter.grad.device)
+            parameter.grad = parameter.grad * coefficient
