@@ -15,6 +15,7 @@ import torch
 
 from tests.cluster.test_as_stock import OFF, assert_bitwise
 from tests.cluster.test_bf16 import assert_same
+from tests.cluster.test_kills import one_stage_ahead, replica_lost
 from tests.cluster.test_loss_scale import OVERFLOW, SCALING, scales
 from tests.cluster.test_seen import curve
 from tests.support.cluster import Result
@@ -117,6 +118,19 @@ def test_kills_where_steps_overflow(launch, job, kills):
     tolerated = Difference(0.0, 0.0) if job == "exact" else TOLERATED
     assert_same(result, waited, tolerated, {kill.split()[1] for kill in kills}, kills)
     assert changes(result) == changes(waited) == ({} if job == "static" else dict(scales({4, 9})))
+
+
+@MORE
+@pytest.mark.parametrize("ahead", (0, 1))
+def test_a_step_that_has_raised_the_scale_is_taken_back(launch, tmp_path, ahead):
+    """By stages that have to make again what a lost replica alone had; they raise it once."""
+    settings, shape, kills = (fp16(loss_scale_window=2), VALIDATED), Shape(replicas=3), replica_lost(ahead)
+    gate = json.loads(one_stage_ahead(tmp_path, ahead, 7, 3)["RECYCLE_TEST_WRAP"])
+    calm = launch(*settings, shape=shape, **wrapped()).finish()
+    result = launch(*settings, faults(*kills), shape=shape, **wrapped(gate)).finish()
+    assert_same(result, calm, TOLERATED, {"0.0", "0.1"}, kills)
+    undone = {event["seat"] for event in result.of("recovery_plan") if event["undone"]}
+    assert undone == {f"1.{ahead}", f"2.{ahead}"} and changes(result) == changes(calm) and 7 in changes(calm)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------
