@@ -40,8 +40,8 @@ MEMORY_BUFFER = Patch(
 
 
 def apply() -> None:
-    """Apply where there is no CUDA; with CUDA megatron-core stays as it is.  Raises ``PatchMismatch``."""
-    if not torch.cuda.is_available():
+    """Apply where this job does not compute on CUDA; there megatron-core stays as it is.  Raises ``PatchMismatch``."""
+    if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
         MEMORY_BUFFER.apply()
 
 

@@ -273,18 +273,6 @@ def test_two_bytes_a_weight_say_what_they_cost(doctor, precision) -> None:
         ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage 1 shards the optimizer state"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3 does not work with pipelines"),
         ({"amp": {"enabled": True}}, "amp.enabled: only fp32, bf16 and fp16 are supported yet"),
-        (
-            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
-            "bf16.enabled and fp16.enabled contradict each other: set one of them to false",
-        ),
-        (
-            {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
-            'data_types.grad_accum_dtype is "fp16": fp16 gradients are summed in fp32',
-        ),
-        (
-            {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
-            "fp16.fp16_master_weights_and_grads: master weights, sums of gradients and the optimizer's state are fp32",
-        ),
         ({"train_batch_size": 24}, "train_batch_size 24 is not 1 samples x 6 micro-batches x 2 replicas; set it to 12"),
         ({"recycle": {}}, "recycle.enabled is false"),
         ({"recycle": {"enabled": True, "reroute": False}}, "recycle.reroute is false: any loss ends the job"),

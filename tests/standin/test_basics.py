@@ -6,6 +6,9 @@ import copy
 import io
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,6 +169,24 @@ def test_a_process_that_has_used_it_must_not_be_forked(standin):
     kept = torch.ones(2, device=D)
     assert torch.standin.is_initialized() and not torch.standin._is_in_bad_fork()
     assert _in_fork(_is_refused) == 0 and kept.sum().item() == 2
+
+
+def test_a_script_has_it_by_an_import_and_says_at_its_end_what_was_not_raised(standin):
+    script = """
+import torch
+from tests.support import standin
+host = torch.zeros(9, pin_memory=True)
+host.copy_(torch.ones(9, device="standin"), non_blocking=True)
+print(host.sum().item())
+"""
+    environment = {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "HOME": os.environ["HOME"],
+        "RECYCLE_TEST_STANDIN_LATE": "3",
+    }  # no PATH
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "0.0\n" and done.returncode == 0, done.stderr
+    assert "never raised: standin: two accesses of pinned host memory are not ordered" in done.stderr
 
 
 def _is_refused():

@@ -14,7 +14,7 @@ thread_local WorkPtr running;
 namespace {
 constexpr int kPoison = 0xff;  // NaN in every floating type, -1 in every integer
 
-std::map<const char*, BlockPtr> blocks;  // by the beginning of their memory
+auto& blocks = *new std::map<const char*, BlockPtr>;  // by the beginning of their memory
 int64_t live[kMostDevices], most[kMostDevices], live_pinned;
 std::atomic<uintptr_t> pinned_from{UINTPTR_MAX}, pinned_to{0};
 

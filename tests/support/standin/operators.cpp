@@ -9,6 +9,7 @@
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/library.h>
 
 #include <set>
@@ -106,7 +107,7 @@ class Call {
       convert_and_call();
       return std::nullopt;
     }
-    const auto work = submit(schema_.name(), agent, trace);
+    const auto work = submit(name(), agent, trace);
     for (const auto& each : given_) {
       if (each.looks)
         continue;
@@ -131,6 +132,12 @@ class Call {
     if (waits)
       host_learns(clock_of(agent));
     return std::nullopt;
+  }
+
+  // In a backward pass, whose thread has no stack to show, with the node that runs it.
+  std::string name() const {
+    const auto node = torch::autograd::get_current_node();
+    return node ? schema_.name() + " of " + node->name() : schema_.name();
   }
 
   static std::optional<Conflict> touch_tensor(const at::Tensor& tensor, bool writes, const WorkPtr& work) {
