@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cluster.conftest import launching
+from tests.cluster.test_accelerator import LATE, assert_in_order, on_deepspeed
 from tests.cluster.test_as_stock import OFF, assert_bitwise
 from tests.cluster.test_bf16 import assert_same
 from tests.cluster.test_kills import one_stage_ahead, replica_lost
@@ -118,6 +120,19 @@ def test_kills_where_steps_overflow(launch, job, kills):
     tolerated = Difference(0.0, 0.0) if job == "exact" else TOLERATED
     assert_same(result, waited, tolerated, {kill.split()[1] for kill in kills}, kills)
     assert changes(result) == changes(waited) == ({} if job == "static" else dict(scales({4, 9})))
+
+
+@MORE
+def test_on_an_accelerator(server, tmp_path):
+    """The stand-in, whose kernels are the CPU's."""
+    settings, kills = (fp16(), VALIDATED), KILLS[0]
+    with launching(server, tmp_path) as launch:
+        on_cpu = launch(*settings, **wrapped(INFINITE)).finish()
+        wraps = on_deepspeed(HALF, INFINITE)
+        result = launch(*settings, faults(*kills), script=WRAPPED, **wraps, **LATE).finish()
+    assert_same(result, on_cpu, TOLERATED, {kill.split()[1] for kill in kills}, kills)
+    assert_in_order(result)
+    assert changes(result) == changes(on_cpu)
 
 
 @MORE
