@@ -58,7 +58,7 @@ VALIDATED = "recycle.clip=validate"
 
 def changes(result: Result) -> dict[int, float]:
     """By the step after which it is another one: the loss scale.  Of a step that is taken back the last word counts."""
-    return dict(sorted((event["step"], event["scale"]) for event in result.of("loss_scale")))
+    return dict(sorted({event["step"]: event["scale"] for event in result.of("loss_scale")}.items()))
 
 
 def test_bit_for_bit_as_stock(launch, tmp_path):
