@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -29,6 +30,8 @@ from recycle_plugin.runtime.collectives.in_flight import SCRIPT, SUMS, Asked, Ca
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices import accelerator
+from recycle_plugin.runtime.devices.host import Cpu, Done
+from recycle_plugin.runtime.devices.timeline import Timeline
 from recycle_plugin.runtime.stage import block_sums
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.stage.masters import Masters
@@ -276,17 +279,19 @@ def flip_bit(seat: str, step: int) -> None:
 
 def slow(seat: str, times: float, steps: list[int]) -> None:
     """From the first to the last of ``steps`` the worker at ``seat`` needs ``times`` as long to compute, all others as
-    long as they do: by the clock of each worker, which nothing else moves.
+    long as they do: by the clock of each worker's device, which nothing else moves.
     """
-    compute, now = Operations.compute, [0]
+    start, now = Timeline.start, [0.0]
 
-    def changed(self: Operations, instruction, have, *given) -> dict:
-        if instruction.op in COMPUTE:
-            slowly = str(have.seat) == seat and steps[0] <= instruction.step <= steps[1]
-            now[0] += round(1000 * (times if slowly else 1))
-        return compute(self, instruction, have, *given)
+    def changed(self: Timeline, instruction: Instruction, begin: Callable[[], dict]) -> dict:
+        def spent() -> dict:
+            slowly = str(TRAINERS[0].seat) == seat and steps[0] <= instruction.step <= steps[1]
+            now[0] += 0.001 * (times if slowly else 1) * (instruction.op in COMPUTE)
+            return begin()
 
-    Operations.compute, TorchMachine.now_us = changed, lambda self: now[0]
+        return start(self, instruction, spent)
+
+    Timeline.start, Cpu.event = changed, lambda self, what: Done(now[0])
 
 
 def linger(seat: str, seconds: float, step: int, only: str = "", computes: bool = False) -> None:
