@@ -15,9 +15,9 @@ from typing import Any
 from recycle_plugin.core.vocabulary.cost import CostModel
 
 ORIGINS = ("measured", "analytic")
-STATE_BYTES = {"fp32": 16, "bf16": 18}
-"""A parameter with Adam: weight, gradient, m and v in fp32; beside bf16 weights a gradient and a master weight in fp32
-too.
+STATE_BYTES = {"fp32": 16, "bf16": 18, "fp16": 18}
+"""A parameter with Adam: weight, gradient, m and v in fp32; beside bf16 and fp16 weights a gradient and a master weight
+in fp32 too.
 """
 UNDO_BYTES = {"snapshot": 12, "inverse": 4}
 """A parameter, by the setting ``undo``: copies of its fp32 weight, m and v, or of its gradient."""
