@@ -9,15 +9,17 @@ are what the optimizer will apply: stock code clips after STEP has begun.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.stage.clipping import Clipping
+from recycle_plugin.runtime.stage.clipping import Clipping, scale, scaled
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo import KINDS, Undo
+from recycle_plugin.runtime.state.undo.kept import Keeper
 from recycle_plugin.runtime.worker.ports import Optimizer, Parameters
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
@@ -74,7 +76,9 @@ class Stepping:
 
     def clip(self) -> None:
         """Clip ``parameter.grad`` for the step that stock code is applying."""
-        self._clipping.clip(self._applying)
+        by = self._clipping.coefficient(self._applying)
+        if by is not None:
+            self._gradients.scale(partial(scale, self._parameters, by), partial(scaled, by=by))
 
     def norm(self) -> torch.Tensor | None:
         """The norm of the step that stock code is applying; None where it is not known yet."""
@@ -86,7 +90,8 @@ class Stepping:
             return self._clipping.share() / self._scale.value**2
 
     def _unscale_and_apply(self) -> None:
-        self._scale.unscale(self._parameters)
+        value = self._scale.value  # which the step may change
+        self._gradients.scale(partial(self._scale.unscale, self._parameters), lambda gradient: gradient / value)
         self._optimizer.apply()
 
     def _skip(self) -> None:
@@ -121,8 +126,11 @@ class Stepping:
         self._stage.forget_sums()
 
 
-def undo_record(kind: str, state: StageState) -> Undo:
-    """Make what takes a step of ``state``'s optimizer back, and have it recorded before each of its steps."""
-    record: Undo = KINDS[kind](state)
+def undo_record(kind: str, state: StageState, keeper: Keeper | None = None) -> Undo:
+    """Make what takes a step of ``state``'s optimizer back, and have it recorded before each of its steps.
+
+    ``keeper``: who has the gradients of a step until it is committed.
+    """
+    record: Undo = KINDS[kind](state, keeper)
     state.optimizer.optimizer.register_step_pre_hook(lambda *_: record.before_step())
     return record

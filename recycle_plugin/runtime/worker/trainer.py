@@ -311,7 +311,7 @@ class Trainer:
         gradients = Gradients(framework.buckets, self._store, parameters, blocks, framework.tied)
         elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.stage}
         clipping = Clipping(self._store, parameters, framework.norm or TrueNorm(elsewhere), framework.clipping)
-        undo = undo_record(self._settings.undo, self.state)
+        undo = undo_record(self._settings.undo, self.state, gradients)
         return Stepping(framework.optimizer, self._stage, parameters, gradients, clipping, scale, undo, self._session)
 
     def _blocks(self) -> Blocks:

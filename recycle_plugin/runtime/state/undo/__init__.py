@@ -5,10 +5,10 @@ Records are kept from just before the step until it is committed by all stages; 
 
 * ``snapshot`` copies everything that the step changes.  Exact, for any optimizer; 12 bytes a parameter for Adam in
   fp32, copied before every step.
-* ``inverse`` keeps the applied gradient and turns the update rule round, after SWIFT (Zhong et al., PPoPP'23, arXiv
-  2302.06173, update-undo).  4 bytes a parameter in fp32, for the optimizers in
-  :mod:`~recycle_plugin.runtime.state.undo.rules`; rounding is not taken back.  It gains nothing over a snapshot for SGD
-  without momentum, whose only state is the parameter.
+* ``inverse`` turns the update rule round, after SWIFT (Zhong et al., PPoPP'23, arXiv 2302.06173, update-undo).  It
+  needs the applied gradient, whose sum over the workers is kept until the commit in any case, for peers that may lack
+  it; so it takes no bytes of its own.  For the optimizers in :mod:`~recycle_plugin.runtime.state.undo.rules`; rounding
+  is not taken back.
 
 In both ways hyper-parameters, step counts, learning-rate schedulers and counters come back exactly.
 """
@@ -42,7 +42,7 @@ class Undo(Protocol):
         """Bytes of the tensors that are kept for it."""
 
 
-KINDS: dict[str, Callable[[StageState], Undo]] = {
+KINDS: dict[str, Callable[..., Undo]] = {
     "snapshot": Snapshot,
     "inverse": Inverse,
-}  # by the setting's words; constructed alike
+}  # by the setting's words; constructed alike, of a state, and of who keeps gradients

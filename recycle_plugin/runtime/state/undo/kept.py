@@ -1,13 +1,25 @@
-"""What both ways of undo keep: copies of tensors, and the small parts of a stage's state."""
+"""What the ways of undo keep: copies of tensors, and the small parts of a stage's state; and what others keep for
+them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from recycle_plugin.runtime.state.stage_state import StageState, TensorForm, form_of
+
+
+class Keeper(Protocol):
+    """Who has the gradients of a step for as long as that may have to be taken back (runtime/stage/gradients.py)."""
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter.grad``, about to be applied, is what :meth:`applied_to` will give."""
+
+    def applied_to(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The gradient that the last step has applied to ``parameter``."""
 
 
 class Copies:

@@ -12,15 +12,15 @@ from __future__ import annotations
 import torch
 
 from recycle_plugin.runtime.state.stage_state import StageState, form_of
-from recycle_plugin.runtime.state.undo.kept import Copies, Small
+from recycle_plugin.runtime.state.undo.kept import Copies, Keeper, Small
 
 
 class Snapshot:
-    """Undo by copies of all parts of ``state``, but for those that follow from others."""
+    """Undo by copies of all parts of ``state``, but for those that follow from others.  It needs no ``keeper``."""
 
     exact = True
 
-    def __init__(self, state: StageState) -> None:
+    def __init__(self, state: StageState, keeper: Keeper | None = None) -> None:
         self._state = state
         self._small, self._copies = Small(state), Copies()
 
