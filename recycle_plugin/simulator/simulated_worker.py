@@ -201,12 +201,13 @@ class SimulatedMachine:
     def _say_dealt(self, step: int, retired: set[int], dealt: Batches) -> None:
         self.cluster.exercised[ProtocolRule.DEALT] += 1
 
-    def record(self, span: Span) -> None:
-        """Takes the time span of an instruction that has run into the cluster's trace."""
+    def record(self, span: Span) -> Iterable[Span]:
+        """Takes the time span of an instruction that has run into the cluster's trace; it is over."""
         self.done += 1
         self.cluster.spans.append(span)
         if span.instruction.op in SENDS:
             self.cluster.watcher.sent(self)
+        return (span,)
 
     def _complain(self, generation: int, datum: Datum, source: Seat) -> None:
         """Tells the coordinator that a datum is missing, where the same wait lasts too long."""

@@ -19,7 +19,7 @@ CASES = {
     "misspelt section": '"Recyle" in the DeepSpeed config: no such section; did you mean "recycle"?',
     "no batch size": "the DeepSpeed config has neither train_batch_size nor train_micro_batch_size_per_gpu: write one "
     "of the two",
-    "nccl": 'process groups over nccl are not supported yet: write "gloo" where your script names a backend, or leave '
+    "another backend": 'process groups over another are not supported yet: write "gloo" where your script names a backend, or leave '
     "it out",
     "one replica": "data parallelism is 1",
     "iterable dataset": "training_data is a Endless, which cannot be read by index: give a map-style dataset",
@@ -44,6 +44,11 @@ def options(tmp_path: Path, case: str) -> dict:
 @pytest.mark.parametrize("case", CASES)
 def test_refused(launch, tmp_path, case):
     assert_one_line(launch(shape=PAIR, **options(tmp_path, case)).finish(), CASES[case])
+
+
+def test_a_script_that_names_nccl_gets_groups_that_lose_members(launch, tmp_path):
+    result = launch(shape=PAIR, **options(tmp_path, "nccl")).finish()
+    assert result.code == 0 and "step: 1: loss" in result.output, result.output[-3000:]
 
 
 def test_more_stages_than_layers(launch, tmp_path):

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import wrappers
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from recycle_plugin.core.vocabulary.instruction import Instruction

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from recycle_plugin.adapters.plain import Pipeline
-from recycle_plugin.runtime.device import CPU
+from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.stage.randomness import keyed
 
 WIDTH, STEPS, SEED = 8, 6, 3

@@ -215,7 +215,7 @@ def test_members_are_searched_in_one_module() -> None:
 
 KINDS = {"cpu", "cuda"}
 ASKS = {"get_accelerator", "is_cpu", "is_cuda"}
-DEVICES = "runtime/device.py"
+DEVICES = "runtime/devices/host.py"
 NAMED = {  # elsewhere, and why
     "adapters/deepspeed/engine_checks.py": {
         "get_accelerator"
@@ -223,6 +223,7 @@ NAMED = {  # elsewhere, and why
     "commands/doctor_settings.py": {"cpu"},  # what DeepSpeed's variable has to be, said without torch
     "experiments/runs.py": {"cpu"},  # sets it for the jobs that it starts
     "commands/profile.py": {"cpu", "cuda"},  # the choices of a measurement, also of devices that nothing trains on yet
+    "runtime/devices/accelerator.py": {"torch.version.cuda"},  # for its text of what decides how operations round
     "commands/measure_gpt.py": {"cpu", "cuda", "torch.cuda"},  # the measurement
 }
 

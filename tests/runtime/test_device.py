@@ -1,4 +1,4 @@
-"""What everything that tensors are computed on does (runtime/device.py), and what waits for one whose copies are
+"""What everything that tensors are computed on does (runtime/devices/port.py), and what waits for one whose copies are
 late.
 """
 
@@ -15,10 +15,12 @@ import torch
 from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError, WaitTimeout
-from recycle_plugin.runtime import device as ours
-from recycle_plugin.runtime.device import CPU, Cpu, There, device_of, fetch
+from recycle_plugin.runtime.devices import kinds
+from recycle_plugin.runtime.devices.host import CPU, Cpu, There, on_host
+from recycle_plugin.runtime.devices.kinds import device_of, fetch
 from recycle_plugin.runtime.movers.batches import packed, unpacked
 from recycle_plugin.runtime.movers.tcp import Transport
 from recycle_plugin.runtime.stage.operations import Operations
@@ -73,7 +75,7 @@ def test_what_comes_to_the_host_is_contiguous_there_and_has_no_graph(device, sha
     (found,) = device.to_host([made.t().requires_grad_() * 1], "", shared=shared).wait(WAIT_S)
     assert (
         found.is_contiguous()
-        and ours.on_host(found)
+        and on_host(found)
         and not found.requires_grad
         and torch.equal(found, torch.arange(12.0).reshape(3, 4).t())
     )
@@ -121,7 +123,7 @@ def test_a_copy_can_be_waited_for_by_several_threads_and_again(device):
 def test_room_is_in_host_memory_to_be_written_to(device):
     made = device.room([2, 3], torch.bfloat16)
     made.fill_(3)
-    assert ours.on_host(made) and made.shape == (2, 3) and made.dtype is torch.bfloat16 and made.is_contiguous()
+    assert on_host(made) and made.shape == (2, 3) and made.dtype is torch.bfloat16 and made.is_contiguous()
     assert torch.equal(there(device, made)[0], torch.full((2, 3), 3.0, dtype=torch.bfloat16))
 
 
@@ -203,18 +205,17 @@ def test_its_kind_is_one_that_autocast_knows(device):
 
 def test_a_device_is_found_by_where_its_tensors_are_and_another_kind_is_refused_in_one_line():
     assert device_of(torch.ones(1).device) is CPU and device_of(torch.device(f"{CPU.kind}:0")) is CPU
-    with pytest.raises(RecycleError, match=r"^the accelerator is meta: .*\(NCCL comes later\)$") as refused:
+    with pytest.raises(RecycleError, match=r"^the accelerator is meta, and torch finds cpu.* here$") as refused:
         device_of(torch.device("meta"))
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "asked, found, supported", [(None, None, True), ("cuda", None, False), ("cpu", "cuda", True), (None, "cuda", False)]
-)
-def test_a_job_runs_on_what_it_was_asked_to_or_else_on_what_torch_finds(monkeypatch, asked, found, supported):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: found is not None)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(found))
-    assert ours.supports(asked) is supported
+@pytest.mark.parametrize("asked, found, chosen", [(None, None, "cpu"), ("cpu", "meta", "cpu"), (None, "meta", "meta")])
+def test_a_job_computes_on_what_it_was_asked_to_or_else_on_what_torch_finds(monkeypatch, asked, found, chosen):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found and torch.device(found))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(kinds, "device_of", lambda where: where.type)
+    assert kinds.own_device(asked) == chosen
 
 
 # --- the store, and what is read --------------------------------------------------------------------
@@ -388,6 +389,13 @@ class Nothing:
     compute = share = norm = undo = forget_sums = None
 
 
+class Stepping:
+    """An optimizer that has nothing to do."""
+
+    def apply(self, step: int) -> None:
+        pass
+
+
 class Computing:
     """A stage that starts something on ``device``."""
 
@@ -398,28 +406,48 @@ class Computing:
         return {}
 
 
-def test_an_instruction_that_computes_is_over_when_the_device_is_done(coordinator, late):
-    session = coordinator.session(0, wait_timeout_s=0.05)
+def test_the_host_is_at_most_one_instruction_ahead_of_the_device(coordinator, late):
+    session, ran = coordinator.session(0, wait_timeout_s=0.05), []
     operations = Operations(session, Computing(late), None, None, None)
-    one, ran = Instruction(Op.F, 0, MicroBatch(0, 1), 3), []
-    with pytest.raises(WaitTimeout, match=re.escape(f"waited 0.05 s for {one}")):
-        operations.compute(one, None, False)
+    first, second, third = (Instruction(Op.F, 0, MicroBatch(0, index), 3) for index in range(3))
+    for one in (first, second):
+        assert operations.compute(one, None, False) == {}
+        assert list(operations.timeline.spans(Span(Seat(0, 0), one, 1, 2))) == []
+    with pytest.raises(WaitTimeout, match=re.escape(f"waited 0.05 s for {first}")):
+        operations.compute(third, None, False)
     session.wait_timeout_s = WAIT_S
-    thread = threading.Thread(target=lambda: ran.append(operations.compute(one, None, False)))
-    before = len(late.under_way)
+    thread = threading.Thread(target=lambda: ran.append(operations.compute(third, None, False)))
     thread.start()
-    while len(late.under_way) == before and thread.is_alive():
-        thread.join(0.001)
-    assert len(late.under_way) == before + 1 and not ran
+    thread.join(0.05)
+    assert thread.is_alive() and not ran
     late.let()
     thread.join(WAIT_S)
     assert ran == [{}]
 
 
-def test_what_a_device_fails_with_is_raised_by_the_instruction(coordinator):
+def test_spans_are_of_the_device_and_all_are_over_behind_a_step(coordinator, device):
+    operations = Operations(coordinator.session(0), Computing(device), Stepping(), None, lambda step: None)
+    program = [*(Instruction(Op.F, 0, MicroBatch(0, index), 3) for index in range(3)), Instruction(Op.STEP, 0, None, 3)]
+    spans = []
+    for one in program:
+        operations.compute(one, None, False)
+        spans += operations.timeline.spans(Span(Seat(0, 0), one, 1, 2))
+    assert [span.instruction for span in spans] == program
+    times = [time for span in spans for time in (span.start_us, span.end_us)]
+    assert times == sorted(times) and times[0] > 1e15, "of the host's clock, one behind the other"
+
+
+def test_what_does_not_compute_is_over_at_once(coordinator, late):
+    operations = Operations(coordinator.session(0), Computing(late), None, None, None)
+    operations.compute(Instruction(Op.F, 0, MicroBatch(0, 0), 3), None, False)
+    span = Span(Seat(0, 0), Instruction(Op.REDUCE, 0, None, 3), 1, 2)
+    assert list(operations.timeline.spans(span)) == [span]
+
+
+def test_what_a_device_fails_with_is_raised_where_the_host_would_go_on(coordinator):
     device = LateDevice()
     device.breaks = RuntimeError("an illegal memory access")
+    operations = Operations(coordinator.session(0), Computing(device), None, None, None)
     with pytest.raises(RuntimeError, match="an illegal memory access"):
-        Operations(coordinator.session(0), Computing(device), None, None, None).compute(
-            Instruction(Op.W, 0, MicroBatch(0, 1), 3), None, False
-        )
+        for index in range(3):
+            operations.compute(Instruction(Op.W, 0, MicroBatch(0, index), 3), None, False)

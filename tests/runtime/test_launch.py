@@ -235,7 +235,8 @@ def test_what_an_import_prints_is_no_answer(imported, capfd):
             r"in the process to fork them from there are 2 threads \(.+, .+\)",
         ),
         (
-            "import torch; torch.cuda.is_initialized = lambda: True",
+            "import torch; torch.cuda.is_initialized = lambda: True\n"
+            "torch.accelerator.current_accelerator = lambda: torch.device('cuda')",
             "in the process to fork them from an accelerator is in use",
         ),
         (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recycle_plugin.core.worker.executor import Interrupted
-from recycle_plugin.runtime.device import CPU, Cpu
+from recycle_plugin.runtime.devices.host import CPU, Cpu
 from recycle_plugin.runtime.movers.tcp import Transport
 from recycle_plugin.runtime.worker.tiers import Host
 from tests.support.late_device import LateDevice

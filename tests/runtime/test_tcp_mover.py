@@ -21,7 +21,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import WaitTimeout
-from recycle_plugin.runtime.device import CPU, There
+from recycle_plugin.runtime.devices.host import CPU, There
 from recycle_plugin.runtime.movers import tcp
 from recycle_plugin.runtime.movers.tcp import LANGUAGE, Header, Sender, Transport
 from recycle_plugin.runtime.processes.accepting import PAUSE_S
@@ -110,7 +110,7 @@ def test_the_coordinator_hears_what_does_not_come(pair, coordinator):
 class Nothing:
     """A stage that is not asked anything."""
 
-    compute = None
+    compute = device = None
 
 
 def test_the_coordinator_hears_of_a_connection_that_broke_and_what_is_sent_after_meeting_again_arrives(

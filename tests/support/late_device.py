@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from recycle_plugin.runtime.collectives.link import Handle
-from recycle_plugin.runtime.device import CPU, Copy, Tensors
+from recycle_plugin.runtime.devices.host import CPU
+from recycle_plugin.runtime.devices.port import Copy, Tensors
 
 
 class Asked(NamedTuple):
@@ -25,7 +26,7 @@ class Asked(NamedTuple):
 
 
 class LateDevice:
-    """As runtime.device.Device, in memory of the host.
+    """As runtime.devices.port.Device, in memory of the host.
 
     ``held``: nothing happens before :meth:`let`, however long somebody waits.  ``breaks``: with what everything fails
     that comes about from then on.
@@ -33,14 +34,8 @@ class LateDevice:
     ``asked``: all copies so far; ``under_way``: what is not over.
     """
 
-    where, kind, generators, room, memory, arithmetic = (
-        CPU.where,
-        CPU.kind,
-        CPU.generators,
-        CPU.room,
-        CPU.memory,
-        CPU.arithmetic,
-    )
+    where, kind, generators = CPU.where, CPU.kind, CPU.generators
+    room, memory, arithmetic, budget, repeatable = CPU.room, CPU.memory, CPU.arithmetic, CPU.budget, CPU.repeatable
 
     def __init__(self, held: bool = False) -> None:
         self.held, self.breaks = held, None

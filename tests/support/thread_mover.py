@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.device import COPY_S, Copy, Tensors
+from recycle_plugin.runtime.devices.port import COPY_S, Copy, Tensors
 
 Hub = dict[str, "ThreadMover"]
 """Those that can be reached, by address."""

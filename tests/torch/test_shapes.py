@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.device import CPU
+from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.stage.randomness import key as random_key
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights

@@ -16,7 +16,8 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.device import CPU, Device
+from recycle_plugin.runtime.devices.host import CPU
+from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.randomness import key as random_key

@@ -31,7 +31,8 @@ from recycle_plugin.core.messages.protocol import Generation
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.errors import NotSaved, RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.device import HOST, fetch
+from recycle_plugin.runtime.devices.host import HOST
+from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.worker.ports import Reach, Scaler
 

@@ -34,7 +34,7 @@ from recycle_plugin.core.vocabulary.topology import Topology, tied
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.device import device_of
+from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.movers.batches import packed
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.worker.changed_state import scheduler_part

@@ -15,7 +15,8 @@ from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.engine import layer_specs
 from recycle_plugin.adapters.deepspeed.refusals import bf16, refusals, sizes
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime import device
+from recycle_plugin.runtime.devices import kinds
+from recycle_plugin.runtime.devices.host import HOST
 from recycle_plugin.runtime.stage.fitness import check_layers
 from recycle_plugin.settings.wording import SECTION
 
@@ -89,10 +90,10 @@ def check_dataset(dataset: Any) -> None:
 
 def _check_device() -> None:
     try:
-        device.check(get_accelerator().device_name())
+        kinds.check(get_accelerator().device_name())
     except RecycleError as error:
         raise RecycleError(
-            f"{error}; set the environment variable DS_ACCELERATOR={device.HOST.type}, or recycle.enabled to false"
+            f"{error}; set the environment variable DS_ACCELERATOR={HOST.type}, or recycle.enabled to false"
         ) from None
 
 

@@ -47,16 +47,11 @@ class Plugin:
 
         @functools.wraps(stock)
         def init_process_group(backend: str | None = None, *arguments: Any, **named: Any) -> Any:
-            from recycle_plugin.runtime import device
             from recycle_plugin.runtime.collectives import group
 
-            if backend in group.ASKED and device.supports(
-                os.environ.get("DS_ACCELERATOR")
-            ):  # the job may have been told not to use what this machine has
+            if group.takes(backend):
                 group.register(self.session)
                 backend = group.BACKEND
-            elif "nccl" in (backend or "") and not module.is_nccl_available():
-                group.check_backend(backend)
             return stock(backend, *arguments, **named)
 
         stock_new_group = module.new_group
@@ -71,7 +66,7 @@ class Plugin:
                 module.get_backend() == group.BACKEND
             )  # whoever asks for Gloo by name has a group that can't lose members otherwise
             return stock_new_group(
-                ranks, timeout, None if follows and backend in group.ASKED else backend, *arguments, **named
+                ranks, timeout, None if follows and group.takes(backend) else backend, *arguments, **named
             )
 
         module.init_process_group = init_process_group

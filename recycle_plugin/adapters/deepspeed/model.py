@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
-from recycle_plugin.runtime.device import Device
+from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.randomness import keyed
 
 

@@ -16,7 +16,7 @@ from recycle_plugin import folders
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.device import HOST
+from recycle_plugin.runtime.devices.host import HOST
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.worker.ports import Reach
 

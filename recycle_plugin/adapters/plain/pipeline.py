@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, device, settings_of
+from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, settings_of
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control import session
+from recycle_plugin.runtime.devices.host import CPU
+from recycle_plugin.runtime.devices.kinds import own_device
 from recycle_plugin.runtime.movers.batches import packed
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.worker.data import DatasetSource
@@ -40,7 +42,8 @@ class Pipeline(PlainJob):
     * ``stages``: of each replica; there are as many replicas as the job's workers are enough for, at least two.
       ``micro_batches``: of a replica, in a step.
     * ``settings``: the plugin's, as in a DeepSpeed config's section "recycle" (``recycle docs settings``).  ``seed``:
-      of the layers that are made here.
+      of the layers that are made here.  ``device``: where they compute, by default on this worker's accelerator, if
+      torch finds one and the environment variable DS_ACCELERATOR names no other kind, and else on the CPU.
 
     ``module`` has the stage's layers, by their numbers in ``layers``; ``optimizer`` and ``scheduler`` are the stage's.
     Raises RecycleError where something does not fit, and SettingsError.
@@ -60,6 +63,7 @@ class Pipeline(PlainJob):
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         clip: float = 0.0,
         seed: int = 0,
+        device: torch.device | str | None = None,
         settings: dict[str, Any] | None = None,
     ) -> None:
         chosen_settings = settings_of(settings)
@@ -75,7 +79,8 @@ class Pipeline(PlainJob):
         cut = _cut(len(layers), stages, workers, parts)
         _refuse_shared(layers, cut)
         topology = Topology(workers // stages, stages, micro_batches)
-        module = _built(layers, range(*cut[line.rank // topology.replicas]), seed)
+        where = own_device(os.environ.get("DS_ACCELERATOR")).where if device is None else torch.device(device)
+        module = _built(layers, range(*cut[line.rank // topology.replicas]), seed).to(where)
         made = optimizer(module.parameters())
         super().__init__(
             line,
@@ -141,7 +146,7 @@ def _built(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequential:
     for number in numbers:
         given = layers[number]
         _refuse_function(number, given)
-        with keyed(seed + number, device()):
+        with keyed(seed + number, CPU):  # the same weights on any device
             layer = given() if callable(given) and not isinstance(given, nn.Module) else given
         if not isinstance(layer, nn.Module):
             raise RecycleError(

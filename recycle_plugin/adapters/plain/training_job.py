@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.average import BACKEND
 from recycle_plugin.runtime.collectives.group import check_backend
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.device import HOST, Device, device_of
+from recycle_plugin.runtime.devices.kinds import device_of
+from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.fitness import check_layers, check_optimizer
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
@@ -58,9 +58,15 @@ def check_numbers(**given: Any) -> None:
             raise RecycleError(f"{name} is {value!r}: write a whole number, 1 or more")
 
 
-def device() -> Device:
-    """The device that plain jobs compute on."""
-    return device_of(HOST)
+def device_of_all(module: nn.Module) -> Device:
+    """The device that all of ``module`` is on.  Raises RecycleError where that are several."""
+    found = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    if len(found) > 1:
+        raise RecycleError(
+            f"the module is on {' and '.join(sorted(map(str, found)))}: put all of it on the device that this worker "
+            "computes on, module.to(device)"
+        )
+    return device_of(found.pop())
 
 
 class PlainJob:
@@ -83,6 +89,7 @@ class PlainJob:
         self.seat, self.module, self.optimizer, self.scheduler = Seat(replica, stage), module, optimizer, scheduler
         check_layers(module)
         check_optimizer(module, optimizer)
+        device = device_of_all(module)
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise RecycleError(
                 "ReduceLROnPlateau is stepped with a metric, which a step does not know: give no scheduler=, and call "
@@ -95,7 +102,7 @@ class PlainJob:
         kinds = {what: type(which).__name__ for what, which in (("optimizer", optimizer), ("scheduler", scheduler))}
         self._files = StageFiles(line, self.seat, topology.stages, module, kinds)
         first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
-        model = StageModel(module, loss, topology.micro_batches, first, last, device(), keyed=keyed_forwards)
+        model = StageModel(module, loss, topology.micro_batches, first, last, device, keyed=keyed_forwards)
         steps = PlainOptimizer(optimizer, scheduler, lambda: self._trainer.clip())
         self._cursor = DataCursor(topology.micro_batches)
         batch = len(topology.batch) * micro_batch_size
@@ -110,7 +117,7 @@ class PlainJob:
             micro_batch_size=micro_batch_size,
             batch=lambda: batch,
             next_batch=_no_iterator,
-            forward=_forward,
+            forward=lambda seed, place: keyed(seed, device),
             clipping=clip,
             state=(scheduler_part(lambda: scheduler), steps.counters),
             compute=compute,
@@ -174,10 +181,6 @@ def _alike(module: nn.Module, peers: dist.ProcessGroup) -> None:
     """Give all peers what the first of them has: layers may have been made outside, from whatever seed."""
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor, src=dist.get_global_rank(peers, 0), group=peers)
-
-
-def _forward(seed: int, place: int) -> AbstractContextManager:
-    return keyed(seed, device())
 
 
 def _no_iterator(what: str) -> Any:

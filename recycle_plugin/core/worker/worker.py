@@ -90,8 +90,10 @@ class Machine(Protocol):
         here.
         """
 
-    def record(self, span: Span) -> None:
-        """Takes the time span of an instruction that has run."""
+    def record(self, span: Span) -> Iterable[Span]:
+        """Takes the time span in which an instruction was carried out; returns the spans of what is over since, which
+        is later where a device computes behind its host.
+        """
 
     def running(self, program: StepProgram) -> AbstractContextManager[Iterable[Instruction]]:
         """A context in which ``program`` runs; its value is the instructions to execute."""
@@ -256,8 +258,8 @@ class Worker:
     # core.worker.executor.InstructionRunner
 
     def check_generation(self) -> None:
-        """Raises Interrupted where the membership has changed, or JobEnded where the job is over; makes room where a step
-        is committed.
+        """Raises Interrupted where the membership has changed, or JobEnded where the job is over; drops the sums of
+        committed steps.
         """
         self._control_view.check()
         self.store.drop_sums(min(self._control_view.committed, self.running.step - 1))
@@ -302,9 +304,9 @@ class Worker:
 
     def record(self, span: Span) -> None:
         """Takes the time span of an instruction that has run, for the stopwatch and the machine's trace."""
-        if self._stopwatch is not None and span.instruction.step > 0:
-            self._stopwatch.add(span)
-        self._machine.record(span)
+        for over in self._machine.record(span):
+            if self._stopwatch is not None and over.instruction.step > 0:
+                self._stopwatch.add(over)
 
     # instructions
 

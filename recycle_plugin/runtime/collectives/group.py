@@ -8,6 +8,7 @@ when they are first used (runtime/collectives/in_flight.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,17 +33,14 @@ from recycle_plugin.runtime.collectives.link import (
     Send,
 )
 from recycle_plugin.runtime.collectives.outcomes import Outcomes
+from recycle_plugin.runtime.collectives.staging import in_pieces
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.device import DEVICES
+from recycle_plugin.runtime.devices.host import on_host
+from recycle_plugin.runtime.devices.kinds import fetch, kinds
 from recycle_plugin.runtime.state.touch import touch
 
 Tensors = list[torch.Tensor]
-ASKED = (
-    None,
-    "gloo",
-    *(f"{kind}:gloo" for kind in DEVICES),
-    BACKEND,
-)  # names of backends that this one takes the place of
+TAKEN = frozenset({"gloo", "nccl", BACKEND})  # names of backends that this one takes the place of
 OF_THE_LIVE = (
     dist.ReduceOp.MIN,
     dist.ReduceOp.MAX,
@@ -51,15 +49,23 @@ OF_THE_LIVE = (
 )  # nobody divides these by the group's size
 
 
+def takes(backend: str | None) -> bool:
+    """Whether ``recycle`` takes the place of a backend that is asked for by this name, "cpu:gloo,cuda:nccl" too."""
+    return backend is None or {each.rpartition(":")[2] for each in backend.split(",")} <= TAKEN
+
+
 def register(session: Session) -> None:
-    """Make the backend ``recycle`` known to torch.distributed; all groups of this process follow ``session``."""
+    """Make the backend ``recycle`` known to torch.distributed; all groups of this process follow ``session``.
+
+    What is on an accelerator passes through the host's memory, and from there over Gloo, also where NCCL was asked for.
+    """
     callers, outcomes = Callers(session), Outcomes(session)
 
     def create(options: Any, _backend_options: object = None) -> MemberGroup:
         outcomes.barrier_at(options.store)
         return MemberGroup(session, callers, outcomes, options)
 
-    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[*DEVICES])
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[*kinds()])
 
 
 def check_backend(backend: str) -> None:
@@ -151,45 +157,51 @@ class MemberGroup(dist.ProcessGroup):
 
     def allgather(self, outputs, inputs, options=None):
         """torch.distributed's ``all_gather``; raises RecycleError once a member is lost."""
-        return self._whole("all_gather", lambda held: AllGather(held, *inputs), outputs[0], inputs)
+        return self._whole("all_gather", lambda held: AllGather(held, *_here(inputs)), outputs[0], inputs)
 
     def gather(self, outputs, inputs, options):
         """torch.distributed's ``gather``; raises RecycleError once a member is lost."""
         return self._whole(
-            "gather", lambda held: Gather(held, *inputs, options.rootRank), outputs[0] if outputs else [], inputs
+            "gather", lambda held: Gather(held, *_here(inputs), options.rootRank), outputs[0] if outputs else [], inputs
         )
 
     def scatter(self, outputs, inputs, options):
         """torch.distributed's ``scatter``; raises RecycleError once a member is lost."""
         return self._whole(
-            "scatter", lambda held: Scatter(*held, inputs[0] if inputs else [], options.rootRank), outputs, inputs
+            "scatter",
+            lambda held: Scatter(*held, _here(inputs[0] if inputs else ()), options.rootRank),
+            outputs,
+            inputs,
         )
 
     def reduce_scatter(self, outputs, inputs, options):
         """torch.distributed's ``reduce_scatter`` from lists of tensors; raises RecycleError once a member is lost."""
         source = torch.cat([tensor.reshape(-1) for tensor in inputs[0]])
         return self._whole(
-            "reduce_scatter", lambda held: ReduceScatter(*held, source, options.reduceOp), outputs, inputs
+            "reduce_scatter", lambda held: ReduceScatter(*held, *_here([source]), options.reduceOp), outputs, inputs
         )
 
     def all_gather_single(self, output, source, options=None):
         """torch.distributed's ``all_gather_into_tensor``; raises RecycleError once a member is lost."""
 
         def make(held):
-            return AllGather([*held[0].view(len(self._ranks), source.numel())], source.reshape(-1))
+            return AllGather([*held[0].view(len(self._ranks), source.numel())], *_here([source.reshape(-1)]))
 
         return self._whole("all_gather_into_tensor", make, [output], source)
 
     def reduce_scatter_single(self, output, source, options):
         """torch.distributed's ``reduce_scatter_tensor``; raises RecycleError once a member is lost."""
         return self._whole(
-            "reduce_scatter_tensor", lambda held: ReduceScatter(*held, source, options.reduceOp), [output], source
+            "reduce_scatter_tensor",
+            lambda held: ReduceScatter(*held, *_here([source]), options.reduceOp),
+            [output],
+            source,
         )
 
     def all_to_all_single(self, output, source, incoming, outgoing, options):
         """torch.distributed's ``all_to_all_single``; raises RecycleError once a member is lost."""
         return self._whole(
-            "all_to_all_single", lambda held: AllToAll(*held, source, incoming, outgoing), [output], source
+            "all_to_all_single", lambda held: AllToAll(*held, *_here([source]), incoming, outgoing), [output], source
         )
 
     # before torch 2.13
@@ -245,8 +257,8 @@ class MemberGroup(dist.ProcessGroup):
     def exchange(self, target: torch.Tensor, source: torch.Tensor, incoming: list[int], outgoing: list[int]) -> None:
         """Give each live member its part of ``source``, and write what comes from each to ``target``.
 
-        Both have one dimension; ``incoming`` and ``outgoing`` are the lengths of the parts by live position.  After an
-        interruption ``target`` is not to be read.
+        Both are in host memory and have one dimension; ``incoming`` and ``outgoing`` are the lengths of the parts by
+        live position.  After an interruption ``target`` is not to be read.
         """
         if self.live_position()[1] == 1:
             target.copy_(source)
@@ -258,7 +270,7 @@ class MemberGroup(dist.ProcessGroup):
 
     # --- asking ---------------------------------------------------------------------------------------
 
-    def _run(self, asked: Asked) -> TorchWork:
+    def _run(self, asked: Asked) -> dist.Work:
         """Start what the script or stock code asks for, if it can be right where it is called
         (runtime/collectives/callers.py).
         """
@@ -266,11 +278,15 @@ class MemberGroup(dist.ProcessGroup):
         touch(
             asked.tensors, asked.given
         )  # a script's parameters are committed first, which may bring another membership
+        if self._callers.is_own and not all(map(on_host, asked.tensors)):
+            for tensor in asked.tensors:
+                in_pieces(self._flight, asked.called, asked.make, tensor.view(-1))
+            return Finished()
         return TorchWork(self._flight, self._flight.begin(asked, SUMS if self._callers.is_own else SCRIPT))
 
     def _whole(
         self, called: str, make: Callable[[Tensors], Operation], outputs: Sequence[torch.Tensor], *given: Any
-    ) -> TorchWork:
+    ) -> dist.Work:
         """Start an operation that needs every logical member, and has something to do for a single one too.
 
         Positions in it are logical.
@@ -309,6 +325,23 @@ class MemberGroup(dist.ProcessGroup):
     def _place(self, logical: int, what: str) -> None:
         if logical not in self._flight.position:
             raise RecycleError(f"cannot {what} rank {self._ranks[logical]}: that worker is lost")
+
+
+class Finished(dist.Work):
+    """The torch.distributed ``Work`` of what is over when it has been called."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """torch.distributed's ``Work.wait``: at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """torch.distributed's ``Work.is_completed``: always."""
+        return True
+
+
+def _here(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``tensors`` in host memory."""
+    return [tensor if on_host(tensor) else fetch(tensor, "what goes to other workers") for tensor in tensors]
 
 
 def _is_mean(op: dist.ReduceOp) -> bool:

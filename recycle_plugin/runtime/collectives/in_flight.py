@@ -30,6 +30,8 @@ from recycle_plugin.runtime.collectives.gloo import GlooLink, Rendezvous
 from recycle_plugin.runtime.collectives.link import Broken, Handle, Link, Operation
 from recycle_plugin.runtime.collectives.outcomes import LARGEST, Outcomes, Said, lines_of
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices.host import on_host
+from recycle_plugin.runtime.devices.kinds import fetch, write
 from recycle_plugin.runtime.movers.tcp import DEATH_S
 
 ALL, EACH = "all", "each"
@@ -57,9 +59,10 @@ class Asked:
     """A collective as it was asked for.
 
     ``called`` is the function of torch.distributed; ``make`` gives the link's operation on copies of ``tensors``, which
-    it changes, or with ``writes`` False only reads.  ``given``: whatever else the caller has given it.  ``check`` is
-    called before each try, and raises RecycleError where the result could not be right.  ``alone``: there is something
-    to do for a single member too.  ``divide``: the result is divided by how many took part.  ``gives``: the same result
+    it changes, or with ``writes`` False only reads; they are in host memory, wherever the tensors are.  ``given``:
+    whatever else the caller has given it.  ``check`` is called before each try, and raises RecycleError where the
+    result could not be right.  ``alone``: there is something to do for a single member too.  ``divide``: the result is
+    divided by how many took part.  ``gives``: the same result
     to ALL members, to EACH its own, or to both ends of a :class:`Channel`.
     """
 
@@ -214,11 +217,11 @@ class Flight:
                 self._await_news(call, broken)
         except Interrupted:
             if self._session.between_steps is None:
-                self._break_off(call)
+                self.break_off(call)
                 raise
             self._session.between_steps()
 
-    def _break_off(self, call: Call) -> None:
+    def break_off(self, call: Call) -> None:
         """Leave a call inside a step, which begins it anew; what the script has asked for between steps stays."""
         with self._lock:
             if not call.lasts:
@@ -270,7 +273,7 @@ class Flight:
 
     def _start(self, call: Call) -> None:
         asked = call.asked
-        call.held = [_copy(tensor) for tensor in asked.tensors] if call.lasts else list(asked.tensors)
+        call.held = [_copy(tensor) if call.lasts or not on_host(tensor) else tensor for tensor in asked.tensors]
         if len(self.position) == 1 and not asked.alone:
             self._end(call)
             return
@@ -345,7 +348,7 @@ class Flight:
                 zip(call.asked.tensors, call.held) if call.asked.writes else ()
             ):  # else autograd would take the tensor for changed
                 if value is not tensor:
-                    tensor.copy_(value)
+                    write(tensor, value, call.asked.called)
 
     # --- membership -----------------------------------------------------------------------------------
 
@@ -514,6 +517,8 @@ class Flight:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that is laid out alike on all members."""
+    """A copy in host memory that is laid out alike on all members."""
+    if not on_host(tensor):
+        return fetch(tensor, "what goes to other workers")
     strided = tensor.layout == torch.strided
     return tensor.detach().clone(memory_format=torch.contiguous_format if strided else torch.preserve_format)

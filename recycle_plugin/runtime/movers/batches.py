@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.device import Tensors, fetch
+from recycle_plugin.runtime.devices.kinds import fetch
+from recycle_plugin.runtime.devices.port import Tensors
 
 
 def packed(batch: Any, label: Any = None) -> Tensors:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
-from recycle_plugin.runtime.device import Copy, Tensors
+from recycle_plugin.runtime.devices.port import Copy, Tensors
 
 
 class Mover(Protocol):

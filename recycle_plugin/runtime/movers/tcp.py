@@ -27,7 +27,7 @@ from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.device import Copy, Device, Tensors
+from recycle_plugin.runtime.devices.port import Copy, Device, Tensors
 from recycle_plugin.runtime.processes import forked
 from recycle_plugin.runtime.processes.accepting import NO_ROOM, PAUSE_S, Refusals
 

@@ -242,9 +242,9 @@ def unsafe() -> str:
             f"there are {len(threads)} threads ({', '.join((each / 'comm').read_text().strip() for each in threads)})"
         )
     if "torch" in sys.modules:
-        from recycle_plugin.runtime import device
+        from recycle_plugin.runtime.devices.kinds import in_use
 
-        return "an accelerator is in use" if device.in_use() else ""
+        return "an accelerator is in use" if in_use() else ""
     return ""
 
 

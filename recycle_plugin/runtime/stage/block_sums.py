@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Protocol, TypeVar
 
 import torch
@@ -17,6 +18,9 @@ import torch
 from recycle_plugin.core.vocabulary.blocks import Block, Blocks
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.devices.host import on_host
+from recycle_plugin.runtime.devices.kinds import device_of, write
+from recycle_plugin.runtime.devices.pieces import on_the_host
 
 Gradients = list[torch.Tensor | None]  # one for each parameter
 Part = TypeVar("Part", Block, int)  # of a sum: a block, or a stage
@@ -116,7 +120,7 @@ class BlockSums:
             for block in owners[group.live_position()[0]]
         }
         length = sum(self.parameters[place].numel() for place in places)
-        return fixed_order_sum(mine, owners, torch.empty(length, dtype=self.parameters[places[0]].dtype), group)
+        return fixed_order_sum(mine, owners, self.parameters[places[0]].new_empty(length), group)
 
     def _gradient(self, block: Block, place: int) -> torch.Tensor:
         gradient = self._sums[block][place]
@@ -128,16 +132,16 @@ def fixed_order_sum(
 ) -> torch.Tensor:
     """Fill ``result``, a flat tensor, with the sum of everybody's blocks (or stages' sums), added in sorted order.
 
-    ``mine``: this worker's, each as long as ``result``; ``owners``: which each live worker of ``group`` has.  Every
+    ``mine``: this worker's, each as long as ``result`` and on the same device; the network and the adding are the
+    host's; ``owners``: which each live worker of ``group`` has.  Every
     worker sends and receives about ``result`` once for each part that it has, in pieces.
     """
-    for begin in range(0, result.numel(), PIECE):
-        _sum_piece(
-            {block: flat[begin : begin + PIECE] for block, flat in mine.items()},
-            owners,
-            result[begin : begin + PIECE],
-            group,
-        )
+    parts = on_the_host([*mine.values()], PIECE, "a part of a sum") if mine else repeat(())
+    for piece, here in zip(result.split(PIECE) if result.numel() else (), parts):
+        total = piece if on_host(piece) else device_of(piece.device).room(piece.shape, piece.dtype)
+        _sum_piece(dict(zip(mine, here)), owners, total, group)
+        if total is not piece:
+            write(piece, total, "a part of a sum")
     return result
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.device import COPY_S, Device, Tensors
+from recycle_plugin.runtime.devices.port import COPY_S, Device, Tensors
 
 MARK = torch.empty(0, 0, dtype=torch.bool)
 

@@ -13,7 +13,7 @@ import torch
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.runtime.device import fetch
+from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.worker.ports import Norm, Parameters
 
 
@@ -90,13 +90,13 @@ def squared_norm(parameters: Parameters) -> float:
 
 
 def coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """min(1, limit / norm) in fp32, as DeepSpeed computes it: one number, on the host."""
-    return torch.min(torch.tensor([1.0]), torch.tensor([float(limit)]) / (norm + 1e-6))
+    """min(1, limit / norm) in fp32, as DeepSpeed computes it: a scalar on the host, which goes to kernels by itself."""
+    return torch.min(torch.tensor(1.0), torch.tensor(float(limit)) / (norm + 1e-6))
 
 
 def scaled(gradient: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     """``gradient`` times a coefficient, as a new tensor."""
-    return gradient * by.to(gradient.device)
+    return gradient * by
 
 
 def scale(parameters: Parameters, by: torch.Tensor) -> None:

@@ -85,8 +85,8 @@ class Gradients:
         Raises RecycleError where it is made again and comes out otherwise.
         """
         totals = {place: weight.total(self._sums(step)[place]) for place, weight in self._tied.items()}
-        before = self._of("tied", step) or totals
-        for place, weight in self._tied.items():
+        before = self._of("tied", step)
+        for place, weight in self._tied.items() if before else ():
             if not torch.equal(before[place].view(torch.uint8), totals[place].view(torch.uint8)):
                 raise RecycleError(
                     f"the gradient of {weight.name}, step {step}, over the stages that share it has come out in two "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices.timeline import Timeline
 from recycle_plugin.runtime.movers.batches import unpacked
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.worker.ports import Source
@@ -22,7 +24,9 @@ Operation = Callable[[Instruction, StepStore, bool], Mapping[Datum, Any]]
 
 
 class Operations:
-    """A worker's computing instructions as core.worker.worker.Machine has them, each returning when it is done.
+    """A worker's computing instructions as core.worker.worker.Machine has them, on a device that may be one behind.
+
+    ``timeline``: what the device has run, and when.
 
     ``source`` gives data that is addressed by step and micro-batch; ``applied(step)`` is called after each step.
     """
@@ -42,6 +46,7 @@ class Operations:
             source,
             applied,
         )
+        self.timeline = Timeline(stage.device, lambda: session.wait_timeout_s)
         self._table: Mapping[Op, Operation] = {
             Op.LOAD: self._load,
             **dict.fromkeys(COMPUTE, stage.compute),
@@ -50,12 +55,11 @@ class Operations:
         self._sums: Mapping[Op, Callable[[int, Seat | None], Any]] = {Op.REDUCE: self._reduce, Op.TIE: self._tie}
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """What LOAD, F, I, W, B or STEP makes, once the device is done with it.  Raises WaitTimeout where that takes
-        too long.
+        """What LOAD, F, I, W, B or STEP makes, once the device is done with what was before the last instruction.
+
+        Raises WaitTimeout where that takes too long.
         """
-        made = self._table[instruction.op](instruction, have, boundary_only)
-        self._stage.device.event(instruction).wait(self._session.wait_timeout_s)
-        return made
+        return self.timeline.start(instruction, partial(self._table[instruction.op], instruction, have, boundary_only))
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
         """What REDUCE or TIE makes, together with all workers that take part in it."""

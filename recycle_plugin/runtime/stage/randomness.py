@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
-from recycle_plugin.runtime.device import Device
+from recycle_plugin.runtime.devices.port import Device
 
 
 def key(seed: int, step: int, micro_batch: MicroBatch, stage: int, half: str = "") -> int:

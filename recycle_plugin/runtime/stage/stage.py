@@ -26,7 +26,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.device import COPY_S, Device
+from recycle_plugin.runtime.devices.port import COPY_S, Device
 from recycle_plugin.runtime.stage.block_sums import BlockSums, Gradients, in_place_of
 from recycle_plugin.runtime.stage.boundary import (
     Tensors,

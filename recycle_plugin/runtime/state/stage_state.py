@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.device import HOST, fetch, on_host
+from recycle_plugin.runtime.devices.host import HOST, on_host
+from recycle_plugin.runtime.devices.kinds import fetch
 
 CHUNK_BYTES = 1 << 20
 LARGEST_NUMBER = 16  # bytes: complex128

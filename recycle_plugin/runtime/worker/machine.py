@@ -25,7 +25,8 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.training_loop import StepProgram
 from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.device import There, fetch
+from recycle_plugin.runtime.devices.host import There
+from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.movers.mover import Mover
 from recycle_plugin.runtime.stage.operations import Operations
 
@@ -36,7 +37,7 @@ OUTWARD = SENDS | STAGE_WIDE  # what a worker that the others have given up must
 class TorchMachine:
     """A real worker's machine: ``operations`` compute, ``mover`` moves tensors, ``session`` is with the coordinator.
 
-    ``faults`` strike at their instructions and points; ``record`` is called with each instruction that has run.
+    ``faults`` strike at their instructions and points; ``trace`` is called with each instruction that is over.
     """
 
     def __init__(
@@ -45,13 +46,14 @@ class TorchMachine:
         mover: Mover,
         operations: Operations,
         faults: FaultScript,
-        record: Callable[[Span], None] = lambda span: None,
+        trace: Callable[[Span], None] = lambda span: None,
     ) -> None:
         self.control_view = self._session = session
         self._mover, self.operations, self._faults = mover, operations, faults
         self._takers: set[str] = set()  # of batches that were drawn here
         self.send, self.arrivals, self.keep_only, self.clock = session.send, mover.arrivals, mover.keep_only, time.time
-        self.compute, self.share, self.norm, self.record = operations.compute, operations.share, operations.norm, record
+        self.compute, self.share, self.norm = operations.compute, operations.share, operations.norm
+        self._trace = trace
         self.undo, self.forget_sums = operations.undo, operations.forget_sums
 
     # --- lines -------------------------------------------------------------------------------------
@@ -149,6 +151,15 @@ class TorchMachine:
         """What REDUCE or TIE makes; a generator that never yields."""
         return self.operations.add_up(instruction, have, holder)
         yield
+
+    def record(self, span: Span) -> Iterable[Span]:
+        """Take the time span of an instruction that the host has been through; returns the spans of what is over on
+        the device, in its time.
+        """
+        over = list(self.operations.timeline.spans(span))
+        for each in over:
+            self._trace(each)
+        return over
 
     def number(self, loss: Any) -> float:
         """A loss as a Python number."""

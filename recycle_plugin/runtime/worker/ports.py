@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.runtime.collectives.group import MemberGroup
-from recycle_plugin.runtime.device import Device
+from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.state.stage_state import StageState, StatePart

@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.device import Device
+from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.block_sums import in_place_of
 from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, check_unchanged
 from recycle_plugin.runtime.worker.ports import Compute, StageModel

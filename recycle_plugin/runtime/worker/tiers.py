@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recycle_plugin.runtime.device import Copy, Device, Tensors
+from recycle_plugin.runtime.devices.port import Copy, Device, Tensors
 
 
 class AsMade:

@@ -114,8 +114,8 @@ class Trainer:
         operations = Operations(session, self._stage, self._stepping, self.feed.batch, self._applied)
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._trace = TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace else None
-        record = {"record": self._trace.add} if self._trace is not None else {}
-        self._world = TorchMachine(session, self._transport, operations, settings.fault_script(self.seat), **record)
+        traced = {"trace": self._trace.add} if self._trace is not None else {}
+        self._world = TorchMachine(session, self._transport, operations, settings.fault_script(self.seat), **traced)
         self._touch = FirstTouch(self._changed, lambda: self.settled, self.settle)
         os.register_at_fork(before=self._touch.now)
         self._surroundings = Surroundings(

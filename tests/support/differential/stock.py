@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
-from recycle_plugin.runtime.device import CPU
+from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.stage.boundary import MARK, packed
 from recycle_plugin.runtime.stage.randomness import key as random_key
 from recycle_plugin.runtime.stage.randomness import keyed

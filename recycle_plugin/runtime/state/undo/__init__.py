@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo.inverse import Inverse
 from recycle_plugin.runtime.state.undo.snapshot import Snapshot
 

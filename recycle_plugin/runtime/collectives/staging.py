@@ -1,0 +1,46 @@
+"""The plugin's own sums of what is on an accelerator, piece by piece through host memory.
+
+While one piece is added up over the network, the next ones are on their way down, and the last ones on their way back.
+All members cut alike, so that they start the same operations in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from recycle_plugin.runtime.collectives.in_flight import SUMS, Asked, Call, Flight
+from recycle_plugin.runtime.collectives.link import Operation
+from recycle_plugin.runtime.devices.kinds import write
+from recycle_plugin.runtime.devices.pieces import on_the_host
+
+PIECE = 1 << 20  # numbers; 4 MiB in fp32
+UNDER_WAY = 4  # pieces each on the way down and in sums: so many are in pinned memory at a time, twice
+
+
+def in_pieces(flight: Flight, called: str, make: Callable[[list[torch.Tensor]], Operation], flat: torch.Tensor) -> None:
+    """Run the operation that ``make`` gives on ``flat``, a tensor on an accelerator with one dimension, in place.
+
+    Raises what the operation raises; an interruption leaves ``flat`` partly changed.
+    """
+    under_way: deque[tuple[torch.Tensor, Call]] = deque()
+
+    def finish() -> None:
+        piece, call = under_way[0]
+        flight.finish(call)
+        under_way.popleft()
+        write(piece, call.held[0], called)
+
+    try:
+        pieces = flat.split(PIECE)
+        for piece, (here,) in zip(pieces, on_the_host((flat,), PIECE, called, UNDER_WAY), strict=True):
+            if len(under_way) == UNDER_WAY:
+                finish()
+            under_way.append((piece, flight.begin(Asked(called, make, [here]), SUMS)))
+        while under_way:
+            finish()
+    finally:
+        for _, call in under_way:
+            flight.break_off(call)

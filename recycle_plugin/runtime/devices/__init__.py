@@ -1,0 +1,1 @@
+"""What tensors are computed on: the port, the host, and accelerators."""

@@ -1,0 +1,210 @@
+"""A device with an order of its own: what is started on it is done later, stream by stream.
+
+What layers and optimizers do is on the current stream, as everywhere in torch.  Copies have a stream each way, so that
+they go on beside the computing, and stand in order with it by events alone: no call here waits for the device, but a
+copy of host memory for which there is no pinned room left.
+
+A block of device memory that a copy uses on another stream than its own is recorded there, so that torch gives it to
+nobody before the copy is over, also where all references are gone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from recycle_plugin.errors import WaitTimeout
+from recycle_plugin.runtime.devices.host import CPU, on_host
+from recycle_plugin.runtime.devices.pinned import PinnedMemory
+from recycle_plugin.runtime.devices.port import Copy, DeviceEvent, DeviceMemory, Tensors
+
+SHORTEST_S, LONGEST_S = 20e-6, 1e-3  # between two looks at an event
+
+
+class Accelerator:
+    """The accelerator at ``where``, of any kind for which torch has streams and events (runtime/devices/port.py)."""
+
+    def __init__(self, where: torch.device) -> None:
+        self.where, self.kind = where, where.type
+        self._module: Any = torch.get_device_module(where)
+        self._pinned = PinnedMemory()
+        self.room = self._pinned.room
+        self._down, self._up = self._module.Stream(where), self._module.Stream(where)
+
+    @property
+    def generators(self) -> Sequence[torch.Generator]:
+        """The host's default random generator, and the device's."""
+        return torch.default_generator, self._module.default_generators[self.where.index]
+
+    # --- copies ---------------------------------------------------------------------------------------
+
+    def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
+        """Start copying tensors to host memory behind all that the calling thread has started on the device.
+
+        What is not ``shared`` may change at once: what is started from now on waits for the copy, on the device.
+        """
+        if all(map(on_host, tensors)):
+            return CPU.to_host(tensors, what, shared=shared)
+        computing = self._module.current_stream(self.where)
+        sources = [_plain(tensor) for tensor in tensors]
+        begun = self._mark(computing)
+        with self._module.stream(self._down):
+            self._down.wait_event(begun)
+            targets = tuple(self._from(source, shared) for source in sources)
+            over = self._mark(self._down)
+        if not shared:
+            computing.wait_event(over)
+        return Downward(targets, over, f"{what}, to the host")
+
+    def from_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
+        """Start copying tensors to the device; the copy's tensors are ready in the order of whoever waits for it."""
+        here = [tensor.detach() if shared or on_host(tensor) else tensor.detach().clone() for tensor in tensors]
+        staged = [self._staged(tensor, shared) if on_host(tensor) else tensor for tensor in here]
+        with self._module.stream(self._up):
+            targets = tuple(self._to(each) if on_host(each) else each for each in staged)
+            over = self._mark(self._up)
+        return Upward(targets, over, f"{what}, to the device", lambda: self._module.current_stream(self.where))
+
+    def _from(self, source: torch.Tensor, shared: bool) -> torch.Tensor:
+        if on_host(source):
+            return CPU.to_host((source,), "", shared=shared).wait(0)[0]
+        if source.layout is not torch.strided:
+            return source.to(CPU.where)
+        target = self.room(source.shape, source.dtype)
+        source.record_stream(self._down)
+        return target.copy_(source, non_blocking=target.is_pinned())
+
+    def _staged(self, tensor: torch.Tensor, shared: bool) -> torch.Tensor:
+        """``tensor``, of the host, where a copy may read it while its owner goes on."""
+        if tensor.layout is not torch.strided or (shared and tensor.is_pinned() and tensor.is_contiguous()):
+            return tensor
+        return self.room(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def _to(self, staged: torch.Tensor) -> torch.Tensor:
+        if staged.layout is not torch.strided:
+            return staged.to(self.where)
+        return torch.empty_like(staged, device=self.where).copy_(staged, non_blocking=staged.is_pinned())
+
+    # --- events ---------------------------------------------------------------------------------------
+
+    def event(self, what: object) -> DeviceEvent:
+        """Mark the end of what the calling thread has started on the device so far."""
+        return StreamEvent(self._mark(self._module.current_stream(self.where)), what)
+
+    def _mark(self, stream: Any) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    # --- the rest -------------------------------------------------------------------------------------
+
+    def memory(self) -> DeviceMemory:
+        """How much of the device's memory all processes use together, and how much there is."""
+        free, total = self._module.mem_get_info(self.where)
+        return DeviceMemory(total - free, total)
+
+    def arithmetic(self) -> str:
+        """The device's name, torch's release and that of what it was built with, and what it is allowed in products."""
+        built = torch.version.cuda or torch.version.hip or ""
+        return (
+            f"{self._module.get_device_name(self.where)}, torch {torch.__version__}{built and f' with {built}'}, "
+            f"{torch.get_float32_matmul_precision()} matrix products"
+        )
+
+    def budget(self, pinned: int) -> None:
+        """Pin at most that many bytes of host memory."""
+        self._pinned.budget = pinned
+
+    def repeatable(self) -> None:
+        """Have torch choose deterministic kernels, and refuse operations that have none, each by name."""
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first matrix product
+        torch.use_deterministic_algorithms(True)
+        deterministic: Any = torch.utils.deterministic  # torch's stubs lack what it has
+        deterministic.fill_uninitialized_memory = False  # which costs a kernel for each empty tensor
+
+
+class StreamEvent:
+    """A mark on a stream, behind ``what``."""
+
+    def __init__(self, event: Any, what: object) -> None:
+        self._event, self._what = event, what
+
+    def poll(self) -> bool:
+        """Whether the device has come to it; True also where it has failed."""
+        return _over(self._event)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the device has come to it; raises what that has failed with, WaitTimeout past the deadline."""
+        await_event(self._event, self._what, timeout_s)
+
+    def since(self, earlier: StreamEvent) -> float:
+        """Seconds between two marks that the device has come to, by its own clock."""
+        return earlier._event.elapsed_time(self._event) / 1000
+
+
+class Downward:
+    """Tensors on their way to the host, there once ``over`` has happened."""
+
+    def __init__(self, targets: Tensors, over: Any, what: str) -> None:
+        self._targets, self._over, self._what = targets, over, what
+        self.nbytes = sum(target.nbytes for target in targets)
+
+    def poll(self) -> bool:
+        """Whether it is over, well or badly."""
+        return _over(self._over)
+
+    def wait(self, timeout_s: float) -> Tensors:
+        """The tensors in host memory; raises the device's error, or WaitTimeout past the deadline."""
+        await_event(self._over, self._what, timeout_s)
+        return self._targets
+
+
+class Upward:
+    """Tensors on their way to the device; ``current()`` is the stream that the calling thread computes on."""
+
+    def __init__(self, targets: Tensors, over: Any, what: str, current: Callable[[], Any]) -> None:
+        self._targets, self._over, self._what, self._current = targets, over, what, current
+        self.nbytes = sum(target.nbytes for target in targets)
+
+    def poll(self) -> bool:
+        """Whether it is over, well or badly."""
+        return _over(self._over)
+
+    def wait(self, timeout_s: float) -> Tensors:
+        """The tensors, at once: what the calling thread starts from now on is behind the copy."""
+        stream = self._current()
+        stream.wait_event(self._over)
+        for target in self._targets:
+            if target.layout is torch.strided:
+                target.record_stream(stream)
+        return self._targets
+
+
+def await_event(event: Any, what: object, timeout_s: float) -> None:
+    """Return when ``event`` has happened; raises the device's error, or WaitTimeout, which names ``what``.
+
+    torch's own wait has no deadline.
+    """
+    until, pause = time.monotonic() + timeout_s, SHORTEST_S
+    while not event.query():
+        if time.monotonic() > until:
+            raise WaitTimeout(f"waited {timeout_s:g} s for {what}")
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_S)
+
+
+def _over(event: Any) -> bool:
+    try:
+        return event.query()
+    except RuntimeError:  # the device's, which whoever waits gets
+        return True
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without a graph, laid out as its numbers are read; a kernel on the current stream where it is not."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous() if plain.layout is torch.strided else plain

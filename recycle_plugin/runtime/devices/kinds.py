@@ -1,0 +1,78 @@
+"""Which kinds of device there are, and which of them a tensor is on.
+
+An accelerator is driven through what torch offers for all kinds (torch.accelerator, torch.get_device_module), so any of
+which torch has streams and events will do.  CUDA is meant; which of them was tried, and how, the documents say.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.devices.accelerator import Accelerator
+from recycle_plugin.runtime.devices.host import CPU, HOST
+from recycle_plugin.runtime.devices.port import COPY_S, Device
+
+
+def kinds() -> tuple[str, ...]:
+    """The kinds of device that this process can compute on: the host, and the accelerator that torch finds."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return (HOST.type,) if found is None else (HOST.type, found.type)
+
+
+def device_of(where: torch.device) -> Device:
+    """The device that tensors on ``where`` are computed on.  Raises RecycleError where this process has none there."""
+    if where.type == HOST.type:
+        return CPU
+    check(where.type)
+    index = torch.accelerator.current_device_index() if where.index is None else where.index
+    return _accelerator(torch.device(where.type, index))
+
+
+@cache
+def _accelerator(where: torch.device) -> Accelerator:
+    """One for each, since its streams and its pinned memory are shared by all threads."""
+    return Accelerator(where)
+
+
+def own_device(asked: str | None) -> Device:
+    """The device that this process was ``asked`` by its kind to compute on, or else an accelerator, or else the host.
+
+    Of several accelerators it is the one that the launcher has numbered it for, by LOCAL_RANK.
+    """
+    kind = asked or kinds()[-1]
+    if kind != HOST.type and (count := torch.accelerator.device_count()) > 1:
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")) % count)
+    return device_of(torch.device(kind))
+
+
+def check(kind: str) -> None:
+    """Raise RecycleError where this process can't compute on devices of that kind."""
+    if kind not in kinds():
+        raise RecycleError(f"the accelerator is {kind}, and torch finds {' and '.join(kinds())} here")
+
+
+def in_use() -> bool:
+    """Whether this process has begun to use an accelerator: from then on it must not be forked.
+
+    It does not ask whether there is one: a process that has asked may not be forked either.
+    """
+    found = torch.accelerator.current_accelerator()
+    return found is not None and torch.get_device_module(found).is_initialized()
+
+
+def write(target: torch.Tensor, source: torch.Tensor, what: object) -> None:
+    """Copy ``source``, of the host and not to be changed any more, to ``target``, wherever that is; for what the
+    calling thread does with it from now on.
+    """
+    (there,) = device_of(target.device).from_host((source,), what, shared=True).wait(COPY_S)
+    target.copy_(there)
+
+
+def fetch(tensor: torch.Tensor, what: object, *, shared: bool = True) -> torch.Tensor:
+    """Return ``tensor`` in host memory, wherever it is, once it is there; raises WaitTimeout after 300 s."""
+    (found,) = device_of(tensor.device).to_host((tensor,), what, shared=shared).wait(COPY_S)
+    return found

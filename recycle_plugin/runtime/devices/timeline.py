@@ -1,0 +1,90 @@
+"""How far a device is behind its host, and when it has run what.
+
+The host starts an instruction while the device is at the one before, and no earlier: so the device has always something
+to do, and a worker that hears of a loss waits for one instruction before its state is at rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.runtime.devices.port import Device, DeviceEvent
+
+T = TypeVar("T")
+AHEAD = 1  # instructions
+
+
+@dataclass
+class Started:
+    """An instruction between two events; ``span``: as the host has been through it, None until then."""
+
+    instruction: Instruction
+    begin: DeviceEvent
+    end: DeviceEvent
+    span: Span | None = None
+
+
+class Timeline:
+    """What is under way on ``device``, in its order.  ``patience_s()``: how long one instruction may take there."""
+
+    def __init__(self, device: Device, patience_s: Callable[[], float]) -> None:
+        self._device, self._patience_s = device, patience_s
+        self._under_way: deque[Started] = deque()
+        self._over: list[Span] = []
+        self._anchor: tuple[DeviceEvent, int] | None = None  # an event, and when it has happened
+
+    def start(self, instruction: Instruction, start: Callable[[], T]) -> T:
+        """Call ``start``, which starts ``instruction``, once the device has at most one other to do.
+
+        Raises WaitTimeout where that takes too long, and what earlier work has failed with.
+        """
+        self._settle(AHEAD)
+        begin = self._mark(instruction)
+        made = start()
+        self._under_way.append(Started(instruction, begin, self._device.event(instruction)))
+        return made
+
+    def spans(self, span: Span) -> Iterator[Span]:
+        """Take the span of what the host has been through, and yield those of what is over, in the device's time.
+
+        Behind a STEP all is over: its time belongs to the step, and what follows is for others to see.
+        """
+        own = self._under_way[-1] if self._under_way and self._under_way[-1].instruction is span.instruction else None
+        if own is None:
+            yield span
+        else:
+            own.span = span
+            self._settle(0 if span.instruction.op is Op.STEP else len(self._under_way))
+        yield from self._over
+        self._over.clear()
+
+    def _settle(self, left: int) -> None:
+        """Wait until at most ``left`` instructions are under way, and take the times of all that are over."""
+        while self._under_way and (len(self._under_way) > left or self._under_way[0].end.poll()):
+            first = self._under_way[0]
+            for event in (first.begin, first.end):
+                event.wait(self._patience_s())
+            self._under_way.popleft()
+            if first.span is not None:  # else it was broken off
+                self._over.append(first.span._replace(start_us=self._at(first.begin), end_us=self._at(first.end)))
+        if not self._under_way:
+            self._anchor = None
+
+    def _mark(self, instruction: Instruction) -> DeviceEvent:
+        """An event; where nothing is under way it happens now, which relates the device's clock to the host's."""
+        made = self._device.event(instruction)
+        if self._anchor is None:
+            self._anchor = made, time.time_ns() // 1000
+        return made
+
+    def _at(self, event: DeviceEvent) -> int:
+        """When it has happened, in microseconds of the host's clock."""
+        assert self._anchor is not None, "there is one as long as something is under way"
+        known, when = self._anchor
+        return when + round(1e6 * event.since(known))
