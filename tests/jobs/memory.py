@@ -4,7 +4,7 @@
 
 In the file: the trained ``parameters`` of the stage; ``between``: the bytes of all tensors after the last of these
 steps has been applied and before its commit is known, by what they are for; ``settled``: the same after the commit;
-``peak``: the most bytes at any moment of these steps, ``at``: the instruction in which that was, and ``peaks``: the most
+``peak``: the most bytes at any moment of these steps, ``at``: the instruction in which that was; ``peaks``: the most
 in each kind of instruction.
 
 On the CPU live storages are counted between steps, and within them every allocation of the thread that trains, those

@@ -95,7 +95,7 @@ def coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def scaled(gradient: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """``gradient`` times a coefficient, as a new tensor."""
+    """Return a new tensor, ``gradient`` times a coefficient."""
     return gradient * by
 
 
