@@ -53,7 +53,7 @@ class Gradients:
     ) -> None:
         self._buckets, self._store = buckets, store
         self._parameters = parameters
-        self._places = {parameter: place for place, parameter in enumerate(parameters)}
+        self._places: dict[torch.Tensor, int] = {parameter: place for place, parameter in enumerate(parameters)}
         self._blocks = blocks
         self._tied = {self._places[weight.parameter]: weight for weight in tied}
         self._step = 0  # that is being applied, or was applied last

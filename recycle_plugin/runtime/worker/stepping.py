@@ -42,6 +42,7 @@ class Stepping:
         self._optimizer, self._stage, self._parameters, self._session = optimizer, stage, parameters, session
         self._gradients, self._clipping, self._scale, self._undo = gradients, clipping, scale, undo
         self._applying = 0  # the step that the optimizer is at
+        self._prepared = 0  # the last one that was prepared
         stage.loss_scale = scale.value
 
     # --- forwards ----------------------------------------------------------------------------------
@@ -73,6 +74,14 @@ class Stepping:
         # which may have weights as they were, cast, where a step ends in another one's train_batch
         torch.clear_autocast_cache()
         self._rescale(step, skips)
+
+    def prepare(self, step: int) -> None:
+        """Get ready for ``step``, while its gradients are computed and the one before is committed; nothing where it is
+        applied already.
+        """
+        if self._prepared != step and self._optimizer.steps == step - 1:
+            self._prepared = step
+            self._undo.prepare()
 
     def clip(self) -> None:
         """Clip ``parameter.grad`` for the step that stock code is applying."""

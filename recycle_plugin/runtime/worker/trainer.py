@@ -115,7 +115,8 @@ class Trainer:
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._trace = TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace else None
         traced = {"trace": self._trace.add} if self._trace is not None else {}
-        self._world = TorchMachine(session, self._transport, operations, settings.fault_script(self.seat), **traced)
+        script, prepare = settings.fault_script(self.seat), self._stepping.prepare
+        self._world = TorchMachine(session, self._transport, operations, script, prepare=prepare, **traced)
         self._touch = FirstTouch(self._changed, lambda: self.settled, self.settle)
         os.register_at_fork(before=self._touch.now)
         self._surroundings = Surroundings(
@@ -168,6 +169,7 @@ class Trainer:
         if self._loop is not None:
             with self.lifted(), self._surroundings.restored():
                 self._loop.settle()
+            self._store.drop_sums(self.step)
 
     def evaluate(self, batches: Sequence[Tensors], count: int) -> float:
         """The mean loss of ``count`` micro-batches of each replica, on every worker, after all steps so far, whoever

@@ -56,6 +56,10 @@ class Inverse:
         """Bytes of the gradients that were copied and of the state that is not inverted."""
         return self._gradients.nbytes + self._others.nbytes
 
+    def prepare(self) -> None:
+        """Forget the last step."""
+        self._small.forget()
+
     @torch.no_grad()
     def before_step(self) -> None:
         """Keep what taking the step back needs: gradients, and what can't be computed back from what the step leaves.
