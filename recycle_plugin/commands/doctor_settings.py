@@ -9,7 +9,7 @@ from recycle_plugin.commands.config_job import CLIPPING, ConfiguredJob
 from recycle_plugin.commands.doctor_memory import held_bytes
 from recycle_plugin.commands.doctor_section import Section, aligned, gib, ms, times
 from recycle_plugin.commands.exact_mode import buffer_bytes, cost
-from recycle_plugin.core.vocabulary.profile import STATE_BYTES, UNDO_BYTES
+from recycle_plugin.core.vocabulary.worker_bytes import ADAM, STATE_BYTES, UNDO_BYTES, UNDO_HOST_BYTES, WEIGHTS
 from recycle_plugin.settings.wording import SECTION, shown
 from recycle_plugin.versions import releases
 
@@ -49,7 +49,12 @@ def costly(job: ConfiguredJob) -> Section:
     elif settings.zero is not None:
         rows.append({"setting": f"{SECTION}.zero", "text": f'"{settings.zero}": {_whole("fp32", job.replicas)}'})
     rows.append(
-        {"setting": f"{SECTION}.undo", "bytes_a_parameter": UNDO_BYTES[settings.undo], "text": _undo(settings.undo)}
+        {
+            "setting": f"{SECTION}.undo",
+            "bytes_a_parameter": UNDO_BYTES[settings.undo],
+            "host_bytes_a_parameter": UNDO_HOST_BYTES[settings.undo],
+            "text": _undo(settings.undo),
+        }
     )
     lines = tuple(f"{row['setting']} {row.pop('text')}" for row in rows)
     return Section("settings", "What settings cost", rows, lines)
@@ -79,16 +84,23 @@ def _exact(job: ConfiguredJob, found: dict) -> str:
 
 
 def _whole(dtype: str, replicas: int) -> str:
-    whole, state = STATE_BYTES[dtype], UNDO_BYTES["snapshot"]
+    whole, shared = STATE_BYTES[dtype], ADAM + WEIGHTS["fp32"]
     return (
-        f"every worker has the optimizer's state whole, {whole} bytes a parameter (Adam), stock a share of it, "
-        f"{whole - state + state / replicas:.3g}"
+        f"every worker has the optimizer's state whole, with one gradient {whole} bytes a parameter (Adam), stock a "
+        f"share of it, {whole - shared + shared / replicas:.3g}"
     )
 
 
 def _undo(way: str) -> str:
-    other, of_it = ("inverse", "not exact") if way == "snapshot" else ("snapshot", "exact")
-    return f'"{way}": {UNDO_BYTES[way]} bytes a parameter (Adam in fp32); "{other}": {UNDO_BYTES[other]}, {of_it}'
+    said = {each: f'"{each}": {_undo_bytes(each)}' for each in UNDO_BYTES}
+    return f"{said.pop(way)} (Adam); {', '.join(said.values())}"
+
+
+def _undo_bytes(way: str) -> str:
+    where = " in host memory" if UNDO_HOST_BYTES[way] else ""
+    return (
+        f"{UNDO_BYTES[way] + UNDO_HOST_BYTES[way]} bytes a parameter{where}{', not exact' if way == 'inverse' else ''}"
+    )
 
 
 def _switch(job: ConfiguredJob, setting: str, now: str, instead: str, **changed: Any) -> dict:

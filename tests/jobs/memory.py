@@ -1,14 +1,13 @@
 """Another job of this folder, or scripts/train_gpt.py, whose memory is measured: RECYCLE_TEST_MEMORY holds
-{"script": a path in the repository, "folder": where rank<r>.json goes, "step": the first step that is measured,
-"steps": how many}.
+{"script": a path in the repository, "folder": where rank<r>.json goes, "step": the step that is measured}.
 
-In the file: the trained ``parameters`` of the stage; ``between``: the bytes of all tensors after the last of these
-steps has been applied and before its commit is known, by what they are for; ``settled``: the same after the commit;
-``peak``: the most bytes at any moment of these steps, ``at``: the instruction in which that was; ``peaks``: the most
-in each kind of instruction.
+In the file: the trained ``parameters`` of the stage, and the ``largest`` one's numbers; ``between``: bytes of all tensors
+after that step and before its commit is known, by what they are for; ``settled``: the same after the commit; ``peaks``:
+the most bytes at any moment of that step, by the kind of instruction.
 
-On the CPU live storages are counted between steps, and within them every allocation of the thread that trains, those
-inside of torch's operators too (torch.profiler).  On an accelerator its allocator counts.
+On the CPU storages are counted between steps, and within one every allocation of the thread that trains, those inside
+of torch's operators too (torch.profiler).  An accelerator's allocator counts itself: its ``peaks`` are one, of the whole
+step.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.worker.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
-MARK = "instruction "
+MARK, BEGIN = "instruction ", "the step begins"
 OWN = ("recycle_plugin.runtime.state.undo", "recycle_plugin.runtime.stage.block_sums")
 
 
@@ -94,30 +93,46 @@ def noted(function: Callable) -> Callable:
     return changed
 
 
-def peaks_of(found: profile, before: int) -> tuple[int, str, dict[str, int]]:
-    """The most bytes at once, the instruction in which that was, and the most in each kind of instruction."""
-    events = found.profiler.kineto_results.events()
-    spans = sorted((each.start_ns(), each.end_ns(), each.name()) for each in events if each.name().startswith(MARK))
-    now, peaks = before, Counter({"": before})
-    for event in sorted((each for each in events if each.name() == "[memory]"), key=lambda each: each.start_ns()):
+def peaks_of(found: profile, before: int, after: int) -> dict[str, int]:
+    """The most bytes at once in each kind of instruction of the last step, which began with ``before`` bytes and has
+    left ``after``; "" is between instructions.
+
+    What other threads give back the profiler does not see: that is what the network's have had in REDUCE.
+    """
+    events = sorted(found.profiler.kineto_results.events(), key=lambda each: each.start_ns())
+    (begin,) = (each.start_ns() for each in events if each.name() == BEGIN)
+    spans = [
+        (each.start_ns(), each.end_ns(), each.name().removeprefix(MARK))
+        for each in events
+        if each.name().startswith(MARK) and each.start_ns() > begin
+    ]
+    memory = [each for each in events if each.name() == "[memory]" and each.start_ns() > begin]
+    unseen = before + sum(each.nbytes() for each in memory) - after
+    now, peaks, at = before, Counter({"": before}), 0
+    for event in memory:
         now += event.nbytes()
-        while spans and spans[0][1] < event.start_ns():
-            spans.pop(0)
-        inside = spans and spans[0][0] <= event.start_ns()
-        name = spans[0][2].removeprefix(MARK) if inside else ""
+        while at < len(spans) and spans[at][1] < event.start_ns():
+            now -= unseen * (spans[at][2] == "REDUCE")
+            at += 1
+        inside = at < len(spans) and spans[at][0] <= event.start_ns()
+        name = spans[at][2] if inside else ""
         peaks[name] = max(peaks[name], now)
-    at = max(peaks, key=peaks.__getitem__)
-    return peaks[at], at, dict(peaks)
+    return dict(peaks)
 
 
 def measure(step: int, folder: str, script: str) -> None:
-    """Measure this process's job up to ``step``."""
+    """Measure ``step`` of this process's job."""
     train, made = Trainer.train, profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    before: list[int] = []
 
     def changed(self: Trainer) -> float:
-        if not before:
-            before.append(sum(by_kind(self).values()))
+        if self.step == 0:
             made.start()  # so early, since it does not see the end of what is older
+        if self.step + 1 == step:
+            self.settle()
+            before.append(sum(by_kind(self).values()))
+            with record_function(BEGIN):
+                pass
         loss = train(self)
         if self.step == step:
             made.stop()
@@ -125,16 +140,21 @@ def measure(step: int, folder: str, script: str) -> None:
         return loss
 
     def report(trainer: Trainer) -> None:
-        peak, at, peaks = peaks_of(made, before[0])
         between = by_kind(trainer)
         trainer.settle()
+        tensors = [each.numel() for each in trainer._framework.parameters]
+        found = {
+            "seat": str(trainer.seat),
+            "parameters": sum(tensors),
+            "largest": max(tensors),
+            "between": between,
+            "settled": by_kind(trainer),
+            "peaks": peaks_of(made, before[0], sum(between.values())),
+        }
         path = Path(folder) / f"rank{os.environ['RANK']}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        parameters = sum(each.numel() for each in trainer._framework.parameters)
-        found = {"parameters": parameters, "seat": str(trainer.seat), "between": between, "settled": by_kind(trainer)}
-        path.write_text(json.dumps(found | {"peak": peak, "at": at, "peaks": peaks}))
+        path.write_text(json.dumps(found))
 
-    before: list[int] = []
     Trainer.train = changed
     Operations.compute, Operations.add_up = noted(Operations.compute), noted(Operations.add_up)
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.worker_bytes import EXACT_BUCKET
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.block_sums import BlockSums, in_place_of
@@ -29,7 +30,6 @@ READ_ONLY = (
     torch.optim.Adam,
     torch.optim.AdamW,
 )  # known to leave gradients as they are; Nesterov's foreach form does not
-EXACT_BUCKET = 1 << 22  # numbers
 
 
 def _there(gradient: torch.Tensor | None) -> torch.Tensor:
