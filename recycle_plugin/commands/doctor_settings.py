@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from recycle_plugin.commands.config_job import CLIPPING, ConfiguredJob
@@ -165,12 +164,7 @@ def refused(job: ConfiguredJob) -> Section:
     from recycle_plugin.adapters.deepspeed.refusals import refusals
 
     wrong = [*refusals(job.config), *([job.mismatch] if job.mismatch else [])]
-    accelerator = os.environ.get("DS_ACCELERATOR")
-    if accelerator not in (None, "cpu"):
-        wrong.append(f"DS_ACCELERATOR is {accelerator}: only the CPU is supported yet; set it to cpu")
     lines = [] if wrong else ["nothing that the config asks for"]
-    if accelerator is None:
-        lines.append("only the CPU is supported yet: set DS_ACCELERATOR=cpu where the job runs")
     lines.append("seen at the start only: tensor parallelism, running statistics, plain iterators")
     return Section("refused", "What is refused", wrong, tuple(lines), tuple(wrong))
 

@@ -107,6 +107,12 @@ class Settings(BaseModel):
         "a number of bytes or a size; null for all of it; what is not there any more after a failure is run again; "
         "the event `peak` says how much it was",
     )
+    pinned_bytes: Bytes = setting(
+        "4GiB",
+        'a whole number of at least 1, a size such as "2GiB", or null',
+        "on accelerators: how much host memory one worker may pin, for copies that go on beside the computing; "
+        "null for as much as there is; past it copies keep the worker waiting",
+    )
     rng: Literal["keyed", "stream"] = setting(
         "keyed",
         '"keyed" or "stream"',

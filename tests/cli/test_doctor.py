@@ -313,13 +313,6 @@ def test_one_replica_survives_nothing(doctor) -> None:
     ]
 
 
-def test_another_accelerator(doctor, monkeypatch) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
-    assert data(doctor, HEALTHY, "--pp 2 --dp 2")["change"] == [
-        "DS_ACCELERATOR is cuda: only the CPU is supported yet; set it to cpu"
-    ]
-
-
 @pytest.mark.parametrize(
     "name, version",
     [("torch", "2.5.1+cpu"), ("deepspeed", "0.20.0"), ("deepspeed", "0.19.2"), ("megatron-core", "0.15.2")],
@@ -436,7 +429,6 @@ What settings cost
 
 What is refused
   nothing that the config asks for
-  only the CPU is supported yet: set DS_ACCELERATOR=cpu where the job runs
   seen at the start only: tensor parallelism, running statistics, plain iterators
 
 Versions here
@@ -489,7 +481,6 @@ What settings cost
 What is refused
 ! fp16.enabled: only fp32 and bf16 are supported yet; remove the fp16 section, and set bf16.enabled
     to true if you can
-  only the CPU is supported yet: set DS_ACCELERATOR=cpu where the job runs
   seen at the start only: tensor parallelism, running statistics, plain iterators
 
 Versions here

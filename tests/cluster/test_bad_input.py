@@ -19,8 +19,8 @@ CASES = {
     "misspelt section": '"Recyle" in the DeepSpeed config: no such section; did you mean "recycle"?',
     "no batch size": "the DeepSpeed config has neither train_batch_size nor train_micro_batch_size_per_gpu: write one "
     "of the two",
-    "another backend": 'process groups over another are not supported yet: write "gloo" where your script names a backend, or leave '
-    "it out",
+    "another backend": 'process groups over another are not supported yet: write "gloo" where your script names a '
+    "backend, or leave it out",
     "one replica": "data parallelism is 1",
     "iterable dataset": "training_data is a Endless, which cannot be read by index: give a map-style dataset",
     "ZeRO 1": "zero_optimization.stage 1 shards the optimizer state",

@@ -1,13 +1,12 @@
 """Another job of this folder, or scripts/train_gpt.py, whose memory is measured: RECYCLE_TEST_MEMORY holds
 {"script": a path in the repository, "folder": where rank<r>.json goes, "step": the step that is measured}.
 
-In the file: the trained ``parameters`` of the stage, and the ``largest`` one's numbers; ``between``: bytes of all tensors
-after that step and before its commit is known, by what they are for; ``settled``: the same after the commit; ``peaks``:
-the most bytes at any moment of that step, by the kind of instruction.
+In the file: the trained ``parameters`` of the stage, and how many the ``largest`` has; bytes ``between`` steps, after
+that step and before its commit is known, by what they are for; the same once all is ``settled``; and ``peaks``, the most
+bytes at any moment of that step, by the kind of instruction.  Of an accelerator all of this is what is on it.
 
-On the CPU storages are counted between steps, and within one every allocation of the thread that trains, those inside
-of torch's operators too (torch.profiler).  An accelerator's allocator counts itself: its ``peaks`` are one, of the whole
-step.
+Between steps storages are counted.  Within one an accelerator's allocator counts; on the CPU every allocation of the
+thread that trains, those inside of torch's operators too (torch.profiler).
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import os
 import runpy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in([each for name, each in vars(value).items() if name not in ("_state", "_whole", "_of")])
 
 
-def storages(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
-    """Bytes of the storages of ``tensors`` that are not in ``seen``, which gets them."""
+def storages(tensors: Iterable[torch.Tensor], where: torch.device, seen: set[int]) -> int:
+    """Bytes of the storages of ``tensors`` at ``where`` that are not in ``seen``, which gets them."""
     found = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen and storage.nbytes():
+        if storage.device == where and storage.data_ptr() not in seen and storage.nbytes():
             seen.add(storage.data_ptr())
             found += storage.nbytes()
     return found
@@ -75,85 +75,107 @@ def by_kind(trainer: Trainer) -> dict[str, int]:
         "other": [each for each in gc.get_objects() if isinstance(each, torch.Tensor)],
     }
     seen: set[int] = set()
-    return {kind: storages(tensors_in(held), seen) for kind, held in kinds.items()}
+    where = framework.model.device.where
+    return {kind: storages(tensors_in(held), where, seen) for kind, held in kinds.items()}
 
 
-def allocated(device: torch.device) -> int:
-    """Bytes that the allocator of an accelerator has given out."""
-    return torch.get_device_module(device).memory_allocated()
+class Profiled:
+    """The most bytes in each kind of instruction of a step on the CPU, from all allocations of this thread."""
+
+    def __init__(self) -> None:
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile.start()  # so early, since it does not see the end of what is older
+
+    def begin(self, before: int) -> None:
+        """The step begins, with that many bytes."""
+        self._before = before
+        with record_function(BEGIN):
+            pass
+
+    def during(self, name: str) -> AbstractContextManager:
+        """An instruction of this kind."""
+        return record_function(f"{MARK}{name}")
+
+    def end(self, after: int) -> dict[str, int]:
+        """The peaks of the step, which has left ``after`` bytes; "" is between instructions.
+
+        What other threads give back the profiler does not see: that is what the network's have had in REDUCE.
+        """
+        self._profile.stop()
+        events = sorted(self._profile.profiler.kineto_results.events(), key=lambda each: each.start_ns())
+        (begin,) = (each.start_ns() for each in events if each.name() == BEGIN)
+        events = [each for each in events if each.start_ns() > begin]
+        marks = [each for each in events if each.name().startswith(MARK)]
+        spans = [(each.start_ns(), each.end_ns(), each.name().removeprefix(MARK)) for each in marks]
+        memory = [each for each in events if each.name() == "[memory]"]
+        unseen = self._before + sum(each.nbytes() for each in memory) - after
+        now, peaks, at = self._before, Counter({"": self._before}), 0
+        for event in memory:
+            now += event.nbytes()
+            while at < len(spans) and spans[at][1] < event.start_ns():
+                now -= unseen * (spans[at][2] == "REDUCE")
+                at += 1
+            inside = at < len(spans) and spans[at][0] <= event.start_ns()
+            name = spans[at][2] if inside else ""
+            peaks[name] = max(peaks[name], now)
+        return dict(peaks)
 
 
-def noted(function: Callable) -> Callable:
-    """An instruction's ``function``, as which the profiler knows it by name."""
+class Allocated:
+    """The most bytes in each kind of instruction of a step on an accelerator, as its allocator counts them."""
 
-    def changed(self: Operations, instruction: Instruction, *given: Any) -> Any:
-        with record_function(f"{MARK}{instruction.op.name}"):
-            return function(self, instruction, *given)
+    def __init__(self, where: torch.device) -> None:
+        self._module: Any = torch.get_device_module(where)
+        self._peaks: Counter[str] = Counter()
 
-    return changed
+    def begin(self, before: int) -> None:
+        """The step begins; the allocator knows with how much."""
+        self._peaks.clear()
 
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """An instruction of this kind."""
+        self._module.reset_peak_memory_stats()
+        yield
+        self._peaks[name] = max(self._peaks[name], self._module.max_memory_allocated())
 
-def peaks_of(found: profile, before: int, after: int) -> dict[str, int]:
-    """The most bytes at once in each kind of instruction of the last step, which began with ``before`` bytes and has
-    left ``after``; "" is between instructions.
-
-    What other threads give back the profiler does not see: that is what the network's have had in REDUCE.
-    """
-    events = sorted(found.profiler.kineto_results.events(), key=lambda each: each.start_ns())
-    (begin,) = (each.start_ns() for each in events if each.name() == BEGIN)
-    spans = [
-        (each.start_ns(), each.end_ns(), each.name().removeprefix(MARK))
-        for each in events
-        if each.name().startswith(MARK) and each.start_ns() > begin
-    ]
-    memory = [each for each in events if each.name() == "[memory]" and each.start_ns() > begin]
-    unseen = before + sum(each.nbytes() for each in memory) - after
-    now, peaks, at = before, Counter({"": before}), 0
-    for event in memory:
-        now += event.nbytes()
-        while at < len(spans) and spans[at][1] < event.start_ns():
-            now -= unseen * (spans[at][2] == "REDUCE")
-            at += 1
-        inside = at < len(spans) and spans[at][0] <= event.start_ns()
-        name = spans[at][2] if inside else ""
-        peaks[name] = max(peaks[name], now)
-    return dict(peaks)
+    def end(self, after: int) -> dict[str, int]:
+        """The peaks of the step."""
+        return dict(self._peaks)
 
 
 def measure(step: int, folder: str, script: str) -> None:
     """Measure ``step`` of this process's job."""
-    train, made = Trainer.train, profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    before: list[int] = []
+    train, peaks = Trainer.train, []
 
     def changed(self: Trainer) -> float:
+        where = self._framework.model.device.where
         if self.step == 0:
-            made.start()  # so early, since it does not see the end of what is older
+            peaks.append(Profiled() if where.type == "cpu" else Allocated(where))
         if self.step + 1 == step:
             self.settle()
-            before.append(sum(by_kind(self).values()))
-            with record_function(BEGIN):
-                pass
+            peaks[0].begin(sum(by_kind(self).values()))
         loss = train(self)
         if self.step == step:
-            made.stop()
             report(self)
         return loss
 
+    def noted(function: Callable) -> Callable:
+        def changed(self: Operations, instruction: Instruction, *given: Any) -> Any:
+            with peaks[0].during(instruction.op.name):
+                return function(self, instruction, *given)
+
+        return changed
+
     def report(trainer: Trainer) -> None:
         between = by_kind(trainer)
+        found = peaks[0].end(sum(between.values()))
         trainer.settle()
         tensors = [each.numel() for each in trainer._framework.parameters]
-        found = {
-            "seat": str(trainer.seat),
-            "parameters": sum(tensors),
-            "largest": max(tensors),
-            "between": between,
-            "settled": by_kind(trainer),
-            "peaks": peaks_of(made, before[0], sum(between.values())),
-        }
         path = Path(folder) / f"rank{os.environ['RANK']}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found))
+        record = {"seat": str(trainer.seat), "parameters": sum(tensors), "largest": max(tensors)}
+        path.write_text(json.dumps(record | {"between": between, "settled": by_kind(trainer), "peaks": found}))
 
     Trainer.train = changed
     Operations.compute, Operations.add_up = noted(Operations.compute), noted(Operations.add_up)

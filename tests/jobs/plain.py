@@ -1,12 +1,14 @@
 """A small pipeline in plain torch, with dropout and Adam, by the overrides of tests/support/jobs.py:
 ``topology.replicas=2 steps=20 recycle.undo=inverse …``.
 
-RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py and plain_wrappers.py.  RECYCLE_TEST_CHECKPOINT: as for
-checkpoint.py, but for ``module_only``. ``data``, ``layer``, ``wrong``: what is refused.
+``device=standin``: on the stand-in accelerator (tests/support/standin).  RECYCLE_TEST_WRAP: as for gpt.py, those of
+wrappers.py and plain_wrappers.py.  RECYCLE_TEST_CHECKPOINT: as for checkpoint.py, but for ``module_only``.
+``data``, ``layer``, ``wrong``: what is refused.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -22,7 +24,7 @@ from torch import nn
 
 from recycle_plugin.adapters.plain import Pipeline
 
-RANK, TOKENS = os.environ["RANK"], 32
+RANK, TOKENS, FIRST = os.environ["RANK"], 32, 2
 DEFAULTS = {
     "topology": {"replicas": 2, "stages": 2, "micro_batches": 2},
     "model": {"layers": 2, "width": 16},
@@ -36,6 +38,7 @@ DEFAULTS = {
     "data": None,
     "layer": "",
     "wrong": "",
+    "device": None,
 }
 plan = json.loads(os.environ.get("RECYCLE_TEST_CHECKPOINT", "{}"))
 OPTIMIZERS = {
@@ -99,6 +102,9 @@ def main() -> None:
     for arguments in wraps if isinstance(wraps, list) else [wraps]:
         name = arguments.pop("name")
         (getattr(wrappers, name, None) or getattr(plain_wrappers, name))(**arguments)
+    if job.device == "standin":
+        sys.path.append(str(Path(__file__).parents[2]))
+        importlib.import_module("tests.support.standin")  # torch finds it from now on
     plans.follow(plan)
     width = job.model.width
     layers = [
@@ -138,6 +144,7 @@ def main() -> None:
         scheduler=scheduler,
         clip=job.gradient_clipping,
         settings=settings,
+        device=job.device,
     )
     record = {
         "rank": int(RANK),
@@ -151,6 +158,8 @@ def main() -> None:
         record["evaluated"].append(pipeline.evaluate(evaluated))
     while pipeline.steps < job.steps and not plans.told(plan):
         record["losses"].append(pipeline.step())
+        if job.device == "standin" and pipeline.steps == FIRST:  # of the steps before parts are run twice
+            watched = plain_wrappers.watch_device()
         if job.wrong == f"raise {pipeline.seat} after {pipeline.steps}":
             raise ValueError("two\nlines")
         if job.wrong == f"exit {pipeline.seat} after {pipeline.steps}":
@@ -158,9 +167,11 @@ def main() -> None:
         if job.wrong == f"vanish after {pipeline.steps}":
             os._exit(0)
         between_steps(pipeline, record)
+    if job.device == "standin":
+        record |= watched()
     for name, write in (
         ("losses", lambda path: path.write_text(json.dumps(record))),
-        ("parameters", lambda path: torch.save(pipeline.module.state_dict(), path)),
+        ("parameters", lambda path: torch.save(pipeline.module.cpu().state_dict(), path)),
     ):
         path = Path(job.run_dir) / name / f"rank{RANK}.{'json' if name == 'losses' else 'pt'}"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -220,7 +220,6 @@ NAMED = {  # elsewhere, and why
     "adapters/deepspeed/engine_checks.py": {
         "get_accelerator"
     },  # asks what DeepSpeed has found, for that module to judge
-    "commands/doctor_settings.py": {"cpu"},  # what DeepSpeed's variable has to be, said without torch
     "experiments/runs.py": {"cpu"},  # sets it for the jobs that it starts
     "commands/profile.py": {"cpu", "cuda"},  # the choices of a measurement, also of devices that nothing trains on yet
     "runtime/devices/accelerator.py": {"torch.version.cuda"},  # for its text of what decides how operations round

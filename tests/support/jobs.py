@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.support.cluster import ROOT, Result, Run
@@ -203,3 +203,4 @@ PLAIN = Vehicle(
     "plain_server",
     {CHECKPOINT: "tests/jobs/plain.py", COUNT: "tests/jobs/plain_count.py"},
 )
+STANDIN = replace(PLAIN, name="stand-in", overrides=lambda shape: [*plain_overrides(shape), "device=standin"])

@@ -12,13 +12,15 @@ from pathlib import Path
 
 from recycle_plugin.core.vocabulary.worker_bytes import GRADIENT, WorkerBytes
 from tests.support.cluster import ForkServer, Run
-from tests.support.jobs import BF16, DEEPSPEED, PLAIN, Shape, Vehicle
+from tests.support.jobs import BF16, DEEPSPEED, PLAIN, STANDIN, Shape, Vehicle
 
 STEP = 4  # that is measured: buffers and the optimizer's state are there
 DEADLINE_S = 120.0
 MOMENTS = {"computing": ("F", "I", "W", "B"), "summing": ("REDUCE",), "stepping": ("STEP",)}
+WIDE = (Shape(2, 1, 2), ("model.width=640", "model.layers=1"))
 SIZES = {
-    PLAIN: (Shape(2, 1, 2), ("model.width=640", "model.layers=1")),
+    PLAIN: WIDE,
+    STANDIN: WIDE,
     DEEPSPEED: (Shape(2, 2, 2), ("model.hidden=512", "model.layers=2", "save_parameters=false")),
 }
 
@@ -39,7 +41,13 @@ class Case:
         return found + (["recycle.exact=true", f"recycle.exact_block={2 // self.blocks}"] if self.blocks else [])
 
     def __str__(self) -> str:
-        parts = [self.dtype, self.undo, "clipped" * self.clipped, f"exact, {self.blocks} blocks" * bool(self.blocks)]
+        parts = [
+            "stand-in" * (self.vehicle is STANDIN),
+            self.dtype,
+            self.undo,
+            "clipped" * self.clipped,
+            f"exact, {self.blocks} blocks" * bool(self.blocks),
+        ]
         return ", ".join(filter(None, parts))
 
 
@@ -51,6 +59,10 @@ CASES = (
     Case(undo="host_snapshot"),
     Case(blocks=1),
     Case(blocks=2),
+    Case(STANDIN),
+    Case(STANDIN, undo="inverse", clipped=True),
+    Case(STANDIN, undo="host_snapshot"),
+    Case(STANDIN, blocks=2),
     Case(DEEPSPEED, "bf16"),
     Case(DEEPSPEED, "bf16", "inverse", clipped=True),
 )

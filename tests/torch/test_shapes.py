@@ -4,6 +4,7 @@ more.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import numpy
 import pytest
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from megatron.core.tensor_parallel import random as megatron
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -456,30 +458,47 @@ def test_what_is_drawn_in_a_forward_leaves_the_scripts_own_streams_alone(draw):
     assert [*found, draw()] == expected
 
 
-def test_what_is_drawn_through_deepspeeds_tracker_is_the_same_whoever_draws():
-    """Megatron's layers draw dropout from streams of its tracker, one of which goes on from forward to forward."""
-    from recycle_plugin.adapters.deepspeed.model import keyed_forward
+@pytest.fixture(params=("deepspeed", "megatron"))
+def tracker(request, monkeypatch):
+    """A library's tracker of random states with two streams; megatron-core's asks for CUDA's, and gets the host's."""
+    if request.param == "megatron":
+        monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+        monkeypatch.setattr(torch.cuda, "manual_seed", torch.manual_seed)
+        monkeypatch.setattr(megatron, "_get_cuda_rng_state", lambda **named: torch.get_rng_state())
+        monkeypatch.setattr(megatron, "_set_cuda_rng_state", lambda state, **named: torch.set_rng_state(state))
+        monkeypatch.setattr(megatron, "_CUDA_RNG_STATE_TRACKER", megatron.CudaRNGStatesTracker())
+        monkeypatch.setattr(
+            logging.getLogger(megatron.__name__), "disabled", True
+        )  # it says that the host's has changed
+    made = megatron._CUDA_RNG_STATE_TRACKER if request.param == "megatron" else checkpointing.get_cuda_rng_tracker()
+    made.reset()
+    made.add("tensor parallel", 11), made.add("other", 12)
+    yield made
+    made.reset()
 
-    tracker, module = checkpointing.get_cuda_rng_tracker(), nn.Module()
-    tracker.reset()
-    tracker.add("tensor parallel", 11), tracker.add("other", 12)
+
+def test_what_is_drawn_through_a_tracker_is_the_same_whoever_draws(tracker):
+    """Megatron's layers draw dropout from streams of one, and each goes on from forward to forward."""
 
     def draw(name: str) -> float:
         with tracker.fork(name):
             return torch.rand(()).item()
 
-    try:
-        before, streams = tracker.get_states(), torch.get_rng_state()
-        with keyed_forward(module, 5, 3, CPU):
-            own, first, second = torch.rand(()).item(), draw("tensor parallel"), draw("other")
-        assert (
-            tracker.get_states() == before and torch.equal(torch.get_rng_state(), streams) and module.micro_offset == 3
-        )
-        draw("tensor parallel")
-        with keyed_forward(module, 5, 3, CPU):
-            assert [torch.rand(()).item(), draw("tensor parallel"), draw("other")] == [own, first, second]
-        with keyed_forward(module, 6, 3, CPU):
-            assert draw("tensor parallel") != first
-        assert len({own, first, second}) == 3
-    finally:
-        tracker.reset()
+    before, streams = tracker.get_states(), torch.get_rng_state()
+    with keyed(5, CPU):
+        own, first, second = torch.rand(()).item(), draw("tensor parallel"), draw("other")
+    assert tracker.get_states() == before and torch.equal(torch.get_rng_state(), streams)
+    draw("tensor parallel")
+    with keyed(5, CPU):
+        assert [torch.rand(()).item(), draw("tensor parallel"), draw("other")] == [own, first, second]
+    with keyed(6, CPU):
+        assert draw("tensor parallel") != first
+    assert len({own, first, second}) == 3
+
+
+def test_a_forward_is_seeded_by_the_place_of_its_micro_batch():
+    from recycle_plugin.adapters.deepspeed.model import keyed_forward
+
+    module = nn.Module()
+    with keyed_forward(module, 5, 3, CPU):
+        assert module.micro_offset == 3

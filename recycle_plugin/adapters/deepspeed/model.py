@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
@@ -20,23 +19,11 @@ def reentrant(module: PipelineModule) -> bool:
     )
 
 
-@contextmanager
-def keyed_forward(module: PipelineModule, seed: int, place: int, device: Device) -> Iterator[None]:
-    """A context in which a forward on ``device`` draws by ``seed``, through DeepSpeed's tracker of random states too.
+def keyed_forward(module: PipelineModule, seed: int, place: int, device: Device) -> AbstractContextManager:
+    """A context in which a forward on ``device`` draws by ``seed``.
 
     ``place``: the position of the micro-batch among its replica's.  ``seed_layers`` seeds each layer by how many
     forwards its worker has run: by ``place``, which is that number without a failure, and the same whoever runs it.
     """
     module.micro_offset = place
-    tracker, own = checkpointing.get_cuda_rng_tracker(), device.generators[-1]
-    states = tracker.get_states()
-    with keyed(seed, device):
-        if states:
-            tracker.set_states(
-                {name: own.manual_seed(seed + number).get_state() for number, name in enumerate(sorted(states), 1)}
-            )
-            own.manual_seed(seed)
-        try:
-            yield
-        finally:
-            tracker.set_states(states)
+    return keyed(seed, device)

@@ -11,6 +11,7 @@ nobody before the copy is over, also where all references are gone.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,11 +54,11 @@ class Accelerator:
         sources = [_plain(tensor) for tensor in tensors]
         begun = self._mark(computing)
         with self._module.stream(self._down):
-            self._down.wait_event(begun)
+            stand_behind(self._down, begun)
             targets = tuple(self._from(source, shared) for source in sources)
             over = self._mark(self._down)
         if not shared:
-            computing.wait_event(over)
+            stand_behind(computing, over)
         return Downward(targets, over, f"{what}, to the host")
 
     def from_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
@@ -115,9 +116,9 @@ class Accelerator:
             f"{torch.get_float32_matmul_precision()} matrix products"
         )
 
-    def budget(self, pinned: int) -> None:
-        """Pin at most that many bytes of host memory."""
-        self._pinned.budget = pinned
+    def budget(self, pinned: int | None) -> None:
+        """Pin at most that many bytes of host memory at a time, or with None as many as there are."""
+        self._pinned.budget = sys.maxsize if pinned is None else pinned
 
     def repeatable(self) -> None:
         """Have torch choose deterministic kernels, and refuse operations that have none, each by name."""
@@ -177,11 +178,16 @@ class Upward:
     def wait(self, timeout_s: float) -> Tensors:
         """The tensors, at once: what the calling thread starts from now on is behind the copy."""
         stream = self._current()
-        stream.wait_event(self._over)
+        stand_behind(stream, self._over)
         for target in self._targets:
             if target.layout is torch.strided:
                 target.record_stream(stream)
         return self._targets
+
+
+def stand_behind(stream: Any, event: Any) -> None:
+    """Have what is started on ``stream`` from now on wait for ``event``; the host goes on."""
+    stream.wait_event(event)
 
 
 def await_event(event: Any, what: object, timeout_s: float) -> None:

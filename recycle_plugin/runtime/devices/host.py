@@ -87,7 +87,7 @@ class Cpu:
             f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         )
 
-    def budget(self, pinned: int) -> None:
+    def budget(self, pinned: int | None) -> None:
         """Nothing: none of the host's memory has to be pinned for a device that is the host."""
 
     def repeatable(self) -> None:

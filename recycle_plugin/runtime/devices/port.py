@@ -114,9 +114,9 @@ class Device(Protocol):
         alike.
         """
 
-    def budget(self, pinned: int) -> None:
-        """Lay hands on at most ``pinned`` bytes of host memory that can't be swapped out; more :meth:`room` is of the
-        ordinary kind.
+    def budget(self, pinned: int | None) -> None:
+        """Pin at most that many bytes of host memory at a time, or with None as many as there are; more :meth:`room`
+        is of the ordinary kind.
         """
 
     def repeatable(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.instruction import STAGE_WIDE, Instruction
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.runtime.devices.port import Device, DeviceEvent
 
@@ -53,15 +53,15 @@ class Timeline:
     def spans(self, span: Span) -> Iterator[Span]:
         """Take the span of what the host has been through, and yield those of what is over, in the device's time.
 
-        Behind a STEP all is over: its time belongs to the step, and what follows is for others to see.
+        Behind what a whole stage does all is over: others are told how long the step has taken.
         """
         own = self._under_way[-1] if self._under_way and self._under_way[-1].instruction is span.instruction else None
+        if own is not None:
+            own.span = span
+        self._settle(0 if span.instruction.op in STAGE_WIDE else len(self._under_way))
+        yield from self._over
         if own is None:
             yield span
-        else:
-            own.span = span
-            self._settle(0 if span.instruction.op is Op.STEP else len(self._under_way))
-        yield from self._over
         self._over.clear()
 
     def _settle(self, left: int) -> None:

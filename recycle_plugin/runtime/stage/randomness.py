@@ -11,9 +11,17 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.runtime.devices.port import Device
+
+TRACKERS = (
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "megatron.core.tensor_parallel.random",
+)  # modules that keep random states of the device, by whose names layers draw
 
 
 def key(seed: int, step: int, micro_batch: MicroBatch, stage: int, half: str = "") -> int:
@@ -25,10 +33,10 @@ def key(seed: int, step: int, micro_batch: MicroBatch, stage: int, half: str = "
 @contextmanager
 def keyed(seed: int, device: Device) -> Iterator[None]:
     """Inside of this context all default random generators start from ``seed``: torch's for ``device``, Python's and
-    numpy's.
+    numpy's; and so do all states that DeepSpeed and megatron-core keep, each by its name too.
 
     Layers that are left out at random draw from the latter.  Afterwards the worker's own streams go on as if nothing
-    was.
+    was.  No device is waited for: a generator's state is on the host.
     """
     python, numpy = random.getstate(), sys.modules.get("numpy")
     array = numpy.random.get_state() if numpy else None
@@ -36,7 +44,7 @@ def keyed(seed: int, device: Device) -> Iterator[None]:
     if numpy:
         numpy.random.seed(seed % 2**32)
     try:
-        with keyed_torch(seed, device):
+        with keyed_torch(seed, device), _keyed_trackers(seed, device):
             yield
     finally:
         random.setstate(python)
@@ -60,3 +68,42 @@ def keyed_torch(seed: int, device: Device) -> Iterator[None]:
     finally:
         for generator, state in states:
             generator.set_state(state)
+
+
+@contextmanager
+def _keyed_trackers(seed: int, device: Device) -> Iterator[None]:
+    """Inside of this context every state of every tracker starts from ``seed`` and its name."""
+    kept = [(tracker, states) for tracker in _trackers() if (states := tracker.get_states())]
+    own = device.generators[-1]
+    for tracker, states in kept:
+        tracker.set_states({name: _started(state, named(seed, name), own) for name, state in states.items()})
+    try:
+        yield
+    finally:
+        for tracker, states in kept:
+            tracker.set_states(states)
+
+
+def _trackers() -> Iterator[Any]:
+    """The trackers that the libraries which this process has imported have made.
+
+    Read where they stand: to ask megatron-core for its tracker would make one, before the script says of which kind.
+    """
+    for module in TRACKERS:
+        if module in sys.modules and (made := sys.modules[module]._CUDA_RNG_STATE_TRACKER) is not None:
+            yield made
+
+
+def _started(state: Any, seed: int, own: torch.Generator) -> Any:
+    """A state as ``state`` is one, from ``seed``: numbers, or with CUDA graphs a generator; ``own`` stays as it is."""
+    if isinstance(state, torch.Generator):
+        return state.clone_state().manual_seed(seed)
+    before = own.get_state()
+    made = own.manual_seed(seed).get_state()
+    own.set_state(before)
+    return made
+
+
+def named(seed: int, name: str) -> int:
+    """A 63-bit seed for the state ``name`` where the micro-batch's is ``seed``."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1

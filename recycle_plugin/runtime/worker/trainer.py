@@ -100,6 +100,10 @@ class Trainer:
         self.topology, self.seat = framework.topology, framework.seat
         _check_faults(settings, self.topology)
         model = framework.model
+        assert not isinstance(settings.pinned_bytes, str), "a checked size is a number"
+        model.device.budget(settings.pinned_bytes)
+        if settings.exact:
+            model.device.repeatable()
         self._as_started = AsStarted(model.module)
         blocks = BlockSums(framework.parameters, self._blocks()) if settings.exact else None
         self._stage = self._make_stage(blocks)
