@@ -76,7 +76,7 @@ def of_a_parameter(job: ConfiguredJob) -> dict[str, dict[str, int]]:
     from recycle_plugin.adapters.deepspeed.refusals import bf16
 
     dtype = job.profile.dtype if job.profile else "fp32" if bf16(job.config) is None else "bf16"
-    one = WorkerBytes(1, dtype, job.settings.undo, _blocks(job), _scales(job), work=GRADIENT)
+    one = WorkerBytes(1, dtype, job.settings.undo, _blocks(job), _scales(job), GRADIENT, apart=True)
     moments = {
         "settled": one.settled,
         "between": one.between,

@@ -2,8 +2,8 @@
 {"script": a path in the repository, "folder": where rank<r>.json goes, "step": the step that is measured}.
 
 In the file: the trained ``parameters`` of the stage, and how many the ``largest`` has; bytes ``between`` steps, after
-that step and before its commit is known, by what they are for; the same once all is ``settled``; and ``peaks``, the most
-bytes at any moment of that step, by the kind of instruction.  Of an accelerator all of this is what is on it.
+that step and before its commit is known, by what they are for; the same once all is ``settled``; and ``peaks``, the
+most bytes at any moment of that step, by the kind of instruction.  Of an accelerator all of this is what is on it.
 
 Between steps storages are counted.  Within one an accelerator's allocator counts; on the CPU every allocation of the
 thread that trains, those inside of torch's operators too (torch.profiler).
@@ -168,7 +168,8 @@ def measure(step: int, folder: str, script: str) -> None:
         return changed
 
     def report(trainer: Trainer) -> None:
-        between = by_kind(trainer)
+        with trainer.lifted():  # else a look at weights waits for the commit, after which there is less
+            between = by_kind(trainer)
         found = peaks[0].end(sum(between.values()))
         trainer.settle()
         tensors = [each.numel() for each in trainer._framework.parameters]

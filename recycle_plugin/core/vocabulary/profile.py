@@ -201,10 +201,10 @@ class Profile:
     ) -> tuple[WorkerBytes, ...]:
         """What a worker of each stage holds for its parameters, by the settings of its job.
 
-        The optimizer is taken to go over all parameters at once, as torch's do on accelerators.
+        It is taken to compute on an accelerator, where torch's optimizers go over all parameters at once.
         """
         return tuple(
-            WorkerBytes(count, self.dtype, undo, blocks, scales, work=GRADIENT * count)
+            WorkerBytes(count, self.dtype, undo, blocks, scales, work=GRADIENT * count, apart=True)
             for count in self.parameters(stages)
         )
 

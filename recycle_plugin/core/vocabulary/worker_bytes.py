@@ -41,9 +41,7 @@ UNDO_HOST_BYTES = {"snapshot": 0, "host_snapshot": GRADIENT + ADAM, "inverse": 0
 STATE_BYTES = {dtype: WEIGHTS[dtype] + MASTERS[dtype] + ADAM + GRADIENT for dtype in WEIGHTS}
 """Bytes of a parameter with Adam, and of one gradient: what training without this plugin takes too."""
 EXACT_BUCKET = 1 << 22  # numbers that exact mode copies at once, in whole parameters
-EXACT_PIECE = (
-    1 << 20
-)  # numbers that exact mode adds at once: the buffers for more would be mapped, and zeroed by the kernel, at each sum
+SUM_PIECE = 1 << 20  # numbers that go through the host at once, and that exact mode adds at once
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,8 @@ class WorkerBytes:
     """The memory of a worker for a stage of so many ``parameters``, all trained, by Adam, by the settings of its job.
 
     ``blocks``: exact mode's, None where it is off; ``scales``: gradients are clipped or unscaled; ``work``: bytes that
-    the optimizer takes in its step.  All results are in bytes.
+    the optimizer takes in its step; ``apart``: of a device whose memory is not the host's, through which gradients are
+    summed.  All results are in bytes.
     """
 
     parameters: int
@@ -60,6 +59,7 @@ class WorkerBytes:
     blocks: int | None = None
     scales: bool = False
     work: int = 0
+    apart: bool = False
 
     @property
     def gradient(self) -> int:
@@ -74,13 +74,14 @@ class WorkerBytes:
 
     @property
     def on_host(self) -> int:
-        """What takes a step back in host memory, where that is another than the device's."""
-        return UNDO_HOST_BYTES[self.undo] * self.parameters
+        """What takes a step back in host memory that is not the device's."""
+        return UNDO_HOST_BYTES[self.undo] * self.parameters * self.apart
 
     @property
     def settled(self) -> dict[str, int]:
         """By part, once the last step is committed."""
-        return self.state | {"undo": UNDO_BYTES[self.undo] * self.parameters}
+        each = UNDO_BYTES[self.undo] + UNDO_HOST_BYTES[self.undo] * (not self.apart)
+        return self.state | {"undo": each * self.parameters}
 
     @property
     def between(self) -> dict[str, int]:
@@ -99,7 +100,7 @@ class WorkerBytes:
 
     def summing(self, committed: bool = False) -> dict[str, int]:
         """By part, in REDUCE.  ``committed``: it is known that the step before is."""
-        return self.computing(committed) | {"new": 0, "second": self.gradient, "exact": self._exact}
+        return self.computing(committed) | {"new": 0, "second": self.gradient, "pieces": self._pieces}
 
     @property
     def stepping(self) -> dict[str, int]:
@@ -112,13 +113,10 @@ class WorkerBytes:
         return {moment: sum(of.values()) + held * (moment == "computing") for moment, of in parts.items()}
 
     @property
-    def _exact(self) -> int:
-        """Copies of a bucket of each block; pieces that come, that go (of several blocks a copy), and that are given to
-        all; one more is on its way.
+    def _pieces(self) -> int:
+        """Exact mode's copies of a bucket of each block.  Pieces of the sum: on a device apart one comes back from the
+        host; on the host exact mode's come, go (of several blocks a copy), and are given to all, and one is on its way.
         """
-        if self.blocks is None:
-            return 0
-        piece = min(self.parameters, EXACT_PIECE)
-        going = self.blocks if self.blocks > 1 else 0
-        pieces = self.blocks + going + 1 + (self.parameters > piece)
-        return GRADIENT * (self.blocks * min(self.parameters, EXACT_BUCKET) + pieces * piece)
+        blocks, piece = self.blocks or 0, min(self.parameters, SUM_PIECE)
+        count = blocks + (blocks if blocks > 1 else 0) + 1 + (self.parameters > piece) if blocks else 0
+        return GRADIENT * (blocks * min(self.parameters, EXACT_BUCKET) + piece * (1 if self.apart else count))

@@ -17,7 +17,7 @@ import torch
 
 from recycle_plugin.core.vocabulary.blocks import Block, Blocks
 from recycle_plugin.core.vocabulary.ids import MicroBatch
-from recycle_plugin.core.vocabulary.worker_bytes import EXACT_PIECE
+from recycle_plugin.core.vocabulary.worker_bytes import SUM_PIECE
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.host import on_host
 from recycle_plugin.runtime.devices.kinds import device_of, write
@@ -134,8 +134,8 @@ def fixed_order_sum(
     host's; ``owners``: which each live worker of ``group`` has.  Every
     worker sends and receives about ``result`` once for each part that it has, in pieces.
     """
-    parts = on_the_host([*mine.values()], EXACT_PIECE, "a part of a sum") if mine else repeat(())
-    for piece, here in zip(result.split(EXACT_PIECE) if result.numel() else (), parts):
+    parts = on_the_host([*mine.values()], SUM_PIECE, "a part of a sum") if mine else repeat(())
+    for piece, here in zip(result.split(SUM_PIECE) if result.numel() else (), parts):
         total = piece if on_host(piece) else device_of(piece.device).room(piece.shape, piece.dtype)
         _sum_piece(dict(zip(mine, here)), owners, total, group)
         if total is not piece:
