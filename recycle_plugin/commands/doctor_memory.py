@@ -22,18 +22,7 @@ PARTS = {
     "peak": "peak",
     "host": "host",
 }
-OF_A_PARAMETER = (
-    "weights",
-    "masters",
-    "optimizer",
-    "undo",
-    "sum",
-    "contributions",
-    "new",
-    "second",
-    "scaled",
-    "work",
-)
+OF_A_PARAMETER = ("weights", "masters", "optimizer", "undo", "sum", "contributions", "new", "second", "scaled", "work")
 NO_PROFILE = (
     "of each stage: not known without a profile: recycle profile --out FILE measures one, --profile FILE takes it"
 )
@@ -44,8 +33,8 @@ def memory(job: ConfiguredJob) -> Section:
     each = of_a_parameter(job)
     data: dict = {"bytes_a_parameter": each}
     lines: tuple[str, ...] = (
-        "bytes a parameter, with Adam, between steps and within one (core/vocabulary/worker_bytes.py says what each "
-        "part is); the last sum is there until it is known that its step is committed",
+        "bytes a parameter, with Adam, once a step is committed, before, and in the next; the last sum is there until "
+        "that is known",
     )
     table, wrong = list(_moments(each)), ()
     if job.profile is None:
@@ -78,8 +67,8 @@ def of_a_parameter(job: ConfiguredJob) -> dict[str, dict[str, int]]:
     dtype = job.profile.dtype if job.profile else "fp32" if bf16(job.config) is None else "bf16"
     one = WorkerBytes(1, dtype, job.settings.undo, _blocks(job), _scales(job), GRADIENT, apart=True)
     moments = {
-        "settled": one.settled,
-        "between": one.between,
+        "committed": one.settled,
+        "between steps": one.between,
         "computing": one.computing(),
         "summing": one.summing(),
         "stepping": one.stepping,
@@ -89,16 +78,9 @@ def of_a_parameter(job: ConfiguredJob) -> dict[str, dict[str, int]]:
 
 
 def _moments(each: dict[str, dict[str, int]]) -> Iterator[str]:
-    names = {
-        "settled": "all committed",
-        "between": "between steps",
-        "computing": "computing",
-        "summing": "summing",
-        "stepping": "stepping",
-    }
     parts = [part for part in (*OF_A_PARAMETER, "all") if any(of[part] for of in each.values())]
-    rows = [("", *parts), *((names[moment], *(str(of[part]) for part in parts)) for moment, of in each.items())]
-    yield from aligned(rows, tuple(range(1, len(parts) + 1)))
+    rows = [("", *each), *((part, *(str(of[part]) for of in each.values())) for part in parts)]
+    yield from aligned(rows, tuple(range(1, len(each) + 1)))
 
 
 def _blocks(job: ConfiguredJob) -> int | None:

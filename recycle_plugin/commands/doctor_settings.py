@@ -91,15 +91,14 @@ def _whole(dtype: str, replicas: int) -> str:
 
 
 def _undo(way: str) -> str:
-    said = {each: f'"{each}": {_undo_bytes(each)}' for each in UNDO_BYTES}
-    return f"{said.pop(way)} (Adam); {', '.join(said.values())}"
+    others = "; ".join(f'"{other}": {_undo_bytes(other, "")}' for other in UNDO_BYTES if other != way)
+    return f'"{way}": {_undo_bytes(way, " bytes a parameter (Adam)")}; {others}'
 
 
-def _undo_bytes(way: str) -> str:
-    where = " in host memory" if UNDO_HOST_BYTES[way] else ""
-    return (
-        f"{UNDO_BYTES[way] + UNDO_HOST_BYTES[way]} bytes a parameter{where}{', not exact' if way == 'inverse' else ''}"
-    )
+def _undo_bytes(way: str, unit: str) -> str:
+    if UNDO_HOST_BYTES[way]:
+        return f"{UNDO_HOST_BYTES[way]}{unit} in host memory"
+    return f"{UNDO_BYTES[way]}{unit}{', not exact' * (way == 'inverse')}"
 
 
 def _switch(job: ConfiguredJob, setting: str, now: str, instead: str, **changed: Any) -> dict:
