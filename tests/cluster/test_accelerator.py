@@ -60,6 +60,16 @@ def test_each_rank_at_named_instructions(launch, on_the_host, first, second):
     assert_in_order(result)
 
 
+@pytest.mark.parametrize("undo", ("snapshot", "host_snapshot", "inverse"))
+def test_steps_are_taken_back(launch, on_the_host, undo):
+    """Those that turn out to be over the limit, with copies in host memory too, which are made while it computes."""
+    settings = "optimizer=sgd", "gradient_clipping=0.55", "recycle.clip=validate", f"recycle.undo={undo}"
+    result = launch(*settings, **LATE).finish()
+    assert_same_training(result, on_the_host(*settings))
+    assert 0 < len(result.of("rejected")) < STEPS
+    assert_in_order(result)
+
+
 INSTRUCTIONS, PEERS, LOSSES = "an instruction", "what goes to a peer, to the host", "a loss, to the host"
 SUMS = {CLIPPED: {"all_reduce, to the host", "a norm, to the host"}, EXACT: {"a part of a sum, to the host"}}
 
