@@ -7,22 +7,25 @@ least of all.  The random numbers need no patch: see ``follow_default_generator`
 
 from __future__ import annotations
 
+import os
 from functools import reduce
 from operator import mul
 from typing import Any
 
 import torch
 from recycle_plugin.patches import Patch
+from recycle_plugin.runtime.devices.kinds import own_device
 
 
 def _get_tensor(
     self: Any, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Any = None
 ) -> torch.Tensor:
-    """``GlobalMemoryBuffer.get_tensor`` on the CPU: a view of a buffer that grows, values undefined."""
+    """``GlobalMemoryBuffer.get_tensor`` where this job computes: a view of a buffer that grows, values undefined."""
     length = reduce(mul, tensor_shape, 1)
     buffer = self.buffer.get((name, dtype))
     if buffer is None or buffer.numel() < length:
-        buffer = self.buffer[name, dtype] = torch.empty(length, dtype=dtype, device="cpu")
+        where = own_device(os.environ.get("DS_ACCELERATOR")).where
+        buffer = self.buffer[name, dtype] = torch.empty(length, dtype=dtype, device=where)
     return buffer[:length].view(*tensor_shape)
 
 
@@ -36,8 +39,8 @@ MEMORY_BUFFER = Patch(
 
 
 def apply() -> None:
-    """Apply where there is no CUDA; with CUDA megatron-core stays as it is.  Raises ``PatchMismatch``."""
-    if not torch.cuda.is_available():
+    """Apply where this job does not compute on CUDA; there megatron-core stays as it is.  Raises ``PatchMismatch``."""
+    if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
         MEMORY_BUFFER.apply()
 
 

@@ -6,10 +6,14 @@ at moments that a seed chooses.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from tests.cluster.conftest import launching
 from tests.cluster.test_kills import CLIPPED, FIRST, FUSED, SECOND, matrix, struck
-from tests.support.jobs import PLAIN, SQUARE, STANDIN, STEPS, assert_same_training, faults
+from tests.support.cluster import Run
+from tests.support.jobs import DEEPSPEED, PLAIN, SQUARE, STANDIN, STEPS, WRAPPED, assert_same_training, faults
 
 LATE = {"RECYCLE_TEST_STANDIN_LATE": "7"}  # a seed
 EXACT = "recycle.exact=true"
@@ -52,6 +56,15 @@ def test_a_kill_with_each_feature(launch, on_the_host, feature):
     assert_in_order(result)
 
 
+@pytest.mark.parametrize("setting", (CLIPPED, EXACT))
+def test_a_kill_within_a_sum_of_many_pieces(launch, on_the_host, setting):
+    """Some pieces are over then, some are on their way to the host or back, and some have not begun."""
+    wraps = json.dumps({"name": "small_pieces", "seat": "1.0", "step": 6, "after": 7})
+    result = launch(setting, script=WRAPPED, RECYCLE_TEST_WRAP=wraps, **LATE).finish()
+    assert_same_training(result, on_the_host(setting), {"1.0"})
+    assert_in_order(result)
+
+
 @pytest.mark.all_kills
 @pytest.mark.parametrize("first, second", [pytest.param(*pair, id=f"{pair[0]}, {pair[1]}") for pair in matrix()])
 def test_each_rank_at_named_instructions(launch, on_the_host, first, second):
@@ -70,21 +83,67 @@ def test_steps_are_taken_back(launch, on_the_host, undo):
     assert_in_order(result)
 
 
+def test_a_device_that_fails_costs_its_worker(launch, on_the_host):
+    wraps = json.dumps({"name": "break_device", "rank": "2", "at": "1I0.1@6"})
+    result = launch(script=WRAPPED, RECYCLE_TEST_WRAP=wraps).finish()
+    assert_same_training(result, on_the_host(), {"0.1"})
+    (said,) = result.of("error")
+    assert "an illegal memory access" in said["text"]
+
+
+WATCHED = {"name": "watch_device", "after": 2, "until": STEPS}  # the first steps look at what may be repeated
 INSTRUCTIONS, PEERS, LOSSES = "an instruction", "what goes to a peer, to the host", "a loss, to the host"
 SUMS = {CLIPPED: {"all_reduce, to the host", "a norm, to the host"}, EXACT: {"a part of a sum, to the host"}}
 
 
+def watched(folder) -> dict[str, dict]:
+    """What the workers have found, by seat."""
+    found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    assert len(found) == SQUARE.ranks
+    return found
+
+
 @pytest.mark.parametrize("setting", SUMS)
-def test_nothing_waits_for_the_device_but_what_is_listed(launch, setting):
+def test_nothing_waits_for_the_device_but_what_is_listed(launch, tmp_path, setting):
     """Of all calls that stop a host until a device is done there is none; of the plugin's own waits, which have a
     deadline and a name, there is one behind each instruction, one for each number that leaves the device, and one for
     each copy that does.  And layers' own random numbers go on as if nothing was.
     """
-    result = launch(setting).finish()
-    for rank, found in result.records.items():
+    wraps = json.dumps(WATCHED | {"folder": str(tmp_path)})
+    assert launch(setting, script=WRAPPED, RECYCLE_TEST_WRAP=wraps).finish().code == 0
+    steps = STEPS - WATCHED["after"]
+    for seat, found in watched(tmp_path).items():
         assert found["synchronisations"] == [] and found["generators"]
-        expected = {INSTRUCTIONS, PEERS} | SUMS[setting] | ({LOSSES} if result.stage_of(rank) == 1 else set())
+        expected = {INSTRUCTIONS, PEERS} | SUMS[setting] | ({LOSSES} if seat.endswith(".1") else set())
         assert found["waits"].keys() == expected
-        steps = STEPS - 2  # which are watched
         assert all(found["waits"][each] == steps for each in SUMS[setting])
         assert found["waits"][PEERS] == 2 * steps == found["waits"].get(LOSSES, 2 * steps)
+
+
+def test_deepspeed_trains_on_it_and_survives_a_kill(server, tmp_path, references):
+    """megatron-core's layers, under DeepSpeed's launcher."""
+    kill = "kill 0.1 before 1W0.1@5"
+    with launching(server, tmp_path, Run, DEEPSPEED) as launch:
+        result = launch(faults(kill), script=WRAPPED, **on_deepspeed(), **LATE).finish()
+    assert_same_training(result, references(server, DEEPSPEED, SQUARE), {"0.1"})
+    assert_in_order(result)
+
+
+def test_with_deepspeed_only_the_script_waits_for_the_device(server, tmp_path):
+    """It reads the loss that train_batch has returned, once a step."""
+    with launching(server, tmp_path, vehicle=DEEPSPEED) as launch:
+        result = launch(script=WRAPPED, **on_deepspeed(WATCHED | {"folder": str(tmp_path)})).finish()
+    assert result.code == 0, result.output[-6000:]
+    steps = STEPS - WATCHED["after"]
+    for found in watched(tmp_path).values():
+        assert {kind for kind, *_ in found["synchronisations"]} == {"item"} and found["generators"]
+        assert sum(count for *_, count in found["synchronisations"]) == steps
+        assert found["waits"].keys() <= {INSTRUCTIONS, PEERS, LOSSES, "all_reduce, to the host"}
+
+
+def on_deepspeed(*wraps: dict) -> dict[str, str]:
+    """The environment of DeepSpeed's job on the stand-in, changed by ``wraps``."""
+    return {
+        "RECYCLE_TEST_WRAP": json.dumps([{"name": "on_the_standin"}, *wraps]),
+        "RECYCLE_TEST_STANDIN_DEVICES": str(SQUARE.ranks),
+    }

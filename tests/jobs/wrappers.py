@@ -12,19 +12,27 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import torch
 
-from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.worker import Worker
+from recycle_plugin.runtime.collectives import staging
 from recycle_plugin.runtime.collectives.gloo import GlooLink
+from recycle_plugin.runtime.collectives.in_flight import SCRIPT, SUMS, Asked, Call, Flight
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices import accelerator
+from recycle_plugin.runtime.devices.host import Cpu, Done
+from recycle_plugin.runtime.devices.timeline import Timeline
+from recycle_plugin.runtime.stage import block_sums
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.stage.stage import Stage
@@ -251,17 +259,19 @@ def flip_bit(seat: str, step: int) -> None:
 
 def slow(seat: str, times: float, steps: list[int]) -> None:
     """From the first to the last of ``steps`` the worker at ``seat`` needs ``times`` as long to compute, all others as
-    long as they do: by the clock of each worker, which nothing else moves.
+    long as they do: by the clock of each worker's device, which nothing else moves.
     """
-    compute, now = Operations.compute, [0]
+    start, now = Timeline.start, [0.0]
 
-    def changed(self: Operations, instruction, have, *given) -> dict:
-        if instruction.op in COMPUTE:
-            slowly = str(have.seat) == seat and steps[0] <= instruction.step <= steps[1]
-            now[0] += round(1000 * (times if slowly else 1))
-        return compute(self, instruction, have, *given)
+    def changed(self: Timeline, instruction: Instruction, begin: Callable[[], dict]) -> dict:
+        def spent() -> dict:
+            slowly = str(TRAINERS[0].seat) == seat and steps[0] <= instruction.step <= steps[1]
+            now[0] += 0.001 * (times if slowly else 1) * (instruction.op in COMPUTE)
+            return begin()
 
-    Operations.compute, TorchMachine.now_us = changed, lambda self: now[0]
+        return start(self, instruction, spent)
+
+    Timeline.start, Cpu.event = changed, lambda self, what: Done(now[0])
 
 
 def linger(seat: str, seconds: float, step: int, only: str = "", computes: bool = False) -> None:
@@ -513,3 +523,68 @@ def uneven_end(apart_s: float, steps: int) -> None:
         return loss
 
     Trainer.train = changed
+
+
+# --- the stand-in accelerator -----------------------------------------------------------------------
+
+
+def break_device(rank: str, at: str) -> None:
+    """The device of ``rank`` fails at its instruction ``at``, as one does that has fallen off its bus."""
+    event = accelerator.Accelerator.event
+
+    def changed(self: accelerator.Accelerator, what: object) -> accelerator.StreamEvent:
+        if os.environ["RANK"] == rank and str(what) == at:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        return event(self, what)
+
+    accelerator.Accelerator.event = changed
+
+
+def small_pieces(seat: str, step: int, after: int) -> None:
+    """Sums go through the host in pieces of 100 numbers, and the worker at ``seat`` dies in a sum of ``step``, once
+    ``after`` of them are under way or over.
+    """
+    begin, begun = Flight.begin, Counter()
+    staging.PIECE = block_sums.PIECE = 100
+
+    def changed(self: Flight, asked: Asked, link: str = SCRIPT) -> Call:
+        now = self._session.work
+        if link == SUMS and str(TRAINERS[0].seat) == seat and now.step == step:
+            begun[now.step] += 1
+            if begun[now.step] > after:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return begin(self, asked, link)
+
+    Flight.begin = changed
+
+
+def watch_device(folder: str, after: int, until: int) -> None:
+    """Behind step ``after``, until ``until`` is trained: what stops the host until the stand-in is done, which of the
+    plugin's own waits for it there are, and whether its generators are as they were, in a file for each worker.
+    """
+    train, await_event = Trainer.train, accelerator.await_event
+    waits: Counter[str] = Counter()
+    generators = []
+
+    def counted(event: object, what: object, timeout_s: float) -> None:
+        waits["an instruction" if isinstance(what, Instruction) else str(what)] += 1
+        await_event(event, what, timeout_s)
+
+    def trained(self: Trainer) -> float:
+        from tests.support import standin
+
+        loss = train(self)
+        if self.step == after:
+            standin.reset_synchronisations()
+            waits.clear()
+            generators.append(standin.generators_digest())
+        if self.step == until:
+            found = {
+                "synchronisations": [[*each, count] for each, count in standin.synchronisations().items()],
+                "waits": waits,
+                "generators": [standin.generators_digest()] == generators,
+            }
+            Path(folder, f"{self.seat}.json").write_text(json.dumps(found))
+        return loss
+
+    accelerator.await_event, Trainer.train = counted, trained

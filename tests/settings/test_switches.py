@@ -34,6 +34,7 @@ SEEN = {
     "exact_block": "cluster/test_exact.py::test_other_settings",
     "zero": "cluster/test_bf16.py::test_zero_1_in_fp32",
     "keep_bytes": "cluster/test_kills.py::test_what_was_not_kept_is_run_again",
+    "pinned_bytes": "standin/test_device_mistakes.py::test_pinned_memory_has_a_budget_past_which_copies_still_come",
     "rng": "cluster/test_as_stock.py::test_under_the_plugins_launcher",
     "seed": "cluster/test_switches.py::test_without_rerouting_a_loss_ends_the_job",
     "rebalance": "cluster/test_slow.py::test_a_slow_worker_gets_less_work_while_it_is_slow",

@@ -6,6 +6,9 @@ import copy
 import io
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,10 +41,22 @@ def test_operations_give_what_the_cpu_gives(standin):
         lambda a, b: torch.einsum("ij,kj->ik", a, a).exp(),
         lambda a, b: torch.arange(7, device=a.device)[::2] + torch.eye(4, device=a.device, dtype=torch.int64)[0],
         lambda a, b: torch.topk(a, 2)[1],
+        lambda a, b: torch.nn.functional.conv1d(a[None], a[:, None, :2], groups=3, padding=1),
         lambda a, b: a.index_put((b % 3, b % 4), torch.tensor(1.0), accumulate=True),
     ):
         expected, found = made(a, b), made(a.to(D), b.to(D))
         assert found.device.type == D and torch.equal(found.cpu(), expected) and found.stride() == expected.stride()
+
+
+def test_a_convolutions_gradients(standin):
+    gradients = []
+    for device in ("cpu", D):
+        torch.manual_seed(0)
+        net = torch.nn.Conv2d(2, 3, 3)
+        inputs = torch.randn(2, 2, 5, 5).to(device).requires_grad_()
+        net.to(device)(inputs).square().sum().backward()
+        gradients.append([tensor.grad.cpu() for tensor in (inputs, net.weight, net.bias)])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_outputs_and_in_place(standin):
@@ -157,6 +172,7 @@ def test_memory_is_counted_exactly(standin):
     pinned = torch.empty(5, pin_memory=True)
     assert pinned.is_pinned() and not torch.empty(5).is_pinned() and standin.pinned_bytes() == 20
     assert torch.ones(3).pin_memory().is_pinned() and a.isnan().all()
+    torch.accelerator.empty_host_cache(), torch.accelerator.empty_cache()
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         torch.empty(1 << 40, device=D)
 
@@ -166,6 +182,21 @@ def test_a_process_that_has_used_it_must_not_be_forked(standin):
     kept = torch.ones(2, device=D)
     assert torch.standin.is_initialized() and not torch.standin._is_in_bad_fork()
     assert _in_fork(_is_refused) == 0 and kept.sum().item() == 2
+
+
+def test_a_script_has_it_by_an_import_and_says_at_its_end_what_was_not_raised(standin):
+    script = """
+import torch
+from tests.support import standin
+host = torch.zeros(9, pin_memory=True)
+host.copy_(torch.ones(9, device="standin"), non_blocking=True)
+print(host.sum().item())
+"""
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "HOME": os.environ["HOME"]}  # without a PATH
+    environment |= {"RECYCLE_TEST_STANDIN_LATE": "3"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "0.0\n" and done.returncode == 0, done.stderr
+    assert "never raised: standin: two accesses of pinned host memory are not ordered" in done.stderr
 
 
 def _is_refused():

@@ -218,6 +218,43 @@ def test_pinned_memory_is_kept_for_the_copies_that_use_it(standin):
         assert torch.full((N,), 7.0, pin_memory=True)[0] == 7 and arrived.sum().item() == 2 * N
 
 
+def test_a_backward_passes_work_is_named_by_its_node(standin):
+    side, a = torch.Stream(device=D), torch.ones(N, device=D, requires_grad=True)
+    a.exp().sum().backward()
+    side.wait_stream(torch.accelerator.current_stream())
+    a.exp().sum().backward()  # accumulates in place
+    with side, pytest.raises(RuntimeError, match=r"first: aten::add of torch::autograd::AccumulateGrad on "):
+        a.grad.sum()
+    torch.accelerator.synchronize()
+
+
+def test_a_copy_that_torch_makes_pinned_goes_on_by_itself(standin):
+    standin.configure(late=0)
+    there = torch.ones(N, device=D).to("cpu", non_blocking=True)
+    assert there.is_pinned() and not any("copy" in kind for kind, _ in standin.synchronisations())
+    torch.accelerator.synchronize()
+    assert there.sum() == N
+
+
+def test_threads_compute_on_streams_of_their_own(standin):
+    a, found = torch.arange(float(N), device=D), []
+    torch.accelerator.synchronize()
+
+    def compute():
+        with torch.Stream(device=D) as stream:
+            for _ in range(100):
+                b = (a * 2).relu_().cumsum(0)
+            stream.synchronize()
+            found.append(b[-1].item())
+
+    threads = [threading.Thread(target=compute) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == [N * (N - 1)] * 4
+
+
 def test_a_polled_event_comes(standin):
     waited = 0
     for late in SEEDS:

@@ -170,7 +170,7 @@ class Result:
         """Final parameters by name; megatron-core's empty extra states are left out."""
         import torch
 
-        saved = torch.load(self.folder / "parameters" / f"rank{rank}.pt")
+        saved = torch.load(self.folder / "parameters" / f"rank{rank}.pt", map_location="cpu")
         return {name: value for name, value in saved.items() if torch.is_tensor(value)}
 
 

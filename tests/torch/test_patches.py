@@ -92,18 +92,16 @@ def test_a_module_is_found_behind_an_attribute_of_the_same_name():
         patch.apply()
 
 
-def test_megatron_on_the_cpu_and_back():
+def test_megatron_on_the_cpu_and_back(monkeypatch):
     utils = pytest.importorskip("megatron.core.utils")
     from recycle_plugin.patches import megatron_cpu
 
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     was_applied = megatron_cpu.MEMORY_BUFFER.applied
     megatron_cpu.revert()
     stock = utils.GlobalMemoryBuffer.get_tensor
     try:
         megatron_cpu.apply()
-        if torch.cuda.is_available():
-            assert utils.GlobalMemoryBuffer.get_tensor is stock
-            return
         buffer = utils.GlobalMemoryBuffer()
         small = buffer.get_tensor((2, 3), torch.float32, "mpu")
         large = buffer.get_tensor((4, 3), torch.float32, "mpu")
@@ -123,8 +121,13 @@ def test_nothing_is_patched_with_cuda(monkeypatch):
     was_applied = megatron_cpu.MEMORY_BUFFER.applied
     megatron_cpu.revert()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     megatron_cpu.apply()
     assert not megatron_cpu.MEMORY_BUFFER.applied
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    megatron_cpu.apply()
+    assert megatron_cpu.MEMORY_BUFFER.applied, "the machine has CUDA, and the job was told to use the CPU"
+    megatron_cpu.revert()
     monkeypatch.undo()
     if was_applied:
         megatron_cpu.apply()

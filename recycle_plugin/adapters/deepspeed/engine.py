@@ -34,7 +34,7 @@ from recycle_plugin.core.vocabulary.topology import Topology, tied
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.devices.kinds import device_of
+from recycle_plugin.runtime.devices.kinds import device_of, put
 from recycle_plugin.runtime.movers.batches import packed
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
@@ -127,8 +127,9 @@ class RecycleEngine(PipelineEngine):
             if not torch.is_grad_enabled():
                 raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
             self._check_batch_size()
-            self.agg_train_loss = torch.tensor(self._trainer.train(), device=self.device)
-            self._reporting.step(self.agg_train_loss)
+            loss = torch.tensor(self._trainer.train())
+            self._reporting.step(loss.item())
+            self.agg_train_loss = put(loss, self.device, "the loss")
             return self.agg_train_loss
 
     def set_data_source(self, source: Callable[[int, int, int], Any]) -> None:
@@ -178,9 +179,9 @@ class RecycleEngine(PipelineEngine):
             )
         count = num_micro_batches or self.micro_batches
         batches = [packed(batch) for batch in self._feeding.evaluated(data_iter, count)]
-        mean = torch.tensor(self._trainer.evaluate(batches, count), device=self.device)
-        self._reporting.evaluated(mean)
-        return mean
+        mean = torch.tensor(self._trainer.evaluate(batches, count))
+        self._reporting.evaluated(mean.item())
+        return put(mean, self.device, "the mean loss")
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """DeepSpeed's ``set_train_batch_size``: another number of micro-batches from the next step on.

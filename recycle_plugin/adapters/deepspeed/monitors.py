@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed.comm as dist
-import torch
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -77,23 +76,23 @@ class Reporting:
         self._printing = Droppable(console(), "lines", session.note)
         engine.monitor = FirstLive(engine.monitor, lambda: session.is_first, session.note)
 
-    def step(self, loss: torch.Tensor) -> None:
+    def step(self, loss: float) -> None:
         """Write stock's own line and monitor entries of a step."""
         engine, every = self._engine, self._engine.steps_per_print()
         if self._session.is_first and every is not None and engine.global_steps % every == 0:
             self._printing.attempt(lambda: print(f"steps: {engine.global_steps} loss: {loss:0.4f}", flush=True), 1)
         if engine.monitor.enabled:
-            told = [("Train/Samples/train_loss", loss.item(), engine.global_samples)]
+            told = [("Train/Samples/train_loss", loss, engine.global_samples)]
             stock = self._session.rank == 0  # whose step has written the learning rate
             engine.monitor.write_events(
                 told if stock else [*told, ("Train/Samples/lr", engine.get_lr()[0], engine.global_samples)]
             )
         self.commits()
 
-    def evaluated(self, loss: torch.Tensor) -> None:
+    def evaluated(self, loss: float) -> None:
         """Write stock's monitor entry of an evaluation."""
         if self._session.is_first and self._engine.monitor.enabled:
-            self._engine.monitor.write_events([("Train/Samples/eval_loss", loss.item(), self._engine.global_samples)])
+            self._engine.monitor.write_events([("Train/Samples/eval_loss", loss, self._engine.global_samples)])
 
     def commits(self) -> None:
         """Write what is news of committed steps to the monitors; once, by whoever was first when it came."""

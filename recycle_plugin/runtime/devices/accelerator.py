@@ -23,7 +23,7 @@ from recycle_plugin.runtime.devices.host import CPU, on_host
 from recycle_plugin.runtime.devices.pinned import PinnedMemory
 from recycle_plugin.runtime.devices.port import Copy, DeviceEvent, DeviceMemory, Tensors
 
-SHORTEST_S, LONGEST_S = 20e-6, 1e-3  # between two looks at an event
+SHORTEST_S, LONGEST_S = 20e-6, 200e-6  # between two looks at an event; a device may wait for its host meanwhile
 
 
 class Accelerator:
@@ -33,7 +33,6 @@ class Accelerator:
         self.where, self.kind = where, where.type
         self._module: Any = torch.get_device_module(where)
         self._pinned = PinnedMemory()
-        self.room = self._pinned.room
         self._down, self._up = self._module.Stream(where), self._module.Stream(where)
 
     @property
@@ -89,6 +88,11 @@ class Accelerator:
         if staged.layout is not torch.strided:
             return staged.to(self.where)
         return torch.empty_like(staged, device=self.where).copy_(staged, non_blocking=staged.is_pinned())
+
+    def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in host memory, pinned within the budget."""
+        with self._module.device(self.where):  # else it would wake the first device in threads that compute nothing
+            return self._pinned.room(shape, dtype)
 
     # --- events ---------------------------------------------------------------------------------------
 

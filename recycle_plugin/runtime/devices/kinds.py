@@ -64,12 +64,19 @@ def in_use() -> bool:
     return found is not None and torch.get_device_module(found).is_initialized()
 
 
+def put(source: torch.Tensor, where: torch.device, what: object) -> torch.Tensor:
+    """Return ``source``, of the host and not to be changed any more, on the device at ``where``, for what the calling
+    thread starts there from now on.
+    """
+    (there,) = device_of(where).from_host((source,), what, shared=True).wait(COPY_S)
+    return there
+
+
 def write(target: torch.Tensor, source: torch.Tensor, what: object) -> None:
     """Copy ``source``, of the host and not to be changed any more, to ``target``, wherever that is; for what the
-    calling thread does with it from now on.
+    calling thread starts from now on.
     """
-    (there,) = device_of(target.device).from_host((source,), what, shared=True).wait(COPY_S)
-    target.copy_(there)
+    target.copy_(put(source, target.device, what))
 
 
 def fetch(tensor: torch.Tensor, what: object, *, shared: bool = True) -> torch.Tensor:

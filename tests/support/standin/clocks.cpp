@@ -7,9 +7,10 @@
 namespace standin {
 
 namespace {
-std::recursive_mutex mutex;
-std::vector<Clock> clocks(1 + kMostDevices);  // the host's, then the devices' default streams'
-std::vector<Conflict> remembered;
+// Never destroyed, as other state here: tensors outlive what is destroyed when a process ends.
+auto& mutex = *new std::recursive_mutex;
+auto& clocks = *new std::vector<Clock>(1 + kMostDevices);  // the host's, then the devices' default streams'
+auto& remembered = *new std::vector<Conflict>;
 
 // Makes `offset` the beginning of a segment, if it is inside of one.
 void split(std::map<size_t, Segment>& segments, size_t offset) {

@@ -13,7 +13,8 @@ struct Pending {
   std::set<Block*> blocks;
   std::function<void()> run;
 };
-std::list<Pending> pending;  // in the order of submission, in which one that comes after another stands behind it
+// In the order of submission, in which one that comes after another stands behind it.
+auto& pending = *new std::list<Pending>;
 std::mt19937_64 moments;
 std::optional<uint64_t> seeded;
 

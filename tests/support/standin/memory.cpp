@@ -1,6 +1,7 @@
 // Device memory and pinned host memory: blocks, allocators, accounting.
 #include "standin.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <atomic>
@@ -14,7 +15,7 @@ thread_local WorkPtr running;
 namespace {
 constexpr int kPoison = 0xff;  // NaN in every floating type, -1 in every integer
 
-std::map<const char*, BlockPtr> blocks;  // by the beginning of their memory
+auto& blocks = *new std::map<const char*, BlockPtr>;  // by the beginning of their memory
 int64_t live[kMostDevices], most[kMostDevices], live_pinned;
 std::atomic<uintptr_t> pinned_from{UINTPTR_MAX}, pinned_to{0};
 
@@ -112,7 +113,7 @@ void release_pinned(void* memory) {
   blocks.erase(found);
 }
 
-struct PinnedAllocator final : c10::Allocator {
+struct PinnedAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     use();
     if (!bytes)
@@ -131,6 +132,15 @@ struct PinnedAllocator final : c10::Allocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+  bool record_event(void*, void*, c10::Stream) override { return true; }  // copies are known without
+  void empty_cache() override {}
+  at::HostStats get_stats() override {
+    at::HostStats stats;
+    stats.allocated_bytes.current = pinned_bytes();
+    return stats;
+  }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 };
 
 struct HostLabelledAllocator final : c10::Allocator {
@@ -177,6 +187,7 @@ DeviceAllocator device_memory;
 PinnedAllocator pinned_memory;
 HostLabelledAllocator host_labelled;
 REGISTER_ALLOCATOR(kDevice, &device_memory)
+REGISTER_HOST_ALLOCATOR(kDevice, &pinned_memory)
 }  // namespace
 
 Block::~Block() {

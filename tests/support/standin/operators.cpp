@@ -9,6 +9,7 @@
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/library.h>
 
 #include <set>
@@ -106,7 +107,7 @@ class Call {
       convert_and_call();
       return std::nullopt;
     }
-    const auto work = submit(schema_.name(), agent, trace);
+    const auto work = submit(name(), agent, trace);
     for (const auto& each : given_) {
       if (each.looks)
         continue;
@@ -131,6 +132,12 @@ class Call {
     if (waits)
       host_learns(clock_of(agent));
     return std::nullopt;
+  }
+
+  // In a backward pass, whose thread has no stack to show, with the node that runs it.
+  std::string name() const {
+    const auto node = torch::autograd::get_current_node();
+    return node ? schema_.name() + " of " + node->name() : schema_.name();
   }
 
   static std::optional<Conflict> touch_tensor(const at::Tensor& tensor, bool writes, const WorkPtr& work) {
@@ -265,6 +272,20 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call(op, stack).run();
 }
 
+// torch leaves convolutions of a device that it does not know to these, with the arguments of its own operators.
+void convolve(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
+  Call(op, stack).run();
+}
+
+void convolve_backward(const c10::OperatorHandle& given, torch::jit::Stack* stack) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
+  const auto first = stack->end() - given.schema().arguments().size();
+  const auto grad = first->toTensor();
+  stack->insert(first + 3, c10::IValue(std::vector<int64_t>{grad.size(1)}));  // the bias's size
+  Call(op, stack).run();
+}
+
 c10::Device chosen(std::optional<c10::Device> device) {
   return device && device->has_index() ? *device : c10::Device(kDevice, current_device());
 }
@@ -358,6 +379,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", mark_used_by);
   m.impl("native_dropout", dropout);
   m.impl("native_dropout_backward", dropout_backward);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolve>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolve_backward>());
   // Operators that torch composes of others where a device has no kernel, though the CPU has one.
   for (const auto* name :
        {"native_layer_norm", "native_group_norm", "_stack", "_stack.out", "addr", "addr.out", "any.dims", "any.dims_out",
