@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Both ways of taking a step back, for each optimizer: what they hold, what they cost, and what comes back.
+"""The ways of taking a step back, for each optimizer: what they hold, what they cost, and what comes back.
 
     scripts/bench_undo.py [optimizer ...] [--parameters MILLIONS] [--rounds N] [--json FILE]
 
@@ -9,6 +9,9 @@ parameters and moments after a step and its undo (p, m, v); of parameters after 
 the same gradient, against its first try (p redone: what recovery does); and after a step with an ordinary
 gradient instead, against a run in which the undone step never was (p with another).  A spike is a gradient a
 million times as large.
+
+Here nobody else keeps the gradient, so that the inverse has a copy of it, which it has not in a job; and copies on the
+host are not made while something computes.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Section:
                 yield from textwrap.wrap(
                     line, WIDTH, initial_indent=mark, subsequent_indent="    ", break_on_hyphens=False
                 )
-        yield from ("  " + line.rstrip() for line in self.table)
+        yield from (f"  {line}".rstrip() for line in self.table)
 
 
 def aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:

@@ -8,7 +8,7 @@ from recycle_plugin.commands.config_job import CLIPPING, ConfiguredJob
 from recycle_plugin.commands.doctor_memory import held_bytes
 from recycle_plugin.commands.doctor_section import Section, aligned, gib, ms, times
 from recycle_plugin.commands.exact_mode import buffer_bytes, cost
-from recycle_plugin.core.vocabulary.profile import STATE_BYTES, UNDO_BYTES
+from recycle_plugin.core.vocabulary.worker_bytes import ADAM, STATE_BYTES, UNDO_BYTES, UNDO_HOST_BYTES, WEIGHTS
 from recycle_plugin.settings.wording import SECTION, shown
 from recycle_plugin.versions import releases
 
@@ -48,7 +48,12 @@ def costly(job: ConfiguredJob) -> Section:
     elif settings.zero is not None:
         rows.append({"setting": f"{SECTION}.zero", "text": f'"{settings.zero}": {_whole("fp32", job.replicas)}'})
     rows.append(
-        {"setting": f"{SECTION}.undo", "bytes_a_parameter": UNDO_BYTES[settings.undo], "text": _undo(settings.undo)}
+        {
+            "setting": f"{SECTION}.undo",
+            "bytes_a_parameter": UNDO_BYTES[settings.undo],
+            "host_bytes_a_parameter": UNDO_HOST_BYTES[settings.undo],
+            "text": _undo(settings.undo),
+        }
     )
     lines = tuple(f"{row['setting']} {row.pop('text')}" for row in rows)
     return Section("settings", "What settings cost", rows, lines)
@@ -78,16 +83,22 @@ def _exact(job: ConfiguredJob, found: dict) -> str:
 
 
 def _whole(dtype: str, replicas: int) -> str:
-    whole, state = STATE_BYTES[dtype], UNDO_BYTES["snapshot"]
+    whole, shared = STATE_BYTES[dtype], ADAM + WEIGHTS["fp32"]
     return (
-        f"every worker has the optimizer's state whole, {whole} bytes a parameter (Adam), stock a share of it, "
-        f"{whole - state + state / replicas:.3g}"
+        f"every worker has the optimizer's state whole, with one gradient {whole} bytes a parameter (Adam), stock a "
+        f"share of it, {whole - shared + shared / replicas:.3g}"
     )
 
 
 def _undo(way: str) -> str:
-    other, of_it = ("inverse", "not exact") if way == "snapshot" else ("snapshot", "exact")
-    return f'"{way}": {UNDO_BYTES[way]} bytes a parameter (Adam in fp32); "{other}": {UNDO_BYTES[other]}, {of_it}'
+    others = "; ".join(f'"{other}": {_undo_bytes(other, "")}' for other in UNDO_BYTES if other != way)
+    return f'"{way}": {_undo_bytes(way, " bytes a parameter (Adam)")}; {others}'
+
+
+def _undo_bytes(way: str, unit: str) -> str:
+    if UNDO_HOST_BYTES[way]:
+        return f"{UNDO_HOST_BYTES[way]}{unit} in host memory"
+    return f"{UNDO_BYTES[way]}{unit}{', not exact' * (way == 'inverse')}"
 
 
 def _switch(job: ConfiguredJob, setting: str, now: str, instead: str, **changed: Any) -> dict:

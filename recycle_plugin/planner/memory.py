@@ -63,9 +63,9 @@ def auto(
 ) -> tuple[int, ...]:
     """The ``Policy.memory_bytes`` that a memory profile allows, per stage.
 
-    ``state_bytes``: parameters, gradients, optimizer state and their undo record; ``working_bytes``: the most that one
-    running instruction needs on top; ``reserve``: the share of the device that stays free for fragmentation.  Raises
-    PlanError where nothing is left.
+    ``state_bytes``: what is held beside activations while gradients are computed (core/vocabulary/worker_bytes.py);
+    ``working_bytes``: the most that one running instruction needs on top; ``reserve``: the share of the device that
+    stays free for fragmentation.  Raises PlanError where nothing is left.
     """
     left = tuple(
         int(device_bytes * (1 - reserve)) - state - working

@@ -50,6 +50,7 @@ def memory_bytes(cap: str, profile: Profile, stages: int, undo: str = "snapshot"
     from recycle_plugin.planner import PlanError, memory
 
     try:
-        return memory.auto(profile.device_bytes, profile.state_bytes(stages, undo), profile.working_bytes(stages))
+        computing = tuple(sum(each.computing().values()) for each in profile.worker_bytes(stages, undo))
+        return memory.auto(profile.device_bytes, computing, profile.working_bytes(stages))
     except PlanError as error:
         raise ValueError(str(error)) from None

@@ -75,11 +75,11 @@ class Settings(BaseModel):
         "scale losses as the fp16 section says, dynamically by default, and skip steps that overflow, in fp32; "
         "with `fp16.enabled` this is so, and `nonfinite` is skip, whatever is written",
     )
-    undo: Literal["snapshot", "inverse"] = setting(
+    undo: Literal["snapshot", "host_snapshot", "inverse"] = setting(
         "snapshot",
-        '"snapshot" or "inverse"',
-        "what takes an uncommitted step back: an exact copy made before each step, or the optimizer's rule turned "
-        "round",
+        '"snapshot", "host_snapshot" or "inverse"',
+        "what takes an uncommitted step back: an exact copy of what the step changes, made before each step; the same "
+        "in host memory, made while an accelerator computes; or the optimizer's rule turned round",
     )
     exact: bool = setting(
         False,

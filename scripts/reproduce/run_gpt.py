@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt
 
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.profile import STATE_BYTES, UNDO_BYTES
+from recycle_plugin.core.vocabulary.worker_bytes import WorkerBytes
 from recycle_plugin.settings.compose import GPTModel, TrainingJob, compose_from_command_line
 from recycle_plugin.settings.schema import Settings
 
@@ -80,8 +80,8 @@ def check(job: TrainingJob) -> None:
     print(
         table.text(
             [
-                "state: fp32 weights, gradients, Adam's moments; undo: what takes a step back; activations: an "
-                "estimate, attention not fused",
+                "state: fp32 weights, Adam's moments, the last sum of gradients, contributions to the next; undo: what "
+                "takes a step back; activations: an estimate, attention not fused",
                 f"kills: {', '.join(faults) or 'none'}",
                 "nothing was trained: start it with deepspeed … --module recycle_plugin.launch",
             ]
@@ -100,16 +100,20 @@ class Worker:
     undo: str
 
     @property
-    def state_bytes(self) -> int:
-        return STATE_BYTES["fp32"] * self.parameters
+    def undo_bytes(self) -> int:
+        return self._held["undo"]
 
     @property
-    def undo_bytes(self) -> int:
-        return UNDO_BYTES[self.undo] * self.parameters
+    def state_bytes(self) -> int:
+        return sum(self._held.values()) - self.undo_bytes
 
     @property
     def bytes(self) -> int:
-        return self.state_bytes + self.undo_bytes + self.held * self.activation_bytes
+        return sum(self._held.values()) + self.held * self.activation_bytes
+
+    @property
+    def _held(self) -> dict[str, int]:
+        return WorkerBytes(self.parameters, "fp32", self.undo).computing()
 
 
 def workers_on_meta(job: TrainingJob) -> list[Worker]:

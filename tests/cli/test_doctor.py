@@ -186,7 +186,8 @@ def test_stagger_off_is_told(doctor) -> None:
         {**HEALTHY, "recycle": {"enabled": True, "stagger_optimizer": False, "undo": "inverse"}}, "--pp 4 --dp 3"
     )
     assert "recycle.stagger_optimizer false: all stages step together; true" in text
-    assert 'recycle.undo "inverse": 4 bytes a parameter (Adam in fp32); "snapshot": 12, exact' in text
+    said = '"inverse": 0 bytes a parameter (Adam), not exact; "snapshot": 12; "host_snapshot": 12 in host memory'
+    assert f"recycle.undo {said}" in " ".join(text.split())
 
 
 # --- hosts -----------------------------------------------------------------------------------------------
@@ -245,8 +246,8 @@ def test_zero_1_is_replicated_where_that_is_asked_for(doctor) -> None:
     config = {**HEALTHY, "zero_optimization": {"stage": 1}, "recycle": {"enabled": True, "zero": "replicate"}}
     assert not data(doctor, config, "--pp 2 --dp 3")["change"]
     said = (
-        'recycle.zero "replicate": every worker has the optimizer\'s state whole, 16 bytes a parameter (Adam), '
-        "stock a share of it, 8"
+        'recycle.zero "replicate": every worker has the optimizer\'s state whole, with one gradient 16 bytes a '
+        "parameter (Adam), stock a share of it, 8"
     )
     assert said in " ".join(doctor(config, "--pp 2 --dp 3")[1].split())
 
@@ -256,8 +257,8 @@ def test_two_bytes_a_weight_say_what_they_cost(doctor, precision) -> None:
     assert not data(doctor, {**HEALTHY, precision: {"enabled": True}}, "--pp 2 --dp 3")["change"]
     _, text = doctor({**HEALTHY, precision: {"enabled": True}}, "--pp 2 --dp 3")
     said = (
-        f"{precision}.enabled true: every worker has the optimizer's state whole, 18 bytes a parameter (Adam), "
-        "stock a share of it, 10; gradients are"
+        f"{precision}.enabled true: every worker has the optimizer's state whole, with one gradient 18 bytes a "
+        "parameter (Adam), stock a share of it, 10; gradients are"
     )
     assert said in " ".join(text.split())
     assert precision not in doctor(HEALTHY, "--pp 2 --dp 3")[1]
@@ -363,13 +364,19 @@ def test_bytes_come_from_the_profile(doctor, tmp_path, where) -> None:
     row = found["memory"]["stages"][1]
     assert row == {
         "each": 200 * MIB,
-        "state": 32 * MIB,
+        "state": 24 * MIB,
         "undo": 24 * MIB,
-        "blocks": 0,
+        "sums": 8 * MIB,
+        "contributions": 8 * MIB,
         "kept": 2 * 9 * MIB,
         "activations": 600 * MIB,
         "working": 142 * MIB,
-        "sum": 816 * MIB,
+        "between": 56 * MIB,
+        "computing": 64 * MIB + 760 * MIB,
+        "summing": 64 * MIB + 8 * MIB + 4 * MIB,  # the second buffer, and a piece that comes back from the host
+        "stepping": 56 * MIB + 8 * MIB,  # what Adam works with
+        "peak": 824 * MIB,
+        "host": 2 * 9 * MIB,
     }
     assert found["memory"]["device"] == 2048 * MIB and found["change"] == []
 
@@ -379,12 +386,12 @@ def test_a_cap_in_bytes_is_what_activations_take(doctor, tmp_path) -> None:
     config = {**HEALTHY, "recycle": {"enabled": True, "activation_cap": "auto", "costs": {"profile": "small.json"}}}
     found = data(doctor, config, "--pp 2 --dp 3")
     assert [row["activations"] for row in found["memory"]["stages"]] == [
-        int(1024 * MIB * 0.95) - (32 + 24 + 142) * MIB
+        int(1024 * MIB * 0.95) - (24 + 24 + 8 + 8 + 142) * MIB
     ] * 2
     profile.write(small_profile(512 * MIB), tmp_path / "other.json")
     found = data(doctor, config, "--pp 2 --dp 3 --profile other.json")
     assert [row["activations"] for row in found["memory"]["stages"]] == [
-        int(512 * MIB * 0.95) - (32 + 24 + 142) * MIB
+        int(512 * MIB * 0.95) - (24 + 24 + 8 + 8 + 142) * MIB
     ] * 2
 
 
@@ -398,7 +405,7 @@ def test_the_cap_that_would_fit_fits_and_one_more_does_not(doctor, tmp_path) -> 
             "--pp 2 --dp 3 --profile small.json",
         )["change"]
 
-    assert change(5) == ["stages 0-1: 1.19 GiB of 0.88 GiB; use more stages, or set recycle.activation_cap to 3"]
+    assert change(5) == ["stages 0-1: 1.20 GiB of 0.88 GiB; use more stages, or set recycle.activation_cap to 3"]
     assert change(3) == [] and change(4) != []
     profile.write(small_profile(300 * MIB), tmp_path / "small.json")
     assert change(1) == ["stages 0-1: 0.41 GiB of 0.29 GiB; use more stages"]
@@ -432,7 +439,8 @@ What settings cost
   recycle.exact false: the same bits after any failure (blocks of 4 micro-batches) would cost the
     step 13 ms (without: 13 ms), after one loss 25 ms (without: 25 ms); 0 and 1 gradient buffers
     more; sums move 1 and 1.5 times an all-reduce's bytes
-  recycle.undo "snapshot": 12 bytes a parameter (Adam in fp32); "inverse": 4, not exact
+  recycle.undo "snapshot": 12 bytes a parameter (Adam); "host_snapshot": 12 in host memory;
+    "inverse": 0, not exact
 
 What is refused
   nothing that the config asks for
@@ -444,7 +452,19 @@ Versions here
   megatron-core  0.16.0  needs >=0.16,<0.17
 
 Memory of a worker
-  not known without a profile: recycle profile --out FILE measures one, --profile FILE takes it
+  of each stage: not known without a profile: recycle profile --out FILE measures one, --profile
+    FILE takes it
+  bytes a parameter, with Adam, once a step is committed, before, and in the next; the last sum is
+    there until that is known
+                 committed  between steps  computing  summing  stepping
+  weights                4              4          4        4         4
+  optimizer              8              8          8        8         8
+  undo                  12             12         12       12        12
+  sum                    0              4          4        4         4
+  contributions          0              0          4        4         0
+  second                 0              0          0        4         0
+  work                   0              0          0        0         4
+  all                   24             28         32       36        32
 
 Nothing has to change.
 """
@@ -483,7 +503,8 @@ What settings cost
     step 381.1 ms (without: 381.1 ms), after one loss 741.1 ms (without: 561.1 ms); 0 and 1 gradient
     buffers more of 0.01 GiB; sums move 1 and 1.5 times an all-reduce's bytes; after one loss with
     recycle.exact_block 3: 561.1 ms, 2 buffers
-  recycle.undo "snapshot": 12 bytes a parameter (Adam in fp32); "inverse": 4, not exact
+  recycle.undo "snapshot": 12 bytes a parameter (Adam); "host_snapshot": 12 in host memory;
+    "inverse": 0, not exact
 
 What is refused
 ! amp.enabled: only fp32, bf16 and fp16 are supported yet; remove the amp section, and set
@@ -497,12 +518,27 @@ Versions here
   megatron-core  not installed  needs >=0.16,<0.17
 
 Memory of a worker
-! stages 0-1: 1.38 GiB of 0.59 GiB; use more stages, or set recycle.activation_cap to 1
-  the device has 0.59 GiB; kept: boundary tensors of two steps, after one loss
-  activations: at the cap; running: what an instruction needs, an estimate
-  stage     state      undo      kept  activations   running       sum
-  0      0.03 GiB  0.02 GiB  0.02 GiB     1.17 GiB  0.14 GiB  1.38 GiB
-  1      0.03 GiB  0.02 GiB  0.02 GiB     1.17 GiB  0.14 GiB  1.38 GiB
+! stages 0-1: 1.39 GiB of 0.59 GiB; use more stages, or set recycle.activation_cap to 1
+  the device has 0.59 GiB; kept: boundary tensors of two steps, after one loss; activations: at the
+    cap; running: what an instruction needs, an estimate
+  between: steps; peak: within one; host: beside these, where the device is not the host
+  bytes a parameter, with Adam, once a step is committed, before, and in the next; the last sum is
+    there until that is known
+                 committed  between steps  computing  summing  stepping
+  weights                4              4          4        4         4
+  optimizer              8              8          8        8         8
+  undo                  12             12         12       12        12
+  sum                    0              4          4        4         4
+  contributions          0              0          4        4         0
+  second                 0              0          0        4         0
+  scaled                 0              0          0        0         4
+  work                   0              0          0        0         4
+  all                   24             28         32       36        36
+
+  GiB
+  stage  state  undo   sum  contributions  kept  activations  running  between  peak  host
+  0       0.02  0.02  0.01           0.01  0.02         1.17     0.14     0.05  1.39  0.02
+  1       0.02  0.02  0.01           0.01  0.02         1.17     0.14     0.05  1.39  0.02
 
 4 things to change, marked with !
 """
@@ -531,7 +567,6 @@ def test_what_exact_mode_costs_stands_beside_the_same_job_without_it(doctor, tmp
     )
     for mine, theirs in zip(exact["slowdown"]["cases"], plain["slowdown"]["cases"], strict=True):
         assert mine["without_exact_us"] == theirs["period_us"] <= mine["period_us"]
-    assert [row["blocks"] for found in (plain, exact, halves) for row in found["memory"]["stages"]] == [0] * 2 + [
-        8 * MIB
-    ] * 2 + [16 * MIB] * 2
+    contributions = [row["contributions"] for found in (plain, exact, halves) for row in found["memory"]["stages"]]
+    assert contributions == [8 * MIB] * 2 + [16 * MIB] * 2 + [24 * MIB] * 2
     assert "without exact" in doctor({**sizes, "recycle": {"enabled": True, "exact": True}}, "--pp 2 --dp 3")[1]

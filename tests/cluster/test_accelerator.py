@@ -73,6 +73,16 @@ def test_each_rank_at_named_instructions(launch, on_the_host, first, second):
     assert_in_order(result)
 
 
+@pytest.mark.parametrize("undo", ("snapshot", "host_snapshot", "inverse"))
+def test_steps_are_taken_back(launch, on_the_host, undo):
+    """Those that turn out to be over the limit, with copies in host memory too, which are made while it computes."""
+    settings = "optimizer=sgd", "gradient_clipping=0.55", "recycle.clip=validate", f"recycle.undo={undo}"
+    result = launch(*settings, **LATE).finish()
+    assert_same_training(result, on_the_host(*settings))
+    assert 0 < len(result.of("rejected")) < STEPS
+    assert_in_order(result)
+
+
 def test_a_device_that_fails_costs_its_worker(launch, on_the_host):
     wraps = json.dumps({"name": "break_device", "rank": "2", "at": "1I0.1@6"})
     result = launch(script=WRAPPED, RECYCLE_TEST_WRAP=wraps).finish()

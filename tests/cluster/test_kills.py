@@ -148,7 +148,7 @@ def replica_lost(ahead: int) -> tuple[str, str]:
     return f"kill 0.{ahead} after {ahead}STEP@7", f"kill 0.{1 - ahead} before {1 - ahead}REDUCE@7"
 
 
-@pytest.mark.parametrize("ahead, undo", ((0, "snapshot"), (1, "snapshot"), (1, "inverse")))
+@pytest.mark.parametrize("ahead, undo", ((0, "snapshot"), (1, "host_snapshot"), (1, "inverse")))
 def test_a_stage_that_has_stepped_takes_its_step_back(launch, reference, tmp_path, ahead, undo):
     """Also by the optimizer's rule, whose roundings are within what is tolerated."""
     kills = faults(*replica_lost(ahead))

@@ -65,7 +65,7 @@ def late_norm(folder, step: int) -> dict:
     }
 
 
-@pytest.mark.parametrize("undo", ("snapshot", "inverse"))
+@pytest.mark.parametrize("undo", ("snapshot", "host_snapshot", "inverse"))
 def test_what_was_computed_with_rejected_weights_counts_nowhere(launch, reference, clipped, validate, tmp_path, undo):
     step = rejected(reference(*validate))[1]
     wrap = json.dumps(late_norm(tmp_path, step))

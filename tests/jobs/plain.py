@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import plain_wrappers
@@ -23,10 +24,10 @@ from torch import nn
 
 from recycle_plugin.adapters.plain import Pipeline
 
-RANK, WIDTH, TOKENS = os.environ["RANK"], 16, 32
+RANK, TOKENS = os.environ["RANK"], 32
 DEFAULTS = {
     "topology": {"replicas": 2, "stages": 2, "micro_batches": 2},
-    "model": {"layers": 2},
+    "model": {"layers": 2, "width": 16},
     "steps": 20,
     "gradient_clipping": 0.0,
     "optimizer": "adam",
@@ -47,12 +48,12 @@ OPTIMIZERS = {
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.wide, self.narrow, self.dropout = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 4 * WIDTH),
-            nn.Linear(4 * WIDTH, WIDTH),
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
             nn.Dropout(0.1),
         )
 
@@ -105,17 +106,22 @@ def main() -> None:
         sys.path.append(str(Path(__file__).parents[2]))
         importlib.import_module("tests.support.standin")  # torch finds it from now on
     plans.follow(plan)
-    layers = [lambda: nn.Embedding(64, WIDTH), *[Block] * job.model.layers, lambda: nn.Linear(WIDTH, 64)]
+    width = job.model.width
+    layers = [
+        lambda: nn.Embedding(64, width),
+        *[partial(Block, width)] * job.model.layers,
+        lambda: nn.Linear(width, 64),
+    ]
     if job.layer == "norm":
         layers[1] = lambda: nn.BatchNorm1d(TOKENS)
     if job.layer == "shared":
-        layers[1] = layers[2] = Block()
+        layers[1] = layers[2] = Block(width)
     if job.layer == "name":
         layers[1] = "Block"
     if job.layer == "function":
         layers[1] = loss
     if job.layer == "shape":
-        layers[-1] = lambda: nn.Linear(WIDTH + 1, 64)
+        layers[-1] = lambda: nn.Linear(width + 1, 64)
     settings = OmegaConf.to_container(job.recycle) | {"run_dir": job.run_dir}
     scheduler = (
         (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))

@@ -358,3 +358,38 @@ def test_a_copy_lives_on_its_own():
     run(other, Op.I)
     other.sent(datum("act"))
     assert datum("stash") in here and datum("inner") not in here and not here.spare and other.spare
+
+
+# --- sums -------------------------------------------------------------------------------------------
+
+
+def summed(step: int, here: StepStore) -> None:
+    for kind in ("reduced", "tied", "norm"):
+        here.put(datum(kind, None, step), f"{kind} of {step}")
+
+
+def test_sums_of_committed_steps_go_alone():
+    """What else is here of their step stays until it is committed here too, and so do later sums."""
+    here = store()
+    run(here, Op.F)
+    for step in (STEP, STEP + 1):
+        summed(step, here)
+    before = set(here)
+    here.drop_sums(STEP - 1)
+    assert set(here) == before
+    here.drop_sums(STEP)
+    assert before - set(here) == {datum("reduced", None), datum("tied", None)}
+    here.drop_sums(STEP)
+    here.commit(STEP)
+    assert datum("norm", None) not in here and datum("reduced", None, STEP + 1) in here
+
+
+def test_a_sum_that_was_dropped_otherwise_is_not_dropped_again():
+    here = store()
+    summed(STEP, here)
+    other = here.copy()
+    here.commit(STEP)
+    here.drop_sums(STEP)
+    assert here.get(datum("reduced", None)) is None
+    other.drop_sums(STEP)
+    assert datum("tied", None) not in other and datum("norm", None) in other

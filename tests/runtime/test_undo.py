@@ -1,4 +1,4 @@
-"""What both ways of undo promise, and the snapshot's exactness: a step that is taken back leaves no bit behind."""
+"""What all ways of undo promise, and the snapshots' exactness: a step that is taken back leaves no bit behind."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.state.undo import KINDS
 from tests.support.optimizers import INVERTIBLE, OTHERS, Subject, same
 
 ALL = INVERTIBLE | OTHERS
+EXACT = "snapshot", "host_snapshot"
 
 
-# --- snapshot ---------------------------------------------------------------------------------------
+# --- snapshots --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("way", EXACT)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("earlier", [0, 1, 4])
-def test_undo_and_redo_are_exact(name, earlier):
+def test_undo_and_redo_are_exact(name, earlier, way):
     """``earlier`` 0: the very first step, which creates the optimizer's state."""
-    subject, straight = Subject(ALL[name]), Subject(ALL[name])
+    subject, straight = Subject(ALL[name], way), Subject(ALL[name])
     for seed in range(earlier):
         subject.step(subject.random(seed))
         straight.step(straight.random(seed))
@@ -40,6 +43,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @given(
+    way=st.sampled_from(EXACT),
     name=st.sampled_from([*ALL]),
     shapes=SHAPES,
     dtype=st.sampled_from(DTYPES),
@@ -47,9 +51,9 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     spike=st.floats(-1e30, 1e30),
 )
 @hypothesis_settings(deadline=None, max_examples=60)
-def test_any_step_comes_back_bit_for_bit(name, shapes, dtype, steps, spike):
+def test_any_step_comes_back_bit_for_bit(way, name, shapes, dtype, steps, spike):
     """Gradients that overflow included, whatever they leave behind."""
-    subject = Subject(ALL[name], parameters=[torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes])
+    subject = Subject(ALL[name], way, [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes])
     for seed in range(steps):
         subject.step(subject.random(seed))
     before = subject.state()
@@ -68,20 +72,61 @@ def test_a_hundred_cycles_do_not_drift():
     assert same(subject.state(), before)
 
 
-def test_a_snapshot_holds_parameters_moments_and_step_counts():
+@pytest.mark.parametrize("way", EXACT)
+def test_a_snapshot_holds_parameters_moments_and_step_counts(way):
     parameter = torch.nn.Parameter(torch.zeros(100))
-    subject = Subject(ALL["adam"], parameters=[parameter])
+    subject = Subject(ALL["adam"], way, [parameter])
     subject.step(subject.random(1))
     subject.step(subject.random(2))
     assert subject.undo.held_bytes == 12 * 100 + 4
 
 
-# --- both -------------------------------------------------------------------------------------------
+def test_a_copy_that_was_begun_is_not_made_again(monkeypatch):
+    subject, asked = Subject(ALL["adam"], "host_snapshot"), []
+    subject.step(subject.random(1))
+    to_host = CPU.to_host
+    monkeypatch.setattr(CPU, "to_host", lambda given, *more, **named: asked.append(1) or to_host(given, *more, **named))
+    subject.undo.prepare()
+    assert len(asked) == 2 * 4  # a parameter, two moments, a count of steps
+    before = subject.state()
+    subject.undo.prepare()
+    subject.step(subject.random(2))
+    assert len(asked) == 2 * 4
+    subject.undo.restore()
+    assert same(subject.state(), before)
+
+
+@pytest.mark.parametrize("what", ("a parameter", "a moment", "a tensor in its place"))
+def test_what_is_changed_after_the_copy_was_begun_is_copied_again(what):
+    subject = Subject(ALL["adam"], "host_snapshot")
+    subject.step(subject.random(1))
+    subject.undo.prepare()
+    state = subject.optimizer.state[subject.parameters[0]]
+    with torch.no_grad():
+        if what == "a tensor in its place":
+            state["exp_avg"] = state["exp_avg"] * 2
+        else:
+            (subject.parameters[0] if what == "a parameter" else state["exp_avg"]).mul_(2)
+    before = subject.state()
+    subject.step(subject.random(2))
+    subject.undo.restore()
+    assert same(subject.state(), before)
+
+
+# --- all --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[*KINDS])
 def kind(request) -> str:
     return request.param
+
+
+def test_nothing_is_taken_back_once_the_next_step_is_prepared(kind):
+    subject = Subject(ALL["adam"], kind)
+    subject.step(subject.random(1))
+    subject.undo.prepare()
+    with pytest.raises(RuntimeError, match="^no step to take back"):
+        subject.undo.restore()
 
 
 def test_parameters_and_moments_keep_their_storage(kind):

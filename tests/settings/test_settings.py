@@ -322,10 +322,10 @@ def test_a_cap_in_bytes(measured, written, size):
     assert measured(written).policy(False, 4) == Policy(memory_bytes=size)
 
 
-@pytest.mark.parametrize("undo, each", [("snapshot", 28), ("inverse", 20)])
+@pytest.mark.parametrize("undo, each", [("snapshot", 32), ("host_snapshot", 20), ("inverse", 20)])
 def test_a_cap_of_what_the_device_has_left(measured, undo, each):
-    """By hand for a device of 40 GiB: 5% stay free, ``each`` bytes a parameter are state and undo; the largest part
-    works.
+    """By hand for a device of 40 GiB: 5% stay free, ``each`` bytes a parameter are state, undo, the last sum of
+    gradients and contributions to the next; the largest part works.
     """
     settings = measured("auto", device_bytes=40 << 30, dtype="fp32").model_copy(update={"undo": undo})
     found = profile.read(settings.costs.profile)

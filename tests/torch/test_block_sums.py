@@ -81,7 +81,7 @@ OWNERS = {
 @pytest.mark.parametrize("length", (1, 3, 1000))
 @pytest.mark.parametrize("owners", OWNERS)
 def test_bits_do_not_depend_on_who_has_which_block(owners, length, monkeypatch):
-    monkeypatch.setattr(block_sums, "PIECE", 300)
+    monkeypatch.setattr(block_sums, "SUM_PIECE", 300)
     generator = torch.Generator().manual_seed(length)
     values = {
         block: torch.randn(length, generator=generator) * 10 ** torch.randn(length, generator=generator)

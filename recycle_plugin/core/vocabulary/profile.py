@@ -13,14 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.worker_bytes import GRADIENT, STATE_BYTES, WorkerBytes
 
 ORIGINS = ("measured", "analytic")
-STATE_BYTES = {"fp32": 16, "bf16": 18, "fp16": 18}
-"""A parameter with Adam: weight, gradient, m and v in fp32; beside bf16 and fp16 weights a gradient and a master weight
-in fp32 too.
-"""
-UNDO_BYTES = {"snapshot": 12, "inverse": 4}
-"""A parameter, by the setting ``undo``: copies of its fp32 weight, m and v, or of its gradient."""
 
 
 @dataclass(frozen=True)
@@ -190,12 +185,28 @@ class Profile:
             pending_bytes=each("pending_bytes"),
         )
 
-    def state_bytes(self, stages: int, undo: str | None = None) -> tuple[int, ...]:
-        """The bytes per stage of a worker's parameters, gradients and Adam's state, which a copy of it moves; with what
-        takes a step back where ``undo`` ("snapshot" or "inverse") says how.
+    def state_bytes(self, stages: int) -> tuple[int, ...]:
+        """The bytes per stage of a worker's parameters, Adam's state and one gradient, which a copy of it moves."""
+        return tuple(
+            STATE_BYTES[self.dtype] * sum(part.parameters for part in row) // self.gpus_per_worker
+            for row in self.parts(stages)
+        )
+
+    def parameters(self, stages: int) -> tuple[int, ...]:
+        """The number of parameters of a worker of each stage."""
+        return tuple(sum(part.parameters for part in row) // self.gpus_per_worker for row in self.parts(stages))
+
+    def worker_bytes(
+        self, stages: int, undo: str, blocks: int | None = None, scales: bool = False
+    ) -> tuple[WorkerBytes, ...]:
+        """What a worker of each stage holds for its parameters, by the settings of its job.
+
+        It is taken to compute on an accelerator, where torch's optimizers go over all parameters at once.
         """
-        each = STATE_BYTES[self.dtype] + (UNDO_BYTES[undo] if undo else 0)
-        return tuple(each * sum(part.parameters for part in row) // self.gpus_per_worker for row in self.parts(stages))
+        return tuple(
+            WorkerBytes(count, self.dtype, undo, blocks, scales, work=GRADIENT * count, apart=True)
+            for count in self.parameters(stages)
+        )
 
     def working_bytes(self, stages: int) -> tuple[int, ...]:
         """An estimate of the bytes per stage that one running instruction needs on top: while a part's I runs, what

@@ -34,6 +34,8 @@ REPORTED = frozenset({"act", "grad", "stash", "inner", "wgrad", "reduced", "tied
 """Kinds that peers plan with after a failure (core/vocabulary/recovery_plan.py); of what is drawn from iterators they
 hear apart.
 """
+SUMS = frozenset({"reduced", "tied"})
+"""Kinds that are as large as the weights."""
 GIVEN = frozenset({"drawn", "params"})
 """Kinds that no rejected weight has a part in: data that can't be read again, and the weights that are gone back to."""
 Compute = Callable[[Instruction, "StepStore"], Mapping[Datum, Any]]
@@ -107,6 +109,7 @@ class StepStore:
         self._before: tuple[Datum, Any] | None = None  # the weights that the last step has changed
         self._sent: dict[Datum, None] = {}  # oldest first, without what is pinned
         self._weight = 0
+        self._sums: set[Datum] = set()
         self._open: dict[tuple[int, MicroBatch | None], int] = {}  # stashes and pending weight gradients
 
     # --- what is here ------------------------------------------------------------------------------
@@ -170,6 +173,7 @@ class StepStore:
         """A copy with the same values, and a life of its own."""
         found = copy(self)
         found._data, found._sent, found._open = dict(self._data), dict(self._sent), dict(self._open)
+        found._sums = set(self._sums)
         return found
 
     # --- how it comes ------------------------------------------------------------------------------
@@ -253,6 +257,15 @@ class StepStore:
         if self._before is not None and self._before[0].step <= step:
             self._before = None
 
+    def drop_sums(self, step: int) -> None:
+        """Drops the sums of the steps up to ``step``, which are committed, in the middle of a later one, whose own sum
+        needs as much room.  What else :meth:`commit` drops is small, or on the host, and waits for the step's end.
+
+        Costs next to nothing where there is none.
+        """
+        for datum in [datum for datum in self._sums if datum.step <= step]:
+            self._remove(datum)
+
     def checkpointed(self, step: int) -> None:
         """Drops what is logged up to ``step``: a checkpoint of it is durable, and nobody will replay what led to it."""
         self._remove_all(lambda datum: 0 <= datum.step <= min(step, self.committed) and datum.kind != "params")
@@ -317,6 +330,8 @@ class StepStore:
             key = datum.step, datum.micro_batch
             self._open[key] = self._open.get(key, 0) + 1
             self.peak = max(self.peak, len(self._open))
+        elif datum.kind in SUMS:
+            self._sums.add(datum)
         self._data[datum] = _Entry(kept, valid_from, weight)
 
     def _remove(self, datum: Datum) -> None:
@@ -325,6 +340,7 @@ class StepStore:
             return
         self._weight -= found.weight
         self._sent.pop(datum, None)
+        self._sums.discard(datum)
         if datum.kind in ("stash", "inner"):
             key = datum.step, datum.micro_batch
             self._open[key] -= 1

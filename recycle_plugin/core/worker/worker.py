@@ -258,8 +258,11 @@ class Worker:
     # core.worker.executor.InstructionRunner
 
     def check_generation(self) -> None:
-        """Raises Interrupted where the membership has changed, or JobEnded where the job is over."""
+        """Raises Interrupted where the membership has changed, or JobEnded where the job is over; drops the sums of
+        committed steps.
+        """
         self._control_view.check()
+        self.store.drop_sums(min(self._control_view.committed, self.running.step - 1))
 
     def now_us(self) -> int:
         """The machine's clock, in integer microseconds."""

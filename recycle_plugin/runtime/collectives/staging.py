@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import torch
 
+from recycle_plugin.core.vocabulary.worker_bytes import SUM_PIECE
 from recycle_plugin.runtime.collectives.in_flight import SUMS, Asked, Call, Flight
 from recycle_plugin.runtime.collectives.link import Operation
 from recycle_plugin.runtime.devices.kinds import write
 from recycle_plugin.runtime.devices.pieces import on_the_host
 
-PIECE = 1 << 20  # numbers; 4 MiB in fp32
 UNDER_WAY = 4  # pieces each on the way down and in sums: so many are in pinned memory at a time, twice
 
 
@@ -34,8 +34,8 @@ def in_pieces(flight: Flight, called: str, make: Callable[[list[torch.Tensor]], 
         write(piece, call.held[0], called)
 
     try:
-        pieces = flat.split(PIECE)
-        for piece, (here,) in zip(pieces, on_the_host((flat,), PIECE, called, UNDER_WAY), strict=True):
+        pieces = flat.split(SUM_PIECE)
+        for piece, (here,) in zip(pieces, on_the_host((flat,), SUM_PIECE, called, UNDER_WAY), strict=True):
             if len(under_way) == UNDER_WAY:
                 finish()
             under_way.append((piece, flight.begin(Asked(called, make, [here]), SUMS)))

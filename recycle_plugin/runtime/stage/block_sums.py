@@ -17,6 +17,7 @@ import torch
 
 from recycle_plugin.core.vocabulary.blocks import Block, Blocks
 from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.worker_bytes import SUM_PIECE
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.host import on_host
 from recycle_plugin.runtime.devices.kinds import device_of, write
@@ -24,9 +25,6 @@ from recycle_plugin.runtime.devices.pieces import on_the_host
 
 Gradients = list[torch.Tensor | None]  # one for each parameter
 Part = TypeVar("Part", Block, int)  # of a sum: a block, or a stage
-PIECE = (
-    1 << 20
-)  # numbers that are added at once: the buffers for more would be mapped, and zeroed by the kernel, at each sum
 
 
 class Group(Protocol):
@@ -136,8 +134,8 @@ def fixed_order_sum(
     host's; ``owners``: which each live worker of ``group`` has.  Every
     worker sends and receives about ``result`` once for each part that it has, in pieces.
     """
-    parts = on_the_host([*mine.values()], PIECE, "a part of a sum") if mine else repeat(())
-    for piece, here in zip(result.split(PIECE) if result.numel() else (), parts):
+    parts = on_the_host([*mine.values()], SUM_PIECE, "a part of a sum") if mine else repeat(())
+    for piece, here in zip(result.split(SUM_PIECE) if result.numel() else (), parts):
         total = piece if on_host(piece) else device_of(piece.device).room(piece.shape, piece.dtype)
         _sum_piece(dict(zip(mine, here)), owners, total, group)
         if total is not piece:

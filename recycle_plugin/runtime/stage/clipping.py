@@ -47,15 +47,19 @@ class Clipping:
         norm = self.norm(step)
         return norm is not None and not bool(torch.isfinite(norm))
 
-    def clips(self, step: int) -> bool:
-        """Whether :meth:`clip` puts gradients of its own in place."""
-        return self._limit > 0 and self.norm(step) is not None and not self.skips(step)
-
-    def clip(self, step: int) -> None:
-        """Scale ``parameter.grad`` down to the limit where the norm of ``step`` is above it."""
+    def coefficient(self, step: int) -> torch.Tensor | None:
+        """What the gradients of ``step`` are multiplied by; None where that is 1, and they stay as and where they
+        are.
+        """
         norm = self.norm(step)
-        if self.clips(step) and norm is not None:
-            clip(self._parameters, norm, self._limit)
+        if norm is None or self._limit <= 0 or self.skips(step):
+            return None
+        found = coefficient(norm, self._limit)
+        return None if found.item() == 1.0 else found
+
+    def clips(self, step: int) -> bool:
+        """Whether ``step`` is applied with gradients of its own, scaled down."""
+        return self.coefficient(step) is not None
 
 
 class TrueNorm:
@@ -85,12 +89,21 @@ def squared_norm(parameters: Parameters) -> float:
     return fetch(torch.stack(norms).pow(2.0).sum().float(), "a norm").item() if norms else 0.0
 
 
-def clip(parameters: Parameters, norm: torch.Tensor, limit: float) -> None:
-    """Replace all gradients by min(1, limit / norm) times themselves, as DeepSpeed does.
+def coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """min(1, limit / norm) in fp32, as DeepSpeed computes it: a scalar on the host, which goes to kernels by itself."""
+    return torch.min(torch.tensor(1.0), torch.tensor(float(limit)) / (norm + 1e-6))
+
+
+def scaled(gradient: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Return a new tensor, ``gradient`` times a coefficient."""
+    return gradient * by
+
+
+def scale(parameters: Parameters, by: torch.Tensor) -> None:
+    """Replace all gradients by a coefficient times themselves.
 
     New tensors take their place: what the gradients were stays for peers that lack it.
     """
-    coefficient = torch.min(torch.tensor(1.0), torch.tensor(float(limit)) / (norm + 1e-6))  # goes to a kernel by itself
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad = parameter.grad * coefficient
+            parameter.grad = scaled(parameter.grad, by)

@@ -5,7 +5,7 @@ applied is the sum over the stages (runtime/stage/tied.py), beside the stage's o
 
 The sum stands in second buffers until every bucket is done, so an interrupted one leaves the contributions as they
 were; and it is kept until the step is committed, since a peer may lack it, or this worker may have to apply it once
-more.
+more, or take the step back (runtime/state/undo/inverse.py, which has no copy of its own).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.worker_bytes import EXACT_BUCKET
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.block_sums import BlockSums, in_place_of
@@ -29,7 +30,6 @@ READ_ONLY = (
     torch.optim.Adam,
     torch.optim.AdamW,
 )  # known to leave gradients as they are; Nesterov's foreach form does not
-EXACT_BUCKET = 1 << 22  # numbers
 
 
 def _there(gradient: torch.Tensor | None) -> torch.Tensor:
@@ -53,9 +53,12 @@ class Gradients:
     ) -> None:
         self._buckets, self._store = buckets, store
         self._parameters = parameters
-        self._places = {parameter: place for place, parameter in enumerate(parameters)}
+        self._places: dict[torch.Tensor, int] = {parameter: place for place, parameter in enumerate(parameters)}
         self._blocks = blocks
         self._tied = {self._places[weight.parameter]: weight for weight in tied}
+        self._step = 0  # that is being applied, or was applied last
+        self._factors: list[Callable[[torch.Tensor], torch.Tensor]] = []  # by which its gradients were scaled
+        self._in_place: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # by parameter, with the version
 
     def forget(self) -> None:
         """Drop all contributions, and their sum."""
@@ -109,11 +112,46 @@ class Gradients:
             if type(optimizer) not in READ_ONLY and not clipped:
                 self._put([gradient.clone() for gradient in whole])
             versions = [gradient._version for gradient in whole]
+            self._step, self._factors = step, []
+            self._note(self._parameters)
             step_once()
+            self._in_place = {}
         assert versions == [gradient._version for gradient in whole], (
             "the optimizer has changed gradients that a peer may still need"
         )
         self._put([None if mine is gradient else mine for mine, gradient in zip(sums, self._sums(step), strict=True)])
+
+    def scale(self, change: Callable[[], None], factor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let ``change`` scale the gradients of the step that is being applied: it puts ``factor(gradient)`` in place
+        of each.
+        """
+        unchanged = [parameter for parameter in self._parameters if self.holds(parameter)]
+        self._in_place = {}  # so that what was there goes, gradient by gradient
+        change()
+        self._factors.append(factor)
+        self._note(unchanged)
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether what the step applies to ``parameter`` is what was put there, so that :meth:`applied_to` gives it."""
+        gradient, version = self._in_place.get(parameter, (None, 0))
+        return gradient is not None and parameter.grad is gradient and gradient._version == version
+
+    def applied_to(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What the last step has applied to ``parameter``, until it is committed: the sum that is kept, scaled once
+        more.
+        """
+        place, over_stages = self._places[parameter], self._of("tied", self._step)
+        gradient = over_stages[place] if place in self._tied else self._sums(self._step)[place]
+        for factor in self._factors:
+            gradient = factor(gradient)
+        return gradient
+
+    def _note(self, parameters: Parameters) -> None:
+        self._in_place = {
+            parameter: (parameter.grad, parameter.grad._version)
+            for parameter in parameters
+            if parameter.grad is not None
+        }
 
     def _applied(self, step: int) -> list[torch.Tensor]:
         """What the step applies: the stage's own sum, and of what is tied that over the stages."""

@@ -18,7 +18,7 @@ from recycle_plugin.core.messages.protocol import Missing
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.instruction import SENDS, STAGE_WIDE, Instruction, Op
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, SENDS, STAGE_WIDE, Instruction, Op
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.step_store import StepStore
@@ -38,6 +38,7 @@ class TorchMachine:
     """A real worker's machine: ``operations`` compute, ``mover`` moves tensors, ``session`` is with the coordinator.
 
     ``faults`` strike at their instructions and points; ``trace`` is called with each instruction that is over.
+    ``prepare(step)`` is called where a step is computed whose predecessor is committed.
     """
 
     def __init__(
@@ -47,13 +48,14 @@ class TorchMachine:
         operations: Operations,
         faults: FaultScript,
         trace: Callable[[Span], None] = lambda span: None,
+        prepare: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.control_view = self._session = session
         self._mover, self.operations, self._faults = mover, operations, faults
         self._takers: set[str] = set()  # of batches that were drawn here
         self.send, self.arrivals, self.keep_only, self.clock = session.send, mover.arrivals, mover.keep_only, time.time
         self.compute, self.share, self.norm = operations.compute, operations.share, operations.norm
-        self._trace = trace
+        self._trace, self._prepare = trace, prepare
         self.undo, self.forget_sums = operations.undo, operations.forget_sums
 
     # --- lines -------------------------------------------------------------------------------------
@@ -138,6 +140,8 @@ class TorchMachine:
         if instruction.op in OUTWARD:
             self._wait_taken()
             self._session.await_lease(instruction)
+        if instruction.op in COMPUTE and instruction.step > 0 and self._session.is_committed(instruction.step - 1):
+            self._prepare(instruction.step)
         at = ELSEWHERE if instruction.op is Op.LOAD else COMPUTES
         with self._session.heartbeats.at(at, instruction), self._session.at_work(instruction):
             yield

@@ -9,15 +9,17 @@ are what the optimizer will apply: stock code clips after STEP has begun.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.stage.clipping import Clipping
+from recycle_plugin.runtime.stage.clipping import Clipping, scale, scaled
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo import KINDS, Undo
+from recycle_plugin.runtime.state.undo.kept import Keeper
 from recycle_plugin.runtime.worker.ports import Optimizer, Parameters
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
@@ -40,6 +42,7 @@ class Stepping:
         self._optimizer, self._stage, self._parameters, self._session = optimizer, stage, parameters, session
         self._gradients, self._clipping, self._scale, self._undo = gradients, clipping, scale, undo
         self._applying = 0  # the step that the optimizer is at
+        self._prepared = 0  # the last one that was prepared
         stage.loss_scale = scale.value
 
     # --- forwards ----------------------------------------------------------------------------------
@@ -72,9 +75,19 @@ class Stepping:
         torch.clear_autocast_cache()
         self._rescale(step, skips)
 
+    def prepare(self, step: int) -> None:
+        """Get ready for ``step``, while its gradients are computed and the one before is committed; nothing where it is
+        applied already.
+        """
+        if self._prepared != step and self._optimizer.steps == step - 1:
+            self._prepared = step
+            self._undo.prepare()
+
     def clip(self) -> None:
         """Clip ``parameter.grad`` for the step that stock code is applying."""
-        self._clipping.clip(self._applying)
+        by = self._clipping.coefficient(self._applying)
+        if by is not None:
+            self._gradients.scale(partial(scale, self._parameters, by), partial(scaled, by=by))
 
     def norm(self) -> torch.Tensor | None:
         """The norm of the step that stock code is applying; None where it is not known yet."""
@@ -86,7 +99,8 @@ class Stepping:
             return self._clipping.share() / self._scale.value**2
 
     def _unscale_and_apply(self) -> None:
-        self._scale.unscale(self._parameters)
+        value = self._scale.value  # which the step may change
+        self._gradients.scale(partial(self._scale.unscale, self._parameters), lambda gradient: gradient / value)
         self._optimizer.apply()
 
     def _skip(self) -> None:
@@ -121,8 +135,11 @@ class Stepping:
         self._stage.forget_sums()
 
 
-def undo_record(kind: str, state: StageState) -> Undo:
-    """Make what takes a step of ``state``'s optimizer back, and have it recorded before each of its steps."""
-    record: Undo = KINDS[kind](state)
+def undo_record(kind: str, state: StageState, keeper: Keeper | None = None) -> Undo:
+    """Make what takes a step of ``state``'s optimizer back, and have it recorded before each of its steps.
+
+    ``keeper``: who has the gradients of a step until it is committed.
+    """
+    record: Undo = KINDS[kind](state, keeper)
     state.optimizer.optimizer.register_step_pre_hook(lambda *_: record.before_step())
     return record

@@ -119,7 +119,8 @@ class Trainer:
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._trace = TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace else None
         traced = {"trace": self._trace.add} if self._trace is not None else {}
-        self._world = TorchMachine(session, self._transport, operations, settings.fault_script(self.seat), **traced)
+        script, prepare = settings.fault_script(self.seat), self._stepping.prepare
+        self._world = TorchMachine(session, self._transport, operations, script, prepare=prepare, **traced)
         self._touch = FirstTouch(self._changed, lambda: self.settled, self.settle)
         os.register_at_fork(before=self._touch.now)
         self._surroundings = Surroundings(
@@ -172,6 +173,7 @@ class Trainer:
         if self._loop is not None:
             with self.lifted(), self._surroundings.restored():
                 self._loop.settle()
+            self._store.drop_sums(self.step)
 
     def evaluate(self, batches: Sequence[Tensors], count: int) -> float:
         """The mean loss of ``count`` micro-batches of each replica, on every worker, after all steps so far, whoever
@@ -315,7 +317,7 @@ class Trainer:
         gradients = Gradients(framework.buckets, self._store, parameters, blocks, framework.tied)
         elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.stage}
         clipping = Clipping(self._store, parameters, framework.norm or TrueNorm(elsewhere), framework.clipping)
-        undo = undo_record(self._settings.undo, self.state)
+        undo = undo_record(self._settings.undo, self.state, gradients)
         return Stepping(framework.optimizer, self._stage, parameters, gradients, clipping, scale, undo, self._session)
 
     def _blocks(self) -> Blocks:

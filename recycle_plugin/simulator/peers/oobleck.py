@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from recycle_plugin.core.vocabulary.profile import STATE_BYTES, LayerProfile
+from recycle_plugin.core.vocabulary.profile import LayerProfile
+from recycle_plugin.core.vocabulary.worker_bytes import STATE_BYTES
 from recycle_plugin.simulator.peers.peer_job import PeerJob
 from recycle_plugin.simulator.peers.policy import PeerTransition, WorkersChange, count_after
 

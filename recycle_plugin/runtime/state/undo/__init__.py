@@ -1,25 +1,27 @@
 """Taking a worker's own last step back: its stage's state (runtime/state/stage_state.py) as it was before the step.
 
 Records are kept from just before the step until it is committed by all stages; one record suffices
-(core/vocabulary/commit_rule.py). There are two ways behind one interface:
+(core/vocabulary/commit_rule.py). There are three ways behind one interface:
 
-* ``snapshot`` copies everything that the step changes.  Exact, for any optimizer; 12 bytes a parameter for Adam in
-  fp32, copied before every step.
-* ``inverse`` keeps the applied gradient and turns the update rule round, after SWIFT (Zhong et al., PPoPP'23, arXiv
-  2302.06173, update-undo).  4 bytes a parameter in fp32, for the optimizers in
-  :mod:`~recycle_plugin.runtime.state.undo.rules`; rounding is not taken back.  It gains nothing over a snapshot for SGD
-  without momentum, whose only state is the parameter.
+* ``snapshot`` copies everything that the step changes.  Exact, for any optimizer; 12 bytes a parameter for Adam,
+  copied before every step.
+* ``host_snapshot`` has these copies in host memory, and an accelerator makes them while it computes.
+* ``inverse`` turns the update rule round, after SWIFT (Zhong et al., PPoPP'23, arXiv 2302.06173, update-undo).  It
+  needs the applied gradient, whose sum over the workers is kept until the commit in any case, for peers that may lack
+  it; so it takes no bytes of its own.  For the optimizers in :mod:`~recycle_plugin.runtime.state.undo.rules`; rounding
+  is not taken back.
 
-In both ways hyper-parameters, step counts, learning-rate schedulers and counters come back exactly.
+In all of them hyper-parameters, step counts, learning-rate schedulers and counters come back exactly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
-from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo.inverse import Inverse
+from recycle_plugin.runtime.state.undo.kept import HostCopies
 from recycle_plugin.runtime.state.undo.snapshot import Snapshot
 
 
@@ -27,6 +29,11 @@ class Undo(Protocol):
     """Takes an optimizer's step back: ``before_step()``, the step, and ``restore()`` if it must not have been."""
 
     exact: bool  # restore() puts back every bit
+
+    def prepare(self) -> None:
+        """Begin with what before_step() will keep, if it takes long: the last step is committed, and nothing that the
+        next one changes is changed before it.  As often as one likes.
+        """
 
     def before_step(self) -> None:
         """Keep what restore() needs, over what was kept for the step before.
@@ -42,7 +49,8 @@ class Undo(Protocol):
         """Bytes of the tensors that are kept for it."""
 
 
-KINDS: dict[str, Callable[[StageState], Undo]] = {
+KINDS: dict[str, Callable[..., Undo]] = {
     "snapshot": Snapshot,
+    "host_snapshot": partial(Snapshot, copies=HostCopies),
     "inverse": Inverse,
-}  # by the setting's words; constructed alike
+}  # by the setting's words; constructed alike, of a state, and of who keeps gradients

@@ -22,35 +22,43 @@ import torch
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo import rules
-from recycle_plugin.runtime.state.undo.kept import Copies, Small
+from recycle_plugin.runtime.state.undo.kept import Copies, Keeper, Small
 
 DTYPES = (torch.float32, torch.float64)
 LARGEST_DECAY = 0.5  # of lr × weight decay: what a step shrinks by is divided out again, and rounding grows with it
 
 
 class Inverse:
-    """Undo by inverting the update rule, from copies of the gradients as they are when ``before_step()`` is called.
+    """Undo by inverting the update rule, from the gradients as they are when ``before_step()`` is called.
 
-    Copies, since p.grad does not outlive the step: Nesterov with ``foreach`` adds the momentum into it, and zero_grad()
-    may write zeros into it.  Raises RecycleError for optimizers and parameters whose steps can't be taken back.
+    Those are ``keeper``'s, which has them anyway.  Of a gradient that is not its, because a hook has put another one in
+    place, there is a copy, since p.grad does not outlive the step: Nesterov with ``foreach`` adds the momentum into it,
+    and zero_grad() may write zeros into it.  Raises RecycleError for optimizers and parameters whose steps can't be
+    taken back.
     """
 
     exact = False
 
-    def __init__(self, state: StageState) -> None:
+    def __init__(self, state: StageState, keeper: Keeper | None = None) -> None:
         self._whole, self._of = state, state.optimizer
         self._optimizer = state.optimizer.optimizer
         self._rule = rules.of(self._optimizer)
         self._small = Small(state)
-        self._gradients = Copies()
+        self._keeper = keeper
+        self._kept: set[str] = set()  # whose gradients the keeper has
+        self._gradients = Copies()  # the others
         self._others = Copies()  # state tensors that the rule does not invert: step counts
         _check_parameters(self._of.parameters(), self._of.beside())
         _check_groups(self._optimizer)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the copied gradients and of the state that is not inverted."""
+        """Bytes of the gradients that were copied and of the state that is not inverted."""
         return self._gradients.nbytes + self._others.nbytes
+
+    def prepare(self) -> None:
+        """Forget the last step."""
+        self._small.forget()
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -66,7 +74,9 @@ class Inverse:
         for parameter in parameters.values():
             if parameter in self._optimizer.state:
                 self._state(parameter)
-        self._gradients.take(gradients)
+        keeper = self._keeper
+        self._kept = {name for name in gradients if keeper is not None and keeper.holds(parameters[name])}
+        self._gradients.take({name: one for name, one in gradients.items() if name not in self._kept})
         self._others.take({key: value for key, value in self._of.kept().items() if key[1] not in self._rule.moments})
         self._small.take()
 
@@ -86,11 +96,20 @@ class Inverse:
         """What was applied to each parameter that had a gradient, with the hyper-parameters of that time."""
         named = {parameter: name for name, parameter in self._of.parameters().items()}
         for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
-            stepped = [(named[p], p, self._state(p)) for p in group["params"] if named[p] in self._gradients]
-            counts = self._rule.counts([state for _, _, state in stepped])
-            for (name, parameter, state), count in zip(stepped, counts, strict=True):
-                gradient = -self._gradients[name] if saved.get("maximize") else self._gradients[name]
-                yield rules.Step(parameter, state, gradient, saved, count)
+            stepped = [(p, self._state(p)) for p in group["params"] if self._was_stepped(named[p])]
+            counts = self._rule.counts([state for _, state in stepped])
+            for (parameter, state), count in zip(stepped, counts, strict=True):
+                gradient = self._gradient(named[parameter], parameter)
+                yield rules.Step(parameter, state, -gradient if saved.get("maximize") else gradient, saved, count)
+
+    def _was_stepped(self, name: str) -> bool:
+        return name in self._kept or name in self._gradients
+
+    def _gradient(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        if name in self._gradients:
+            return self._gradients[name]
+        assert self._keeper is not None, "somebody keeps it"
+        return self._keeper.applied_to(parameter)
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The optimizer's state of a parameter that has been stepped.  Raises RecycleError where it lacks something."""

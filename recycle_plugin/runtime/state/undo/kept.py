@@ -1,17 +1,34 @@
-"""What both ways of undo keep: copies of tensors, and the small parts of a stage's state."""
+"""What the ways of undo keep: copies of tensors, and the small parts of a stage's state; and what others keep for
+them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from recycle_plugin.runtime.devices.host import on_host
+from recycle_plugin.runtime.devices.kinds import device_of, write
+from recycle_plugin.runtime.devices.port import COPY_S, Copy
 from recycle_plugin.runtime.state.stage_state import StageState, TensorForm, form_of
 
 
+class Keeper(Protocol):
+    """Who has the gradients of a step for as long as that may have to be taken back (runtime/stage/gradients.py)."""
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter.grad``, about to be applied, is what :meth:`applied_to` will give."""
+
+    def applied_to(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The gradient that the last step has applied to ``parameter``."""
+
+
 class Copies:
-    """Copies of tensors by key, in buffers that are allocated once."""
+    """Copies of tensors by key, beside them, in buffers that are allocated once: what a step needs must not be missing
+    because something else has taken it meanwhile.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[Any, torch.Tensor] = {}
@@ -30,6 +47,9 @@ class Copies:
     def forms(self) -> dict[Any, TensorForm]:
         """The dtype and shape of each copy."""
         return {key: form_of(buffer) for key, buffer in self._buffers.items()}
+
+    def start(self, sources: Mapping[Any, torch.Tensor]) -> None:
+        """Nothing: they are taken at once, when they are needed."""
 
     def take(self, sources: Mapping[Any, torch.Tensor]) -> None:
         """Copy ``sources``, and forget keys that are not among them."""
@@ -50,6 +70,53 @@ class Copies:
             return torch.empty_like(source)
         fits = known.shape == source.shape and known.dtype == source.dtype and known.device == source.device
         return known if fits else torch.empty_like(source)
+
+
+class HostCopies:
+    """Copies of tensors by key in host memory, which an accelerator makes beside its computing.
+
+    They have no buffers of their own: what was pinned for the last ones is used for the next (runtime/devices/).
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[Any, Copy] = {}
+        self._of: dict[Any, tuple[torch.Tensor, int]] = {}  # what was copied, with its version
+        self._forms: dict[Any, TensorForm] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    def forms(self) -> dict[Any, TensorForm]:
+        """The dtype and shape of what each is a copy of."""
+        return dict(self._forms)
+
+    def start(self, sources: Mapping[Any, torch.Tensor]) -> None:
+        """Begin to copy ``sources``, which nobody changes before :meth:`take`; where that has begun, go on."""
+        if self._began_with(sources):
+            return
+        self._copies = {}  # first, so that their memory is free
+        self._of = {key: (source, source._version) for key, source in sources.items()}
+        self._forms = {key: form_of(source) for key, source in sources.items()}
+        self._copies = {key: _to_host(source) for key, source in sources.items()}
+
+    def take(self, sources: Mapping[Any, torch.Tensor]) -> None:
+        """Have copies of ``sources`` as they are now: those that were begun, or others where something has changed."""
+        self.start(sources)
+        for copy in self._copies.values():
+            copy.wait(COPY_S)
+        self._of = {}  # the step that comes changes them
+
+    def put_back(self, targets: Mapping[Any, torch.Tensor]) -> None:
+        """Copy into the tensor of each key."""
+        for key, copy in self._copies.items():
+            write(targets[key], copy.wait(COPY_S)[0], "what a step is taken back to")
+
+    def _began_with(self, sources: Mapping[Any, torch.Tensor]) -> bool:
+        return self._of.keys() == sources.keys() and all(
+            self._of[key][0] is source and self._of[key][1] == source._version for key, source in sources.items()
+        )
 
 
 class Small:
@@ -73,7 +140,18 @@ class Small:
     def put_back(self) -> None:
         """Put the copies back, which can be done once: what was kept is handed out."""
         self._state.put(self.parts)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the copies."""
         self._parts = None
+
+
+def _to_host(source: torch.Tensor) -> Copy:
+    """A copy that is over before ``source`` is changed.  What is on the host already is copied at once: there is no
+    other memory that it could stay in.
+    """
+    return device_of(source.device).to_host((source,), "what takes a step back", shared=not on_host(source))
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

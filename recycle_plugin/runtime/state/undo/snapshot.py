@@ -1,5 +1,8 @@
 """Undo by copies: exact, for any optimizer whose state is tensors and plain values.
 
+Copies are beside what they are of, made just before the step, or in host memory, which costs a device no memory, and
+no time where its links to the host are idle: they are made while it computes the step's gradients.
+
 There is no ping-pong variant, because it would save nothing.  Two buffers that change places spare a
 copy only where a step reads one and writes the other, and torch's optimizers (and DeepSpeed's) write
 where they read: the other buffer has to be filled before every step, and that is the copy made here.
@@ -9,25 +12,35 @@ would leave views into flat buffers behind.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from recycle_plugin.runtime.state.stage_state import StageState, form_of
-from recycle_plugin.runtime.state.undo.kept import Copies, Small
+from recycle_plugin.runtime.state.undo.kept import Copies, HostCopies, Keeper, Small
 
 
 class Snapshot:
-    """Undo by copies of all parts of ``state``, but for those that follow from others."""
+    """Undo by ``copies`` of all parts of ``state``, but for those that follow from others.  It needs no ``keeper``."""
 
     exact = True
 
-    def __init__(self, state: StageState) -> None:
+    def __init__(
+        self, state: StageState, keeper: Keeper | None = None, copies: Callable[[], Copies | HostCopies] = Copies
+    ) -> None:
         self._state = state
-        self._small, self._copies = Small(state), Copies()
+        self._small, self._copies = Small(state), copies()
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the copies."""
         return self._copies.nbytes
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Forget the last step, and begin to copy the present state where that goes on by itself."""
+        self._small.forget()
+        self._copies.start(self._state.tensors(following=False))
 
     @torch.no_grad()
     def before_step(self) -> None:

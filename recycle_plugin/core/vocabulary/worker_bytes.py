@@ -1,0 +1,122 @@
+"""The memory that a worker needs for the parameters of its stage, by what for: between steps, and within one.
+
+What is there all the time, the *state*, are weights, fp32 masters of weights in fewer bits, and the optimizer's state.
+Besides:
+
+* the *sum* of a step's gradients over the stage's workers, in fp32, from REDUCE until it is known that all stages have
+  applied the step: a peer may lack it, and what takes the step back may need it (runtime/stage/gradients.py);
+* what takes a step back, *undo*: copies of what the step changes, beside them or on the host; to turn the optimizer's
+  rule round takes the sum, and nothing else.  Copies have buffers of their own, also while there is nothing to undo;
+* *contributions*: this worker's part of the next sum, from the first weight gradient of a step on, and beside them the
+  *new* ones, of one micro-batch, as long as they are in fewer bits (runtime/stage/masters.py);
+* the *second* buffer that REDUCE writes to, since an interrupted sum has to leave contributions as they were;
+* *scaled*: gradients as they are applied, where they are clipped or unscaled; what the optimizer *works* with.
+
+So a step has three moments at which most is held: computing, summing, stepping.  In the first two the last step's sum
+may still be there, staggered steps or not: news of its commit comes while the next gradients are computed.
+
+Exact mode has contributions in one buffer for each block (core/vocabulary/blocks.py), and copies a bucket of them to
+add them up.  After a loss a worker has more micro-batches and blocks, and no more of anything else: it has the same
+stage.  Weights that stages share have a sum more, over the stages.
+
+Not in here, since it depends on layers: what a micro-batch holds (core/vocabulary/profile.py), and boundary tensors.
+Nor is what does not grow with the model: results of the script's last collectives, 4 MiB for each of its process groups
+(runtime/collectives/outcomes.py).  A script compares all of this with measured bytes: scripts/bench_memory.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+WEIGHTS = {"fp32": 4, "bf16": 2, "fp16": 2}
+MASTERS = {"fp32": 0, "bf16": 4, "fp16": 4}
+GRADIENT = 4
+ADAM = 8
+"""Bytes of a parameter; Adam has m and v in fp32."""
+UNDO_BYTES = {"snapshot": GRADIENT + ADAM, "host_snapshot": 0, "inverse": 0}
+"""Bytes of a parameter with Adam on the device that it is trained on, by the setting ``undo``."""
+UNDO_HOST_BYTES = {"snapshot": 0, "host_snapshot": GRADIENT + ADAM, "inverse": 0}
+"""Bytes of a parameter with Adam in host memory, by the setting ``undo``."""
+STATE_BYTES = {dtype: WEIGHTS[dtype] + MASTERS[dtype] + ADAM + GRADIENT for dtype in WEIGHTS}
+"""Bytes of a parameter with Adam, and of one gradient: what training without this plugin takes too."""
+EXACT_BUCKET = 1 << 22  # numbers that exact mode copies at once, in whole parameters
+SUM_PIECE = 1 << 20  # numbers that go through the host at once, and that exact mode adds at once
+
+
+@dataclass(frozen=True)
+class WorkerBytes:
+    """The memory of a worker for a stage of so many ``parameters``, all trained, by Adam, by the settings of its job.
+
+    ``blocks``: exact mode's, None where it is off; ``scales``: gradients are clipped or unscaled; ``work``: bytes that
+    the optimizer takes in its step; ``apart``: of a device whose memory is not the host's, through which gradients are
+    summed.  All results are in bytes.
+    """
+
+    parameters: int
+    dtype: str
+    undo: str
+    blocks: int | None = None
+    scales: bool = False
+    work: int = 0
+    apart: bool = False
+
+    @property
+    def gradient(self) -> int:
+        """One gradient of all parameters, in fp32."""
+        return GRADIENT * self.parameters
+
+    @property
+    def state(self) -> dict[str, int]:
+        """What a step changes, by part."""
+        each = {"weights": WEIGHTS[self.dtype], "masters": MASTERS[self.dtype], "optimizer": ADAM}
+        return {part: size * self.parameters for part, size in each.items()}
+
+    @property
+    def on_host(self) -> int:
+        """What takes a step back in host memory that is not the device's."""
+        return UNDO_HOST_BYTES[self.undo] * self.parameters * self.apart
+
+    @property
+    def settled(self) -> dict[str, int]:
+        """By part, once the last step is committed."""
+        each = UNDO_BYTES[self.undo] + UNDO_HOST_BYTES[self.undo] * (not self.apart)
+        return self.state | {"undo": each * self.parameters}
+
+    @property
+    def between(self) -> dict[str, int]:
+        """By part, between two steps."""
+        return self.settled | {"sum": self.gradient}
+
+    @property
+    def contributions(self) -> int:
+        """This worker's part of a sum."""
+        return self.gradient * (self.blocks or 1)
+
+    def computing(self, committed: bool = False) -> dict[str, int]:
+        """By part, in the last weight gradient of a step.  ``committed``: it is known that the step before is."""
+        new = WEIGHTS[self.dtype] * self.parameters if MASTERS[self.dtype] else 0
+        return (self.settled if committed else self.between) | {"contributions": self.contributions, "new": new}
+
+    def summing(self, committed: bool = False) -> dict[str, int]:
+        """By part, in REDUCE.  ``committed``: it is known that the step before is."""
+        return self.computing(committed) | {"new": 0, "second": self.gradient, "pieces": self._pieces}
+
+    @property
+    def stepping(self) -> dict[str, int]:
+        """By part, in STEP."""
+        return self.between | {"scaled": self.gradient * self.scales, "work": self.work}
+
+    def peaks(self, held: int = 0, committed: bool = False) -> Mapping[str, int]:
+        """The most at each moment of a step.  ``held``: what micro-batches hold while gradients are computed."""
+        parts = {"computing": self.computing(committed), "summing": self.summing(committed), "stepping": self.stepping}
+        return {moment: sum(of.values()) + held * (moment == "computing") for moment, of in parts.items()}
+
+    @property
+    def _pieces(self) -> int:
+        """Exact mode's copies of a bucket of each block.  Pieces of the sum: on a device apart one comes back from the
+        host; on the host exact mode's come, go (of several blocks a copy), and are given to all, and one is on its way.
+        """
+        blocks, piece = self.blocks or 0, min(self.parameters, SUM_PIECE)
+        count = blocks + (blocks if blocks > 1 else 0) + 1 + (self.parameters > piece) if blocks else 0
+        return GRADIENT * (blocks * min(self.parameters, EXACT_BUCKET) + piece * (1 if self.apart else count))

@@ -1,0 +1,19 @@
+"""What a worker holds is what the formula says (core/vocabulary/worker_bytes.py), for a table of settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.memory import CASES, DEEPSPEED, Case, compared, measured
+
+NEAR = 0.05
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_formula_is_what_is_measured(request, tmp_path, case: Case):
+    server = request.getfixturevalue("server" if case.vehicle is DEEPSPEED else "plain_server")
+    found = [each for worker in measured(server, tmp_path, case) for each in compared(case, worker)]
+    for each in found:
+        print(f"{each.moment}: {each.expected / each.parameters:.2f}, measured {each.found / each.parameters:.2f}")
+    wrong = [each for each in found if each.apart > NEAR]
+    assert not wrong, wrong
