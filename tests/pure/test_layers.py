@@ -43,6 +43,7 @@ BELOW = {
     },
     "launch": {"runtime", "settings", "experiments"},
     "commands": {*OBSERVES, "observability", "settings", "simulator", "runtime", "adapters", "experiments", "versions"},
+    "checks": {"core.vocabulary", "observability", "runtime", "adapters", "experiments", "commands", "settings", "cli"},
     "cli": {"commands", "errors", "settings"},
     "docs": set(),
     "": {"planner", "runtime"},
