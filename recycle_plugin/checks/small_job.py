@@ -96,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
     """The script's own arguments."""
     made = argparse.ArgumentParser()
     made.add_argument("--local_rank", type=int)  # DeepSpeed's launcher gives it
+    made.add_argument("--deepspeed_config")  # in which the plugin's launcher looks for the placement
     made.add_argument("--run-dir", type=Path, required=True)
     made.add_argument("--steps", type=int, default=8)
     made.add_argument("--width", type=int, default=32)
