@@ -39,7 +39,12 @@ class Shape(NamedTuple):
     pause_s: float
 
 
-SHAPES = {"gpt3_medium": Shape(2, 16, 3.0), "gpt3_3_35b": Shape(4, 8, 6.0), "gpt3_6_7b": Shape(8, 4, 10.0)}
+SHAPES = {
+    "gpt_tiny": Shape(2, 4, 1.0),
+    "gpt3_medium": Shape(2, 16, 3.0),
+    "gpt3_3_35b": Shape(4, 8, 6.0),
+    "gpt3_6_7b": Shape(8, 4, 10.0),
+}
 
 
 def device_at(place: Place) -> Device:
@@ -184,21 +189,24 @@ def profile(place: Place) -> list[Row]:
     return rows
 
 
-def reproduce(script: str, *overrides: str) -> Callable[[Place], list[Row]]:
-    """The stage that draws a figure of scripts/reproduce from the measured profiles, labelled with device and date."""
+def reproduce(script: str, overrides: Sequence[str], rehearsed: Sequence[str]) -> Callable[[Place], list[Row]]:
+    """The stage that draws a figure of scripts/reproduce from the measured profiles, labelled with device and date.
+
+    ``overrides``: of the script's config, and ``rehearsed``, those on a CPU.
+    """
 
     def stage(place: Place) -> list[Row]:
-        taken = {name: read(path) for name in SHAPES if (path := profile_path(place, name)).exists()}
-        if not taken and not place.rehearsal:
+        taken = {name: read(path) for name in models(place) if (path := profile_path(place, name)).exists()}
+        if not taken:
             return [Row(script, False, "there are no profiles", "run the stage profile first")]
         entries = ",".join(_entry(place, name, found) for name, found in taken.items())
-        given = [f"models=[{entries}]"] if entries else []
-        command = [sys.executable, str(SCRIPTS / f"{script}.py"), f"run_dir={place.folder}", *given, *overrides]
+        given = [f"run_dir={place.folder}", f"models=[{entries}]", *(rehearsed if place.rehearsal else overrides)]
+        command = [sys.executable, str(SCRIPTS / f"{script}.py"), *given]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SCRIPT_S)
         (place.folder / f"{script}.txt").write_text(done.stdout + done.stderr)
         said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
         wrong = "" if done.returncode == 0 else f"it has ended with {done.returncode}: {said[-1]}"
-        text = f"{place.folder.relative_to(place.out)}, from {', '.join(taken) or 'the script own presets'}"
+        text = f"{place.folder.relative_to(place.out)}, from {', '.join(taken)}"
         return [judged(script, wrong, text, f"{script}.txt there has all that it said")]
 
     stage.__doc__ = f"The figures of scripts/reproduce/{script}.py from the measured profiles."

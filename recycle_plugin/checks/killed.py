@@ -54,9 +54,10 @@ def one_host(device: str, deadline_s: float) -> Started:
 
 
 def on_device(device: str) -> dict[str, str]:
-    """The environment of jobs whose workers share one device of this kind."""
-    visible = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": "0"}
-    return {**os.environ, **visible, "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    """The environment of processes that share one device of this kind, the first of those that this one may use."""
+    first = "" if device == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    own = {"CUDA_VISIBLE_DEVICES": first, "DS_ACCELERATOR": device}
+    return {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 def outcome(run: JobRun, deadline_s: float) -> RunOutcome:

@@ -18,7 +18,6 @@ import argparse
 import datetime
 import hashlib
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -30,11 +29,12 @@ from typing import Any
 
 import torch
 
+from recycle_plugin.checks.killed import on_device
 from recycle_plugin.checks.rows import Row, all_passed, markdown
 from recycle_plugin.checks.stages import STAGES, Stage
 from recycle_plugin.experiments.runs import JobRun, RunFailed, terminable
 
-NO_GPU, LEFT, BAD, MINUTES = 69, 75, 2, 9.5
+NO_GPU, LEFT, BAD, MINUTES = 69, 75, 2, 9.0
 CHECKOUT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "deepspeed", "megatron-core", "numpy")
 END_S = 45.0  # of a call, for a stage that has to end, and for the report
@@ -148,7 +148,7 @@ class Call:
         rows.unlink(missing_ok=True)
         options = ["--out", str(self._out), "--device", self._device, "--rows", str(rows)]
         command = [sys.executable, "-m", "recycle_plugin.checks.stages", name, *options]
-        with JobRun(folder, command, stage_variables(self._device)) as run:
+        with JobRun(folder, command, on_device(self._device)) as run:
             try:
                 run.wait_for(rows.exists, "its rows", deadline_s)
             except RunFailed:
@@ -164,12 +164,6 @@ class Call:
         results = [result for name in STAGES if (result := self._result(name)) is not None]
         write(self._out / "report.json", json.dumps({**self._about, "stages": results, "left": list(left)}, indent=1))
         write(self._out / "report.md", "\n".join(report(self._about, results, left)) + "\n")
-
-
-def stage_variables(device: str) -> dict[str, str]:
-    """The environment of a stage's process."""
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if device == "cpu" else {"CUDA_VISIBLE_DEVICES": "0"}
-    return {**os.environ, **hidden}
 
 
 def report(about: Mapping[str, str], results: Sequence[Mapping[str, Any]], left: Sequence[str]) -> list[str]:

@@ -29,6 +29,9 @@ class Stage(NamedTuple):
 
 
 SHORT = ("micro_batches=[12]", "drawn=12")  # of the figures' axes, so that each fits into one call
+REHEARSED = ("micro_batches=[2]", "drawn=2")
+ABLATION = gpu_figures.reproduce("recycle_ablation", [*SHORT, "patterns=1"], [*REHEARSED, "losses=[1]", "patterns=1"])
+MTBF = gpu_figures.reproduce("recycle_mtbf", SHORT, [*REHEARSED, "losses=1"])
 STAGES = {
     stage.name: stage
     for stage in (
@@ -42,8 +45,8 @@ STAGES = {
         Stage("copies", 20, 120, gpu_figures.copies),
         Stage("rng", 10, 120, gpu_figures.rng),
         Stage("profile", 90, 500, gpu_figures.profile),
-        Stage("reproduce_ablation", 240, 580, gpu_figures.reproduce("recycle_ablation", *SHORT, "patterns=1")),
-        Stage("reproduce_mtbf", 300, 580, gpu_figures.reproduce("recycle_mtbf", *SHORT)),
+        Stage("reproduce_ablation", 240, 580, ABLATION),
+        Stage("reproduce_mtbf", 300, 580, MTBF),
     )
 }
 

@@ -108,7 +108,7 @@ def test_a_stage_runs_in_a_process_of_its_own(call, tmp_path):
 
 
 def test_a_stages_process_that_dies_is_a_row(call, tmp_path, monkeypatch):
-    monkeypatch.setattr(on_gpu, "stage_variables", lambda device: {"PATH": "/usr/bin", "PYTHONHOME": "/nowhere"})
+    monkeypatch.setattr(on_gpu, "on_device", lambda device: {"PATH": "/usr/bin", "PYTHONHOME": "/nowhere"})
     assert call("--stage", "rng") == 1
     (row,) = json.loads((tmp_path / "rng.json").read_text())["rows"]
     assert row["passed"] is False and "its process has ended with 1" in row["text"]
