@@ -32,17 +32,22 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "reproduce"
 
 
 class Shape(NamedTuple):
-    """How the figures' scripts lay a model out."""
+    """How the figures' scripts lay a model out, and what they compare it with (configs/reproduce).
+
+    ``published``: its name in the papers' runs over a trace, "" where they have none.
+    """
 
     stages: int
     replicas: int
-    pause_s: float
+    artifact_pause_s: float
+    published: str = ""
+    implied_pause_s: float = 0.0
 
 
 SHAPES = {
-    "gpt_tiny": Shape(2, 4, 1.0),
-    "gpt3_medium": Shape(2, 16, 3.0),
-    "gpt3_3_35b": Shape(4, 8, 6.0),
+    "gpt_tiny": Shape(2, 4, 3.0, "350M", 29.0),
+    "gpt3_medium": Shape(2, 16, 3.0, "350M", 29.0),
+    "gpt3_3_35b": Shape(4, 8, 6.0, "big", 83.0),
     "gpt3_6_7b": Shape(8, 4, 10.0),
 }
 
@@ -189,14 +194,18 @@ def profile(place: Place) -> list[Row]:
     return rows
 
 
-def reproduce(script: str, overrides: Sequence[str], rehearsed: Sequence[str]) -> Callable[[Place], list[Row]]:
+def reproduce(
+    script: str, overrides: Sequence[str], rehearsed: Sequence[str], published: bool = False
+) -> Callable[[Place], list[Row]]:
     """The stage that draws a figure of scripts/reproduce from the measured profiles, labelled with device and date.
 
-    ``overrides``: of the script's config, and ``rehearsed``, those on a CPU.
+    ``overrides``: of the script's config, and ``rehearsed``, those on a CPU.  ``published``: only of models that the
+    papers have too.
     """
 
     def stage(place: Place) -> list[Row]:
-        taken = {name: read(path) for name in models(place) if (path := profile_path(place, name)).exists()}
+        names = [name for name in models(place) if SHAPES[name].published or not published]
+        taken = {name: read(path) for name in names if (path := profile_path(place, name)).exists()}
         if not taken:
             return [Row(script, False, "there are no profiles", "run the stage profile first")]
         entries = ",".join(_entry(place, name, found) for name, found in taken.items())
@@ -217,8 +226,11 @@ def _entry(place: Place, name: str, taken: Profile) -> str:
     """A model as the figures' configs name it."""
     shape = SHAPES[name]
     label = "".join(each if each.isalnum() or each in " -." else " " for each in f"{name}, {taken.device} {taken.date}")
-    return (
-        f"{{name: '{label}', profile: '{profile_path(place, name)}', micro_batch: {taken.micro_batch}, "
-        f"stages: {shape.stages}, replicas: {shape.replicas}, memory_bytes: {taken.device_bytes}, "
-        f"artifact_pause_s: {shape.pause_s}}}"
-    )
+    given = {
+        "name": f"'{label}'",
+        "profile": f"'{profile_path(place, name)}'",
+        "micro_batch": taken.micro_batch,
+        "memory_bytes": taken.device_bytes,
+        **{key: value for key, value in shape._asdict().items() if value},
+    }
+    return f"{{{', '.join(f'{key}: {value}' for key, value in given.items())}}}"

@@ -32,6 +32,9 @@ SHORT = ("micro_batches=[12]", "drawn=12")  # of the figures' axes, so that each
 REHEARSED = ("micro_batches=[2]", "drawn=2")
 ABLATION = gpu_figures.reproduce("recycle_ablation", [*SHORT, "patterns=1"], [*REHEARSED, "losses=[1]", "patterns=1"])
 MTBF = gpu_figures.reproduce("recycle_mtbf", SHORT, [*REHEARSED, "losses=1"])
+TRACE = gpu_figures.reproduce(
+    "recycle_gcp_trace", [*SHORT, "caps=[]", "refine_s=0.2"], [*REHEARSED, "caps=[]", "refine_s=0.01"], published=True
+)
 STAGES = {
     stage.name: stage
     for stage in (
@@ -45,8 +48,9 @@ STAGES = {
         Stage("copies", 20, 120, gpu_figures.copies),
         Stage("rng", 10, 120, gpu_figures.rng),
         Stage("profile", 90, 500, gpu_figures.profile),
-        Stage("reproduce_ablation", 240, 580, ABLATION),
-        Stage("reproduce_mtbf", 300, 580, MTBF),
+        Stage("reproduce_trace", 60, 580, TRACE),
+        Stage("reproduce_ablation", 60, 580, ABLATION),
+        Stage("reproduce_mtbf", 90, 580, MTBF),
     )
 }
 

@@ -11,7 +11,7 @@ import pytest
 from recycle_plugin.checks import on_gpu, wheels
 from recycle_plugin.checks.rows import Row, judged, markdown, table
 from recycle_plugin.checks.stages import STAGES
-from recycle_plugin.checks.watched import Watched
+from recycle_plugin.checks.watched import ALLOWED, Watched
 
 PASSED, FAILED = Row("tried", True, "it went"), Row("tried", False, "it did not", "mend it")
 Call = Callable[..., int]
@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_left_for_the_next_call(tried, call, tmp_path, caps
 
 def test_a_stage_that_is_ended_by_the_calls_end_is_begun_anew(tried, call):
     tried["reproduce_mtbf"] = None
-    assert call("--stage", "reproduce_mtbf", "--minutes", "7") == on_gpu.LEFT
+    assert call("--stage", "reproduce_mtbf", "--minutes", "3") == on_gpu.LEFT
     assert call("--stage", "reproduce_mtbf", "--minutes", "700") == 1  # its own deadline: that is a result
     assert tried["ran"] == ["reproduce_mtbf"] * 2
 
@@ -129,6 +129,12 @@ def test_what_waits_for_the_device_is_counted_by_its_place():
         warnings.warn("another", stacklevel=1)
     assert len(others) == 1
     assert dict(watched.found) == {f"{__file__}:waits": 2}
+
+
+def test_places_that_may_wait_are_there():
+    for place in ALLOWED:
+        file, _, function = place.partition(":")
+        assert f"def {function}(" in (on_gpu.CHECKOUT / file).read_text()
 
 
 def waits() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from recycle_plugin.checks import gpu_figures, gpu_jobs, killed, stages
+from recycle_plugin.checks import gpu_figures, gpu_jobs, killed, on_gpu, stages
 from recycle_plugin.checks.place import Place
 from recycle_plugin.checks.rows import Row
 from recycle_plugin.core.vocabulary.profile import read
-from recycle_plugin.experiments.runs import RunFailed, RunOutcome
+from recycle_plugin.experiments.runs import JobRun, RunFailed, RunOutcome
+from recycle_plugin.observability.run_history import read_events
 
 
 @pytest.fixture
@@ -127,7 +131,7 @@ def test_kills_from_outside_are_survived(warm, place, monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_watched_job_says_what_it_has_seen(warm, place, monkeypatch):
+def test_a_watched_job_says_what_it_has_seen(warm, place):
     races, waits = gpu_jobs.sanitizer(place)
     assert (races.passed, waits.passed) == (None, None) and "not watched on cpu" in races.text
 
@@ -146,9 +150,36 @@ def test_a_survivor_computes_on_after_its_peer_was_killed(place):
 
 
 def test_a_survivor_that_does_not_answer_is_a_row(place, monkeypatch):
+    monkeypatch.setattr(gpu_jobs, "process", lambda command: nullcontext(subprocess.Popen(["true"])))
+    monkeypatch.setattr(gpu_jobs, "_said", lambda one: 0)
     monkeypatch.setattr(gpu_jobs, "_asked", lambda survivor, what: (_ for _ in ()).throw(ValueError("nothing in 1 s")))
     (row,) = gpu_jobs.context(place)
     assert row.passed is False and "nothing in 1 s" in row.text
+
+
+@pytest.mark.processes
+def test_what_a_stage_has_started_ends_with_it(warm, tmp_path, monkeypatch):
+    """A stage past its deadline, while a job of its own runs."""
+    events = tmp_path / "kills" / "reference" / "events.jsonl"
+
+    class PastIt(JobRun):
+        def wait_for(self, found, what, *rest):
+            super().wait_for(lambda: events.exists() and "worker" in events.read_text(), what)
+            raise RunFailed("it has not come in time")
+
+    monkeypatch.setattr(on_gpu, "JobRun", PastIt)
+    assert on_gpu.Call(tmp_path, "cpu", 0.0)._rows("kills", 1.0) is None
+    workers = [event["pid"] for event in read_events(events) if event["event"] == "worker"]
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], timeout=60)
+    assert workers and not alive
+
+
+@pytest.mark.processes
+def test_a_job_that_falls_back_on_the_cpu_fails(warm, place, monkeypatch):
+    one_host = gpu_jobs.one_host
+    monkeypatch.setattr(gpu_jobs, "one_host", lambda device, deadline_s: one_host("cpu", deadline_s))
+    with pytest.raises(RunFailed, match="has trained on cpu instead of cuda"):
+        gpu_jobs.plain(place.folder / "plain", "cuda")
 
 
 # --- verdicts ----------------------------------------------------------------------------------------
