@@ -59,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"check_cluster: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("check_cluster: interrupted; its job was ended, and there is no table", file=sys.stderr)
+        return 130
     text = "\n".join([f"check_cluster, {' '.join(command)}", "", *table(rows), *sections])
     (out / "check.txt").write_text(text + "\n")
     (out / "check.json").write_text(
@@ -113,6 +116,7 @@ def tried(started: Started, out: Path, section: Mapping[str, Any], settings: Set
     told = ["--settings", json.dumps(section), "--deepspeed_config", str(config)]
     healthy, measured = out / "healthy", out / "measured.json"
     measured.unlink(missing_ok=True)
+    print("a job without a failure ...", file=sys.stderr, flush=True)
     try:
         with started.run(healthy, "--measure", str(measured), *told) as run:
             reference = outcome(run, started.deadline_s)

@@ -97,6 +97,7 @@ def kill_list(
     for name in moments:
         fault = f"{kind} {SEAT} {MOMENTS[name]}"
         place = folder / name.replace(" ", "_")
+        print(f"a job with a kill: {name} ...", file=sys.stderr, flush=True)
         try:
             with started.run(place, "--fault", fault, *options) as run:
                 at = kill(run, MOMENTS[name])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import socket
 import time
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ import torch.distributed as dist
 
 from recycle_plugin.adapters.plain import Pipeline
 from recycle_plugin.checks.copies import bandwidths
+from recycle_plugin.checks.installed import installed, name_of
 from recycle_plugin.runtime.devices.kinds import device_of
-from recycle_plugin.versions import RANGES, releases
 
 PINGS, WARM_UP = 50, 5
 LARGE, TIMES = 16 << 20, 4  # bytes, and how often they are sent
@@ -44,23 +43,14 @@ def write(pipeline: Pipeline, path: Path) -> None:
 def about(pipeline: Pipeline) -> dict[str, Any]:
     """What there is to know of this worker: its place, its releases, its device."""
     where = next(pipeline.module.parameters()).device
-    device, cuda = device_of(where), where.type == "cuda"
-    sizes = {} if where.type == "cpu" else bandwidths(device, COPIED, PRODUCTS, SIDE)
-    found = {release.name: release.installed or "not installed" for release in releases(RANGES)}
     return {
         "rank": dist.get_rank(),
         "seat": str(pipeline.seat),
         "host": socket.gethostname(),
         "cores": len(os.sched_getaffinity(0)),
-        "versions": {
-            "python": platform.python_version(),
-            **found,
-            "cuda": str(torch.version.cuda),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
-            "driver": _driver() if cuda else "none",
-        },
-        "device": torch.cuda.get_device_name(where) if cuda else where.type,
-        "copies": sizes,
+        "versions": installed(where.type),
+        "device": name_of(where),
+        "copies": {} if where.type == "cpu" else bandwidths(device_of(where), COPIED, PRODUCTS, SIDE),
     }
 
 
@@ -122,10 +112,3 @@ def _answer(one: int) -> None:
     for _ in range(TIMES):
         dist.recv(large, one)
     dist.send(now, one)
-
-
-def _driver() -> str:
-    try:
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split("  ")[1]
-    except (OSError, IndexError):
-        return "unknown"

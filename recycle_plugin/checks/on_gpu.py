@@ -18,17 +18,15 @@ import argparse
 import datetime
 import hashlib
 import json
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from recycle_plugin.checks.installed import first_line, installed, name_of
 from recycle_plugin.checks.killed import on_device
 from recycle_plugin.checks.rows import Row, all_passed, markdown
 from recycle_plugin.checks.stages import STAGES, Stage
@@ -36,7 +34,6 @@ from recycle_plugin.experiments.runs import JobRun, RunFailed, terminable
 
 NO_GPU, LEFT, BAD, MINUTES = 69, 75, 2, 9.0
 CHECKOUT = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "deepspeed", "megatron-core", "numpy")
 END_S = 45.0  # of a call, for a stage that has to end, and for the report
 
 
@@ -61,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"on_gpu: --out {found.out}: {error.strerror or error}", file=sys.stderr)
         return BAD
+    except KeyboardInterrupt:
+        print("on_gpu: interrupted; what has a result stays, the next call goes on from there", file=sys.stderr)
+        return 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -182,15 +182,10 @@ def report(about: Mapping[str, str], results: Sequence[Mapping[str, Any]], left:
 def about(device: str) -> dict[str, str]:
     """What results are labelled with: device, driver, releases, date, and the sources that they are of."""
     return {
-        "device": torch.cuda.get_device_name(0) if device == "cuda" else "cpu",
-        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if device == "cuda"
-        else "-",
-        "cuda": str(torch.version.cuda),
-        "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
+        "device": name_of(torch.device(device)),
+        **installed(device),
         "date": datetime.date.today().isoformat(),
-        "commit": _said("git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": first_line("git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=12"),
         "sources": sources(),
     }
 
@@ -203,22 +198,6 @@ def sources() -> str:
     for path in files:
         whole.update(f"{path.relative_to(CHECKOUT)}\n".encode() + path.read_bytes())
     return whole.hexdigest()[:12]
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _said(*command: str) -> str:
-    """The first line that a command prints, or "unknown"."""
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else "unknown"
 
 
 def write(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 
 import pytest
 
@@ -128,6 +129,13 @@ def test_a_job_that_others_wrote_nothing_of_is_one_row(tmp_path, monkeypatch, ca
     monkeypatch.setattr(cluster, "checked", lambda launcher: ["true", "recycle_plugin"])
     assert cluster.main(["--out", str(tmp_path)]) == 1
     assert "give --out a folder that all hosts and this one share" in capsys.readouterr().out
+
+
+def test_an_interruption_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cluster, "tried", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert cluster.main(["--out", str(tmp_path)]) == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("check_cluster: interrupted")
 
 
 # --- rows --------------------------------------------------------------------------------------------

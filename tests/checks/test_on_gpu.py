@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import warnings
 from collections.abc import Callable
 
@@ -99,6 +101,16 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, capsys):
     assert on_gpu.main(["--out", str(tmp_path / "file" / "out"), "--device", "cpu"]) == on_gpu.BAD
     (line,) = capsys.readouterr().err.splitlines()
     assert "Not a directory" in line
+
+
+def test_a_call_that_is_interrupted_is_one_line(call, monkeypatch, capsys):
+    def interrupted(self, name: str, deadline_s: float):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(on_gpu.Call, "_rows", interrupted)
+    assert call("--stage", "rng") == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("on_gpu: interrupted")
 
 
 def test_a_stage_runs_in_a_process_of_its_own(call, tmp_path):
