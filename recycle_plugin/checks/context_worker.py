@@ -8,6 +8,7 @@ import sys
 
 import torch
 
+from recycle_plugin.runtime.devices.host import HOST
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.devices.port import Device
 
@@ -34,7 +35,7 @@ def answer(device: Device, matrix: torch.Tensor, asked: str) -> None:
         number = total.item()
     elif asked == "allocate":
         number = torch.ones(BLOCK, dtype=torch.uint8, device=device.where).sum().item()
-        if device.kind != "cpu":
+        if device.kind != HOST.type:
             torch.get_device_module(device.where).empty_cache()
     else:
         number = device.memory().used

@@ -26,6 +26,7 @@ from recycle_plugin.checks.killed import (
 from recycle_plugin.checks.place import Place
 from recycle_plugin.checks.rows import Row, judged
 from recycle_plugin.experiments.runs import JobRun, RunFailed, RunOutcome, training_script
+from recycle_plugin.runtime.devices.host import HOST
 
 JOB_S = 120.0  # of one job of four processes
 ANSWER_S = 90.0  # of a process that has to import torch and to make its context first
@@ -62,7 +63,7 @@ def smoke(place: Place) -> list[Row]:
     for name, run in (("plain", plain), ("deepspeed", gpt)):
         try:
             here = run(place.folder / name, place.device)
-            there = run(place.folder / f"{name}_cpu", "cpu")
+            there = run(place.folder / f"{name}_cpu", HOST.type)
         except RunFailed as error:
             rows.append(failed(name, error, place.folder))
             continue
@@ -80,7 +81,7 @@ def kills(place: Place) -> list[Row]:
 
 def precision(place: Place) -> list[Row]:
     """A DeepSpeed job in bf16 and fp16 beside the CPU's in fp32, and with a worker killed from outside."""
-    there, rows = gpt(place.folder / "cpu", "cpu"), []
+    there, rows = gpt(place.folder / "reference", HOST.type), []
     for name, half in HALVES.items():
         try:
             here = gpt(place.folder / name, place.device, half)
@@ -101,7 +102,7 @@ def sanitizer(place: Place) -> list[Row]:
     except RunFailed as error:
         return [failed("sanitizer", error, folder)]
     waits = {place: count for each in found.records.values() for place, count in each["synchronisations"].items()}
-    passed = None if place.device != "cuda" else True
+    passed = True if all(each["watched"] for each in found.records.values()) else None
     return [
         Row("races", passed, "none found by torch.cuda._sanitizer" if passed else f"not watched on {place.device}"),
         judged("synchronisations", listed(waits), "none but those that are listed", MEND)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from recycle_plugin.checks.rows import Row, judged
 from recycle_plugin.experiments.runs import JobRun, RunFailed, RunOutcome
 from recycle_plugin.observability.run_history import Failure
+from recycle_plugin.runtime.devices.host import HOST
 
 JOB = Path(__file__).with_name("small_job.py")
 SEAT, KILLED_IN, STEPS = "0.1", 4, 8
@@ -55,7 +56,7 @@ def one_host(device: str, deadline_s: float) -> Started:
 
 def on_device(device: str) -> dict[str, str]:
     """The environment of processes that share one device of this kind, the first of those that this one may use."""
-    first = "" if device == "cpu" else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    first = "" if device == HOST.type else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     own = {"CUDA_VISIBLE_DEVICES": first, "DS_ACCELERATOR": device}
     return {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 

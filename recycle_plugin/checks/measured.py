@@ -18,6 +18,7 @@ import torch.distributed as dist
 from recycle_plugin.adapters.plain import Pipeline
 from recycle_plugin.checks.copies import bandwidths
 from recycle_plugin.checks.installed import installed, name_of
+from recycle_plugin.runtime.devices.host import HOST
 from recycle_plugin.runtime.devices.kinds import device_of
 
 PINGS, WARM_UP = 50, 5
@@ -50,7 +51,7 @@ def about(pipeline: Pipeline) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "versions": installed(where.type),
         "device": name_of(where),
-        "copies": {} if where.type == "cpu" else bandwidths(device_of(where), COPIED, PRODUCTS, SIDE),
+        "copies": {} if where.type == HOST.type else bandwidths(device_of(where), COPIED, PRODUCTS, SIDE),
     }
 
 

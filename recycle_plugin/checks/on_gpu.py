@@ -31,6 +31,8 @@ from recycle_plugin.checks.killed import on_device
 from recycle_plugin.checks.rows import Row, all_passed, markdown
 from recycle_plugin.checks.stages import STAGES, Stage
 from recycle_plugin.experiments.runs import JobRun, RunFailed, terminable
+from recycle_plugin.runtime.devices.host import HOST
+from recycle_plugin.runtime.devices.kinds import kinds
 
 NO_GPU, LEFT, BAD, MINUTES = 69, 75, 2, 9.0
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -40,9 +42,11 @@ END_S = 45.0  # of a call, for a stage that has to end, and for the report
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is left of the stages that were asked for; returns the exit code."""
     found = parser().parse_args(arguments)
-    if found.device == "cuda" and not torch.cuda.is_available():
+    here = kinds()
+    device = found.device or here[-1]
+    if device not in here or (device == HOST.type and found.device is None):
         print(
-            "on_gpu: NO GPU: torch finds no CUDA device here, and NOTHING WAS RUN; "
+            f"on_gpu: NO GPU: torch finds only {' and '.join(here)} here, and NOTHING WAS RUN; "
             "run it on a machine with one, or rehearse with --device cpu",
             file=sys.stderr,
         )
@@ -54,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found.out.mkdir(parents=True, exist_ok=True)
         with terminable():
-            return Call(found.out.resolve(), found.device, time.monotonic() + 60 * found.minutes).run(wanted)
+            return Call(found.out.resolve(), device, time.monotonic() + 60 * found.minutes).run(wanted)
     except OSError as error:
         print(f"on_gpu: --out {found.out}: {error.strerror or error}", file=sys.stderr)
         return BAD
@@ -77,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         help="only this; may be given several times: " + ", ".join(STAGES),
     )
     made.add_argument("--minutes", type=float, default=MINUTES, help=f"that this call may take (default: {MINUTES})")
-    made.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal")
+    made.add_argument("--device", metavar="KIND", help="cpu: a rehearsal (default: the accelerator)")
     return made
 
 
@@ -169,7 +173,7 @@ class Call:
 def report(about: Mapping[str, str], results: Sequence[Mapping[str, Any]], left: Sequence[str]) -> list[str]:
     """The lines of report.md."""
     lines = ["# One GPU, four processes", ""]
-    if about["device"].startswith("cpu"):
+    if about["device"] == HOST.type:
         lines += ["**A rehearsal on a CPU: nothing here was measured on a GPU, and no figure means anything.**", ""]
     lines += [f"* {name}: {value}" for name, value in about.items()]
     for result in results:

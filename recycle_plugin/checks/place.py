@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from recycle_plugin.runtime.devices.host import HOST
+
 
 @dataclass(frozen=True)
 class Place:
     """The place of one stage.
 
-    ``device``: "cuda", or "cpu" in a rehearsal, for which everything is small; ``out``: the folder of all stages;
-    ``folder``: that of this one.
+    ``device``: its kind, such as "cuda", or "cpu" in a rehearsal, for which everything is small; ``out``: the folder of
+    all stages; ``folder``: that of this one.
     """
 
     device: str
@@ -21,4 +23,4 @@ class Place:
     @property
     def rehearsal(self) -> bool:
         """Whether only the code is tried, and no figure means anything."""
-        return self.device == "cpu"
+        return self.device == HOST.type

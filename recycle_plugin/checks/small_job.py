@@ -76,7 +76,7 @@ def main() -> None:
 
         with Watched() as watched:
             train(pipeline, found.steps, record)
-        record["synchronisations"] = watched.found
+        record |= {"watched": watched.on, "synchronisations": watched.found}
     else:
         train(pipeline, found.steps, record)
     record["device"] = str(next(pipeline.module.parameters()).device)

@@ -24,19 +24,20 @@ ALLOWED = {
 class Watched:
     """Inside of this context what races on the device raises, and ``found`` counts what waits for it, by its place.
 
-    Places of ALLOWED are not counted.  On other devices than CUDA there is nothing to watch, and ``found`` stays empty.
+    Places of ALLOWED are not counted.  On other devices than CUDA there is nothing to watch: ``on`` is False, and
+    ``found`` stays empty.
     """
 
     def __init__(self) -> None:
         self.found: Counter[str] = Counter()
-        self._on = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self.on = torch.cuda.is_available() and torch.cuda.is_initialized()
         self._warnings = warnings.catch_warnings()
 
     def __enter__(self) -> Watched:
         self._warnings.__enter__()
         warnings.filterwarnings("always", message=SYNCHRONISES)
         self._shown, warnings.showwarning = warnings.showwarning, self._take
-        if self._on:
+        if self.on:
             from torch.cuda import _sanitizer
 
             _sanitizer.enable_cuda_sanitizer()
@@ -44,7 +45,7 @@ class Watched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._on:
+        if self.on:
             torch.cuda.set_sync_debug_mode("default")
         self._warnings.__exit__(None, None, None)
 

@@ -39,8 +39,10 @@ def call(tmp_path) -> Call:
     return lambda *more: on_gpu.main(["--out", str(tmp_path), "--device", "cpu", *more])
 
 
-def test_without_a_gpu_it_says_so_and_runs_nothing(tried, tmp_path, capsys):
-    assert on_gpu.main(["--out", str(tmp_path / "out")]) == on_gpu.NO_GPU == 69
+@pytest.mark.parametrize("options", ((), ("--device", "cuda")))
+def test_without_a_gpu_it_says_so_and_runs_nothing(tried, tmp_path, capsys, monkeypatch, options):
+    monkeypatch.setattr(on_gpu, "kinds", lambda: ("cpu",))
+    assert on_gpu.main(["--out", str(tmp_path / "out"), *options]) == on_gpu.NO_GPU == 69
     said = capsys.readouterr()
     assert "NO GPU" in said.err and "NOTHING WAS RUN" in said.err and not said.out
     assert not tried["ran"] and not (tmp_path / "out").exists()
