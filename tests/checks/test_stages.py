@@ -226,6 +226,47 @@ def test_a_kill_is_judged_by_losses_and_survivors(found, wrong):
         assert (row.figures["seen_s"], row.figures["regrouped_s"]) == (0.5, 0.1)
 
 
+def test_smoke_has_a_row_for_each_adapter(place, monkeypatch):
+    def gpt(folder, device, *more):
+        raise RunFailed("the run in x ended\n[recycle 1.0] end: the job ends: why")
+
+    monkeypatch.setattr(gpu_jobs, "plain", lambda folder, device: ended(4.0, 3.0 if device == "cpu" else 3.00001))
+    monkeypatch.setattr(gpu_jobs, "gpt", gpt)
+    found = by_name(gpu_jobs.smoke(Place("cuda", place.out, place.folder)))
+    assert found["plain"].passed and found["plain"].figures["difference"] == pytest.approx(1e-5, rel=0.01)
+    assert found["deepspeed"].passed is False and "the job ends: why" in found["deepspeed"].text
+
+
+def test_precisions_are_judged_one_by_one(place, monkeypatch):
+    """What is refused has no verdict, and does not keep the others from theirs."""
+
+    def gpt(folder, device, *more):
+        if "fp16" in str(more):
+            raise RunFailed("x\nfp16.enabled: only fp32 and bf16 are supported yet; remove it")
+        return ended(4.0, 3.0, 2.0, 1.001) if more else ended(4.0, 3.0, 2.0, 1.0)
+
+    monkeypatch.setattr(gpu_jobs, "gpt", gpt)
+    monkeypatch.setattr(gpu_jobs, "killed_gpt", lambda *_: (ended(4.0, 3.0, 2.0, 1.01, lost=True), 6.5))
+    found = by_name(gpu_jobs.precision(place))
+    assert {name: row.passed for name, row in found.items()} == {"bf16": True, "bf16: kill: F": False, "fp16": None}
+    assert "losses differ by 0.009" in found["bf16: kill: F"].text
+
+
+def test_places_that_wait_for_the_device_fail_a_watched_job(place, monkeypatch):
+    class Ended:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    record = {"rank": 0, "pid": 5, "watched": True, "synchronisations": {"stage.py:step": 3}}
+    monkeypatch.setattr(killed.Started, "run", lambda *_: Ended())
+    monkeypatch.setattr(gpu_jobs, "outcome", lambda *_: RunOutcome((), 0, {0: record}))
+    races, waits = gpu_jobs.sanitizer(place)
+    assert races.passed and waits.passed is False and waits.text == "stage.py:step: 3 times"
+
+
 def test_losses_unlike_the_cpus_fail():
     assert gpu_jobs.alike("plain", ended(4.0, 3.0), ended(4.0, 3.00005), 1e-4).passed
     row = gpu_jobs.alike("plain", ended(4.0, 3.0), ended(4.0, 3.1), 1e-4)
