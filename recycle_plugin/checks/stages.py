@@ -20,12 +20,16 @@ from recycle_plugin.experiments.runs import RunFailed, terminable
 
 
 class Stage(NamedTuple):
-    """A stage: ``run`` takes about ``estimate_s``, and is ended after ``deadline_s``, both in seconds."""
+    """A stage: ``run`` takes about ``estimate_s``, and is ended after ``deadline_s``, both in seconds.
+
+    ``needs``: the stage whose files it reads, or "".
+    """
 
     name: str
     estimate_s: float
     deadline_s: float
     run: Callable[[Place], list[Row]]
+    needs: str = ""
 
 
 SHORT = ("micro_batches=[12]", "drawn=12")  # of the figures' axes, so that each fits into one call
@@ -48,9 +52,9 @@ STAGES = {
         Stage("copies", 20, 120, gpu_figures.copies),
         Stage("rng", 10, 120, gpu_figures.rng),
         Stage("profile", 90, 500, gpu_figures.profile),
-        Stage("reproduce_trace", 60, 580, TRACE),
-        Stage("reproduce_ablation", 60, 580, ABLATION),
-        Stage("reproduce_mtbf", 90, 580, MTBF),
+        Stage("reproduce_trace", 60, 580, TRACE, "profile"),
+        Stage("reproduce_ablation", 60, 580, ABLATION, "profile"),
+        Stage("reproduce_mtbf", 90, 580, MTBF, "profile"),
     )
 }
 

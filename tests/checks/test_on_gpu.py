@@ -70,11 +70,17 @@ def test_what_does_not_fit_is_left_for_the_next_call(tried, call, tmp_path, caps
     assert call("--stage", "rng", "--stage", "kills") == 0 and tried["ran"] == ["rng", "kills"]
 
 
+def test_what_reads_a_stages_files_waits_for_it(tried, call, capsys):
+    assert call("--stage", "reproduce_mtbf", "--minutes", "1000") == on_gpu.LEFT and not tried["ran"]
+    assert "reproduce_mtbf: waits for the stage profile" in capsys.readouterr().out
+    assert call("--stage", "profile", "--stage", "reproduce_mtbf", "--minutes", "1000") == 0
+
+
 def test_a_stage_that_is_ended_by_the_calls_end_is_begun_anew(tried, call):
-    tried["reproduce_mtbf"] = None
-    assert call("--stage", "reproduce_mtbf", "--minutes", "3") == on_gpu.LEFT
-    assert call("--stage", "reproduce_mtbf", "--minutes", "700") == 1  # its own deadline: that is a result
-    assert tried["ran"] == ["reproduce_mtbf"] * 2
+    tried["kills"] = None
+    assert call("--stage", "kills", "--minutes", "3") == on_gpu.LEFT
+    assert call("--stage", "kills", "--minutes", "700") == 1  # its own deadline: that is a result
+    assert tried["ran"] == ["kills"] * 2
 
 
 def test_a_failure_is_said_and_stays(tried, call, tmp_path, capsys):
