@@ -1,8 +1,9 @@
 """Starts a job, on one host by itself or as one process of DeepSpeed's launcher or of srun.
 
-``python -m recycle_plugin.launch --workers N [--port PORT] [--no-fork] your_script.py …``: all of a job on this host,
-without DeepSpeed (runtime/processes/one_host.py).  ``--no-fork``: workers import everything themselves, instead of
-being forked from a process that has.
+``python -m recycle_plugin.launch --workers N [--port PORT] [--no-fork] [--one-device] your_script.py …``: all of a
+job on this host, without DeepSpeed (runtime/processes/one_host.py).  ``--no-fork``: workers import everything
+themselves, instead of being forked from a process that has.  ``--one-device``: all of them compute on the host's first
+accelerator, which is for tests; each is told that it is the first of its host, by LOCAL_RANK.
 
 ``deepspeed … --module recycle_plugin.launch your_script.py …``: the launcher's per-rank process; or srun's task,
 ``python -m recycle_plugin.launch``. DeepSpeed's launcher puts ``--local_rank=N`` before the script's name; it goes
@@ -71,25 +72,30 @@ def placement(command: list[str]) -> str:
 
 @dataclass(frozen=True)
 class OneHost:
-    """What the command line of a launcher for one host asks for; ``port`` None: a free one."""
+    """What the command line of a launcher for one host asks for; ``port`` None: a free one.
+
+    ``one_device``: all workers compute on the first accelerator.
+    """
 
     workers: int
     command: list[str]
     port: int | None = None
     fork: bool = True
+    one_device: bool = False
 
     @classmethod
     def asked_for(cls, arguments: list[str]) -> OneHost:
         """Parse options, and the script with its arguments.  Raises BadCommand."""
-        given, rest, fork = {"--workers": None, "--port": None}, list(arguments), True
+        given, rest = {"--workers": None, "--port": None}, list(arguments)
+        switches = {"--no-fork": False, "--one-device": False}
         while rest and rest[0].startswith("-"):
             option, joined, value = rest.pop(0).partition("=")
-            if option == "--no-fork" and not joined:
-                fork = False
+            if option in switches and not joined:
+                switches[option] = True
             elif option not in given:
                 raise BadCommand(
                     f"{option} is no option of the launcher: write those of your script behind it, and before it "
-                    "--workers, --port or --no-fork"
+                    "--workers, --port, --no-fork or --one-device"
                 )
             else:
                 given[option] = value if joined else rest.pop(0) if rest else ""
@@ -105,7 +111,7 @@ class OneHost:
                 f"{rest[0]} is no file that each worker can read, nor a folder with a __main__.py: write the path of "
                 f"your training script, {HERE}"
             )
-        return cls(workers, rest, port, fork)
+        return cls(workers, rest, port, not switches["--no-fork"], switches["--one-device"])
 
 
 def _workers(text: str) -> int:
@@ -133,11 +139,10 @@ def launch_here(arguments: list[str]) -> int:
     from recycle_plugin.runtime.processes import one_host
 
     asked = OneHost.asked_for(arguments)
-    imports = IMPORTED if asked.fork else None
+    imports, port = IMPORTED if asked.fork else None, asked.port or free_port()
+    way = placement(asked.command)
     return one_host.main(
-        one_host.Launcher(
-            asked.command, asked.workers, asked.port or free_port(), placement(asked.command), os.environ, imports
-        )
+        one_host.Launcher(asked.command, asked.workers, port, way, os.environ, imports, asked.one_device)
     )
 
 

@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
@@ -26,6 +26,7 @@ from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.settings.compose import GPTModel, compose
 
 WARM_UP = 3
+PARTS = ("first", "layer", "last")  # of a GPT: embedding, one layer, head with loss
 INSIDE = Wire(5, 240_000)  # NVLink of an A100 at 80%; nothing uses it but placements on one host
 SMALL, LARGE = 1 << 20, 1 << 26  # bytes of the all-reduces from which a link's latency and bandwidth follow
 
@@ -109,25 +110,47 @@ def _profile(
     )
 
 
+def layer(
+    name: str, batch: int, device: torch.device, dtype: torch.dtype, checkpointing: bool, repeat: int
+) -> LayerProfile:
+    """The costs of one transformer layer of the model ``name``, for one micro-batch of ``batch`` sequences."""
+    model = compose([f"model={name}"]).model
+    assert isinstance(model, GPTModel), f"{name} is no GPT"
+    with_group = _group(device)
+    try:
+        return _part(_cases(model, batch, device, dtype, checkpointing, ("layer",))["layer"], Clock(device), repeat)
+    finally:
+        if with_group:
+            dist.destroy_process_group()
+
+
 def _cases(
-    model: GPTModel, batch: int, device: torch.device, dtype: torch.dtype, checkpointing: bool
+    model: GPTModel,
+    batch: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    wanted: Sequence[str] = PARTS,
 ) -> dict[str, Case]:
-    """Embedding, one layer, head with loss."""
+    """Embedding, one layer, head with loss; those that are ``wanted``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron's, on what is not installed
         from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers, gpt_loss
     shape = GPTShape(**{**model.model_dump(exclude={"kind"}), "layers": 1, "tied": False})  # a tied head takes as long
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron's, on what is not installed
-        first, layer, last = (spec.build().to(device) for spec in gpt_layers(shape, params_dtype=dtype))
+        specs = dict(zip(PARTS, gpt_layers(shape, params_dtype=dtype)))
+        made = {name: specs[name].build().to(device) for name in wanted}
     ids = torch.randint(0, shape.vocabulary, (batch, shape.sequence), device=device)
     hidden = torch.randn(shape.sequence, batch, shape.hidden, device=device, dtype=dtype)
-    saved = (lambda x: checkpoint(layer, x, use_reentrant=False)) if checkpointing else layer
-    return {
-        "first": Case(first, ids, first),
-        "layer": Case(layer, hidden, saved),
-        "last": Case(last, hidden, lambda x: gpt_loss(last(x), ids)),
-    }
+
+    def forward(name: str) -> Callable[[Tensor], Tensor]:
+        module = made[name]
+        if name == "last":
+            return lambda x: gpt_loss(module(x), ids)
+        return (lambda x: checkpoint(module, x, use_reentrant=False)) if checkpointing and name == "layer" else module
+
+    return {name: Case(module, ids if name == "first" else hidden, forward(name)) for name, module in made.items()}
 
 
 def _part(case: Case, clock: Clock, repeat: int) -> LayerProfile:

@@ -18,12 +18,12 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import psutil
 
@@ -32,6 +32,7 @@ from recycle_plugin.observability.run_history import EVENTS, RunHistory, read_ev
 T = TypeVar("T")
 MARK = "RECYCLE_RUN"  # in the environment of every process of a run
 POLL_S = 0.01
+GRACE_S = 40.0  # how long a launcher that is told to end may take: DeepSpeed's gives its workers 30 s
 REPORT_S = 300.0  # how long one may take
 TAIL = 4000  # characters of a failed run's output that its error shows
 
@@ -58,21 +59,14 @@ class RunOutcome(RunHistory):
         return [rank for rank, record in self.records.items() if record["pid"] != self.pids.get(rank, record["pid"])]
 
 
-class TrainingRun:
-    """A run of ``script`` on ``workers`` local ranks with Hydra ``overrides``, which starts at once.
+class JobRun:
+    """A job that ``command`` starts at once, with ``variables`` as its environment; ``folder`` is its run folder.
 
-    ``plugin`` False: the launcher's own way.  ``checkout``: another one than this, whose own .venv it runs in. Leaving
-    the ``with`` block kills whatever is left of it.
+    Leaving the ``with`` block kills whatever is left of it on this host.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        workers: int,
-        overrides: Sequence[str],
-        plugin: bool = True,
-        script: Path | None = None,
-        checkout: Path | None = None,
+        self, folder: Path, command: Sequence[str], variables: Mapping[str, str], cwd: Path | None = None
     ) -> None:
         self.folder = folder.resolve()
         self._mark = uuid.uuid4().hex
@@ -84,22 +78,18 @@ class TrainingRun:
             *self.folder.glob("trace/*.txt"),
         ):  # traces are appended to
             stale.unlink(missing_ok=True)
-        module = ["--module", "recycle_plugin.launch"] if plugin else []
-        command = ["deepspeed", "--num_gpus", str(workers), "--master_port", str(free_port()), *module]
-        command += [str(script or training_script(checkout)), *overrides, f"run_dir={self.folder}"]
-        own = environment(checkout, **{MARK: self._mark})
         with self._output.open("w") as output:
             self.launcher = subprocess.Popen(
                 command,
-                cwd=checkout,
-                env=own,
+                cwd=cwd,
+                env={**variables, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
-    def __enter__(self) -> TrainingRun:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -167,6 +157,15 @@ class TrainingRun:
         records = [json.loads(path.read_text()) for path in sorted(self.folder.glob("losses/rank*.json"))]
         return RunOutcome(tuple(self.events()), code, {record["rank"]: record for record in records})
 
+    def end(self, grace_s: float = GRACE_S) -> None:
+        """Ask the launcher to end the run, wherever its workers are, and return when it has, or past ``grace_s``."""
+        if self.launcher.poll() is None:
+            self.launcher.terminate()
+            try:
+                self.launcher.wait(grace_s)
+            except subprocess.TimeoutExpired:  # whoever leaves the block kills it
+                pass
+
     def clean(self) -> None:
         """Kill what is left of the run, found by its environment; repeats until nothing is."""
         if self.launcher.poll() is not None:
@@ -217,6 +216,27 @@ class TrainingRun:
 
     def _failed(self, how: str, what: str) -> RunFailed:
         return RunFailed(f"the run in {self.folder} {how} {what}\n{self.output[-TAIL:]}")
+
+
+class TrainingRun(JobRun):
+    """A run of ``script`` on ``workers`` local ranks with Hydra ``overrides``, under the ``deepspeed`` launcher.
+
+    ``plugin`` False: the launcher's own way.  ``checkout``: another one than this, whose own .venv it runs in.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        workers: int,
+        overrides: Sequence[str],
+        plugin: bool = True,
+        script: Path | None = None,
+        checkout: Path | None = None,
+    ) -> None:
+        module = ["--module", "recycle_plugin.launch"] if plugin else []
+        command = ["deepspeed", "--num_gpus", str(workers), "--master_port", str(free_port()), *module]
+        command += [str(script or training_script(checkout)), *overrides, f"run_dir={folder.resolve()}"]
+        super().__init__(folder, command, environment(checkout), checkout)
 
 
 @contextmanager

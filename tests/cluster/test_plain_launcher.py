@@ -69,13 +69,14 @@ def assert_gone(pids: list[int]) -> None:
     assert not alive
 
 
-def test_workers_find_what_a_launcher_tells_them(start, tmp_path):
-    result = start().finish()
+@pytest.mark.parametrize("options, local", [([], ("0", "1")), (["--one-device"], ("0", "0"))])
+def test_workers_find_what_a_launcher_tells_them(start, tmp_path, options, local):
+    result = start(options=options).finish()
     assert result.code == 0, result.output
     for rank, record in enumerate(found(tmp_path)):
         assert record["environment"] == {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": local[rank],
             "WORLD_SIZE": "2",
             "LOCAL_SIZE": "2",
             "CROSS_RANK": "0",

@@ -221,6 +221,8 @@ NAMED = {  # elsewhere, and why
         "get_accelerator"
     },  # asks what DeepSpeed has found, for that module to judge
     "experiments/runs.py": {"cpu"},  # sets it for the jobs that it starts
+    "checks/installed.py": {"cuda", "torch.cuda", "torch.version.cuda"},  # which releases and drivers there are
+    "checks/watched.py": {"torch.cuda", "torch.cuda._sanitizer"},  # torch has such a tool for one kind only
     "commands/profile.py": {"cpu", "cuda"},  # the choices of a measurement, also of devices that nothing trains on yet
     "runtime/devices/accelerator.py": {"torch.version.cuda"},  # for its text of what decides how operations round
     "commands/measure_gpt.py": {"cpu", "cuda", "torch.cuda"},  # the measurement

@@ -89,6 +89,7 @@ def test_options_go_before_the_script_and_its_own_behind_it():
     assert OneHost.asked_for(["--workers", "4", __file__, "--workers", "2", "x"]) == OneHost(
         4, [__file__, "--workers", "2", "x"]
     )
+    assert OneHost.asked_for(["--one-device", "--workers=2", __file__]) == OneHost(2, [__file__], one_device=True)
     port = free_port()
     assert OneHost.asked_for(["--no-fork", f"--port={port}", "--workers=1", __file__]) == OneHost(
         1, [__file__], port, fork=False

@@ -25,7 +25,8 @@ class Launcher:
 
     ``placement`` is as in the script's config.  ``imports``: the modules that workers are to have when they begin, None
     to start them as children that import everything themselves. Where the environment names a process to fork from,
-    that one is used, and not ended.
+    that one is used, and not ended.  ``one_device``: every worker is told that it is the first of its host, and so
+    computes on its first accelerator.
     """
 
     def __init__(
@@ -36,12 +37,14 @@ class Launcher:
         placement: str,
         environment: Mapping[str, str],
         imports: list[str] | None,
+        one_device: bool = False,
     ) -> None:
         self._command = command
         self._workers = workers
         self._port = port
         self._placement = placement
         self._imports = imports
+        self._one_device = one_device
         self._environment = dict(environment) | {
             "MASTER_ADDR": HERE,
             "MASTER_PORT": str(port),
@@ -100,7 +103,7 @@ class Launcher:
         return 1 if self._told else max(*codes, self._hosted.code)
 
     def _supervisor(self, rank: int) -> Supervisor:
-        described = self._environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        described = self._environment | {"RANK": str(rank), "LOCAL_RANK": "0" if self._one_device else str(rank)}
         return Supervisor(self._command, described, self._placement, Here(), self._hosted)
 
     def _signalled(self, what: str) -> None:

@@ -1,0 +1,39 @@
+"""Which releases a process computes with, its device's driver among them."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+
+import torch
+
+from recycle_plugin.versions import releases
+
+ASK = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+NONE = "none"
+
+
+def installed(kind: str) -> dict[str, str]:
+    """The releases of what a worker on a device of this kind needs, by name."""
+    cuda = kind == "cuda"
+    return {
+        "python": platform.python_version(),
+        **{release.name: release.installed or "not installed" for release in releases()},
+        "cuda": torch.version.cuda or NONE,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else NONE,
+        "driver": first_line(*ASK) if cuda else NONE,
+    }
+
+
+def name_of(device: torch.device) -> str:
+    """The name of a device's model, or its kind where that is all there is."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def first_line(*command: str) -> str:
+    """The first line that a command prints within 30 s, or "unknown"."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else "unknown"

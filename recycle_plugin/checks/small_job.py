@@ -1,0 +1,112 @@
+"""The job that is killed here: a small pipeline in plain torch with dropout and Adam, on whatever device a worker has.
+
+The plugin's launcher runs this file on each worker.  Who gets to the end writes RUN_DIR/losses/rank<r>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from recycle_plugin.adapters.plain import Pipeline
+
+WORDS, TOKENS = 64, 32
+SETTLED = 2  # steps in which everything is made that is made once
+
+
+class Block(nn.Module):
+    """A layer with a residual, as wide as it is told."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.narrow, self.dropout = nn.Linear(4 * width, width), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add to (batch, token, width) what follows from it."""
+        return x + self.dropout(self.narrow(nn.functional.gelu(self.wide(self.norm(x)))))
+
+
+def batch(step: int, replica: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words (1, 32) and those behind them; each follows from the one before it, most of the time."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * replica + micro_batch)
+    noise = torch.randint(0, 3, (1, TOKENS + 1), generator=generator)
+    ids = (torch.arange(TOKENS + 1) * (1 + replica) + noise) % WORDS
+    return ids[:, :-1], ids[:, 1:]
+
+
+def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean cross entropy."""
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
+
+
+def main() -> None:
+    """Train, and write this rank's record."""
+    found = parser().parse_args()
+    layers = [
+        lambda: nn.Embedding(WORDS, found.width),
+        *[lambda: Block(found.width, found.dropout)] * 2,
+        lambda: nn.Linear(found.width, WORDS),
+    ]
+    settings = json.loads(found.settings) | {"run_dir": str(found.run_dir), "report": False, "faults": found.fault}
+    pipeline = Pipeline(
+        layers,
+        loss,
+        lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        batch,
+        stages=2,
+        micro_batches=2,
+        settings=settings,
+    )
+    record = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "losses": []}
+    if found.measure:
+        from recycle_plugin.checks import measured
+
+        measured.write(pipeline, found.measure)
+    while pipeline.steps < min(SETTLED, found.steps):
+        record["losses"].append(pipeline.step())
+    if found.watched:
+        from recycle_plugin.checks.watched import Watched
+
+        with Watched() as watched:
+            train(pipeline, found.steps, record)
+        record |= {"watched": watched.on, "synchronisations": watched.found}
+    else:
+        train(pipeline, found.steps, record)
+    record["device"] = str(next(pipeline.module.parameters()).device)
+    path = found.run_dir / "losses" / f"rank{record['rank']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record))
+
+
+def train(pipeline: Pipeline, steps: int, record: dict) -> None:
+    """Train up to so many steps in all, and wait until they stay."""
+    while pipeline.steps < steps:
+        record["losses"].append(pipeline.step())
+    pipeline.settle()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The script's own arguments."""
+    made = argparse.ArgumentParser()
+    made.add_argument("--local_rank", type=int)  # DeepSpeed's launcher gives it
+    made.add_argument("--deepspeed_config")  # in which the plugin's launcher looks for the placement
+    made.add_argument("--run-dir", type=Path, required=True)
+    made.add_argument("--steps", type=int, default=8)
+    made.add_argument("--width", type=int, default=32)
+    made.add_argument("--dropout", type=float, default=0.1)
+    made.add_argument("--fault", action="append", default=[])
+    made.add_argument("--settings", default="{}", help="the plugin's, as JSON")
+    made.add_argument("--measure", type=Path, help="measure hosts and links before the first step, and write that here")
+    made.add_argument("--watched", action="store_true", help="watch what waits for the device, and races on it")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

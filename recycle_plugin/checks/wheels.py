@@ -1,0 +1,113 @@
+"""The wheels that a machine needs which has torch and no package index: ``scripts/on_gpu --pack DIR``.
+
+They are what this package depends on and torch does not, in the releases that are installed here, for the Python and
+the system of that machine.  They lie in DIR/part-1, DIR/part-2, ..., none of which is too large to be carried at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+OURS, GIVEN = "recycle_plugin", "torch"
+PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_27_x86_64", "manylinux_2_28_x86_64")
+PART = 60 << 20  # bytes
+BUILDS = "setuptools"  # by which this checkout is installed there
+PIP_S = 600.0  # of a call of pip
+SOURCES = ("antlr4-python3-runtime", "deepspeed")  # released as sources only; both are pure Python
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Collect the wheels into the folder that the command line names; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="on_gpu --pack", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--python", default="3.12", help="that machine's (default: 3.12)")
+    found = parser.parse_args(arguments)
+    if list(found.folder.glob("part-*")):
+        return complain(f"{found.folder} has parts already: name an empty folder")
+    names = needed(found.python)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            collect(names, found.python, Path(folder))
+            sizes = divide(sorted(Path(folder).glob("*.whl")), found.folder)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError) as error:
+        return complain(f"the wheels could not be collected: {error}")
+    for part, size in sizes.items():
+        print(f"{part}: {size / (1 << 20):.1f} MiB")
+    print(f"{len(names)} wheels, {sum(sizes.values()) / (1 << 20):.1f} MiB in {len(sizes)} parts")
+    return 0
+
+
+def complain(line: str) -> int:
+    """Say what is wrong; the exit code for it."""
+    print(f"on_gpu --pack: {line}", file=sys.stderr)
+    return 2
+
+
+def needed(python: str) -> list[str]:
+    """The names of the distributions that this package needs, without torch and without what torch needs."""
+    found = closure(OURS, python, without=closure(GIVEN, python)) - {canonicalize_name(OURS)}
+    return sorted(found | {BUILDS})
+
+
+def closure(root: str, python: str, without: Iterable[str] = ()) -> set[str]:
+    """The names of ``root`` and of all that it needs, as installed here; nothing that is behind ``without``."""
+    found, todo = set(without), [root]
+    while todo:
+        name = canonicalize_name(todo.pop())
+        if name not in found:
+            found.add(name)
+            todo += [one.name for one in wanted(name, python)]
+    return found - set(without)
+
+
+def wanted(name: str, python: str) -> list[Requirement]:
+    """What a distribution requires without its extras; nothing where it is not installed here."""
+    markers = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+    try:
+        found = map(Requirement, requires(name) or ())
+    except PackageNotFoundError:
+        return []
+    return [one for one in found if one.marker is None or one.marker.evaluate(markers)]
+
+
+def collect(names: Sequence[str], python: str, folder: Path) -> None:
+    """Have pip put the wheels of the distributions into ``folder``.  Raises CalledProcessError and TimeoutExpired."""
+    pinned = {name: f"{name}=={version(name)}" for name in names}
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    built = [pinned[name] for name in SOURCES if name in pinned]
+    ready = [text for name, text in pinned.items() if name not in SOURCES]
+    platforms = [option for name in PLATFORMS for option in ("--platform", name)]
+    options = ["--no-deps", "--only-binary=:all:", "--python-version", python, *platforms]
+    # DeepSpeed's setup looks for torch, which is in this environment
+    for command in (
+        ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), *built],
+        ["download", *options, "--dest", str(folder), *ready],
+    ):
+        subprocess.run([*pip, *command], check=True, timeout=PIP_S, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+
+
+def divide(wheels: Sequence[Path], folder: Path) -> dict[str, int]:
+    """Move the wheels into parts of at most PART bytes, the largest first; the bytes of each part, by its name."""
+    sizes: list[int] = []
+    for wheel in sorted(wheels, key=lambda path: (-path.stat().st_size, path.name)):
+        size = wheel.stat().st_size
+        place = next((number for number, filled in enumerate(sizes) if filled + size <= PART), len(sizes))
+        sizes += [0] * (place == len(sizes))
+        sizes[place] += size
+        target = folder / f"part-{place + 1}" / wheel.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(wheel.read_bytes())
+    return {f"part-{number}": size for number, size in enumerate(sizes, 1)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

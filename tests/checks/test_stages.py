@@ -1,0 +1,284 @@
+"""The stages of ``scripts/on_gpu``, rehearsed on the CPU: their code, not their figures."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import nullcontext
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from recycle_plugin.checks import gpu_figures, gpu_jobs, killed, on_gpu, stages
+from recycle_plugin.checks.place import Place
+from recycle_plugin.checks.rows import Row
+from recycle_plugin.core.vocabulary.profile import read
+from recycle_plugin.experiments.runs import JobRun, RunFailed, RunOutcome
+from recycle_plugin.observability.run_history import read_events
+
+
+@pytest.fixture
+def place(tmp_path) -> Place:
+    return made(tmp_path, "stage")
+
+
+def made(out: Path, name: str) -> Place:
+    (out / name).mkdir()
+    return Place("cpu", out, out / name)
+
+
+def by_name(rows: list[Row]) -> dict[str, Row]:
+    return {row.name: row for row in rows}
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- figures -----------------------------------------------------------------------------------------
+
+
+def test_undo_is_measured_and_taken_back(place, one_thread):
+    found = by_name(gpu_figures.undo(place))
+    assert found["undo: snapshot"].passed and found["undo: snapshot"].figures["bytes_a_parameter"] == pytest.approx(
+        12, abs=0.1
+    )
+    assert found["undo: inverse"].passed and found["undo: inverse"].figures["bytes_a_parameter"] == pytest.approx(
+        4, abs=0.1
+    )
+
+
+def test_an_undo_that_does_not_take_back_fails(place, one_thread, monkeypatch):
+    monkeypatch.setattr(gpu_figures.KINDS["snapshot"], "restore", lambda self: None)
+    found = by_name(gpu_figures.undo(place))["undo: snapshot"]
+    assert found.passed is False and "parameters differ" in found.text
+
+
+def test_copies_go_both_ways_alone_and_beside_compute(place, one_thread):
+    (row,) = gpu_figures.copies(place)
+    assert {"to_host_gb_s", "from_host_gb_s", "to_host_beside_gb_s", "from_host_beside_gb_s"} < set(row.figures)
+    assert all(value > 0 for value in row.figures.values())
+
+
+def test_keyed_randomness_that_is_not_keyed_fails(place, monkeypatch):
+    (row,) = gpu_figures.rng(place)
+    assert row.passed
+    monkeypatch.setattr(gpu_figures, "keyed", lambda seed, device: torch.no_grad())
+    (row,) = gpu_figures.rng(place)
+    assert row.passed is False and "other masks" in row.text
+
+
+def test_a_profile_is_written_and_figures_are_drawn_from_it(place, tmp_path, one_thread, monkeypatch):
+    """By a script in the place of one of scripts/reproduce."""
+    (row,) = gpu_figures.profile(place)
+    assert row.passed and read(gpu_figures.profile_path(place, "gpt_tiny")).origin == "measured"
+    monkeypatch.setattr(gpu_figures, "SCRIPTS", tmp_path)
+    (tmp_path / "figure.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit('drawn=9' in sys.argv)")
+    (row,) = gpu_figures.reproduce("figure", ["drawn=12"], ["drawn=3"])(place)
+    assert row.passed and "gpt_tiny" in row.text
+    said = (place.folder / "figure.txt").read_text()
+    assert "gpt_tiny.json" in said and "threads" in said and "'drawn=3'" in said
+    (row,) = gpu_figures.reproduce("figure", [], ["drawn=9"])(place)
+    assert row.passed is False and "ended with 1" in row.text
+    gpu_figures.profile_path(place, "gpt_tiny").unlink()
+    (row,) = gpu_figures.reproduce("figure", [], [])(place)
+    assert row.passed is False and row.advice == "run the stage profile first"
+
+
+def test_a_layers_backward_is_timed_split_and_fused(place, one_thread):
+    plain, checkpointing = gpu_figures.split(place)
+    assert (plain.name, checkpointing.name) == ("gpt_tiny", "gpt_tiny, checkpointing")
+    assert all(row.passed is None and row.figures["ratio"] > 0 for row in (plain, checkpointing))
+
+
+def test_what_a_stage_raises_is_a_row(tmp_path, monkeypatch, one_thread, capsys):
+    def broken(place: Place) -> list[Row]:
+        raise ValueError("two\nlines")
+
+    def ends_badly(place: Place) -> list[Row]:
+        raise RunFailed("the run in x ended with exit code 1:\nits output")
+
+    said = []
+    for run in (broken, ends_badly):
+        monkeypatch.setitem(stages.STAGES, "rng", stages.STAGES["rng"]._replace(run=run))
+        (row,) = stages.run("rng", tmp_path, "cpu")
+        assert row.passed is False
+        said.append(row.text)
+    assert said == ["ValueError: two lines", "the run in x ended with exit code 1:"]
+
+
+# --- jobs --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warm(monkeypatch, plain_server) -> None:
+    """Workers of plain jobs are forked from a warm process."""
+    monkeypatch.setenv("RECYCLE_FORK_SERVER", plain_server.path)
+
+
+@pytest.mark.processes
+def test_kills_from_outside_are_survived(warm, place, monkeypatch):
+    monkeypatch.setattr(gpu_jobs, "MOMENTS", {name: killed.MOMENTS[name] for name in ("F", "between steps")})
+    rows = gpu_jobs.kills(place)
+    assert [row.name for row in rows] == ["kill: F", "kill: between steps"]
+    assert all(row.passed for row in rows), rows
+    assert all(row.figures["difference"] <= killed.TOLERANCE and row.figures["seen_s"] >= 0 for row in rows)
+
+
+@pytest.mark.processes
+def test_a_watched_job_says_what_it_has_seen(warm, place):
+    races, waits = gpu_jobs.sanitizer(place)
+    assert (races.passed, waits.passed) == (None, None) and "not watched on cpu" in races.text
+
+
+@pytest.mark.processes
+def test_a_deepspeed_job_in_bf16_survives_a_kill_from_outside(server, place, monkeypatch):
+    monkeypatch.setenv("RECYCLE_FORK_SERVER", server.path)
+    whole = gpu_jobs.gpt(place.folder / "whole", "cpu", gpu_jobs.HALVES["bf16"])
+    found, at = gpu_jobs.killed_gpt(place.folder / "killed", "cpu", gpu_jobs.HALVES["bf16"])
+    assert killed.row("bf16", found, whole, at, gpu_jobs.SURVIVED_HALF).passed
+
+
+def test_a_survivor_computes_on_after_its_peer_was_killed(place):
+    rows = by_name(gpu_jobs.context(place))
+    assert rows["computes"].passed and rows["allocates and frees"].passed and rows["memory"].passed is None
+
+
+def test_a_survivor_that_does_not_answer_is_a_row(place, monkeypatch):
+    monkeypatch.setattr(gpu_jobs, "process", lambda command: nullcontext(subprocess.Popen(["true"])))
+    monkeypatch.setattr(gpu_jobs, "_said", lambda one: 0)
+    monkeypatch.setattr(gpu_jobs, "_asked", lambda survivor, what: (_ for _ in ()).throw(ValueError("nothing in 1 s")))
+    (row,) = gpu_jobs.context(place)
+    assert row.passed is False and "nothing in 1 s" in row.text
+
+
+@pytest.mark.processes
+def test_what_a_stage_has_started_ends_with_it(warm, tmp_path, monkeypatch):
+    """A stage past its deadline, while a job of its own runs."""
+    events = tmp_path / "kills" / "reference" / "events.jsonl"
+
+    class PastIt(JobRun):
+        def wait_for(self, found, what, *rest):
+            super().wait_for(lambda: events.exists() and "worker" in events.read_text(), what)
+            raise RunFailed("it has not come in time")
+
+    monkeypatch.setattr(on_gpu, "JobRun", PastIt)
+    assert on_gpu.Call(tmp_path, "cpu", 0.0)._rows("kills", 1.0) is None
+    workers = [event["pid"] for event in read_events(events) if event["event"] == "worker"]
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], timeout=60)
+    assert workers and not alive
+
+
+@pytest.mark.processes
+def test_a_job_that_falls_back_on_the_cpu_fails(warm, place, monkeypatch):
+    one_host = gpu_jobs.one_host
+    monkeypatch.setattr(gpu_jobs, "one_host", lambda device, deadline_s: one_host("cpu", deadline_s))
+    with pytest.raises(RunFailed, match="has trained on cpu instead of cuda"):
+        gpu_jobs.plain(place.folder / "plain", "cuda")
+
+
+# --- verdicts ----------------------------------------------------------------------------------------
+
+SEEN = {"event": "lost", "seat": "0.1", "rank": 2, "how": "", "seen_at": 7.0, "time": 7.0}
+AFTER = [{"event": "resume", "committed": 3, "throughput": 1.0, "time": 7.1}]
+START = {"event": "start", "time": 0.0, "seats": {"0.1": 2}, "job": {"replicas": 2, "stages": 2, "micro_batches": 2}}
+
+
+def ended(*losses: float, lost: bool = False, pid: int = 5) -> RunOutcome:
+    steps = enumerate(losses, 1)
+    events = [
+        event
+        for step, value in steps
+        for event in (
+            {"event": "committed", "step": step, "time": 2.0 * step},
+            {"event": "loss", "step": step, "loss": value, "time": 2.0 * step},
+        )
+    ]
+    worker = {"event": "worker", "rank": 0, "pid": 5, "time": 0.0}
+    failure = [SEEN, *AFTER] if lost else []
+    whole = [worker, START, *events[:6], *failure, *events[6:]]
+    return RunOutcome(tuple(whole), 0, {0: {"rank": 0, "pid": pid, "losses": list(losses)}})
+
+
+REFERENCE = ended(4.0, 3.0, 2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "found, wrong",
+    [
+        (ended(4.0, 3.0, 2.0, 1.0, lost=True), ""),
+        (ended(4.0, 3.0, 2.0, 1.0), "lost nobody instead of 0.1"),
+        (ended(4.0, 3.0, 2.0, 1.5, lost=True), "losses differ by 0.5, and 5e-06 is allowed"),
+        (ended(4.0, 3.0, 2.0, float("nan"), lost=True), "losses differ by inf"),
+        (ended(4.0, 3.0, 2.0, lost=True), "losses differ by inf"),
+        (ended(4.0, 3.0, 2.0, 1.0, lost=True, pid=6), "ranks 0 are new processes at the end"),
+    ],
+)
+def test_a_kill_is_judged_by_losses_and_survivors(found, wrong):
+    row = killed.row("kill", found, REFERENCE, at=6.5)
+    assert row.passed is not bool(wrong) and wrong in row.text
+    if not wrong:
+        assert (row.figures["seen_s"], row.figures["regrouped_s"]) == (0.5, 0.1)
+
+
+def test_smoke_has_a_row_for_each_adapter(place, monkeypatch):
+    def gpt(folder, device, *more):
+        raise RunFailed("the run in x ended\n[recycle 1.0] end: the job ends: why")
+
+    monkeypatch.setattr(gpu_jobs, "plain", lambda folder, device: ended(4.0, 3.0 if device == "cpu" else 3.00001))
+    monkeypatch.setattr(gpu_jobs, "gpt", gpt)
+    found = by_name(gpu_jobs.smoke(Place("cuda", place.out, place.folder)))
+    assert found["plain"].passed and found["plain"].figures["difference"] == pytest.approx(1e-5, rel=0.01)
+    assert found["deepspeed"].passed is False and "the job ends: why" in found["deepspeed"].text
+
+
+def test_precisions_are_judged_one_by_one(place, monkeypatch):
+    """What is refused has no verdict, and does not keep the others from theirs."""
+
+    def gpt(folder, device, *more):
+        if "fp16" in str(more):
+            raise RunFailed("x\nfp16.enabled: only fp32 and bf16 are supported yet; remove it")
+        return ended(4.0, 3.0, 2.0, 1.001) if more else ended(4.0, 3.0, 2.0, 1.0)
+
+    monkeypatch.setattr(gpu_jobs, "gpt", gpt)
+    monkeypatch.setattr(gpu_jobs, "killed_gpt", lambda *_: (ended(4.0, 3.0, 2.0, 1.01, lost=True), 6.5))
+    found = by_name(gpu_jobs.precision(place))
+    assert {name: row.passed for name, row in found.items()} == {"bf16": True, "bf16: kill: F": False, "fp16": None}
+    assert "losses differ by 0.009" in found["bf16: kill: F"].text
+
+
+def test_places_that_wait_for_the_device_fail_a_watched_job(place, monkeypatch):
+    class Ended:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    record = {"rank": 0, "pid": 5, "watched": True, "synchronisations": {"stage.py:step": 3}}
+    monkeypatch.setattr(killed.Started, "run", lambda *_: Ended())
+    monkeypatch.setattr(gpu_jobs, "outcome", lambda *_: RunOutcome((), 0, {0: record}))
+    races, waits = gpu_jobs.sanitizer(place)
+    assert races.passed and waits.passed is False and waits.text == "stage.py:step: 3 times"
+
+
+def test_losses_unlike_the_cpus_fail():
+    assert gpu_jobs.alike("plain", ended(4.0, 3.0), ended(4.0, 3.00005), 1e-4).passed
+    row = gpu_jobs.alike("plain", ended(4.0, 3.0), ended(4.0, 3.1), 1e-4)
+    assert row.passed is False and "differ from the CPU's by 0.1" in row.text
+
+
+def test_the_line_that_ended_a_job_is_the_rows():
+    error = RunFailed("the run in x ended\n[recycle 1.0] end: the job ends: why\nTraceback\n  more")
+    assert killed.failed("kill", error, Path("x")).text == "[recycle 1.0] end: the job ends: why"
+    assert killed.failed("kill", RunFailed("the run in x ended\nmore"), Path("x")).text == "the run in x ended"
+    said = RunFailed("x\n[recycle 1.0] end: the job ends: fp16.enabled: only fp32 and bf16 are supported yet; remove")
+    assert gpu_jobs.refused("fp16", said) == Row(
+        "fp16", None, "refused: fp16.enabled: only fp32 and bf16 are supported yet; remove"
+    )
+    assert gpu_jobs.refused("fp16", RunFailed("x\nTraceback")) is None
