@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from recycle_plugin.patches import Patch
+
 from recycle_plugin.runtime.devices.kinds import own_device
 
 

@@ -80,7 +80,8 @@ def gpt(job: TrainingJob):
         data = IndexedWindows(job.data.path, shape.sequence, shape.vocabulary)
     else:
         data = TextWindows(job.data.path, shape.sequence, job.data.limit_bytes)
-    return gpt_layers(shape, torch.bfloat16 if job.bf16 else torch.float32, job.seed), gpt_loss, data
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[job.precision]
+    return gpt_layers(shape, dtype, job.seed), gpt_loss, data
 
 
 def emulated(job: TrainingJob):

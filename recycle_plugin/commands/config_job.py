@@ -111,11 +111,15 @@ def job_of(found: argparse.Namespace) -> ConfiguredJob:
         value = getattr(found, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: write a whole number of at least 1")
+    from recycle_plugin.adapters.deepspeed.refusals import FP16, half
+
     config = config_of(found.config)
     settings = Settings.from_section(config.get(SECTION))
     count, samples, mismatch = batch(config, found.micro_batches, found.dp, found.config)
     shape = Topology(found.dp, found.pp, count)
     clip = clipping(config, found.config)
+    if half(config) == FP16:
+        settings = settings.in_fp16(clip)
     policy = settings.policy(settings.waits_for_norm(clip), found.pp)
     costs, origin, taken = costs_of(found, settings, shape, samples)
     if not any((*costs.forward, *costs.input, *costs.weight)):

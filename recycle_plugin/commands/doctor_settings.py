@@ -15,7 +15,7 @@ from recycle_plugin.versions import releases
 
 def costly(job: ConfiguredJob) -> Section:
     """The section on what the job's settings cost, and what would change that.  Raises PlanError."""
-    from recycle_plugin.adapters.deepspeed.refusals import bf16
+    from recycle_plugin.adapters.deepspeed.refusals import FP16, half
 
     settings, rows = job.settings, []
     if job.clipping > 0:
@@ -36,13 +36,13 @@ def costly(job: ConfiguredJob) -> Section:
     if job.survives:
         rows.append(_cap(job))
     rows.append({"setting": f"{SECTION}.exact", **(found := cost(job)), "text": _exact(job, found)})
-    name = bf16(job.config)
+    name = half(job.config)
     if name is not None:
+        whole = _whole("fp16" if name == FP16 else "bf16", job.replicas)
         rows.append(
             {
                 "setting": f"{name}.enabled",
-                "text": f"true: {_whole('bf16', job.replicas)}; gradients are summed in fp32, over micro-batches and "
-                "over workers",
+                "text": f"true: {whole}; gradients are summed in fp32, over micro-batches and over workers",
             }
         )
     elif settings.zero is not None:
@@ -160,11 +160,12 @@ def _cap(job: ConfiguredJob) -> dict:
 
 def refused(job: ConfiguredJob) -> Section:
     """The section on what the plugin refuses of the config."""
-    from recycle_plugin.adapters.deepspeed.refusals import refusals
+    from recycle_plugin.adapters.deepspeed.refusals import FP16, half, refusals
 
     wrong = [*refusals(job.config), *([job.mismatch] if job.mismatch else [])]
     lines = [] if wrong else ["nothing that the config asks for"]
-    lines.append("seen at the start only: tensor parallelism, running statistics, plain iterators")
+    half_there = ", whether the device has fp16" if half(job.config) == FP16 else ""
+    lines.append(f"seen at the start only: tensor parallelism, running statistics, plain iterators{half_there}")
     return Section("refused", "What is refused", wrong, tuple(lines), tuple(wrong))
 
 

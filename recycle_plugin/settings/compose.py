@@ -139,9 +139,10 @@ class TrainingJob(_Section):
         }
 
     @property
-    def bf16(self) -> bool:
-        """Whether the DeepSpeed config enables bf16."""
-        return bool((self.deepspeed or {}).get("bf16", {}).get("enabled"))
+    def precision(self) -> str:
+        """What the DeepSpeed config has the model compute in: "fp32", "bf16" or "fp16"."""
+        asked = (name for name in ("bf16", "fp16") if (self.deepspeed or {}).get(name, {}).get("enabled"))
+        return next(asked, "fp32")
 
 
 def compose(overrides: Sequence[str] = ()) -> TrainingJob:

@@ -60,7 +60,8 @@ class Settings(BaseModel):
         "sync",
         '"sync" or "validate"',
         "wait for the norm over all stages before each step, or step at once, "
-        "and take the step back and clip it where the norm turns out to be over gradient_clipping",
+        "and take the step back and clip it where the norm turns out to be over gradient_clipping; "
+        'where it is left out, "validate" in fp16 without gradient_clipping',
     )
     nonfinite: Literal["end", "skip"] = setting(
         "end",
@@ -71,8 +72,8 @@ class Settings(BaseModel):
     loss_scaling: bool = setting(
         False,
         BOOL,
-        "scale losses as the fp16 section says, dynamically by default, and skip steps that overflow (in fp32 too; "
-        "fp16 itself is refused yet)",
+        "scale losses as the fp16 section says, dynamically by default, and skip steps that overflow, in fp32; "
+        "with `fp16.enabled` this is so, and `nonfinite` is skip, whatever is written",
     )
     undo: Literal["snapshot", "host_snapshot", "inverse"] = setting(
         "snapshot",
@@ -284,6 +285,17 @@ class Settings(BaseModel):
             raise SettingsError("costs.profile", f"{self.costs.profile}: {error.strerror}", _OF_A_PROFILE) from None
         except ValueError as error:
             raise SettingsError("costs.profile", " ".join(str(error).split()), _OF_A_PROFILE) from None
+
+    def in_fp16(self, clipping: float) -> Settings:
+        """These settings, as they are in an fp16 job: losses are scaled, and steps that overflow skipped.
+
+        These are few, so that without ``clipping``, DeepSpeed's gradient_clipping, no step waits for its norm, unless
+        ``clip`` says so.
+        """
+        implied: dict[str, Any] = {"loss_scaling": True, "nonfinite": "skip"}
+        if not clipping and self.stagger_optimizer and "clip" not in self.model_fields_set:
+            implied["clip"] = "validate"
+        return self.model_copy(update=implied)
 
     def waits_for_norm(self, clipping: float) -> bool:
         """Whether no step is applied before the norm over all stages is known; ``clipping``: DeepSpeed's

@@ -29,7 +29,7 @@ def test_a_job_with_much_to_change(doctor, surroundings) -> None:
     surroundings["deepspeed"] = "0.18.2"
     del surroundings["megatron-core"]
     profile.write(small_profile(600 * MIB), "small.json")
-    config = {**SIZES, "fp16": {"enabled": True}, "recycle": {"activation_cap": 6}}
+    config = {**SIZES, "amp": {"enabled": True}, "recycle": {"activation_cap": 6}}
     assert doctor(config, "--pp 2 --dp 3 --profile small.json", {"a": 2, "b": 2, "c": 4}) == (1, MUCH)
 
 
@@ -252,15 +252,17 @@ def test_zero_1_is_replicated_where_that_is_asked_for(doctor) -> None:
     assert said in " ".join(doctor(config, "--pp 2 --dp 3")[1].split())
 
 
-def test_bf16_says_what_it_costs(doctor) -> None:
-    assert not data(doctor, {**HEALTHY, "bf16": {"enabled": True}}, "--pp 2 --dp 3")["change"]
-    _, text = doctor({**HEALTHY, "bf16": {"enabled": True}}, "--pp 2 --dp 3")
+@pytest.mark.parametrize("precision", ("bf16", "fp16"))
+def test_two_bytes_a_weight_say_what_they_cost(doctor, precision) -> None:
+    assert not data(doctor, {**HEALTHY, precision: {"enabled": True}}, "--pp 2 --dp 3")["change"]
+    _, text = doctor({**HEALTHY, precision: {"enabled": True}}, "--pp 2 --dp 3")
     said = (
-        "bf16.enabled true: every worker has the optimizer's state whole, with one gradient 18 bytes a parameter "
-        "(Adam), stock a share of it, 10; gradients are"
+        f"{precision}.enabled true: every worker has the optimizer's state whole, with one gradient 18 bytes a "
+        "parameter (Adam), stock a share of it, 10; gradients are"
     )
     assert said in " ".join(text.split())
-    assert "bf16" not in doctor(HEALTHY, "--pp 2 --dp 3")[1]
+    assert precision not in doctor(HEALTHY, "--pp 2 --dp 3")[1]
+    assert ("whether the device has fp16" in " ".join(text.split())) == (precision == "fp16")
 
 
 # --- what has to change ----------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ def test_bf16_says_what_it_costs(doctor) -> None:
     [
         ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage 1 shards the optimizer state"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3 does not work with pipelines"),
-        ({"fp16": {"enabled": True}}, "fp16.enabled: only fp32 and bf16 are supported yet"),
+        ({"amp": {"enabled": True}}, "amp.enabled: only fp32, bf16 and fp16 are supported yet"),
         ({"train_batch_size": 24}, "train_batch_size 24 is not 1 samples x 6 micro-batches x 2 replicas; set it to 12"),
         ({"recycle": {}}, "recycle.enabled is false"),
         ({"recycle": {"enabled": True, "reroute": False}}, "recycle.reroute is false: any loss ends the job"),
@@ -284,9 +286,14 @@ def test_what_has_to_change(doctor, config, says) -> None:
 
 
 def test_all_refusals_at_once(doctor) -> None:
-    config = {**HEALTHY, "zero_optimization": {"stage": 2}, "fp16": {"enabled": True}, "amp": {"enabled": True}}
+    config = {
+        **HEALTHY,
+        "zero_optimization": {"stage": 2},
+        "torch_autocast": {"enabled": True},
+        "amp": {"enabled": True},
+    }
     assert [line.split(":")[0].split()[0] for line in data(doctor, config, "--pp 2 --dp 2")["refused"]] == [
-        "fp16.enabled",
+        "torch_autocast.enabled",
         "amp.enabled",
         "zero_optimization.stage",
     ]
@@ -500,8 +507,8 @@ What settings cost
     "inverse": 0, not exact
 
 What is refused
-! fp16.enabled: only fp32 and bf16 are supported yet; remove the fp16 section, and set bf16.enabled
-    to true if you can
+! amp.enabled: only fp32, bf16 and fp16 are supported yet; remove the amp section, and set
+    bf16.enabled or fp16.enabled to true if you can
   seen at the start only: tensor parallelism, running statistics, plain iterators
 
 Versions here

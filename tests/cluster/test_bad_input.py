@@ -29,7 +29,7 @@ CASES = {
     "tensor parallelism": "tensor parallelism above 1 is not supported yet",
     "tied layers": "the layers tied as 'both' name different weights, weight and bias, so that stages would add up "
     "different things",
-    "fp16": "fp16.enabled: only fp32 and bf16 are supported yet",
+    "fp16": "fp16.enabled: DeepSpeed has no fp16 on this device, cpu; set bf16.enabled to true instead",
     "universal checkpoint": "checkpoint.load_universal needs the files of a ZeRO optimizer",
     "placement unknown at the start": 'recycle.placement "spread" is about ranks, which were given out before this '
     "config was there: put it into a file",

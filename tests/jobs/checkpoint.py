@@ -6,7 +6,8 @@ last one, ``module_only`` true from its weights alone; ``load_at`` a step after 
 which stage 1 reads its parameters while stage 0 waits for the file ``flags``/seat; ``hold`` true: who has written a
 file of the last save waits for ``flags``/go; ``flip`` a seat where a bit turns round in each load; ``until`` a file:
 the job ends when it is there; ``full`` whose disk is full when (plans.fill_disk); ``catch`` true: a checkpoint that
-can't be written is not the job's end.  Each rank writes what it saw to run_dir/losses/rank<r>.json.
+can't be written is not the job's end; ``half`` true, ``unscaled_as_scaled`` true: as the changes of these names
+(deepspeed_wrappers.py).  Each rank writes what it saw to run_dir/losses/rank<r>.json.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 from pathlib import Path
 
 import deepspeed
+import deepspeed_wrappers
 import plans
 import torch
 from deepspeed.pipe import PipelineModule
@@ -32,6 +34,10 @@ RANK = int(os.environ["RANK"])
 plan = json.loads(os.environ["RECYCLE_TEST_CHECKPOINT"])
 job = compose_from_command_line(sys.argv[1:], __doc__)
 plans.follow(plan)
+if plan.get("half"):
+    deepspeed_wrappers.half_on_cpu()
+if plan.get("unscaled_as_scaled"):
+    deepspeed_wrappers.unscaled_as_scaled()
 
 deepspeed.init_distributed()
 layers, loss, data = gpt(job)

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 import touching
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import topology
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from wrappers import TRAINERS
 
 from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
@@ -27,6 +29,29 @@ def with_config(**sections: dict) -> None:
     """The job's DeepSpeed config has ``sections`` besides."""
     made = TrainingJob.deepspeed_config
     TrainingJob.deepspeed_config = lambda self: made(self) | sections
+
+
+def half_on_cpu() -> None:
+    """DeepSpeed takes fp16 on a CPU whose oneDNN has no kernels of its own for it: torch has slower ones."""
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+
+
+def unscaled_as_scaled() -> None:
+    """Stock's ZeRO takes the scale out of gradients that it has put in.  As it is, it takes out the one that the step
+    has raised it to, so that the gradients of such a step are half of what they are.
+    """
+    update, unscale = DeepSpeedZeroOptimizer._update_scale, DeepSpeedZeroOptimizer.unscale_and_clip_grads
+
+    def updated(self: DeepSpeedZeroOptimizer, *overflow: bool) -> None:
+        self.scaled_by = self.loss_scale
+        update(self, *overflow)
+
+    def unscaled(self: DeepSpeedZeroOptimizer, *given: object) -> None:
+        raised, self.loss_scale = self.loss_scale, self.scaled_by
+        unscale(self, *given)
+        self.loss_scale = raised
+
+    DeepSpeedZeroOptimizer._update_scale, DeepSpeedZeroOptimizer.unscale_and_clip_grads = updated, unscaled
 
 
 # --- the model --------------------------------------------------------------------------------------
@@ -67,7 +92,7 @@ def fp16_section(section: dict) -> None:
 
 
 def _dtype(engine: RecycleEngine) -> torch.dtype:
-    return torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+    return engine.get_data_types()[0]
 
 
 SCRIPT = touching.Script(

@@ -34,6 +34,7 @@ from recycle_plugin.runtime.devices.host import Cpu, Done
 from recycle_plugin.runtime.devices.timeline import Timeline
 from recycle_plugin.runtime.stage import block_sums
 from recycle_plugin.runtime.stage.gradients import Gradients
+from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.stage.tied import TiedWeight
@@ -145,6 +146,25 @@ def overflow(at: list[str]) -> None:
         return made
 
     Operations.compute = changed
+
+
+def overflow_in_half(at: list[str]) -> None:
+    """In the weight gradients ``at``, whoever runs them, one of half precision is infinite; where an I has made them
+    all, one of the sum.
+    """
+    compute, collect, due = Operations.compute, Masters.collect, []
+
+    def changed(self: Operations, instruction, have, *given) -> dict:
+        due[:] = [str(instruction)] * (str(instruction) in at)
+        return compute(self, instruction, have, *given)
+
+    def infinite(self: Masters) -> None:
+        if due:
+            gradients = (each.grad for each in (*self.weights, *self.parameters))
+            next(each for each in gradients if each is not None).view(-1)[0] = float("inf")
+        collect(self)
+
+    Operations.compute, Masters.collect = changed, infinite
 
 
 def keep_rejected(**gated: object) -> None:

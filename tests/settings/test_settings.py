@@ -259,6 +259,22 @@ def test_what_may_be_kept_is_a_number_of_bytes(written, size):
     assert Settings.from_section({"keep_bytes": written}).keep_bytes == size
 
 
+@pytest.mark.parametrize(
+    "section, clipping, clip",
+    [
+        ({}, 0.0, "validate"),
+        ({}, 1.0, "sync"),
+        ({"clip": "sync"}, 0.0, "sync"),
+        ({"clip": "validate"}, 1.0, "validate"),
+        ({"stagger_optimizer": False}, 0.0, "sync"),
+    ],
+)
+def test_in_fp16_losses_are_scaled_and_overflows_skipped(section, clipping, clip):
+    settings = Settings.from_section(section).in_fp16(clipping)
+    assert (settings.loss_scaling, settings.nonfinite, settings.clip) == (True, "skip", clip)
+    assert settings.waits_for_norm(clipping) == (clip == "sync")
+
+
 def test_stream_is_allowed_where_nothing_is_rerouted():
     assert Settings.from_section({"rng": "stream", "reroute": False}).rng == "stream"
 

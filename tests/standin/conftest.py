@@ -29,6 +29,11 @@ def standin() -> Path:
     return standin_build.built()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leave the first test the time to build; each one's own is limited below."""
+    item.add_marker(pytest.mark.timeout(standin_build.BUILD_S + 2 * TEST_S))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     """Run the test's function in a child, and fail with what it has raised there."""

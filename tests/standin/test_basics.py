@@ -199,6 +199,25 @@ print(host.sum().item())
     assert "never raised: standin: two accesses of pinned host memory are not ordered" in done.stderr
 
 
+def test_several_devices(standin):
+    script = """
+import torch
+from tests.support import standin
+torch.standin.set_device(1)
+a = torch.arange(3.0, device="standin")
+b = a.to("standin:0") * 2
+a.fill_(7)
+try:
+    a + b
+except RuntimeError as error:
+    print("standin:1 and standin:0" in str(error))
+print(a.device, b.tolist(), torch.standin.memory_allocated(0), torch.standin.memory_allocated())
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "RECYCLE_TEST_STANDIN_DEVICES": "2"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\nstandin:1 [0.0, 2.0, 4.0] 12 12\n", done.stderr
+
+
 def _is_refused():
     assert torch.standin._is_in_bad_fork()
     torch.manual_seed(1)

@@ -165,32 +165,44 @@ def test_state_that_belongs_to_no_element_is_refused():
 MODELS = ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt")
 STATES = {
     "fp32": (),
+    "fp16": (),
     "bf16": ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",),
     "ZeRO 1": ("zero_pp_rank_0_mp_rank_00_optim_states.pt",),
 }
+INSIDE = {"fp32": {"state": {}, "param_groups": []}, "fp16": {"dynamic_loss_scale": True, "fp32_groups": []}}
 
 
 @pytest.mark.parametrize(
-    "saved, bf16, said",
+    "saved, precision, sharded, said",
     [
-        ("fp32", False, None),
-        ("bf16", True, None),
-        ("bf16", False, "is of a bf16 job, and this one is in fp32"),
-        ("fp32", True, "is of an fp32 job, and this one is in bf16"),
-        ("ZeRO 1", False, "has the optimizer's state in ZeRO's shards"),
-        ("ZeRO 1", True, "is of an fp32 job"),
+        ("fp32", "fp32", False, None),
+        ("bf16", "bf16", False, None),
+        ("bf16", "bf16", True, None),
+        ("fp16", "fp16", False, None),
+        ("ZeRO 1", "fp16", True, None),
+        ("bf16", "fp32", False, "is of a job in bf16, and this one is in fp32"),
+        ("fp16", "fp32", False, "is of a job in fp16, and this one is in fp32"),
+        ("fp32", "bf16", False, "is of a job in fp32, and this one is in bf16"),
+        ("fp32", "fp16", False, "is of a job in fp32, and this one is in fp16"),
+        ("bf16", "fp16", True, "is of a job in bf16, and this one is in fp16"),
+        ("ZeRO 1", "fp32", False, "has the optimizer's state in ZeRO's shards"),
+        ("ZeRO 1", "bf16", True, "is of a job in fp16, and this one is in bf16"),
+        ("ZeRO 1", "fp16", False, "is of a job at ZeRO stage 1, and this one is at stage 0"),
+        ("fp16", "fp16", True, "is of a job at ZeRO stage 0, and this one is at stage 1"),
     ],
 )
-def test_a_checkpoint_of_another_precision_is_refused(saved, bf16, said, tmp_path):
-    for name in (*MODELS, *STATES[saved]):
+def test_a_checkpoint_of_another_precision_is_refused(saved, precision, sharded, said, tmp_path):
+    for name in MODELS:
+        torch.save({"optimizer": INSIDE.get(saved)}, tmp_path / name)
+    for name in STATES[saved]:
         (tmp_path / name).touch()
     if said is None:
-        check_loadable(tmp_path, 2, bf16)
+        check_loadable(tmp_path, 2, precision, sharded)
         with pytest.raises(RecycleError, match="is of 2 pipeline stages, and this job has 3"):
-            check_loadable(tmp_path, 3, bf16)
+            check_loadable(tmp_path, 3, precision, sharded)
     else:
         with pytest.raises(RecycleError, match=said):
-            check_loadable(tmp_path, 2, bf16)
+            check_loadable(tmp_path, 2, precision, sharded)
 
 
 # --- against DeepSpeed's own ------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from recycle_plugin.errors import RecycleError
-from tests.support.differential import HABITS, MODES, OPTIMIZERS, Course, Model, Plugin, Stuck, compare, differ
+from tests.support.differential import HABITS, HALVES, MODES, OPTIMIZERS, Course, Model, Plugin, Stuck, compare, differ
 from tests.support.grammar import BOUNDARIES, CAN_NOT_TRAVEL, DATA, LOSSES, NO_LOSSES, PIECES, REFUSED
 
 torch.set_num_threads(1)
@@ -57,7 +57,7 @@ OWN_NUMBERS = "noise in the backward"  # keyed by the micro-batch, where stock a
 
 
 def leeway(model: Model, course: Course) -> float:
-    rounding = 1000 if model.dtype is torch.bfloat16 else 1
+    rounding = 1000 if model.dtype in HALVES else 1
     return rounding * max((one.tolerance for one in LEEWAYS if one.applies(model, course)), default=0.0)
 
 
@@ -80,7 +80,7 @@ def models(draw: st.DrawFn, pieces: list[str] = sorted(set(PIECES) - {OWN_NUMBER
         draw(st.sampled_from(sorted(LOSSES))),
         draw(st.sampled_from(sorted(OPTIMIZERS))),
         draw(st.sampled_from(sorted(HABITS))),
-        draw(st.sampled_from((torch.float32, torch.float32, torch.float64, torch.bfloat16))),
+        draw(st.sampled_from((torch.float32, torch.float32, torch.float64, *HALVES))),
         draw(st.integers(0, 999)),
     )
 

@@ -19,8 +19,10 @@ USED = {
         "engine.py": {
             "_INSTRUCTION_MAP",
             "_build_data_iter",
+            "_cast_inputs_half",
             "_config",
             "_configure_bf16_optimizer",
+            "_configure_fp16_optimizer",
             "_do_optimizer_sanity_check",
             "_exec_optimizer_step",
             "_layer_specs",
@@ -101,6 +103,7 @@ def test_the_engine_replaces_what_it_means_to_and_nothing_else() -> None:
         "_INSTRUCTION_MAP",
         "_build_data_iter",
         "_configure_bf16_optimizer",
+        "_configure_fp16_optimizer",
         "_do_optimizer_sanity_check",
     }
     sources = [Path(importlib.util.find_spec(f"deepspeed.runtime.{name}").origin) for name in ("engine", "pipe.engine")]

@@ -16,16 +16,16 @@ from recycle_plugin.adapters.deepspeed.entry import Plugin
 from recycle_plugin.adapters.deepspeed.refusals import BYPASSED, REMOVED, refusals, sizes
 from recycle_plugin.errors import RecycleError
 
-BF16 = {"bf16": {"enabled": True}}
+BF16, FP16 = ({name: {"enabled": True}} for name in ("bf16", "fp16"))
 ZERO_1, REPLICATE = {"zero_optimization": {"stage": 1}}, {"recycle": {"zero": "replicate"}}
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {name: {"enabled": True}},
-            f"{name}.enabled: only fp32 and bf16 are supported yet; remove the {name} section, and set bf16.enabled to "
-            "true if you can",
+            f"{name}.enabled: only fp32, bf16 and fp16 are supported yet; remove the {name} section, and set "
+            "bf16.enabled or fp16.enabled to true if you can",
         )
-        for name in ("fp16", "torch_autocast", "amp")
+        for name in ("torch_autocast", "amp")
     ),
     *(
         (
@@ -48,6 +48,21 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     (
         {**BF16, "recycle": {"norm": "deepspeed"}},
         "recycle.norm is \"deepspeed\", fp32's norm: in bf16 DeepSpeed's is over all stages; leave it out",
+    ),
+    ({**BF16, **FP16}, "bf16.enabled and fp16.enabled contradict each other: set one of them to false"),
+    (
+        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+        "fp16.fp16_master_weights_and_grads: master weights, sums of gradients and the optimizer's state are fp32 with "
+        "recycle.enabled; leave it out",
+    ),
+    (
+        {**FP16, "communication_data_type": "fp16"},
+        'communication_data_type is "fp16": fp16 gradients are summed in fp32 with recycle.enabled; write "fp32", or '
+        "leave it out",
+    ),
+    (
+        {**FP16, "recycle": {"norm": "deepspeed"}},
+        "recycle.norm is \"deepspeed\", fp32's norm: in fp16 DeepSpeed's is over all stages; leave it out",
     ),
     (
         {"bfloat16": {"enabled": True}, "recycle": {"loss_scaling": True}},
@@ -189,6 +204,8 @@ GOES = [  # works as in stock DeepSpeed; the first three: tests/cluster/test_sha
     {**ZERO_1, **REPLICATE},
     {**ZERO_1, **REPLICATE, **BF16},
     BF16,
+    FP16,
+    {**FP16, **ZERO_1, "recycle": {"zero": "replicate", "loss_scaling": True}},
     {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
     {
         "dump_state": True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.randomness import key as random_key
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
-from recycle_plugin.runtime.stage.stage import Key, Stage
+from recycle_plugin.runtime.stage.stage import Key, LoadedBatch, Stage
 from recycle_plugin.runtime.worker.ports import StageModel
 from tests.support.late_device import Asked, LateDevice
 from tests.support.stored_stage import StoredStage
@@ -436,3 +436,20 @@ def test_a_missing_or_unfinished_block_is_an_error():
     runner.stage.summed(STEP)
     with pytest.raises(RecycleError, match=r"the block of micro-batches 0\.0 to 0\.1 has \[0\]"):
         total(runner)
+
+
+def test_a_scaled_loss_has_a_wider_range_than_fp16():
+    """The loss in fp16 times its scale would be infinite; the gradients are not, and are stock's."""
+    scale, ones = 2.0**15, torch.ones(4, WIDTH, dtype=torch.float16)
+    module = nn.Linear(WIDTH, WIDTH).half()
+    masters = Masters(module.parameters())
+    model = StageModel(module, nn.functional.mse_loss, 2, first=True, last=True, device=CPU)
+    stage = Stage(model, None, lambda micro_batch, step, half: nullcontext(), masters=masters)
+    stage.loss_scale = scale
+    _, stash, loss = stage.forward((STEP, FIRST), LoadedBatch(ones, 8 * ones), ())
+    stage.backward((STEP, FIRST), stash, None)
+    assert loss.dtype is torch.float16 and loss.isfinite() and (loss / 2 * scale).isinf()
+    expected = nn.functional.mse_loss(module(ones), 8 * ones)
+    ((expected / 2).float() * scale).backward()
+    for weight, master in zip(masters.weights, masters.parameters):
+        assert master.grad.isfinite().all() and master.grad.any() and torch.equal(master.grad, weight.grad.float())

@@ -10,7 +10,7 @@ together again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from recycle_plugin.runtime.stage.masters import Masters
 
 ALIGNMENT = 2  # numbers, of each part: stock's
 Parameters = list[torch.nn.Parameter]
+Span = tuple[int, int]
 
 
 class MasterOptimizer:
@@ -60,65 +61,40 @@ class MasterOptimizer:
             parameter.grad = None
 
 
-class StateFiles:
-    """The optimizer's state and the masters of ``stage`` in a checkpoint, in DeepSpeed's format.  ``called``: the
-    weights' names.
+class FlatState:
+    """The state of ``optimizer``, whose groups are of masters, as stock has it: a group in one flat tensor.
+
+    A *span* is the part of a group from one number to another; beyond the group's end there are zeros.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        masters: Masters,
-        called: Mapping[torch.nn.Parameter, str],
-        stage: int,
-        clipping: float,
-    ) -> None:
-        self._optimizer, self._stage, self._clipping = optimizer, stage, clipping
-        self._called = {masters.of(weight): called[weight] for weight in masters.weights}
-        self._masters = masters
-
-    def name(self, part: int | str) -> str:
-        """The name of the file that has the part of this number."""
-        return (
-            f"{names.BF16_ZERO_FILE_PREFIX}{part}_{names.MODEL_FILE_PREFIX}{self._stage:02d}{names.OPTIM_FILE_SUFFIX}"
-        )
-
-    # --- writing -----------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def part(self, number: int, parts: int) -> dict[str, Any]:
-        """What replica ``number`` of ``parts`` would write in DeepSpeed's own engine.
-
-        Raises RecycleError for state that its format has no place for.
-        """
-        groups, state = self._groups, {}
-        spans = [_span(group, number, parts) for group in groups]
-        for index, (group, span) in enumerate(zip(groups, spans)):
-            if group and group[-1] in self._optimizer.state:
-                state[index] = {name: self._flat_state(group, name, span) for name in self._optimizer.state[group[-1]]}
-        hyper = [{**group, "params": [index]} for index, group in enumerate(self._optimizer.param_groups)]
-        return {
-            names.OPTIMIZER_STATE_DICT: {
-                names.CLIP_GRAD: self._clipping,
-                names.BASE_OPTIMIZER_STATE: {"state": state, "param_groups": hyper},
-                names.SINGLE_PARTITION_OF_FP32_GROUPS: [_flat(group, span) for group, span in zip(groups, spans)],
-                names.GROUP_PADDINGS: [
-                    span[1] - _size(group) if number == parts - 1 else 0 for group, span in zip(groups, spans)
-                ],
-                names.PARTITION_COUNT: [parts] * len(groups),
-                names.DS_VERSION: version,
-                names.PARAM_SLICE_MAPPINGS: [self._slices(group, span) for group, span in zip(groups, spans)],
-            },
-            names.DS_VERSION: version,
-        }
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
 
     @property
-    def _groups(self) -> list[Parameters]:
+    def groups(self) -> list[Parameters]:
+        """The masters of each group."""
         return [group["params"] for group in self._optimizer.param_groups]
 
-    def _flat_state(self, group: Parameters, name: str, span: tuple[int, int]) -> Any:
-        """One kind of the optimizer's state for a part of a file: what belongs to each element is cut as the masters
-        are.
+    @torch.no_grad()
+    def masters(self, spans: Sequence[Span]) -> list[torch.Tensor]:
+        """The masters in each group's span."""
+        return [_flat(group, span) for group, span in zip(self.groups, spans, strict=True)]
+
+    @torch.no_grad()
+    def state_dict(self, spans: Sequence[Span]) -> dict[str, Any]:
+        """What a torch optimizer of :meth:`masters` would have.
+
+        Raises RecycleError for state that has no place there.
+        """
+        state = {}
+        for index, (group, span) in enumerate(zip(self.groups, spans, strict=True)):
+            if group and group[-1] in self._optimizer.state:
+                state[index] = {name: self._of(group, name, span) for name in self._optimizer.state[group[-1]]}
+        hyper = [{**group, "params": [index]} for index, group in enumerate(self._optimizer.param_groups)]
+        return {"state": state, "param_groups": hyper}
+
+    def _of(self, group: Parameters, name: str, span: Span) -> Any:
+        """One kind of the optimizer's state: what belongs to each element is cut as the masters are.
 
         What is left counts steps, and the last parameter's is right for all.
         """
@@ -130,30 +106,92 @@ class StateFiles:
         if any(torch.is_tensor(value) and value.numel() > 1 for value in values):
             raise RecycleError(
                 f"save_checkpoint: the optimizer's state {name!r} has other shapes than the parameters, "
-                "and DeepSpeed's files of bf16 jobs have no place for such; use an optimizer such as Adam or SGD, "
-                "or fp32"
+                "and DeepSpeed's files of bf16 and fp16 jobs have no place for such; use an optimizer such as Adam or "
+                "SGD, or fp32"
             )
         return values[-1]
 
-    def _slices(self, group: Parameters, span: tuple[int, int]) -> OrderedDict:
-        """Where each parameter lies in the part."""
-        found = OrderedDict()
-        for parameter, end in zip(group, _ends(group)):
-            begin, end = max(end - parameter.numel(), span[0]), min(end, span[1])
-            if begin < end:
-                found[self._called[parameter]] = fragment_address(numel=end - begin, start=begin - span[0])
+    @torch.no_grad()
+    def read(self, masters: Sequence[Sequence[torch.Tensor]], states: Sequence[dict[str, Any]]) -> None:
+        """Take masters, by part and group, and what :meth:`state_dict` made of each part."""
+        for index, group in enumerate(self.groups):
+            for master, value in zip(group, _apart([part[index] for part in masters], group)):
+                master.copy_(value)
+        state: dict[int, dict[str, Any]] = {}
+        hyper, place = [], 0
+        for index, group in enumerate(self.groups):
+            places = range(place, place := place + len(group))
+            hyper.append({**states[0]["param_groups"][index], "params": list(places)})
+            for name, value in states[0]["state"].get(index, {}).items():
+                whole = torch.is_tensor(value) and value.dim()
+                values = (
+                    _apart([part["state"][index][name] for part in states], group) if whole else [value] * len(group)
+                )
+                for one, each in zip(places, values):
+                    state.setdefault(one, {})[name] = each.clone() if torch.is_tensor(each) else each
+        self._optimizer.load_state_dict({"state": state, "param_groups": hyper})
+
+
+class StateFiles:
+    """The optimizer's state and the masters of ``stage`` in a checkpoint, in the format of DeepSpeed's BF16_Optimizer.
+    ``called``: the weights' names.
+    """
+
+    prefix = names.BF16_ZERO_FILE_PREFIX
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: Masters,
+        called: Mapping[torch.nn.Parameter, str],
+        stage: int,
+        clipping: float,
+    ) -> None:
+        self._flat, self._stage, self._clipping = FlatState(optimizer), stage, clipping
+        self._called = {masters.of(weight): called[weight] for weight in masters.weights}
+        self._masters = masters
+
+    def name(self, part: int | str) -> str:
+        """The name of the file that has the part of this number."""
+        return f"{self.prefix}{part}_{names.MODEL_FILE_PREFIX}{self._stage:02d}{names.OPTIM_FILE_SUFFIX}"
+
+    # --- writing -----------------------------------------------------------------------------------
+
+    def part(self, number: int, parts: int) -> dict[str, Any]:
+        """What replica ``number`` of ``parts`` would write in DeepSpeed's own engine.
+
+        Raises RecycleError for state that its format has no place for.
+        """
+        groups = self._flat.groups
+        spans = [_span(group, number, parts) for group in groups]
+        return {
+            names.OPTIMIZER_STATE_DICT: {
+                names.CLIP_GRAD: self._clipping,
+                names.BASE_OPTIMIZER_STATE: self._flat.state_dict(spans),
+                names.SINGLE_PARTITION_OF_FP32_GROUPS: self._flat.masters(spans),
+                names.GROUP_PADDINGS: [
+                    span[1] - _size(group) if number == parts - 1 else 0 for group, span in zip(groups, spans)
+                ],
+                names.PARTITION_COUNT: [parts] * len(groups),
+                names.DS_VERSION: version,
+                names.PARAM_SLICE_MAPPINGS: self._slices(number, parts),
+            },
+            names.DS_VERSION: version,
+        }
+
+    def _slices(self, number: int, parts: int) -> list[OrderedDict]:
+        """Where each parameter of each group lies in the part."""
+        found = []
+        for group in self._flat.groups:
+            span, there = _span(group, number, parts), OrderedDict()
+            for parameter, end in zip(group, _ends(group)):
+                begin, end = max(end - parameter.numel(), span[0]), min(end, span[1])
+                if begin < end:
+                    there[self._called[parameter]] = fragment_address(numel=end - begin, start=begin - span[0])
+            found.append(there)
         return found
 
     # --- and reading -------------------------------------------------------------------------------
-
-    def load(self, path: Path | None, load: Callable[[str], dict[str, Any]]) -> None:
-        """Load from the checkpoint at ``path``; None: take the masters from the weights, which have been loaded
-        alone.
-        """
-        if path is None:
-            self._masters.take_over()
-        else:
-            self.read(path, load)
 
     def read(self, folder: Path, load: Callable[[str], dict[str, Any]]) -> None:
         """Take masters and state from the parts in ``folder``, of whatever number of replicas.
@@ -175,22 +213,12 @@ class StateFiles:
                 )
             parts.append(load(str(path))[names.OPTIMIZER_STATE_DICT])
         self._check(parts, folder)
-        with torch.no_grad():
-            for index, group in enumerate(self._groups):
-                for master, value in zip(
-                    group, _apart([part[names.SINGLE_PARTITION_OF_FP32_GROUPS][index] for part in parts], group)
-                ):
-                    master.copy_(value)
-        self._read_state([part[names.BASE_OPTIMIZER_STATE] for part in parts])
+        self._take(parts)
         self._masters.round_off()
 
     def _check(self, parts: list[dict[str, Any]], folder: Path) -> None:
-        found = [
-            sum(part[names.SINGLE_PARTITION_OF_FP32_GROUPS][index].numel() for part in parts)
-            - parts[-1][names.GROUP_PADDINGS][index]
-            for index in range(len(parts[0][names.PARTITION_COUNT]))
-        ]
-        here = [_size(group) for group in self._groups]
+        found = self._numbers(parts)
+        here = [_size(group) for group in self._flat.groups]
         if found != here:
             raise RecycleError(
                 f"load_checkpoint: stage {self._stage} of {folder} has {found} numbers in its parameter groups, and "
@@ -198,20 +226,19 @@ class StateFiles:
                 "load a checkpoint of the same model, cut into stages alike"
             )
 
-    def _read_state(self, parts: list[dict[str, Any]]) -> None:
-        state: dict[int, dict[str, Any]] = {}
-        hyper, place = [], 0
-        for index, group in enumerate(self._groups):
-            places = range(place, place := place + len(group))
-            hyper.append({**parts[0]["param_groups"][index], "params": list(places)})
-            for name, value in parts[0]["state"].get(index, {}).items():
-                whole = torch.is_tensor(value) and value.dim()
-                values = (
-                    _apart([part["state"][index][name] for part in parts], group) if whole else [value] * len(group)
-                )
-                for one, each in zip(places, values):
-                    state.setdefault(one, {})[name] = each.clone() if torch.is_tensor(each) else each
-        self._optimizer.load_state_dict({"state": state, "param_groups": hyper})
+    def _take(self, parts: list[dict[str, Any]]) -> None:
+        self._flat.read(
+            [part[names.SINGLE_PARTITION_OF_FP32_GROUPS] for part in parts],
+            [part[names.BASE_OPTIMIZER_STATE] for part in parts],
+        )
+
+    def _numbers(self, parts: list[dict[str, Any]]) -> list[int]:
+        """How many numbers ``parts`` have of each group, without those that fill them up."""
+        return [
+            sum(part[names.SINGLE_PARTITION_OF_FP32_GROUPS][index].numel() for part in parts)
+            - parts[-1][names.GROUP_PADDINGS][index]
+            for index in range(len(parts[0][names.PARTITION_COUNT]))
+        ]
 
 
 def whole_state_mib(weights: Parameters) -> float:
@@ -228,13 +255,13 @@ def _size(group: Parameters) -> int:
     return sum(parameter.numel() for parameter in group)
 
 
-def _span(group: Parameters, number: int, parts: int) -> tuple[int, int]:
+def _span(group: Parameters, number: int, parts: int) -> Span:
     """From where to where part ``number`` of ``parts`` goes."""
     length = ALIGNMENT * -(-_size(group) // (ALIGNMENT * parts))
     return number * length, (number + 1) * length
 
 
-def _flat(tensors: list[torch.Tensor], span: tuple[int, int]) -> torch.Tensor:
+def _flat(tensors: list[torch.Tensor], span: Span) -> torch.Tensor:
     """``span`` of ``tensors`` one after the other, zeros behind them; a copy."""
     found, begin = torch.zeros(span[1] - span[0], dtype=tensors[0].dtype if tensors else torch.float32), 0
     for tensor in tensors:

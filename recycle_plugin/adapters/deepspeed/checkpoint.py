@@ -5,8 +5,8 @@ be dead. Here the lowest live replica of each stage, and the lowest live rank, p
 runs.
 
 What of a stage's state (runtime/state/stage_state.py) is not in what stock code hands over to be saved goes into a file
-of the stage's own beside it, which stock does not read: the loss scale, and weights of tied layers that have a
-``forward_fn``.  Where nothing is left there is no such file.
+of the stage's own beside it, which stock does not read: the loss scale of jobs in fp32, and weights of tied layers that
+have a ``forward_fn``.  Where nothing is left there is no such file.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin import folders
 from recycle_plugin.adapters.deepspeed.bf16 import StateFiles
+from recycle_plugin.adapters.deepspeed.fp16 import is_half
 from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.protocol import Generation
@@ -37,6 +38,7 @@ from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.worker.ports import Reach, Scaler
 
 STOCKS = frozenset(("optimizer", "scheduler", "counters"))  # small parts that stock's files have
+SCALE = frozenset(("loss_scale",))  # in fp16 they have it too
 FOLLOWING = frozenset(("places",))  # small parts that the step and the batch size decide, once they are loaded
 
 
@@ -45,14 +47,14 @@ class EngineFiles:
     """What a worker writes and reads of a checkpoint (runtime/worker/ports.py), by stock code of ``engine`` and beside
     it.
 
-    ``masters``: files of the optimizer's state in bf16; ``scaler``: its state has to be in them; ``client_state``,
-    ``exclude_frozen_parameters``: as scripts give them to ``save_checkpoint``.
+    ``parts``: files of the optimizer's state, where it is not in stock's model file; ``scaler``: its state has to be in
+    the checkpoint; ``client_state``, ``exclude_frozen_parameters``: as scripts give them to ``save_checkpoint``.
     """
 
     engine: PipelineEngine
     session: Session
     ties: Ties
-    masters: StateFiles | None
+    parts: StateFiles | None
     scaler: Scaler | None
     client_state: Mapping[str, Any] = field(default_factory=dict)
     exclude_frozen_parameters: bool = False
@@ -76,33 +78,46 @@ class EngineFiles:
         inventory = Inventory(
             files, self.ties.place, list(state.optimizer.parameters()), self.ties.saved() | self._own(state)
         )
-        with stand_in(engine, seat, generation, inventory), without_optimizer(engine):
+        with stand_in(engine, seat, generation, inventory), self._without_optimizer():
             PipelineEngine.save_checkpoint(
                 engine, str(folder), tag, self.client_state, False, self.exclude_frozen_parameters
             )
-        if is_writer(seat, generation) and (left := inventory.left(state)):
+        there = STOCKS | (SCALE if engine.fp16_enabled() else frozenset())
+        if is_writer(seat, generation) and (left := inventory.left(state, there)):
             files.save(left, str(file_beside(folder / tag, engine.stage_id)))
-        if self.masters is not None:
-            parts = engine.grid.data_parallel_size
-            for number in parts_of(seat, generation, parts):
+        if self.parts is not None:
+            count = engine.grid.data_parallel_size
+            for number in parts_of(seat, generation, count):
                 files.save(
-                    {**self.masters.part(number, parts), "ds_config": engine.config},
-                    str(folder / tag / self.masters.name(number)),
+                    {**self.parts.part(number, count), "ds_config": engine.config},
+                    str(folder / tag / self.parts.name(number)),
                 )
 
     def _own(self, state: StageState) -> set[str]:
-        """Tensors of the state that files of the plugin's own have (bf16.py)."""
+        """Tensors of the state that are in a checkpoint in a form of their own (bf16.py, fp16.py)."""
         return (
             set()
-            if self.masters is None
+            if self.engine.masters is None
             else {name for name in state.tensors() if name.startswith(("masters/", "optimizer/"))}
         )
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """A context in which stock code loads a checkpoint."""
-        with self.session.heartbeats.at(ELSEWHERE, "a checkpoint"), without_optimizer(self.engine), self.ties.loading():
+        with self.session.heartbeats.at(ELSEWHERE, "a checkpoint"), self._without_optimizer(), self.ties.loading():
             yield
+
+    @contextmanager
+    def _without_optimizer(self) -> Iterator[None]:
+        """Inside of this context stock code neither writes nor reads the optimizer's state, where it has files of its
+        own.
+        """
+        engine, optimizer = self.engine, self.engine.optimizer
+        engine.optimizer = None if self.parts is not None else optimizer
+        try:
+            yield
+        finally:
+            engine.optimizer = optimizer
 
     def load_rest(self, state: StageState, path: Path, with_optimizer: bool) -> None:
         """Load what stock code leaves to the plugin, from the checkpoint at ``path``.  Raises RecycleError where it
@@ -112,15 +127,20 @@ class EngineFiles:
         with self.session.heartbeats.at(ELSEWHERE, "a checkpoint"):
             self.ties.load(path, partial(read, map_location=self.engine.device))
             self.load_beside(state, path, with_optimizer)
-            if self.masters is not None:
-                self.masters.load(path if with_optimizer else None, partial(read, map_location=HOST))
+            if self.engine.masters is not None and not with_optimizer:
+                self.engine.masters.take_over()
+            elif self.parts is not None:
+                self.parts.read(path, partial(read, map_location=HOST))
+            if self.scaler is not None and with_optimizer:
+                state.put({"loss_scale": dict(vars(self.scaler))})  # which the loss is multiplied by from now on
 
     def load_beside(self, state: StageState, path: Path, with_optimizer: bool) -> None:
         """Load what stock's files have no place for, from the stage's own file beside them."""
         engine, read = self.engine, partial(self.engine.checkpoint_engine.load, map_location=HOST)
         saved = beside(path, engine.stage_id, engine.global_steps if with_optimizer else None, read)
         take_beside(state, saved, with_optimizer)
-        if self.scaler is not None and with_optimizer and "loss_scale" not in saved["small"] and self.session.is_first:
+        unknown = self.scaler is not None and not engine.fp16_enabled() and "loss_scale" not in saved["small"]
+        if unknown and with_optimizer and self.session.is_first:
             self.session.note(
                 "warning",
                 f"{path} has no loss scale, since it is not of a job with recycle.loss_scaling: it stays at "
@@ -160,19 +180,6 @@ def stand_in(engine: Any, seat: Seat, generation: Generation, files: Durable | C
         ) = kept
 
 
-@contextmanager
-def without_optimizer(engine: Any) -> Iterator[None]:
-    """Inside of this context stock code neither writes nor reads the optimizer's state: in bf16 it has files of its
-    own.
-    """
-    optimizer = engine.optimizer
-    engine.optimizer = None if engine.masters is not None else optimizer
-    try:
-        yield
-    finally:
-        engine.optimizer = optimizer
-
-
 class Inventory:
     """Stands in a checkpoint engine's place: hands what it is to save on to ``files``, and notes what that has of the
     state.
@@ -202,9 +209,9 @@ class Inventory:
             }
         self._files.save(state_dict, path)
 
-    def left(self, state: StageState) -> dict[str, Any]:
-        """What of the state is in no file yet; empty where nothing is left."""
-        small = {name: value for name, value in state.small().items() if value and name not in STOCKS | FOLLOWING}
+    def left(self, state: StageState, there: AbstractSet[str] = STOCKS) -> dict[str, Any]:
+        """What of the state is in no file yet, beside the small parts ``there``; empty where nothing is left."""
+        small = {name: value for name, value in state.small().items() if value and name not in there | FOLLOWING}
         tensors = {name: tensor.detach() for name, tensor in state.tensors().items() if name not in self._saved}
         return {"step": state.version.step, "small": small, "tensors": tensors} if small or tensors else {}
 
@@ -345,28 +352,47 @@ def chosen(folder: Path, tag: str | None) -> Path:
     return folder / (latest.read_text().strip() if tag is None and latest.is_file() else str(tag))
 
 
-def check_loadable(path: Path, stages: int, bf16: bool) -> None:
-    """Refuse a checkpoint of another number of stages, or of another precision.
+def check_loadable(path: Path, stages: int, precision: str, sharded: bool) -> None:
+    """Refuse a checkpoint of another number of stages, or whose optimizer's state is of another ``precision`` ("fp32",
+    "bf16" or "fp16"), or, in fp16, ``sharded`` by ZeRO stage 1 where the job's is not, or the other way round.
 
     With another number, stock DeepSpeed would give every stage the first one's optimizer state.  Raises RecycleError.
     """
-    found = len(list(path.glob(f"{names.MODEL_FILE_PREFIX}*{names.MODEL_FILE_SUFFIX}")))
-    if found not in (0, stages):
+    files = sorted(path.glob(f"{names.MODEL_FILE_PREFIX}*{names.MODEL_FILE_SUFFIX}"))
+    if len(files) not in (0, stages):
         raise RecycleError(
-            f"load_checkpoint: {path} is of {found} pipeline stages, and this job has {stages}; "
+            f"load_checkpoint: {path} is of {len(files)} pipeline stages, and this job has {stages}; "
             "DeepSpeed keeps the optimizer's state by stage, and its universal checkpoints need ZeRO; "
-            f"use {found} stages (with any number of replicas), or load_module_only=True"
+            f"use {len(files)} stages (with any number of replicas), or load_module_only=True"
         )
+    alone = "load the weights alone with load_module_only=True"
     of_bf16 = any(path.glob(f"{names.BF16_ZERO_FILE_PREFIX}*"))
-    if not bf16 and any(path.glob(f"{names.ZERO_FILE_PREFIX}*")):
+    of_zero = any(path.glob(f"{names.ZERO_FILE_PREFIX}*"))
+    if of_zero and precision == "fp32":
         raise RecycleError(
-            f"load_checkpoint: {path} has the optimizer's state in ZeRO's shards, which in fp32 are not read; "
-            "load the weights alone with load_module_only=True"
+            f"load_checkpoint: {path} has the optimizer's state in ZeRO's shards, which in fp32 are not read; {alone}"
         )
-    if found and of_bf16 != bf16:
-        one, other = ("a bf16", "in fp32") if of_bf16 else ("an fp32", "in bf16")
+    if files and precision == "fp16" and of_zero != sharded and not of_bf16:
         raise RecycleError(
-            f"load_checkpoint: {path} is of {one} job, and this one is {other}, so the optimizer's state does not fit; "
-            "set bf16.enabled to "
-            f"{str(of_bf16).lower()}, or load the weights alone with load_module_only=True"
+            f"load_checkpoint: {path} is of a job at ZeRO stage {int(of_zero)}, and this one is at stage "
+            f"{int(sharded)}, so the optimizer's state does not fit; set zero_optimization.stage to {int(of_zero)}, or "
+            f"{alone}"
         )
+    saved = "bf16" if of_bf16 else "fp16" if of_zero or (files and _is_half(files[0])) else "fp32"
+    if files and saved != precision:
+        raise RecycleError(
+            f"load_checkpoint: {path} is of a job in {saved}, and this one is in {precision}, so the optimizer's state "
+            f"does not fit; set {PRECISIONS[saved]}, or {alone}"
+        )
+
+
+PRECISIONS = {
+    "fp32": "bf16.enabled and fp16.enabled to false",
+    "bf16": "bf16.enabled to true",
+    "fp16": "fp16.enabled to true",
+}
+
+
+def _is_half(file: Path) -> bool:
+    """Whether the optimizer's state in a model file of stock's is of fp16; no tensor of it is read."""
+    return is_half(torch.load(file, map_location=HOST, mmap=True, weights_only=False)["optimizer"])

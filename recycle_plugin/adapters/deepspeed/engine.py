@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 
 import torch
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.constants import BFLOAT16
+from deepspeed.runtime.constants import BFLOAT16, FP16
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles, whole_state_mib
 from recycle_plugin.adapters.deepspeed.checkpoint import EngineFiles, check_loadable, chosen
 from recycle_plugin.adapters.deepspeed.feeding import Feeding
+from recycle_plugin.adapters.deepspeed.fp16 import HalfOptimizer, ZeroFiles
 from recycle_plugin.adapters.deepspeed.model import keyed_forward, reentrant
 from recycle_plugin.adapters.deepspeed.monitors import Reporting
 from recycle_plugin.adapters.deepspeed.ports import StockBuckets, StockNorm, StockOptimizer, counters_part, loss_scaler
@@ -62,7 +63,8 @@ class RecycleEngine(PipelineEngine):
 
     _job: EngineArguments  # of the class that engine_class makes: users' constructors need not know of it
     _dataset: Source | None = None  # training_data
-    masters: Masters | None = None  # in bf16
+    masters: Masters | None = None  # in bf16 and fp16
+    scaler: Scaler | None = None  # of the loss
     seat: Seat
     _trainer: Trainer
     _files: EngineFiles
@@ -77,6 +79,10 @@ class RecycleEngine(PipelineEngine):
                 "not be taken back"
             )
         session, settings = self._job.session, self._job.settings
+        if self.fp16_enabled():
+            settings = settings.in_fp16(self.gradient_clipping())
+        if self.fp16_auto_cast():
+            self.module.register_forward_pre_hook(lambda module, inputs: self._cast_inputs_half(inputs))
         self.seat = Seat(self.grid.data_parallel_id, self.stage_id)
         self._reporting = Reporting(self, session)
         if "megatron.core" in sys.modules:
@@ -84,17 +90,13 @@ class RecycleEngine(PipelineEngine):
         specs = layer_specs(self.module)
         shared = ties.shared(self.module, specs)
         tied_weights = Ties(self.module, specs, shared, session, self.masters)
-        scaler = loss_scaler(self._config.float16_config) if settings.loss_scaling else None
-        masters = (
-            StateFiles(self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping())
-            if self.masters is not None
-            else None
-        )
-        self._files = EngineFiles(self, session, tied_weights, masters, scaler)
+        if settings.loss_scaling and self.scaler is None:
+            self.scaler = loss_scaler(self._config.float16_config)
+        self._files = EngineFiles(self, session, tied_weights, self._parts(), self.scaler)
         topology = Topology(
             self.grid.data_parallel_size, self.num_stages, int(self.micro_batches), tied(shared.values())
         )
-        self._trainer = Trainer(session, settings, self._framework(topology, tied_weights, scaler))
+        self._trainer = Trainer(session, settings, self._framework(topology, tied_weights))
         self._feeding = Feeding(self, self._trainer.feed, self._dataset, settings.exact, self._next_batch)
         session.at_end = self.finish
         if self._config.zero_enabled and session.rank == 0:
@@ -229,7 +231,8 @@ class RecycleEngine(PipelineEngine):
         """
         path = chosen(Path(load_dir), tag)
         if not load_module_only:
-            check_loadable(path, self.num_stages, self.masters is not None)
+            precision = "bf16" if self.bfloat16_enabled() else "fp16" if self.fp16_enabled() else "fp32"
+            check_loadable(path, self.num_stages, precision, self._config.zero_enabled)
         self._trainer.begin_loading(f"load_checkpoint({load_dir!r}, {tag!r})")
         with self._files.loading():
             found = super().load_checkpoint(
@@ -264,7 +267,7 @@ class RecycleEngine(PipelineEngine):
     # --- what stock code calls -----------------------------------------------------------------------
 
     def clip_fp32_gradients(self) -> None:
-        """DeepSpeed's call inside the optimizer step, where clipping is on; in bf16 the optimizer calls it."""
+        """DeepSpeed's call inside the optimizer step, where clipping is on; in bf16 and fp16 the optimizer calls it."""
         self._trainer.clip()
 
     def zero_optimization(self) -> bool:
@@ -289,9 +292,25 @@ class RecycleEngine(PipelineEngine):
         self.masters = Masters(trained(self.module))
         return MasterOptimizer(optimizer, self.masters, lambda: self.clip_fp32_gradients())
 
+    def _configure_fp16_optimizer(
+        self, optimizer: torch.optim.Optimizer, low_precision_dtype: torch.dtype
+    ) -> HalfOptimizer:
+        """DeepSpeed's call for its fp16 optimizer: masters as in bf16, and gradients summed in fp32 too.
+
+        The loss scale is ZeRO stage 1's at stage 0 as well: stock has another there, without hysteresis, and multiplies
+        no loss by it.
+        """
+        self.communication_data_type = torch.float32
+        self.masters, self.scaler = Masters(trained(self.module)), loss_scaler(self._config.float16_config)
+        return HalfOptimizer(
+            optimizer, self.masters, lambda: self.clip_fp32_gradients(), self.scaler, self.gradient_clipping()
+        )
+
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str | None:
-        """Stock code sums bf16 pipelines' gradients in bf16 at ZeRO stage 0, and refuses to do so in fp32."""
-        return BFLOAT16 if self.bfloat16_enabled() else super()._do_optimizer_sanity_check(basic_optimizer)
+        """Stock code sums gradients of bf16 and fp16 in these at ZeRO stage 0, and refuses to do so in fp32."""
+        if self.bfloat16_enabled():
+            return BFLOAT16
+        return FP16 if self.fp16_enabled() else super()._do_optimizer_sanity_check(basic_optimizer)
 
     def _build_data_iter(self, dataset: Any) -> None:
         if (
@@ -305,7 +324,14 @@ class RecycleEngine(PipelineEngine):
 
     # --- what the trainer is lent --------------------------------------------------------------------
 
-    def _framework(self, topology: Topology, tied_weights: Ties, scaler: Scaler | None) -> Framework:
+    def _parts(self) -> StateFiles | None:
+        """The files of the optimizer's state in a checkpoint, where it is not in stock's model file."""
+        if self.masters is None or (self.fp16_enabled() and not self._config.zero_enabled):
+            return None
+        state = self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping()
+        return ZeroFiles(*state, scaler=self.scaler) if self.fp16_enabled() else StateFiles(*state)
+
+    def _framework(self, topology: Topology, tied_weights: Ties) -> Framework:
         settings, module = self._job.settings, self.module
         device = device_of(self.device)
         first, last, keyed = self.is_first_stage(), self.is_last_stage(), settings.rng == "keyed"
@@ -329,7 +355,7 @@ class RecycleEngine(PipelineEngine):
             masters=self.masters,
             tied=tied_weights.weights,
             norm=StockNorm(self.stage_id, topology.replicas) if settings.norm == "deepspeed" else None,
-            scaler=scaler,
+            scaler=self.scaler,
         )
 
     @cached_property

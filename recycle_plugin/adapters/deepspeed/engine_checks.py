@@ -13,7 +13,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.engine import layer_specs
-from recycle_plugin.adapters.deepspeed.refusals import bf16, refusals, sizes
+from recycle_plugin.adapters.deepspeed.refusals import FP16, half, refusals, sizes
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices import kinds
 from recycle_plugin.runtime.devices.host import HOST
@@ -32,6 +32,7 @@ def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters:
         )
     _check_device()
     _refuse(refusals(config))
+    _check_half(config)
     _check_layers(model)
     _check_real(model, config)
     if optimizer is None and not config.get("optimizer"):
@@ -124,15 +125,25 @@ def _check_module(model: PipelineModule, parameters: Any) -> None:
         )
 
 
+def _check_half(config: dict[str, Any]) -> None:
+    """Refuse fp16 where DeepSpeed would, with a traceback."""
+    accelerator = get_accelerator()
+    if half(config) == FP16 and not accelerator.is_fp16_supported():
+        raise RecycleError(
+            f"fp16.enabled: DeepSpeed has no fp16 on this device, {accelerator.device_name()}; "
+            "set bf16.enabled to true instead, or use another device"
+        )
+
+
 def _check_real(model: PipelineModule, config: dict[str, Any]) -> None:
-    """Refuse complex weights in bf16 and in exact mode.
+    """Refuse complex weights in bf16 and fp16, and in exact mode.
 
     Converted to the master weights' fp32 they lose their imaginary part, with stock DeepSpeed too; and Gloo's
     all-to-all takes none.
     """
     why = (
-        "bf16's master weights are real"
-        if bf16(config) is not None
+        f"{name}'s master weights are real"
+        if (name := half(config)) is not None
         else "recycle.exact sums real numbers only"
         if config.get(SECTION, {}).get("exact")
         else None

@@ -82,11 +82,13 @@ class Reporting:
         if self._session.is_first and every is not None and engine.global_steps % every == 0:
             self._printing.attempt(lambda: print(f"steps: {engine.global_steps} loss: {loss:0.4f}", flush=True), 1)
         if engine.monitor.enabled:
-            told = [("Train/Samples/train_loss", loss, engine.global_samples)]
-            stock = self._session.rank == 0  # whose step has written the learning rate
-            engine.monitor.write_events(
-                told if stock else [*told, ("Train/Samples/lr", engine.get_lr()[0], engine.global_samples)]
-            )
+            told = {"train_loss": loss}
+            if self._session.rank != 0:  # whose step has written the learning rate
+                told["lr"] = engine.get_lr()[0]
+            if engine.fp16_enabled():  # changed since that step of stock code's
+                told["loss_scale"] = engine.optimizer.loss_scale
+            samples = engine.global_samples
+            engine.monitor.write_events([(f"Train/Samples/{name}", value, samples) for name, value in told.items()])
         self.commits()
 
     def evaluated(self, loss: float) -> None:

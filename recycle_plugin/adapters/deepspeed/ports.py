@@ -86,6 +86,9 @@ class Skipped:
     def step(self) -> None:
         """Nothing: the step is skipped."""
 
+    def zero_grad(self) -> None:
+        """Nothing: the gradients are dropped already."""
+
 
 class StockNorm:
     """The gradient norm that stock DeepSpeed 0.19 computes in fp32, kept for comparisons.

@@ -14,6 +14,8 @@ from typing import Any
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.settings.wording import SECTION, shown
 
+FP16 = "fp16"  # DeepSpeed's section
+
 
 def refusals(config: dict[str, Any]) -> Iterator[str]:
     """A line for each thing in ``config``, the whole DeepSpeed config, that is not supported; it says what to change.
@@ -54,24 +56,28 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _precision(config: dict[str, Any]) -> Iterator[str]:
-    for name in ("fp16", "torch_autocast", "amp"):
+    for name in ("torch_autocast", "amp"):
         if _section(config, name).get("enabled"):
             yield (
-                f"{name}.enabled: only fp32 and bf16 are supported yet; remove the {name} section, "
-                "and set bf16.enabled to true if you can"
+                f"{name}.enabled: only fp32, bf16 and fp16 are supported yet; remove the {name} section, "
+                "and set bf16.enabled or fp16.enabled to true if you can"
             )
-    if (name := bf16(config)) is not None:
-        yield from _bf16(config, name)
+    name = half(config)
+    if name is not None and name != FP16 and _section(config, FP16).get("enabled"):
+        yield f"{name}.enabled and {FP16}.enabled contradict each other: set one of them to false"
+    elif name is not None:
+        yield from _half(config, name)
 
 
-def bf16(config: dict[str, Any]) -> str | None:
-    """The name of the section that asks for bf16, None if none does: DeepSpeed knows two."""
-    return next((name for name in ("bf16", "bfloat16") if _section(config, name).get("enabled")), None)
+def half(config: dict[str, Any]) -> str | None:
+    """The name of the section that asks for bf16 or fp16, None if none does: DeepSpeed knows two for bf16."""
+    return next((name for name in ("bf16", "bfloat16", FP16) if _section(config, name).get("enabled")), None)
 
 
-def _bf16(config: dict[str, Any], name: str) -> Iterator[str]:
+def _half(config: dict[str, Any], name: str) -> Iterator[str]:
     """Sums, master weights and the optimizer's state are in fp32, whatever stock code would do."""
-    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+    kind = FP16 if name == FP16 else "bf16"
+    for key in (f"{kind}_master_weights_and_grads", "bf16_optimizer_states"):
         if _section(config, name).get(key):
             yield (
                 f"{name}.{key}: master weights, sums of gradients and the optimizer's state are fp32 with "
@@ -82,13 +88,13 @@ def _bf16(config: dict[str, Any], name: str) -> Iterator[str]:
     for key, value in wanted.items():
         if value not in (None, "fp32", "float32"):
             yield (
-                f"{key} is {shown(value)}: bf16 gradients are summed in fp32 with recycle.enabled; "
+                f"{key} is {shown(value)}: {kind} gradients are summed in fp32 with recycle.enabled; "
                 'write "fp32", or leave it out'
             )
     recycle = _section(config, SECTION)
     if recycle.get("norm") == "deepspeed":
         yield f"recycle.norm is \"deepspeed\", fp32's norm: in {name} DeepSpeed's is over all stages; leave it out"
-    if recycle.get("loss_scaling"):
+    if recycle.get("loss_scaling") and name != FP16:
         yield f"recycle.loss_scaling: {name} has fp32's range, and nothing to scale; set it to false"
 
 

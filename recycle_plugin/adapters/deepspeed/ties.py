@@ -47,7 +47,8 @@ def check(specs: list) -> None:
 class Ties:
     """The tied weights of ``module``, made from ``specs``, whose tied keys are on the stages ``shared``.
 
-    All workers build it: it makes process groups.  ``masters``: those of a model in bf16, whose gradients are summed.
+    All workers build it: it makes process groups.  ``masters``: those of a model in bf16 or fp16, whose
+    gradients are summed.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""fp32 master weights of bf16 parameters: what the optimizer steps, and where gradients are summed.
+"""fp32 master weights of bf16 or fp16 parameters: what the optimizer steps, and where gradients are summed.
 
-The bf16 weights are what the model computes with, and nothing but a rounded copy.  Each micro-batch's gradient comes in
-bf16, and is added to the master's in fp32 by itself; so a contribution is the same whoever makes it, and a sum of many
-loses nothing of the small ones.
+The weights are what the model computes with, and nothing but a rounded copy.  Each micro-batch's gradient comes in
+their precision, and is added to the master's in fp32 by itself; so a contribution is the same whoever makes it, and a
+sum of many loses nothing of the small ones.  What is infinite in fp16 is so in the sum.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class Masters:
-    """fp32 copies of bf16 ``weights``, in their order, which the optimizer steps."""
+    """fp32 copies of ``weights``, in their order, which the optimizer steps."""
 
     def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
         self.weights = list(weights)

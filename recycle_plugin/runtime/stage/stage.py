@@ -4,7 +4,7 @@ What lives between the instructions of a micro-batch, its inputs, its graph (sta
 split backward has put off, is in the worker's store (core/worker/step_store.py); here is what makes one of the other.
 Gradients end up in ``parameter.grad``, summed in the order in which the program runs the weight gradients.  In exact
 mode they end up in sums of blocks (runtime/stage/block_sums.py), all of a micro-batch's at its W: also those of layers
-whose backward is not split, which are made in its I. In bf16 the sums are those of the fp32 masters
+whose backward is not split, which are made in its I. In bf16 and fp16 the sums are those of the fp32 masters
 (runtime/stage/masters.py), which what each instruction makes is added to by itself.
 
 After a failure a *boundary-only* forward or input gradient is run for the boundary tensor alone, because a peer needs
@@ -87,8 +87,8 @@ class Stage:
 
     ``deferred`` splits the backward, None leaves it fused.  ``randomness``: the context in which a micro-batch of a
     step draws in its forward ("") and in the halves of its backward ("input", "weight").  ``blocks``: exact mode's
-    sums; ``masters``: those of a model in bf16.  ``fused`` is told the names of layers whose backward is split no more,
-    and ``warn`` what may go wrong.
+    sums; ``masters``: those of a model in bf16 or fp16.  ``fused`` is told the names of layers whose backward is split
+    no more, and ``warn`` what may go wrong.
     """
 
     def __init__(
@@ -175,10 +175,16 @@ class Stage:
         )
         if model.last:
             assert loss is not None, "the last stage makes the loss"
-            return (), Stash(given.inputs, (), loss / model.scale * self.loss_scale), loss.detach()
+            return (), Stash(given.inputs, (), self._scaled(loss / model.scale)), loss.detach()
         stash = Stash(given.inputs, outgoing(outputs), None)
         made = packed(outputs, self._own_memory(key[0], stash.outputs))
         return tuple(tensor.detach() for tensor in made), stash, None
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times its scale, in fp32 at least: in fp16 most scales would make it infinite."""
+        if self.loss_scale == 1.0:
+            return loss
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scale
 
     def _computed(self, key: Key, given: ForwardInputs) -> tuple[Any, torch.Tensor | None]:
         """Compute outputs and loss; once more where layers had to be fused, since the forward differentiates through

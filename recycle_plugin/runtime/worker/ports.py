@@ -153,9 +153,9 @@ class Framework:
     ``micro_batch_size``: samples of one; ``batch()``: samples of a step, of all replicas; ``next_batch(what)`` reads
     the script's plain iterator, ``what`` names it in errors; ``forward(seed, place)`` is the context in which a forward
     draws by ``seed``, for the micro-batch at that position. ``clipping``: the largest norm of a step's gradients, 0:
-    any.  ``state``: what else a step changes, schedulers and counters. ``masters``: those of a model in bf16, which the
-    optimizer steps.  ``norm`` None: the true one over all stages; ``scaler`` None: losses are not scaled. ``compute``:
-    the script's own forward and backward of a model that is one stage (runtime/worker/scripted.py).
+    any.  ``state``: what else a step changes, schedulers and counters. ``masters``: those of a model in bf16 or fp16,
+    which the optimizer steps.  ``norm`` None: the true one over all stages; ``scaler`` None: losses are not scaled.
+    ``compute``: the script's own forward and backward of a model that is one stage (runtime/worker/scripted.py).
     """
 
     seat: Seat

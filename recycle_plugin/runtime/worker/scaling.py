@@ -28,10 +28,12 @@ class LossScale:
         return self._scaler.loss_scale if self._scaler else 1.0
 
     def unscale(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Divide gradients by the scale, in tensors of their own; what they were stays for peers that lack it."""
+        """Take the scale out of gradients, as DeepSpeed does, in tensors of their own; what they were stays for peers
+        that lack it.
+        """
         for parameter in parameters:
             if parameter.grad is not None:
-                parameter.grad = parameter.grad / self.value
+                parameter.grad = parameter.grad * (1.0 / self.value)
 
     def stepped(self, skipped: bool) -> None:
         """Change the scale after a step that was applied, or skipped.  Raises RecycleError where it can't go down any

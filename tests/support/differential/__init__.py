@@ -9,13 +9,14 @@ from collections.abc import Iterator
 
 from recycle_plugin.runtime.stage.boundary import Tensors
 
-from .model import HABITS, MODES, OPTIMIZERS, Course, Journal, Model, stage_of
+from .model import HABITS, HALVES, MODES, OPTIMIZERS, Course, Journal, Model, stage_of
 from .outcome import Outcome, differ
 from .plugin import Plugin
 from .stock import NOBODYS, Stuck, Uncut, check_trains
 
 __all__ = [
     "HABITS",
+    "HALVES",
     "MODES",
     "OPTIMIZERS",
     "Course",

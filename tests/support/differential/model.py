@@ -20,12 +20,13 @@ from tests.support.grammar import BOUNDARIES, CAN_NOT_TRAVEL, DATA, LOSSES, NO_L
 REPLICAS, MICRO_BATCHES = 2, 2
 BATCH = [MicroBatch(replica, index) for replica in range(REPLICAS) for index in range(MICRO_BATCHES)]
 SEED = 11
+HALVES = (torch.bfloat16, torch.float16)
 MODES = ("split", "whole", "fused")  # F, I, W of converted layers; F, B of converted layers; F, B of stock layers
 
 
 @dataclass(frozen=True)
 class Model:
-    """By names of the grammar.  In bf16 there are fp32 masters."""
+    """By names of the grammar.  In bf16 and fp16 there are fp32 masters."""
 
     stages: tuple[tuple[str, ...], ...]
     boundaries: tuple[str, ...] = ()

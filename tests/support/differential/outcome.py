@@ -11,7 +11,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.runtime.stage.boundary import Tensors
 from recycle_plugin.runtime.stage.masters import Masters
 
-from .model import HABITS, OPTIMIZERS, Model
+from .model import HABITS, HALVES, OPTIMIZERS, Model
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Trained:
         self.names, weights = zip(
             *((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
         )
-        self.masters = Masters(weights) if model.dtype is torch.bfloat16 else None
+        self.masters = Masters(weights) if model.dtype in HALVES else None
         self.parameters = list(weights) if self.masters is None else self.masters.parameters
         self._optimizer = OPTIMIZERS[model.optimizer](self.parameters)
 

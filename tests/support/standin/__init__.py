@@ -1,6 +1,7 @@
 """The stand-in accelerator: a device ``standin`` that is not the CPU, to be found by torch once this is imported.
 
-Its kernels are the CPU's, on memory that only they may touch, so its numbers are the CPU's.  What GPUs show only as
+Its kernels are the CPU's, on memory that only they may touch, so its numbers are the CPU's,
+those of dropout with a generator in the same state included.  What GPUs show only as
 rare wrong numbers it raises as RuntimeError: every kernel, copy, event and host access has a vector clock, and two
 accesses to the same bytes of device or pinned memory, one of which writes, have to be ordered by events,
 synchronisations or the order of one stream.  The error names both operators, their streams and the lines that called
@@ -16,6 +17,7 @@ destructor, or in an operation of the CPU on pinned memory) is raised by the nex
 * `synchronisations` counts what would stop a host until a device is done, by kind and place.
 * `host_access` tells of what no operation of torch does: numpy, sockets and files that read or write pinned memory.
 * `generators_digest` is equal before and after whatever restores the generators.
+* ``accelerator.use()``, in the module of that name, makes it DeepSpeed's accelerator.
 * A process that has used the device and forks finds it unusable in the child, as with CUDA.
 
 It can't show: real contexts and their memory, an allocator's rounding, stalls and fragments, what kernels cost, how
@@ -50,7 +52,10 @@ reset_synchronisations = _native.reset_synchronisations
 
 
 def configure(*, clocks: bool = True, stacks: bool = True, late: int | None = None) -> None:
-    """Judge the order of accesses or not, with or without stacks, and make asynchronous copies late by a seed."""
+    """Judge the order of accesses or not, with or without stacks, and make asynchronous copies late by a seed.
+
+    All three are set, whatever they were.
+    """
     _native.configure(clocks, stacks, late)
 
 

@@ -14,7 +14,9 @@ int64_t choose(
   std::optional<at::Tensor> host_mask;
   if (mask && mask->defined())
     host_mask = host_view(*mask).requires_grad_(mask->requires_grad());
-  const auto as_host = [](const at::Tensor& tensor) { return host_view(tensor).requires_grad_(tensor.requires_grad()); };
+  const auto as_host = [](const at::Tensor& tensor) {
+    return host_view(tensor).requires_grad_(tensor.requires_grad());
+  };
   const auto of_cpu =
       at::_fused_sdp_choice(as_host(query), as_host(key), as_host(value), host_mask, p, causal, scale, grouped);
   return static_cast<int64_t>(

@@ -77,8 +77,9 @@ std::string text(const Conflict& conflict) {
     out << work->name << " on " << agent_name(work->agent) << " (" << (writes ? "writes" : "reads") << "), from\n"
         << describe(work->trace);
   };
-  out << "standin: two accesses of " << (conflict.pinned ? "pinned host" : "device") << " memory are not ordered: bytes "
-      << conflict.bytes.begin << " to " << conflict.bytes.end << " of a block of " << conflict.block_bytes << "\n  first: ";
+  out << "standin: two accesses of " << (conflict.pinned ? "pinned host" : "device")
+      << " memory are not ordered: bytes " << conflict.bytes.begin << " to " << conflict.bytes.end << " of a block of "
+      << conflict.block_bytes << "\n  first: ";
   say(conflict.earlier, conflict.earlier_writes);
   out << "  then: ";
   say(conflict.later, conflict.later_writes);

@@ -60,10 +60,17 @@ void now(const at::Tensor& from, const at::Tensor& to) {
   to.copy_(from);
 }
 
+Agent stream_of(const at::Tensor& tensor) {
+  return agent_of(current_stream(tensor.device().index()));
+}
+
 std::optional<Conflict> execute(const Copy& copy, const Trace& trace) {
-  const auto device = (copy.host_is_source ? copy.to : copy.from).device().index();
-  const auto agent = agent_of(current_stream(device));
+  const auto agent = stream_of(copy.host_is_source ? copy.to : copy.from);
+  // As CUDA: between devices it runs on the source's stream, behind the target's, which then waits for it.
+  const auto target = copy.host_is_target ? agent : stream_of(copy.to);
+  clock_of(agent).join(clock_of(target));
   const auto work = submit(copy.name, agent, trace);
+  clock_of(target).join(clock_of(agent));
   std::set<Block*> blocks;
   if (auto conflict = touch_both(copy, work, blocks))
     return conflict;

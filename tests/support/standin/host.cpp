@@ -5,6 +5,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
+#include <torch/csrc/profiler/combined_traceback.h>
 
 #include <sstream>
 
@@ -44,6 +45,15 @@ std::string find_place() {
     frame = outer;
   }
   return script.empty() ? "a thread without Python" : script;
+}
+
+std::string place() {
+  if (!Py_IsInitialized())
+    return "the end of the process";
+  const auto state = PyGILState_Ensure();
+  auto found = find_place();
+  PyGILState_Release(state);
+  return found;
 }
 
 // Which arguments an operation writes to, reads, or only looks at the shape of.
@@ -162,15 +172,6 @@ std::string describe(const Trace& trace) {
   if (!said)
     out << "    a thread without Python, as that of a backward pass\n";
   return out.str();
-}
-
-std::string place() {
-  if (!Py_IsInitialized())
-    return "the end of the process";
-  const auto state = PyGILState_Ensure();
-  auto found = find_place();
-  PyGILState_Release(state);
-  return found;
 }
 
 void watch_host() {

@@ -300,7 +300,8 @@ at::Tensor empty(
   refuse_to_pin(pin);
   c10::DeviceGuard guard(chosen(device));
   return at::detail::empty_generic(
-      size, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(type), format);
+      size, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(type),
+      format);
 }
 
 at::Tensor empty_strided(
@@ -383,8 +384,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolve_backward>());
   // Operators that torch composes of others where a device has no kernel, though the CPU has one.
   for (const auto* name :
-       {"native_layer_norm", "native_group_norm", "_stack", "_stack.out", "addr", "addr.out", "any.dims", "any.dims_out",
-        "all.dims", "all.dims_out", "linalg__powsum", "silu_backward", "mish_backward", "native_channel_shuffle"})
+       {"native_layer_norm", "native_group_norm", "_stack", "_stack.out", "addr", "addr.out", "any.dims",
+        "any.dims_out", "all.dims", "all.dims_out", "linalg__powsum", "silu_backward", "mish_backward",
+        "native_channel_shuffle"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 

@@ -4,14 +4,13 @@
 // device does at its own pace is kept in clocks: each stream and the host have one, and who touches memory unordered
 // with an earlier toucher is told so.
 //
-// One lock (`Lock`) covers all state and every running kernel, so that kernels of one stream never overlap.  Who holds it
-// never waits for Python's lock: stacks are captured before it is taken, and texts are made after it is given back.
+// One lock (`Lock`) covers all state and every running kernel, so that kernels of one stream never overlap.  Who holds
+// it never waits for Python's lock: stacks are captured before it is taken, and texts are made after it is given back.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Stream.h>
-#include <torch/csrc/profiler/combined_traceback.h>
 
 #include <chrono>
 #include <functional>
@@ -23,6 +22,10 @@
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+namespace torch {
+struct CapturedTraceback;
+}
 
 namespace standin {
 
@@ -115,7 +118,6 @@ uint64_t draw();
 
 Trace capture();
 std::string describe(const Trace& trace);
-std::string place();
 void watch_host();
 void count_synchronisation(const std::string& kind);  // before the lock is taken
 std::map<std::pair<std::string, std::string>, int64_t> synchronisations();

@@ -95,7 +95,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     host_learns(all);
   }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag flag) const override {
+  void record(
+      void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag flag) const override {
     use();
     Lock lock;
     if (!*event)

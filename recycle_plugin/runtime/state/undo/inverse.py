@@ -8,7 +8,7 @@ gradient, which is what recovery does, meets the same large values again and end
 within the same few roundings.  With another gradient it goes on with moments that have forgotten what was
 before the spike.  scripts/bench_undo.py measures both.
 
-Refused: parameters in other types than fp32 and fp64 (bf16 would come back with 2⁻⁸ of its value lost),
+Refused: parameters in other types than fp32 and fp64 (bf16 would come back with 2⁻⁸ of its value lost, fp16 with 2⁻¹¹),
 AMSGrad, unknown optimizers, sparse gradients.
 """
 
