@@ -62,10 +62,7 @@ def of_a_parameter(job: ConfiguredJob) -> dict[str, dict[str, int]]:
     """Bytes of one parameter between steps and at each moment of a step, by part; without what does not grow with the
     model.
     """
-    from recycle_plugin.adapters.deepspeed.refusals import bf16
-
-    dtype = job.profile.dtype if job.profile else "fp32" if bf16(job.config) is None else "bf16"
-    one = WorkerBytes(1, dtype, job.settings.undo, _blocks(job), _scales(job), GRADIENT, apart=True)
+    one = WorkerBytes(1, _dtype(job), job.settings.undo, _blocks(job), _scales(job), GRADIENT, apart=True)
     moments = {
         "committed": one.settled,
         "between steps": one.between,
@@ -81,6 +78,15 @@ def _moments(each: dict[str, dict[str, int]]) -> Iterator[str]:
     parts = [part for part in (*OF_A_PARAMETER, "all") if any(of[part] for of in each.values())]
     rows = [("", *each), *((part, *(str(of[part]) for of in each.values())) for part in parts)]
     yield from aligned(rows, tuple(range(1, len(each) + 1)))
+
+
+def _dtype(job: ConfiguredJob) -> str:
+    from recycle_plugin.adapters.deepspeed.refusals import FP16, half
+
+    asked = half(job.config)
+    if job.profile is not None or asked is None:
+        return job.profile.dtype if job.profile is not None else "fp32"
+    return "fp16" if asked == FP16 else "bf16"
 
 
 def _blocks(job: ConfiguredJob) -> int | None:

@@ -381,6 +381,20 @@ def test_bytes_come_from_the_profile(doctor, tmp_path, where) -> None:
     assert found["memory"]["device"] == 2048 * MIB and found["change"] == []
 
 
+@pytest.mark.parametrize(
+    "section, undo, between, peak",
+    (
+        ({}, "snapshot", 28, 36),
+        ({"bf16": {"enabled": True}}, "inverse", 18, 26),
+        ({"fp16": {"enabled": True}}, "host_snapshot", 18, 26),
+    ),
+)
+def test_bytes_of_a_parameter_need_no_profile(doctor, section, undo, between, peak) -> None:
+    config = {**HEALTHY, **section, "recycle": {"enabled": True, "undo": undo}}
+    found = data(doctor, config, "--pp 2 --dp 3")["memory"]["bytes_a_parameter"]
+    assert found["between steps"]["all"] == between and max(of["all"] for of in found.values()) == peak
+
+
 def test_a_cap_in_bytes_is_what_activations_take(doctor, tmp_path) -> None:
     profile.write(small_profile(1024 * MIB), tmp_path / "small.json")
     config = {**HEALTHY, "recycle": {"enabled": True, "activation_cap": "auto", "costs": {"profile": "small.json"}}}

@@ -93,7 +93,11 @@ def test_a_device_that_fails_costs_its_worker(launch, on_the_host):
 
 WATCHED = {"name": "watch_device", "after": 2, "until": STEPS}  # the first steps look at what may be repeated
 INSTRUCTIONS, PEERS, LOSSES = "an instruction", "what goes to a peer, to the host", "a loss, to the host"
-SUMS = {CLIPPED: {"all_reduce, to the host", "a norm, to the host"}, EXACT: {"a part of a sum, to the host"}}
+SUMS = {
+    CLIPPED: {"all_reduce, to the host", "a norm, to the host"},
+    EXACT: {"a part of a sum, to the host"},
+    "recycle.undo=host_snapshot": {"all_reduce, to the host", "what takes a step back, to the host"},
+}
 
 
 def watched(folder) -> dict[str, dict]:

@@ -565,7 +565,7 @@ def small_pieces(seat: str, step: int, after: int) -> None:
     ``after`` of them are under way or over.
     """
     begin, begun = Flight.begin, Counter()
-    staging.PIECE = block_sums.PIECE = 100
+    staging.SUM_PIECE = block_sums.SUM_PIECE = 100
 
     def changed(self: Flight, asked: Asked, link: str = SCRIPT) -> Call:
         now = self._session.work

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from recycle_plugin.core.vocabulary.worker_bytes import GRADIENT, WorkerBytes
 from tests.support.cluster import ForkServer, Run
-from tests.support.jobs import BF16, DEEPSPEED, PLAIN, STANDIN, Shape, Vehicle
+from tests.support.jobs import DEEPSPEED, PLAIN, STANDIN, Shape, Vehicle
 
 STEP = 4  # that is measured: buffers and the optimizer's state are there
 DEADLINE_S = 120.0
@@ -37,7 +37,7 @@ class Case:
 
     def overrides(self) -> list[str]:
         found = [f"recycle.undo={self.undo}", f"gradient_clipping={0.001 if self.clipped else 0.0}"]
-        found += [BF16] if self.dtype == "bf16" else []
+        found += [] if self.dtype == "fp32" else [f"deepspeed={{{self.dtype}: {{enabled: true}}}}"]
         return found + (["recycle.exact=true", f"recycle.exact_block={2 // self.blocks}"] if self.blocks else [])
 
     def __str__(self) -> str:

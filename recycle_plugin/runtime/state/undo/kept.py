@@ -79,39 +79,47 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[Any, Copy] = {}
+        self._copies: list[tuple[list[Any], Copy]] = []  # under way together, with their keys
         self._of: dict[Any, tuple[torch.Tensor, int]] = {}  # what was copied, with its version
         self._forms: dict[Any, TensorForm] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all copies."""
-        return sum(copy.nbytes for copy in self._copies.values())
+        return sum(copy.nbytes for _, copy in self._copies)
 
     def forms(self) -> dict[Any, TensorForm]:
         """The dtype and shape of what each is a copy of."""
         return dict(self._forms)
 
     def start(self, sources: Mapping[Any, torch.Tensor]) -> None:
-        """Begin to copy ``sources``, which nobody changes before :meth:`take`; where that has begun, go on."""
+        """Begin to copy ``sources``, which nobody changes before :meth:`take`; where that has begun, go on.
+
+        What is on the host already is copied at once: there is no other memory that it could stay in.
+        """
         if self._began_with(sources):
             return
-        self._copies = {}  # first, so that their memory is free
+        self._copies = []  # first, so that their memory is free
         self._of = {key: (source, source._version) for key, source in sources.items()}
         self._forms = {key: form_of(source) for key, source in sources.items()}
-        self._copies = {key: _to_host(source) for key, source in sources.items()}
+        for here in (True, False):
+            keys = [key for key, source in sources.items() if on_host(source) is here]
+            if keys:
+                device, given = device_of(sources[keys[0]].device), [sources[key] for key in keys]
+                self._copies.append((keys, device.to_host(given, "what takes a step back", shared=not here)))
 
     def take(self, sources: Mapping[Any, torch.Tensor]) -> None:
         """Have copies of ``sources`` as they are now: those that were begun, or others where something has changed."""
         self.start(sources)
-        for copy in self._copies.values():
+        for _, copy in self._copies:
             copy.wait(COPY_S)
         self._of = {}  # the step that comes changes them
 
     def put_back(self, targets: Mapping[Any, torch.Tensor]) -> None:
         """Copy into the tensor of each key."""
-        for key, copy in self._copies.items():
-            write(targets[key], copy.wait(COPY_S)[0], "what a step is taken back to")
+        for keys, copy in self._copies:
+            for key, value in zip(keys, copy.wait(COPY_S), strict=True):
+                write(targets[key], value, "what a step is taken back to")
 
     def _began_with(self, sources: Mapping[Any, torch.Tensor]) -> bool:
         return self._of.keys() == sources.keys() and all(
@@ -145,13 +153,6 @@ class Small:
     def forget(self) -> None:
         """Drop the copies."""
         self._parts = None
-
-
-def _to_host(source: torch.Tensor) -> Copy:
-    """A copy that is over before ``source`` is changed.  What is on the host already is copied at once: there is no
-    other memory that it could stay in.
-    """
-    return device_of(source.device).to_host((source,), "what takes a step back", shared=not on_host(source))
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
