@@ -11,7 +11,7 @@ import json
 import pytest
 
 from tests.cluster.conftest import launching
-from tests.cluster.test_kills import CLIPPED, FIRST, FUSED, SECOND, matrix, struck
+from tests.cluster.test_kills import CLIPPED, FIRST, FUSED, SECOND, THREE, matrix, one_stage_ahead, replica_lost, struck
 from tests.support.cluster import Run
 from tests.support.jobs import DEEPSPEED, PLAIN, SQUARE, STANDIN, STEPS, WRAPPED, assert_same_training, faults
 
@@ -23,7 +23,6 @@ FEATURES = {
     "a step that others have": ((), "kill 0.0 before 0STEP@5"),
     "fused backward": ((FUSED,), "kill 0.1 before 1B0.1@5"),
     "clipping": ((CLIPPED,), "kill 1.0 after 0VALIDATE@5"),
-    "inverse undo": (("recycle.undo=inverse",), "kill 0.1 before 1REDUCE@5"),
     "nothing kept for peers": (("recycle.keep_bytes=1",), "kill 0.1 before 1W0.1@6"),
     "exact": ((EXACT,), "kill 0.1 before 1I0.1@5"),
     "one step behind the other": (("recycle.stagger_optimizer=false",), "kill 0.0 after 0I0.1@5"),
@@ -39,7 +38,7 @@ def vehicle():
 @pytest.fixture
 def on_the_host(request, references):
     """``on_the_host(*overrides)``: the result of the job without a failure on the CPU."""
-    return lambda *more: references(request.getfixturevalue("plain_server"), PLAIN, SQUARE, *more)
+    return lambda *more, shape=SQUARE: references(request.getfixturevalue("plain_server"), PLAIN, shape, *more)
 
 
 def assert_in_order(result) -> None:
@@ -53,6 +52,16 @@ def test_a_kill_with_each_feature(launch, on_the_host, feature):
     result = launch(faults(kill), *settings, **LATE).finish()
     assert_same_training(result, on_the_host(*settings), {kill.split()[1]})
     assert struck(result) == {kill}
+    assert_in_order(result)
+
+
+@pytest.mark.parametrize("undo", ("host_snapshot", "inverse"))
+def test_a_stage_that_has_stepped_takes_its_step_back(launch, on_the_host, tmp_path, undo):
+    """What takes it back is in pinned memory, or the optimizer's rule turned round on the device."""
+    kills, gate = faults(*replica_lost(1)), one_stage_ahead(tmp_path, 1, 7, 3)
+    result = launch(kills, f"recycle.undo={undo}", shape=THREE, script=WRAPPED, **gate, **LATE).finish()
+    assert_same_training(result, on_the_host(shape=THREE), {"0.0", "0.1"})
+    assert {event["seat"] for event in result.of("recovery_plan") if event["undone"]} == {"1.1", "2.1"}
     assert_in_order(result)
 
 
