@@ -52,6 +52,7 @@ def test_a_kill_with_each_feature(launch, on_the_host, feature):
     result = launch(faults(kill), *settings, **LATE).finish()
     assert_same_training(result, on_the_host(*settings), {kill.split()[1]})
     assert struck(result) == {kill}
+    assert any("recycle.pinned_bytes" in event["text"] for event in result.of("warning")) == ("pinned" in feature)
     assert_in_order(result)
 
 

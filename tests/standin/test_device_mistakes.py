@@ -141,13 +141,14 @@ class seeded:
 
 def test_pinned_memory_has_a_budget_past_which_copies_still_come(standin):
     device = late_device(standin)
-    device.budget(64)
+    missed: list[int] = []
+    device.budget(64, missed.append)
     first = device.room([16], torch.float32)
     second = device.room([1], torch.float32)
-    assert first.is_pinned() and not second.is_pinned()
+    assert first.is_pinned() and not second.is_pinned() and missed == [4]
     view = first[:2]
     del first
-    assert not device.room([16], torch.float32).is_pinned(), "a view still holds it"
+    assert not device.room([16], torch.float32).is_pinned() and missed == [4], "a view still holds it; said once"
     assert down(device) == [3.0] * 4
     del view
     assert device.room([16], torch.float32).is_pinned()

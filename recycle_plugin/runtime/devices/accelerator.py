@@ -120,9 +120,12 @@ class Accelerator:
             f"{torch.get_float32_matmul_precision()} matrix products"
         )
 
-    def budget(self, pinned: int | None) -> None:
-        """Pin at most that many bytes of host memory at a time, or with None as many as there are."""
-        self._pinned.budget = sys.maxsize if pinned is None else pinned
+    def budget(self, pinned: int | None, short: Callable[[int], None]) -> None:
+        """Pin at most that many bytes of host memory at a time, or with None as many as there are.
+
+        ``short`` is called with the size of the first piece that is not pinned for that.
+        """
+        self._pinned.limit(sys.maxsize if pinned is None else pinned, short)
 
     def repeatable(self) -> None:
         """Have torch choose deterministic kernels, and refuse operations that have none, each by name."""

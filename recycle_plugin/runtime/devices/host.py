@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import psutil
@@ -87,7 +87,7 @@ class Cpu:
             f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
         )
 
-    def budget(self, pinned: int | None) -> None:
+    def budget(self, pinned: int | None, short: Callable[[int], None]) -> None:
         """Nothing: none of the host's memory has to be pinned for a device that is the host."""
 
     def repeatable(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,6 +24,11 @@ class PinnedMemory:
     def __init__(self) -> None:
         self.budget, self.used = BUDGET, 0
         self._lock = threading.Lock()
+        self._short: Callable[[int], None] | None = None
+
+    def limit(self, budget: int, short: Callable[[int], None]) -> None:
+        """Pin at most ``budget`` bytes from now on; ``short`` is called once, with the size of what has no room."""
+        self.budget, self._short = budget, short
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous tensor in host memory, pinned within the budget."""
@@ -31,6 +36,9 @@ class PinnedMemory:
         with self._lock:
             pinned = 0 < size <= self.budget - self.used
             self.used += size * pinned
+            short, self._short = (None, self._short) if pinned or not size else (self._short, None)
+        if short is not None:
+            short(size)
         made = torch.empty(shape, dtype=dtype, device=HOST, pin_memory=pinned)
         if pinned:  # the storage lives as long as any view of it, also one in a graph
             weakref.finalize(made.untyped_storage(), self._free, size)

@@ -16,6 +16,8 @@ own.  Who needs what:
   loaders and layers write to them;
 * bytes for hashes and for other workers (runtime/state/stage_state.py), and single numbers: shared, since they are read
   before the thread goes on;
+* what takes a step back, in host memory (runtime/state/undo/snapshot.py): shared, since it is read while nothing
+  changes it, and made anew where something has;
 * a checkpoint that is written in the background: not shared, since training goes on meanwhile.
 
 **Events** tell when work is done, and when it was.  The host is at most one instruction ahead of its device
@@ -33,7 +35,7 @@ An implementation passes tests/runtime/test_device.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -114,9 +116,10 @@ class Device(Protocol):
         alike.
         """
 
-    def budget(self, pinned: int | None) -> None:
-        """Pin at most that many bytes of host memory at a time, or with None as many as there are; more :meth:`room`
-        is of the ordinary kind.
+    def budget(self, pinned: int | None, short: Callable[[int], None]) -> None:
+        """Pin at most that many bytes of host memory at a time, or with None as many as there are.
+
+        More :meth:`room` is of the ordinary kind; ``short`` is called with the size of the first that is.
         """
 
     def repeatable(self) -> None:

@@ -101,7 +101,7 @@ class Trainer:
         _check_faults(settings, self.topology)
         model = framework.model
         assert not isinstance(settings.pinned_bytes, str), "a checked size is a number"
-        model.device.budget(settings.pinned_bytes)
+        model.device.budget(settings.pinned_bytes, self._short_of_pinned)
         if settings.exact:
             model.device.repeatable()
         self._as_started = AsStarted(model.module)
@@ -348,6 +348,15 @@ class Trainer:
             keyed_torch(seed, self._framework.model.device)
             if half
             else self._framework.forward(seed, self._framework.cursor.before(step) + micro_batch.index)
+        )
+
+    def _short_of_pinned(self, size: int) -> None:
+        self._session.note(
+            "warning",
+            f"recycle.pinned_bytes {self._settings.pinned_bytes} is used up at seat {self.seat}, and {size} bytes more "
+            "were asked for: from now on copies from and to the accelerator keep this worker waiting; raise it, or "
+            "lower recycle.keep_bytes",
+            seat=str(self.seat),
         )
 
     def _say_fused(self, names: tuple[str, ...]) -> None:
