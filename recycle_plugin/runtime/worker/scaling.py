@@ -33,7 +33,7 @@ class LossScale:
         """
         for parameter in parameters:
             if parameter.grad is not None:
-                parameter.grad = parameter.grad * (1.0 / self.value)
+                parameter.grad = unscaled(parameter.grad, self.value)
 
     def stepped(self, skipped: bool) -> None:
         """Change the scale after a step that was applied, or skipped.  Raises RecycleError where it can't go down any
@@ -56,3 +56,8 @@ class LossScale:
         """Put the scaler's attributes back."""
         if self._scaler:
             vars(self._scaler).update(state)
+
+
+def unscaled(gradient: torch.Tensor, scale: float) -> torch.Tensor:
+    """A gradient without the loss ``scale``, in a tensor of its own, to the bit as DeepSpeed does it."""
+    return gradient * (1.0 / scale)

@@ -21,7 +21,7 @@ from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo import KINDS, Undo
 from recycle_plugin.runtime.state.undo.kept import Keeper
 from recycle_plugin.runtime.worker.ports import Optimizer, Parameters
-from recycle_plugin.runtime.worker.scaling import LossScale
+from recycle_plugin.runtime.worker.scaling import LossScale, unscaled
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 
 
@@ -99,8 +99,8 @@ class Stepping:
             return self._clipping.share() / self._scale.value**2
 
     def _unscale_and_apply(self) -> None:
-        value = self._scale.value  # which the step may change
-        self._gradients.scale(partial(self._scale.unscale, self._parameters), lambda gradient: gradient / value)
+        again = partial(unscaled, scale=self._scale.value)  # which the step may change
+        self._gradients.scale(partial(self._scale.unscale, self._parameters), again)
         self._optimizer.apply()
 
     def _skip(self) -> None:
