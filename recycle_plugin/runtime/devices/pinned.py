@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -24,6 +26,9 @@ class PinnedMemory:
     def __init__(self) -> None:
         self.budget, self.used = BUDGET, 0
         self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._live: dict[int, weakref.ref] = {}  # no weakref.finalize: the process's end goes through all of those,
+        # and fails where other threads free one meanwhile
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous tensor in host memory, pinned within the budget."""
@@ -33,9 +38,11 @@ class PinnedMemory:
             self.used += size * pinned
         made = torch.empty(shape, dtype=dtype, device=HOST, pin_memory=pinned)
         if pinned:  # the storage lives as long as any view of it, also one in a graph
-            weakref.finalize(made.untyped_storage(), self._free, size)
+            number = next(self._numbers)
+            self._live[number] = weakref.ref(made.untyped_storage(), partial(self._free, number, size))
         return made
 
-    def _free(self, size: int) -> None:
+    def _free(self, number: int, size: int, _: object) -> None:
+        del self._live[number]
         with self._lock:
             self.used -= size
