@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         section = section_of(found.config)
         settings = Settings.from_section(section)
         command = checked(launcher)
+        if not found.seconds > 0:
+            raise ValueError(f"--seconds {found.seconds:g}: write a number above 0")
         out = found.out.resolve()
         out.mkdir(parents=True, exist_ok=True)
         with terminable():

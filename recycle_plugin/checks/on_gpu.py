@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return NO_GPU
-    if found.minutes <= 0:
+    if not found.minutes > 0:
         print(f"on_gpu: --minutes {found.minutes:g}: write a number above 0", file=sys.stderr)
         return BAD
     wanted = [STAGES[name] for name in found.stage or STAGES]

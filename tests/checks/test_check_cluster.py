@@ -107,6 +107,8 @@ def test_a_job_that_does_not_start_is_one_row(tmp_path, monkeypatch, capsys):
     [
         (["--", "nowhere-to-be-found"], "nowhere-to-be-found is not in PATH here: write behind -- what you start"),
         (["--", "true"], "true does not name recycle_plugin.launch, without which a job survives nothing"),
+        (["--seconds", "0"], "--seconds 0: write a number above 0"),
+        (["--seconds", "nan"], "--seconds nan: write"),
         (["--config", "/nowhere.json"], "/nowhere.json: No such file or directory; give the path of DeepSpeed"),
     ],
 )

@@ -96,7 +96,11 @@ def test_a_failure_is_said_and_stays(tried, call, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "options, said",
-    [(("--minutes", "0"), "--minutes 0: write a number above 0"), (("--minutes", "-1"), "--minutes -1: write")],
+    [
+        (("--minutes", "0"), "--minutes 0: write a number above 0"),
+        (("--minutes", "-1"), "--minutes -1: write"),
+        (("--minutes", "nan"), "--minutes nan: write"),
+    ],
 )
 def test_bad_input_is_one_line(call, capsys, options, said):
     assert call(*options) == on_gpu.BAD

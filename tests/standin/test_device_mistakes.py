@@ -5,6 +5,7 @@ On a GPU each of them is a wrong number once in a while.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import pytest
@@ -161,3 +162,14 @@ def test_a_wait_for_the_device_has_a_deadline(standin):
 
     with pytest.raises(WaitTimeout, match=r"^waited 0\.01 s for 1F0\.1@3$"):
         StreamEvent(Never(), "1F0.1@3").wait(0.01)
+
+
+def test_the_process_may_end_while_threads_free_pinned_memory(standin):
+    """Its end would go through all that weakref has to finalize, which fails where another thread changes that."""
+    device = late_device(standin)
+    before = len(weakref.finalize._registry)
+    kept = [device.room([100], torch.float32) for _ in range(10)]
+    assert all(each.is_pinned() for each in kept) and len(weakref.finalize._registry) == before
+    used = device._pinned.used
+    kept.clear()
+    assert used - device._pinned.used == 4000

@@ -36,6 +36,7 @@ class LateDevice:
 
     where, kind, generators = CPU.where, CPU.kind, CPU.generators
     room, memory, arithmetic, budget, repeatable = CPU.room, CPU.memory, CPU.arithmetic, CPU.budget, CPU.repeatable
+    order = CPU.order
 
     def __init__(self, held: bool = False) -> None:
         self.held, self.breaks = held, None

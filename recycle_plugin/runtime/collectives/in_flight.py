@@ -31,8 +31,10 @@ from recycle_plugin.runtime.collectives.link import Broken, Handle, Link, Operat
 from recycle_plugin.runtime.collectives.outcomes import LARGEST, Outcomes, Said, lines_of
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import on_host
-from recycle_plugin.runtime.devices.kinds import fetch, write
+from recycle_plugin.runtime.devices.kinds import fetch, order_of, write
+from recycle_plugin.runtime.devices.port import Order
 from recycle_plugin.runtime.movers.tcp import DEATH_S
+from recycle_plugin.runtime.state.touch import tensors_in
 
 ALL, EACH = "all", "each"
 SCRIPT, SUMS = "", " sums"  # links
@@ -82,15 +84,17 @@ class Call:
     """A collective under way on the link ``link``.
 
     ``number`` counts the script's collectives of one group or channel, None where nobody counts this one; ``lasts``: it
-    survives a membership change.  ``handle`` is that of the present try, None while there is none.  Once ``over`` it
-    has ``error``, or results in ``held``, which for a receive came from rank ``source``; ``handed``: the caller's
-    tensors have them.
+    survives a membership change.  It is behind what its caller had started on the device before it, and its result is
+    written in that ``order`` too, whichever thread, on whichever stream, comes to do so.  ``handle`` is that of the
+    present try, None while there is none.  Once ``over`` it has ``error``, or results in ``held``, which for a receive
+    came from rank ``source``; ``handed``: the caller's tensors have them.
     """
 
     asked: Asked
     link: str
     number: int | None
     lasts: bool
+    order: Order
     handle: Handle | None = None
     held: list[torch.Tensor] = field(default_factory=list)
     over: bool = False
@@ -171,7 +175,8 @@ class Flight:
         with self._lock:
             asked.check()
             lasts = link == SCRIPT and outside and len(self._ranks) > 1
-            call = Call(asked, link, self._number_of(asked) if lasts else None, lasts)
+            order = order_of(tensors_in((asked.tensors, asked.given)))
+            call = Call(asked, link, self._number_of(asked) if lasts else None, lasts, order)
             self._calls.append(call)
             if link == SUMS:
                 self._start(call)
@@ -198,6 +203,7 @@ class Flight:
         with self._lock:
             self._forget(call)
         self._hand_over(call)
+        call.order.join()
         if call.link == SCRIPT:
             self._hand_over_finished()
 
@@ -207,6 +213,7 @@ class Flight:
             self._see_to(call, self._session.check)
         if call.over and call.error is None:
             self._hand_over(call)
+            call.order.join()
         return call.over
 
     def _see_to(self, call: Call, look: Callable[[], object]) -> None:
@@ -273,12 +280,14 @@ class Flight:
 
     def _start(self, call: Call) -> None:
         asked = call.asked
-        call.held = [_copy(tensor) if call.lasts or not on_host(tensor) else tensor for tensor in asked.tensors]
+        with call.order.kept():
+            call.held = [_copy(tensor) if call.lasts or not on_host(tensor) else tensor for tensor in asked.tensors]
         if len(self.position) == 1 and not asked.alone:
             self._end(call)
             return
         try:
-            operation = asked.make(call.held)
+            with call.order.kept():
+                operation = asked.make(call.held)
         except RuntimeError as error:  # tensors that do not fit together
             self._end(call, error)
             return
@@ -343,7 +352,7 @@ class Flight:
         if call.handed:
             return
         call.handed = True
-        with torch.no_grad():
+        with torch.no_grad(), call.order.kept():
             for tensor, value in (
                 zip(call.asked.tensors, call.held) if call.asked.writes else ()
             ):  # else autograd would take the tensor for changed

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch
 from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.devices.host import CPU, on_host
 from recycle_plugin.runtime.devices.pinned import PinnedMemory
-from recycle_plugin.runtime.devices.port import Copy, DeviceEvent, DeviceMemory, Tensors
+from recycle_plugin.runtime.devices.port import Copy, DeviceEvent, DeviceMemory, Order, Tensors
 
 SHORTEST_S, LONGEST_S = 20e-6, 200e-6  # between two looks at an event; a device may wait for its host meanwhile
 
@@ -100,6 +101,10 @@ class Accelerator:
         """Mark the end of what the calling thread has started on the device so far."""
         return StreamEvent(self._mark(self._module.current_stream(self.where)), what)
 
+    def order(self) -> Order:
+        """The order of the stream that the calling thread computes on."""
+        return StreamOrder(self._module, self._module.current_stream(self.where))
+
     def _mark(self, stream: Any) -> Any:
         event = self._module.Event(enable_timing=True)
         event.record(stream)
@@ -152,6 +157,23 @@ class StreamEvent:
     def since(self, earlier: StreamEvent) -> float:
         """Seconds between two marks that the device has come to, by its own clock."""
         return earlier._event.elapsed_time(self._event) / 1000
+
+
+class StreamOrder:
+    """The order of a ``stream`` of the kind of device that ``module`` is torch's for."""
+
+    def __init__(self, module: Any, stream: Any) -> None:
+        self._module, self._stream = module, stream
+
+    def kept(self) -> AbstractContextManager[object]:
+        """A context in which the calling thread computes on the stream."""
+        return self._module.stream(self._stream)
+
+    def join(self) -> None:
+        """Put what the calling thread starts from now on behind all that is on the stream."""
+        ours = self._module.current_stream(self._stream.device)
+        if ours != self._stream:
+            ours.wait_stream(self._stream)
 
 
 class Downward:

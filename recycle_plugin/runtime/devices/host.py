@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import psutil
 import torch
 
-from recycle_plugin.runtime.devices.port import Copy, DeviceEvent, DeviceMemory, Tensors
+from recycle_plugin.runtime.devices.port import Copy, DeviceEvent, DeviceMemory, Order, Tensors
 
 HOST = torch.device("cpu")  # where memory is that other processes, files and networks can be given
 
@@ -50,6 +51,17 @@ class Done(NamedTuple):
         return self.at - earlier.at
 
 
+class CallsInOrder:
+    """The order of calls, which no thread can leave where all is done when a call returns."""
+
+    def kept(self) -> AbstractContextManager[object]:
+        """A context that changes nothing."""
+        return nullcontext()
+
+    def join(self) -> None:
+        """Nothing: all that was started is done."""
+
+
 class Cpu:
     """The host itself as a device: its work is done when a call returns.
 
@@ -75,6 +87,10 @@ class Cpu:
     def event(self, what: object) -> DeviceEvent:
         """An event that has happened now."""
         return Done(time.perf_counter())
+
+    def order(self) -> Order:
+        """The order of calls."""
+        return CallsInOrder()
 
     def memory(self) -> DeviceMemory:
         """The machine's memory, used by all processes and in total."""

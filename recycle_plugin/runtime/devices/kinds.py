@@ -7,14 +7,15 @@ which torch has streams and events will do.  CUDA is meant; which of them was tr
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import cache
 
 import torch
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.accelerator import Accelerator
-from recycle_plugin.runtime.devices.host import CPU, HOST
-from recycle_plugin.runtime.devices.port import COPY_S, Device
+from recycle_plugin.runtime.devices.host import CPU, HOST, on_host
+from recycle_plugin.runtime.devices.port import COPY_S, Device, Order
 
 
 def kinds() -> tuple[str, ...]:
@@ -62,6 +63,12 @@ def in_use() -> bool:
     """
     found = torch.accelerator.current_accelerator()
     return found is not None and torch.get_device_module(found).is_initialized()
+
+
+def order_of(tensors: Iterable[torch.Tensor]) -> Order:
+    """The calling thread's order on the device that ``tensors`` are on; some of them may be in host memory."""
+    where = next((tensor.device for tensor in tensors if not on_host(tensor)), HOST)
+    return device_of(where).order()
 
 
 def put(source: torch.Tensor, where: torch.device, what: object) -> torch.Tensor:

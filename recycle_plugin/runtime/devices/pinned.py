@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -22,9 +25,13 @@ class PinnedMemory:
     """
 
     def __init__(self) -> None:
-        self.budget, self.used = BUDGET, 0
+        self.budget, self._taken = BUDGET, 0
         self._lock = threading.Lock()
         self._short: Callable[[int], None] | None = None
+        self._numbers = itertools.count()
+        self._live: dict[int, weakref.ref] = {}  # no weakref.finalize: the process's end goes through all of those,
+        # and fails where other threads free one meanwhile
+        self._freed: deque[int] = deque()  # sizes: what is freed may be so at any line of any thread, also in room()
 
     def limit(self, budget: int, short: Callable[[int], None]) -> None:
         """Pin at most ``budget`` bytes from now on; ``short`` is called once, with the size of what has no room."""
@@ -34,16 +41,28 @@ class PinnedMemory:
         """An uninitialised contiguous tensor in host memory, pinned within the budget."""
         size = torch.Size(shape).numel() * dtype.itemsize
         with self._lock:
-            pinned = 0 < size <= self.budget - self.used
-            self.used += size * pinned
+            pinned = 0 < size <= self.budget - self._settled()
+            self._taken += size * pinned
             short, self._short = (None, self._short) if pinned or not size else (self._short, None)
         if short is not None:
             short(size)
         made = torch.empty(shape, dtype=dtype, device=HOST, pin_memory=pinned)
         if pinned:  # the storage lives as long as any view of it, also one in a graph
-            weakref.finalize(made.untyped_storage(), self._free, size)
+            number = next(self._numbers)
+            self._live[number] = weakref.ref(made.untyped_storage(), partial(self._free, number, size))
         return made
 
-    def _free(self, size: int) -> None:
+    @property
+    def used(self) -> int:
+        """Bytes that are pinned now."""
         with self._lock:
-            self.used -= size
+            return self._settled()
+
+    def _settled(self) -> int:
+        while self._freed:
+            self._taken -= self._freed.popleft()
+        return self._taken
+
+    def _free(self, number: int, size: int, _: object) -> None:
+        del self._live[number]
+        self._freed.append(size)

@@ -36,6 +36,7 @@ An implementation passes tests/runtime/test_device.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -75,6 +76,16 @@ class DeviceEvent(Protocol):
         """Seconds between two events of one device, both of which have happened."""
 
 
+class Order(Protocol):
+    """The order in which a device does what some thread has started on it."""
+
+    def kept(self) -> AbstractContextManager[object]:
+        """A context: what the calling thread starts inside is done in this order."""
+
+    def join(self) -> None:
+        """Have what the calling thread starts from now on done behind all that was started in this order."""
+
+
 class DeviceMemory(NamedTuple):
     """A device's memory in bytes; ``used`` counts all processes."""
 
@@ -103,6 +114,9 @@ class Device(Protocol):
 
     def event(self, what: object) -> DeviceEvent:
         """Mark the end of the work that has been started on the device so far."""
+
+    def order(self) -> Order:
+        """The order of what the calling thread starts on the device now."""
 
     @property
     def generators(self) -> Sequence[torch.Generator]:

@@ -1,0 +1,57 @@
+"""A script's collectives of what is on the device, asked for on one stream and waited for on another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recycle_plugin.runtime.collectives import group
+from tests.runtime.conftest import FakeCoordinator
+
+
+@contextmanager
+def beside(standin) -> Iterator[torch.Stream]:
+    """A stream beside this process's own, which is a process group for itself."""
+    standin.configure(late=5)
+    coordinator = FakeCoordinator()
+    group.register(coordinator.session(0))
+    dist.init_process_group("recycle", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield torch.Stream(device=standin.NAME)
+    finally:
+        coordinator.close()
+
+
+def test_asked_for_on_another_stream_than_waited_on(standin):
+    with beside(standin) as side:
+        with side:
+            total = torch.full((4,), 3.0, device=standin.NAME)
+            work = dist.all_reduce(total, async_op=True)
+        work.wait()
+        assert total.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("way", ("looks", "asks for another"))
+def test_its_result_comes_while_its_caller_is_on_another_stream(standin, way):
+    with beside(standin) as side:
+        total = torch.full((4,), 3.0, device=standin.NAME)
+        work = dist.all_reduce(total, async_op=True)
+        with side:
+            if way == "looks":
+                assert work.is_completed()
+            else:
+                dist.barrier()
+        work.wait()
+        assert total.tolist() == [3.0] * 4
+
+
+def test_who_has_looked_may_read_it_at_once(standin):
+    with beside(standin) as side:
+        total = torch.full((4,), 3.0, device=standin.NAME)
+        work = dist.all_reduce(total, async_op=True)
+        with side:
+            assert work.is_completed() and total.sum().item() == 12.0
