@@ -58,17 +58,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out.mkdir(parents=True, exist_ok=True)
         with terminable():
             rows, sections = tried(Started(command, dict(os.environ), found.seconds), out, section, settings)
+        text = "\n".join([f"check_cluster, {' '.join(command)}", "", *table(rows), *sections])
+        (out / "check.txt").write_text(text + "\n")
+        (out / "check.json").write_text(
+            json.dumps(
+                {"command": command, "passed": all_passed(rows), "rows": [row.as_data() for row in rows]}, indent=1
+            )
+        )
     except (ValueError, OSError) as error:
         print(f"check_cluster: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("check_cluster: interrupted; its job was ended, and there is no table", file=sys.stderr)
         return 130
-    text = "\n".join([f"check_cluster, {' '.join(command)}", "", *table(rows), *sections])
-    (out / "check.txt").write_text(text + "\n")
-    (out / "check.json").write_text(
-        json.dumps({"command": command, "passed": all_passed(rows), "rows": [row.as_data() for row in rows]}, indent=1)
-    )
     print(f"{text}\n\nsend back {out / 'check.txt'} and {out / 'check.json'}")
     return int(not all_passed(rows))
 

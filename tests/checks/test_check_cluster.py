@@ -118,6 +118,14 @@ def test_bad_input_is_one_line(tmp_path, capsys, given, said):
     assert line.startswith(f"check_cluster: {said}")
 
 
+def test_a_table_that_cannot_be_written_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cluster, "tried", lambda *_: ([Row("a job without a failure", True, "20 steps")], []))
+    (tmp_path / "check.txt").mkdir()
+    assert cluster.main(["--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "Is a directory" in line and "check.txt" in line
+
+
 def test_a_wrong_setting_is_one_line(tmp_path, capsys):
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({"recycle": {"enabled": True, "heartbeat_timeout_s": "long"}}))
