@@ -17,6 +17,7 @@ from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.devices import accelerator
 from recycle_plugin.runtime.devices.accelerator import Accelerator, StreamEvent
 from recycle_plugin.runtime.devices.host import There
+from recycle_plugin.runtime.devices.pinned import PinnedMemory
 from recycle_plugin.runtime.stage import randomness
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.stage.stage import LoadedBatch, Stage
@@ -153,6 +154,22 @@ def test_pinned_memory_has_a_budget_past_which_copies_still_come(standin):
     assert down(device) == [3.0] * 4
     del view
     assert device.room([16], torch.float32).is_pinned()
+
+
+def test_memory_that_the_machine_does_not_let_one_pin_is_ordinary(standin):
+    make, missed, pinned = torch.empty, [], PinnedMemory()
+    pinned.limit(1 << 30, missed.append)
+    kept = pinned.room([8], torch.float32)
+
+    def refusing(*given, pin_memory=False, **named):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return make(*given, **named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "empty", refusing)
+        room = pinned.room([4], torch.float32)
+    assert not room.is_pinned() and missed == [16] and pinned.used == pinned.budget == kept.nbytes
 
 
 def test_a_wait_for_the_device_has_a_deadline(standin):

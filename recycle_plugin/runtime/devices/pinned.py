@@ -43,13 +43,28 @@ class PinnedMemory:
         with self._lock:
             pinned = 0 < size <= self.budget - self._settled()
             self._taken += size * pinned
-            short, self._short = (None, self._short) if pinned or not size else (self._short, None)
-        if short is not None:
-            short(size)
-        made = torch.empty(shape, dtype=dtype, device=HOST, pin_memory=pinned)
-        if pinned:  # the storage lives as long as any view of it, also one in a graph
-            number = next(self._numbers)
-            self._live[number] = weakref.ref(made.untyped_storage(), partial(self._free, number, size))
+        made = self._pinned(shape, dtype, size) if pinned else None
+        if made is None and size:
+            with self._lock:
+                short, self._short = self._short, None
+            if short is not None:
+                short(size)
+        return torch.empty(shape, dtype=dtype, device=HOST) if made is None else made
+
+    def _pinned(self, shape: Sequence[int], dtype: torch.dtype, size: int) -> torch.Tensor | None:
+        """Room that is pinned; None where the machine gives no more of it, whatever the budget, a container for
+        instance: then what is pinned is the budget.
+        """
+        try:
+            made = torch.empty(shape, dtype=dtype, device=HOST, pin_memory=True)
+        except RuntimeError:  # the device's; where it is the device that has failed, its next call says so
+            with self._lock:
+                self._taken -= size
+                self.budget = min(self.budget, self._settled())
+            return None
+        number = next(self._numbers)
+        # the storage lives as long as any view of it, also one in a graph
+        self._live[number] = weakref.ref(made.untyped_storage(), partial(self._free, number, size))
         return made
 
     @property

@@ -353,9 +353,9 @@ class Trainer:
     def _short_of_pinned(self, size: int) -> None:
         self._session.note(
             "warning",
-            f"recycle.pinned_bytes {self._settings.pinned_bytes} is used up at seat {self.seat}, and {size} bytes more "
-            "were asked for: from now on copies from and to the accelerator keep this worker waiting; raise it, or "
-            "lower recycle.keep_bytes",
+            f"recycle.pinned_bytes {self._settings.pinned_bytes}, or what the machine lets one pin, is used up at seat "
+            f"{self.seat}, and {size} bytes more were asked for: from now on copies from and to the accelerator keep "
+            "this worker waiting; raise it (ulimit -l and a container's limits too), or lower recycle.keep_bytes",
             seat=str(self.seat),
         )
 
