@@ -53,7 +53,7 @@ HALVES = {
     "bf16": "deepspeed={bf16: {enabled: true}}",
     "fp16": "deepspeed={fp16: {enabled: true, initial_scale_power: 8}}",
 }  # no step is skipped
-REFUSED = "supported yet"  # in a refusal's line
+REFUSED = "DeepSpeed has no "  # in the line that refuses a precision (adapters/deepspeed/engine_checks.py)
 MEND = "send the run folder's events.jsonl and output.txt"
 
 

@@ -242,7 +242,7 @@ def test_precisions_are_judged_one_by_one(place, monkeypatch):
 
     def gpt(folder, device, *more):
         if "fp16" in str(more):
-            raise RunFailed("x\nfp16.enabled: only fp32 and bf16 are supported yet; remove it")
+            raise RunFailed("x\nfp16.enabled: DeepSpeed has no fp16 on this device, cpu; set it")
         return ended(4.0, 3.0, 2.0, 1.001) if more else ended(4.0, 3.0, 2.0, 1.0)
 
     monkeypatch.setattr(gpu_jobs, "gpt", gpt)
@@ -277,8 +277,8 @@ def test_the_line_that_ended_a_job_is_the_rows():
     error = RunFailed("the run in x ended\n[recycle 1.0] end: the job ends: why\nTraceback\n  more")
     assert killed.failed("kill", error, Path("x")).text == "[recycle 1.0] end: the job ends: why"
     assert killed.failed("kill", RunFailed("the run in x ended\nmore"), Path("x")).text == "the run in x ended"
-    said = RunFailed("x\n[recycle 1.0] end: the job ends: fp16.enabled: only fp32 and bf16 are supported yet; remove")
+    said = RunFailed("x\n[recycle 1.0] end: the job ends: fp16.enabled: DeepSpeed has no fp16 on this device, cpu; set")
     assert gpu_jobs.refused("fp16", said) == Row(
-        "fp16", None, "refused: fp16.enabled: only fp32 and bf16 are supported yet; remove"
+        "fp16", None, "refused: fp16.enabled: DeepSpeed has no fp16 on this device, cpu; set"
     )
     assert gpu_jobs.refused("fp16", RunFailed("x\nTraceback")) is None
