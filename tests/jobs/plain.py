@@ -93,11 +93,8 @@ def evaluated(replica: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tenso
     return batch(0, replica, micro_batch)
 
 
-def main() -> None:
-    overrides = [
-        text.lstrip("+") for text in sys.argv[1:]
-    ]  # Hydra, which reads those of DeepSpeed jobs, asks for a + where there is no default
-    job = OmegaConf.merge(DEFAULTS, OmegaConf.from_dotlist(overrides))
+def prepare(job) -> None:
+    """Change what is to be changed from outside, before anything is made."""
     wraps = json.loads(os.environ.get("RECYCLE_TEST_WRAP", "[]"))
     for arguments in wraps if isinstance(wraps, list) else [wraps]:
         name = arguments.pop("name")
@@ -106,6 +103,9 @@ def main() -> None:
         sys.path.append(str(Path(__file__).parents[2]))
         importlib.import_module("tests.support.standin")  # torch finds it from now on
     plans.follow(plan)
+
+
+def layers_of(job) -> list:
     width = job.model.width
     layers = [
         lambda: nn.Embedding(64, width),
@@ -122,19 +122,19 @@ def main() -> None:
         layers[1] = loss
     if job.layer == "shape":
         layers[-1] = lambda: nn.Linear(width + 1, 64)
-    settings = OmegaConf.to_container(job.recycle) | {"run_dir": job.run_dir}
-    scheduler = (
-        (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
-        if job.schedule
-        else None
-    )
-    optimizer = OPTIMIZERS[job.optimizer]
+    return layers
+
+
+def pipeline_of(job) -> Pipeline:
+    optimizer, scheduler = OPTIMIZERS[job.optimizer], None
+    if job.schedule:
+        scheduler = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step))
     if job.wrong == "optimizer":
         optimizer = optimizer([torch.zeros(2, requires_grad=True)])
     if job.wrong == "plateau":
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau
-    pipeline = Pipeline(
-        layers,
+    return Pipeline(
+        layers_of(job),
         loss,
         optimizer,
         job.data or batch,
@@ -143,9 +143,23 @@ def main() -> None:
         parts=job.parts,
         scheduler=scheduler,
         clip=job.gradient_clipping,
-        settings=settings,
+        settings=OmegaConf.to_container(job.recycle) | {"run_dir": job.run_dir},
         device=job.device,
     )
+
+
+def go_wrong(job, pipeline: Pipeline) -> None:
+    """End as the job says, if it is to end after this step."""
+    if job.wrong == f"raise {pipeline.seat} after {pipeline.steps}":
+        raise ValueError("two\nlines")
+    if job.wrong == f"exit {pipeline.seat} after {pipeline.steps}":
+        sys.exit(5)
+    if job.wrong == f"vanish after {pipeline.steps}":
+        os._exit(0)
+
+
+def train(job, pipeline: Pipeline) -> dict:
+    """What is recorded of all steps, and of what the plan has for between them."""
     record = {
         "rank": int(RANK),
         "pid": os.getpid(),
@@ -158,13 +172,19 @@ def main() -> None:
         record["evaluated"].append(pipeline.evaluate(evaluated))
     while pipeline.steps < job.steps and not plans.told(plan):
         record["losses"].append(pipeline.step())
-        if job.wrong == f"raise {pipeline.seat} after {pipeline.steps}":
-            raise ValueError("two\nlines")
-        if job.wrong == f"exit {pipeline.seat} after {pipeline.steps}":
-            sys.exit(5)
-        if job.wrong == f"vanish after {pipeline.steps}":
-            os._exit(0)
+        go_wrong(job, pipeline)
         between_steps(pipeline, record)
+    return record
+
+
+def main() -> None:
+    overrides = [
+        text.lstrip("+") for text in sys.argv[1:]
+    ]  # Hydra, which reads those of DeepSpeed jobs, asks for a + where there is no default
+    job = OmegaConf.merge(DEFAULTS, OmegaConf.from_dotlist(overrides))
+    prepare(job)
+    pipeline = pipeline_of(job)
+    record = train(job, pipeline)
     for name, write in (
         ("losses", lambda path: path.write_text(json.dumps(record))),
         ("parameters", lambda path: torch.save(pipeline.module.state_dict(), path)),
