@@ -9,6 +9,7 @@ import pytest
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.protocol import (
     TRY_AGAIN,
+    Collected,
     Committed,
     End,
     Exited,
@@ -266,3 +267,27 @@ def test_a_guard_that_is_killed_is_no_end():
     membership = started()
     out = membership.receive(Unguarded(3, 77), 0.0)
     assert not out.messages and membership.ended is None
+
+
+def test_who_leaves_still_gets_the_norm_of_its_last_step_when_the_others_are_through_with_the_next():
+    """It has heard nothing for a while, and then all at once; the others need it for no commit of later steps."""
+    line = ControlView(1)
+    for message in (
+        Generation(2, (member(0), member(2)), 5, "leave", 0.0),
+        Collected(4, "norm", {"0": 1.0, "1": 2.0}),
+        Committed(4),
+        Committed(5),
+    ):
+        line.take(message)
+    assert line.collected(4, "norm") == {"0": 1.0, "1": 2.0}
+
+
+def test_who_stays_keeps_no_norm_of_a_step_before_the_committed_one():
+    line = ControlView(0)
+    for message in (
+        Generation(2, (member(0), member(2)), 5, "leave", 0.0),
+        Collected(4, "norm", {"0": 1.0, "1": 2.0}),
+        Committed(5),
+    ):
+        line.take(message)
+    assert line.collected(4, "norm") is None
