@@ -93,7 +93,7 @@ def test_an_error_before_training_is_the_jobs_cause(launch):
     assert result.output.count("Traceback") == 1 and result.code == 1
     (line,) = (line for line in result.output.splitlines() if "the job ends" in line)
     assert "the job ends: the script of rank " in line and line.endswith(
-        f"{SCRIPT}:{line_of('optimizer = OPTIMIZERS')} before training started"
+        f"{SCRIPT}:{line_of('OPTIMIZERS[job.optimizer]')} before training started"
     ), line
 
 
