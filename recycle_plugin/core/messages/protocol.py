@@ -65,6 +65,34 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class CatchUp(OfWorker):
+    """A newcomer's script has come to the present, and it asks for the state of its stage."""
+
+
+@dataclass(frozen=True)
+class Serving(OfWorker):
+    """A worker serves ``newcomer`` at ``address``; the coordinator passes it on to that one."""
+
+    newcomer: WorkerId
+    address: str
+
+
+@dataclass(frozen=True)
+class CaughtUp(OfWorker):
+    """A newcomer has the state after ``step``, follows the others' steps, and asks to take part."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class StateHash(OfWorker):
+    """A hash of a worker's state after ``step``, which the coordinator has asked for."""
+
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class SurvivorReport(OfWorker):
     """A worker has stopped for ``generation``, and says what it has.
 
@@ -365,6 +393,16 @@ class Fence(OfWorker):
 
 
 @dataclass(frozen=True)
+class Serve:
+    """A worker is to serve ``newcomer``, which catches up: with the state after ``from_step``, or a later one; and to
+    send the hash of the state after that step.
+    """
+
+    newcomer: WorkerId
+    from_step: int
+
+
+@dataclass(frozen=True)
 class Committed:
     """All stages have applied ``step``: its effects stay.
 
@@ -419,6 +457,10 @@ MESSAGES = (
     # from a worker or its supervisor
     Hello,
     Ready,
+    CatchUp,
+    Serving,
+    CaughtUp,
+    StateHash,
     SurvivorReport,
     Fingerprint,
     ComputeTime,
@@ -445,6 +487,7 @@ MESSAGES = (
     Resume,
     Lease,
     Fence,
+    Serve,
     Committed,
     Collected,
     BarrierPassed,

@@ -31,7 +31,8 @@ class WorkerId(NamedTuple):
 class Member:
     """A worker of a generation: where it sits, where its peers reach it, and on which host it runs.
 
-    ``shard``: its place in the seat's group.
+    ``shard``: its place in the seat's group.  ``joining``: it has just come back, so it takes part in sums and steps,
+    and is given no work until its state has been compared.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Member:
     host: str
     incarnation: int = 0
     shard: int = 0
+    joining: bool = False
 
     @property
     def worker(self) -> WorkerId:
@@ -138,6 +140,11 @@ class Roster:
         return self._by_seat.keys()
 
     @cached_property
+    def working(self) -> frozenset[Seat]:
+        """The seats whose holders are given work: all but those that are still joining."""
+        return frozenset(member.seat for member in self.members if not member.joining)
+
+    @cached_property
     def shards(self) -> int:
         """The number of shards of the seat that has most of them; 0 without members."""
         return max(map(len, self._by_seat.values()), default=0)
@@ -182,8 +189,12 @@ class Roster:
         return self._by_stage.get(stage, ())
 
     def is_last(self, member: Member) -> bool:
-        """Whether no other seat of ``member``'s stage is held.  Costs time in proportion to the stage's members."""
-        return all(other.seat == member.seat for other in self.stage(member.seat.stage))
+        """Whether no other seat of ``member``'s stage is at work, so that only this one is known to have its state.
+        Costs time in proportion to the stage's members.
+        """
+        return not member.joining and all(
+            other.seat == member.seat or other.joining for other in self.stage(member.seat.stage)
+        )
 
     @cached_property
     def live_stages(self) -> tuple[int, ...]:

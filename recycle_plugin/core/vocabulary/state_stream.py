@@ -1,0 +1,67 @@
+"""What a source says to a newcomer that catches up: the state of their stage, unit by unit, and what the steps since do
+to it.
+
+A *unit* is a parameter with all that the optimizer keeps for it, so that steps can be applied to it alone.  Each is of
+the state after some committed step.  From then on the source sends what its stage's workers have exchanged in each
+step, the *sums*, and once a step is committed a *marker* that says so.  A stream has its order: when the marker of step
+k is read, the last sums of k before it are those that were applied, whatever was summed, rejected or made again before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a newcomer asks a source for: its ``units``, by name, in this order; with ``head`` first what goes by value,
+    and the list of all units.
+    """
+
+    units: tuple[str, ...] = ()
+    head: bool = False
+
+
+@dataclass(frozen=True)
+class Head:
+    """What goes by value of the state after ``step``, and the weight of each unit, in bytes."""
+
+    step: int
+    value: Any
+    units: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The unit ``name`` of the state after ``step``; ``value`` None: it was damaged on its way."""
+
+    step: int
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the workers of the stage have exchanged in ``step`` for the units that this source has handed out."""
+
+    step: int
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Marker:
+    """``step`` is committed, and was applied with regard to ``norm``; what follows is of the state after it, or
+    later.  ``begins``: the first one of its stream, whose step's sums have not come with it.  ``valid_from``: the
+    generation from which the source's data is valid (core/worker/step_store.py).
+    """
+
+    step: int
+    norm: Any = None
+    begins: bool = False
+    valid_from: int = 0
+
+
+Item = Head | Unit | Sums | Marker
+"""What comes over a stream."""

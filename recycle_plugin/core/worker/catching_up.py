@@ -1,0 +1,244 @@
+"""A newcomer's side of catching up: it takes the state of its stage from several sources at once, while they train, and
+follows the steps that they commit.
+
+It has one clock: its state is that after the committed step ``clock``.  Units come in streams
+(core/vocabulary/state_stream.py), from the state after ``clock`` or a later one.  From one step to the next it goes
+once every source has said that the next one is committed: to what is here it applies the sums that they have sent, by
+the optimizer's own step; what is not here yet comes as it is later.  A unit is asked for again where it was damaged,
+where it is older than the clock, or where its source has gone, from whom no sums come any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Sums, Unit
+
+
+class Inlet(Protocol):
+    """A line from one source; nothing that is called here blocks."""
+
+    def ask(self, asked: Asked) -> None:
+        """Asks the source for units."""
+
+    def items(self) -> Iterable[Item]:
+        """What has come since this was called last, in its order."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether the source is gone, and all that has come from it is handed out."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+
+class FilledState(Protocol):
+    """A worker's state of its stage that is filled with others' (core/worker/filled_stage.py)."""
+
+    def begin(self, step: int, head: Any) -> None:
+        """Takes what goes by value of the state after ``step``, and makes room for units."""
+
+    def write(self, name: str, value: Any) -> None:
+        """Writes a unit."""
+
+    def follow(self, marker: Marker, sums: Mapping[str, Any]) -> None:
+        """Applies the step that ``marker`` says is committed: to each unit of ``sums`` what is given, to the others
+        nothing.
+        """
+
+
+@dataclass
+class _Stream:
+    inlet: Inlet
+    at: int | None = None  # the last marker
+    items: deque[Item] = field(default_factory=deque)
+    sums: dict[int, dict[str, Any]] = field(default_factory=dict)  # by step
+    markers: dict[int, Marker] = field(default_factory=dict)  # by step
+
+    def has_passed(self, step: int) -> bool:
+        return self.at is not None and self.at >= step
+
+    def forget(self, step: int) -> None:
+        """Drops what was said of the steps up to ``step``."""
+        self.markers = {each: marker for each, marker in self.markers.items() if each > step}
+        self.sums = {each: sums for each, sums in self.sums.items() if each > step}
+
+
+class CatchingUp:
+    """The catching up of one newcomer, whose ``state`` is to be filled."""
+
+    def __init__(self, state: FilledState) -> None:
+        self._state = state
+        self._streams: dict[WorkerId, _Stream] = {}
+        self._lead: WorkerId | None = None  # who was asked for the head
+        self._weights: Mapping[str, int] = {}
+        self._from: dict[str, WorkerId] = {}  # whom each unit was asked from
+        self._here: set[str] = set()  # units of the state after ``clock``
+        self.clock: int | None = None
+        self.damaged = 0  # units that had to be read again
+        self.taken = 0  # bytes of units that have come, also of those that came again
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the state is here."""
+        return self.clock is not None and len(self._here) == len(self._weights)
+
+    @property
+    def progress(self) -> float:
+        """The share of the state that is here, by weight."""
+        total = sum(self._weights.values())
+        return sum(self._weights[name] for name in self._here) / total if total else float(self.whole)
+
+    def add_source(self, source: WorkerId, inlet: Inlet) -> None:
+        """Takes from one more source, or anew from one whose line was broken."""
+        if source in self._streams:
+            self._drop(source)
+        self._streams[source] = _Stream(inlet)
+        if self.clock is not None:
+            self._share_out()
+
+    def close(self) -> None:
+        """Takes from nobody any more."""
+        for stream in self._streams.values():
+            stream.inlet.close()
+        self._streams.clear()
+
+    def pump(self) -> bool:
+        """Takes in what has come, and follows as far as that goes; returns whether anything has changed."""
+        before = self.clock, len(self._here), len(self._streams), self.taken
+        for source in [source for source, stream in self._streams.items() if not self._hear(source, stream)]:
+            self._drop(source)
+        if self.clock is None:
+            self._ask_for_head()
+        while self._advance():
+            pass
+        return before != (self.clock, len(self._here), len(self._streams), self.taken)
+
+    # --- what comes --------------------------------------------------------------------------------
+
+    def _hear(self, source: WorkerId, stream: _Stream) -> bool:
+        """Takes in what has come from a source; returns whether the line stands."""
+        stream.items.extend(stream.inlet.items())
+        while stream.items and self._take(source, stream, stream.items[0]):
+            stream.items.popleft()
+        return not stream.inlet.broken
+
+    def _take(self, source: WorkerId, stream: _Stream, item: Item) -> bool:
+        """Takes one item in; returns False where it is of a state that this worker has not come to."""
+        match item:
+            case Marker():
+                stream.at = item.step
+                if not item.begins:
+                    stream.markers[item.step] = item
+            case Sums():
+                stream.sums.setdefault(item.step, {}).update(item.values)
+            case Head():
+                if self.clock is None:
+                    self._begin(item)
+            case Unit():
+                if self.clock is None or item.step > self.clock:
+                    return False
+                self._take_unit(source, stream, item)
+        return True
+
+    def _begin(self, head: Head) -> None:
+        self.clock, self._weights = head.step, head.units
+        self._state.begin(head.step, head.value)
+        self._share_out()
+
+    def _take_unit(self, source: WorkerId, stream: _Stream, unit: Unit) -> None:
+        if self._from.get(unit.name) != source:
+            return  # it was asked of another one meanwhile
+        self.taken += self._weights[unit.name]
+        if unit.value is None:
+            self.damaged += 1
+            del self._from[unit.name]
+            self._share_out(but=source)
+        elif unit.step < (self.clock or 0):
+            stream.inlet.ask(Asked((unit.name,)))
+        else:
+            self._state.write(unit.name, unit.value)
+            self._here.add(unit.name)
+
+    # --- whom to ask -------------------------------------------------------------------------------
+
+    def _ask_for_head(self) -> None:
+        if self._lead not in self._streams and self._streams:
+            self._lead = min(self._streams)
+            self._streams[self._lead].inlet.ask(Asked(head=True))
+
+    def _share_out(self, but: WorkerId | None = None) -> None:
+        """Asks for all units that nobody was asked for, each of who is asked for least; of ``but`` only where there is
+        nobody else.  Costs time in proportion to the units, times the sources.
+        """
+        sources = sorted(self._streams.keys() - {but}) or sorted(self._streams)
+        if not sources:
+            return
+        load, asked = dict.fromkeys(sources, 0), {source: [] for source in sources}
+        for name, source in self._from.items():
+            if source in load and name not in self._here:
+                load[source] += self._weights[name]
+        for name in sorted(self._weights.keys() - self._from.keys(), key=lambda name: (-self._weights[name], name)):
+            source = min(sources, key=lambda one: (load[one], one))
+            load[source] += self._weights[name]
+            self._from[name] = source
+            asked[source].append(name)
+        for source, names in asked.items():
+            if names:
+                self._streams[source].inlet.ask(Asked(tuple(names)))
+
+    def _drop(self, source: WorkerId) -> None:
+        """Asks others for what a source that is gone was asked for: also for what is here, which its sums would
+        follow.
+        """
+        self._streams.pop(source).inlet.close()
+        for name in [name for name, whom in self._from.items() if whom == source]:
+            del self._from[name]
+            self._here.discard(name)
+        if self.clock is not None:
+            self._share_out()
+
+    # --- following ---------------------------------------------------------------------------------
+
+    def _advance(self) -> bool:
+        """Goes on by one step, if all sources are behind it."""
+        if self.clock is None or not self._streams:
+            return False
+        step = self.clock + 1
+        if not all(stream.has_passed(step) for stream in self._streams.values()):
+            return False
+        told = [stream.markers[step] for stream in self._streams.values() if step in stream.markers]
+        if not told:
+            self._begin_anew()
+            return False
+        sums: dict[str, Any] = {}
+        for source, stream in self._streams.items():
+            found = stream.sums.get(step, {})
+            sums.update({name: value for name, value in found.items() if self._follows(name, source)})
+        self._state.follow(told[0], sums)
+        self.clock = step
+        self._ask_again(self._here - sums.keys())
+        for source, stream in list(self._streams.items()):
+            stream.forget(step)
+            self._hear(source, stream)
+        return True
+
+    def _begin_anew(self) -> None:
+        """Takes nothing for granted any more: all who were there at the next step are gone."""
+        self.clock, self._lead, self._weights = None, None, {}
+        self._from.clear()
+        self._here.clear()
+        self._ask_for_head()
+
+    def _follows(self, name: str, source: WorkerId) -> bool:
+        return name in self._here and self._from[name] == source
+
+    def _ask_again(self, names: Iterable[str]) -> None:
+        """Asks once more for units that were here and that nobody has sent the sums of."""
+        for name in sorted(names):
+            self._here.discard(name)
+            self._streams[self._from[name]].inlet.ask(Asked((name,)))

@@ -1,0 +1,65 @@
+"""A newcomer's stage while it is filled with others' state, and follows their steps: its store and its step counts are
+those of a worker that has applied them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.state_stream import Marker
+from recycle_plugin.core.worker.step_store import StepStore
+
+
+class StateWriter(Protocol):
+    """The part of a worker's machine that has its stage's state."""
+
+    def fill(self, head: Any) -> None:
+        """Takes what goes by value from another worker's state, and makes room for units."""
+
+    def write(self, name: str, value: Any) -> None:
+        """Writes a unit of another worker's state."""
+
+    def gathered(self, step: int, sums: Mapping[str, Any]) -> Mapping[Datum, Any]:
+        """What REDUCE and TIE of ``step`` would have left, with ``sums`` for these units, and nothing for others."""
+
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
+        """Makes what STEP provides, of what the store has."""
+
+
+class FilledStage:
+    """The stage of the worker that has ``store`` and counts its steps in ``steps``, before it is a member."""
+
+    def __init__(self, machine: StateWriter, store: StepStore, steps: StepMachine) -> None:
+        self._machine, self._store, self._steps = machine, store, steps
+
+    def begin(self, step: int, head: Any) -> None:
+        """Takes what goes by value of the state after ``step``, and makes room for units."""
+        self._steps.stepped = self._steps.committed = step
+        self._store.rewind(step, self._store.valid_from)
+        self._machine.fill(head)
+
+    def write(self, name: str, value: Any) -> None:
+        """Writes a unit."""
+        self._machine.write(name, value)
+
+    def follow(self, marker: Marker, sums: Mapping[str, Any]) -> None:
+        """Applies the step that ``marker`` says is committed: to each unit of ``sums`` what is given, to the others
+        nothing.
+        """
+        store, step = self._store, marker.step
+        store.valid_from = marker.valid_from
+        for datum, value in self._machine.gathered(step, sums).items():
+            store.put(datum, value)
+        if marker.norm is not None:
+            store.put(Datum("norm", store.seat.stage, None, step), marker.norm)
+        store.run(
+            Instruction(Op.STEP, store.seat.stage, None, step),
+            lambda one, have: self._machine.compute(one, have, False),
+        )
+        self._steps.applied(step)
+        self._steps.commit(step)
+        store.commit(step)

@@ -1,0 +1,80 @@
+"""A newcomer, from its script's first step to the one from which it is a member.
+
+Its script runs from the top.  What the others have committed it is told of, and nothing is computed: the step of a
+replayed script returns at once.  Once it has come to the present the state is caught up with
+(core/worker/catching_up.py), and from then on each step returns when the others have committed it and it is applied
+here.  Only then does the newcomer ask to take part; it enters a generation that holds from a step to come, and from
+that step on it runs programs as everybody does (core/worker/training_loop.py), at first without work of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from recycle_plugin.core.messages.protocol import CatchUp, CaughtUp, Generation, Serving
+from recycle_plugin.core.worker.catching_up import CatchingUp, FilledState, Inlet
+from recycle_plugin.core.worker.control_view import JobEnded
+from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.training_loop import LoopPort, TrainingLoop
+
+
+class Newcomer:
+    """The worker of ``loop`` before it is a member.  ``open_line``: makes the line to a source (core/messages/protocol:
+    Serving says where).
+    """
+
+    def __init__(
+        self, port: LoopPort, loop: TrainingLoop, state: FilledState, open_line: Callable[[Serving], Inlet]
+    ) -> None:
+        self._port, self._view, self._loop, self._open = port, port.control_view, loop, open_line
+        self._asked = self._said = False
+        self._catching_up = CatchingUp(state)
+
+    @property
+    def catching_up(self) -> CatchingUp:
+        """What has come of the state."""
+        return self._catching_up
+
+    def train(self, step: int) -> Waits[bool]:
+        """Yields until ``step`` is committed by the others, and applied here if need be: True.  False where from this
+        step on the worker is a member.  Raises JobEnded.
+        """
+        if not self._asked and step <= self._view.committed:
+            return True
+        if not self._asked:
+            self._asked = True
+            self._port.send(CatchUp(self._view.rank))
+        what = f"the state of stage {self._loop.seat.stage} from its peers, for step {step}"
+        while True:
+            followed = yield from self._port.wait(what, lambda: self._followed(step), interruptible=False)
+            if followed is True:
+                return True
+            if isinstance(followed, Generation) and (yield from self._enter(followed)):
+                self._catching_up.close()
+                return False
+
+    def _enter(self, generation: Generation) -> Waits[bool]:
+        """Enters the generation; returns whether it is in force here, and has not been replaced by one without this
+        worker.
+        """
+        yield from self._loop.enter(generation)
+        return self._view.generation is generation
+
+    def _followed(self, step: int) -> bool | Generation | None:
+        """True once ``step`` is followed; the generation that is to be entered before it; None before that."""
+        for serving in self._view.take_sources():
+            self._catching_up.add_source(serving.worker, self._open(serving))
+        self._catching_up.pump()
+        clock, end, planned = self._catching_up.clock, self._view.end, self._view.pending
+        if end is not None and end.step and self._view.committed >= end.step - 1:
+            raise JobEnded(end.reason, end.failed, end.code)
+        if not self._catching_up.whole:
+            return None
+        if clock is not None and clock >= step:
+            return True
+        if planned is not None and clock == planned.from_step - 1 == step - 1:
+            return planned
+        if not self._said:
+            self._said = True
+            self._port.send(CaughtUp(self._view.rank, clock or 0))
+        return None

@@ -1,0 +1,178 @@
+"""A source's side of catching up: it hands the state of its stage out to newcomers, while it trains.
+
+Nobody waits for a newcomer.  Units are read between two steps, and only while all that is applied here is known to be
+committed, so that nothing is handed out that may be taken back; where the sum of the next step is there already, it
+goes after the unit.  Sums go out as soon as they are made, markers once the commit is known
+(core/vocabulary/state_stream.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Sums, Unit
+
+
+class SharedState(Protocol):
+    """A worker's state of its stage, as others are given it."""
+
+    def head(self) -> tuple[Any, Mapping[str, int]]:
+        """What goes by value, and the weight of each unit in bytes, by name."""
+
+    def read(self, name: str, rest: bool) -> Any:
+        """A copy of a unit; None as long as some of it is still to be read, by the next calls.
+
+        ``rest``: all that is left of it, however long that takes.  Nothing of it changes between the calls.
+        """
+
+    def sums(self, step: int, names: Iterable[str]) -> Mapping[str, Any]:
+        """What ``step`` applies to each of these units."""
+
+
+class Outlet(Protocol):
+    """A line to one newcomer; nothing that is called here blocks."""
+
+    def asked(self) -> Iterable[Asked]:
+        """What the newcomer has asked for since this was called last."""
+
+    def send(self, item: Item) -> None:
+        """Sends one item, after all before it."""
+
+    def has_room(self, waiting: bool) -> bool:
+        """Whether something may be read for this newcomer now.  ``waiting``: this worker has nothing else to do."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether the newcomer is gone."""
+
+    def close(self) -> None:
+        """Ends it; what was sent still gets there."""
+
+
+class Serving:
+    """The serving of one newcomer, over ``outlet``, from the first moment at which the state is that after
+    ``from_step`` or later.
+    """
+
+    def __init__(self, state: SharedState, outlet: Outlet, from_step: int) -> None:
+        self._state, self.outlet, self._from_step = state, outlet, from_step
+        self._wanted: deque[str] = deque()
+        self._wants_head = False
+        self._handed: set[str] = set()
+        self._at: int | None = None  # the last marker's step
+        self._reading: tuple[str, int] | None = None  # a unit that is half read, and of which step
+
+    def between(self, stepped: int, valid_from: int, summed: bool, waiting: bool) -> bool:
+        """Hands out what may be now, a unit or a part of one, where the state is that after the committed step
+        ``stepped``; returns whether it has done something.
+
+        ``valid_from``: of this worker's data; ``summed``: the sum of the next step is there; ``waiting``: this worker
+        has nothing else to do.
+        """
+        for asked in self.outlet.asked():
+            self._wants_head |= asked.head
+            self._wanted.extend(asked.units)
+            self._handed.difference_update(asked.units)
+        if stepped < self._from_step or not (self._wants_head or self._wanted or self._reading):
+            return False
+        if self._at is None:
+            self._at = stepped
+            self.outlet.send(Marker(stepped, begins=True, valid_from=valid_from))
+        if self._wants_head:
+            self._wants_head = False
+            self.outlet.send(Head(stepped, *self._state.head()))
+            return True
+        if not self.outlet.has_room(waiting):
+            return False
+        return self._read(stepped, summed, rest=False)
+
+    def before_step(self, stepped: int) -> None:
+        """Reads the rest of a unit of which some was read, since STEP changes it."""
+        if self._reading is not None:
+            self._read(stepped, True, rest=True)
+
+    def summed(self, step: int) -> None:
+        """Sends what ``step`` applies to the units that were handed out: it is there now."""
+        if self._handed:
+            self.outlet.send(Sums(step, self._state.sums(step, sorted(self._handed))))
+
+    def committed(self, step: int, norms: Mapping[int, Any], valid_from: int) -> None:
+        """Says that all up to ``step`` is committed.  ``norms``: with regard to which steps were applied."""
+        while self._at is not None and self._at < step:
+            self._at += 1
+            self.outlet.send(Marker(self._at, norms.get(self._at), valid_from=valid_from))
+
+    def _read(self, stepped: int, summed: bool, rest: bool) -> bool:
+        if self._reading is None:
+            if not self._wanted:
+                return False
+            self._reading = self._wanted.popleft(), stepped
+        name, step = self._reading
+        assert step == stepped, f"{name} is read over a step"
+        value = self._state.read(name, rest)
+        if value is not None:
+            self._reading = None
+            self._handed.add(name)
+            self.outlet.send(Unit(stepped, name, value))
+            if summed:
+                self.outlet.send(Sums(stepped + 1, self._state.sums(stepped + 1, [name])))
+        return True
+
+
+class Servings:
+    """All newcomers that a worker serves."""
+
+    def __init__(self) -> None:
+        self._by_newcomer: dict[WorkerId, Serving] = {}
+        self._norms: dict[int, Any] = {}  # with regard to which the last steps were applied
+
+    def __bool__(self) -> bool:
+        return bool(self._by_newcomer)
+
+    def add(self, newcomer: WorkerId, serving: Serving) -> None:
+        """Serves one more, in the place of whoever had its rank before."""
+        self.end([other for other in self._by_newcomer if other.rank == newcomer.rank])
+        self._by_newcomer[newcomer] = serving
+
+    def end(self, newcomers: Iterable[WorkerId]) -> None:
+        """Serves these no more."""
+        for newcomer in set(newcomers) & self._by_newcomer.keys():
+            self._by_newcomer.pop(newcomer).outlet.close()
+
+    def close(self) -> None:
+        """Ends all of it."""
+        self.end([*self._by_newcomer])
+
+    def between(self, stepped: int, committed: int, valid_from: int, summed: bool, waiting: bool) -> bool:
+        """Serves, where the state is that after step ``stepped``, and ``committed`` is known to be committed; returns
+        whether there was something to do.  The others: see :meth:`Serving.between`.
+        """
+        self.end([newcomer for newcomer, serving in self._by_newcomer.items() if serving.outlet.broken])
+        self._say_committed(min(stepped, committed), valid_from)
+        if stepped > committed:
+            return False
+        return any(
+            [serving.between(stepped, valid_from, summed, waiting) for serving in self._by_newcomer.values()]
+        )
+
+    def before_step(self, stepped: int, valid_from: int) -> None:
+        """Gets ready for STEP, where the state is that after the committed step ``stepped``."""
+        self._say_committed(stepped, valid_from)
+        for serving in self._by_newcomer.values():
+            serving.before_step(stepped)
+
+    def summed(self, step: int) -> None:
+        """Sends on what ``step`` applies."""
+        for serving in self._by_newcomer.values():
+            serving.summed(step)
+
+    def stepped(self, step: int, norm: Any) -> None:
+        """Notes that ``step`` was applied with regard to ``norm``."""
+        self._norms = {step: norm, step - 1: self._norms.get(step - 1)}
+
+    def _say_committed(self, step: int, valid_from: int) -> None:
+        for serving in self._by_newcomer.values():
+            serving.committed(step, self._norms, valid_from)
