@@ -62,6 +62,7 @@ class Watcher:
             step for step, what in given.between if what != "pause"
         }  # steps after which all do something together
         self._evaluated: dict[int, Mapping[str, int]] = {}
+        self._moments: dict[tuple[int, int], tuple[int, ...]] = {}  # by stage, before a step that is committed
         self._published: set[int] = set()
         self._costly: set[tuple[int, str]] = set()  # work for which somebody was given up
         self._why_unsaved: dict[int, str] = {}  # by step: why there is no checkpoint of it
@@ -233,6 +234,9 @@ class Watcher:
             if held is not None and step <= self.steps + 1:
                 if self._samples is not None and step - 1 > self._committed:
                     self._follow(step - 1, step - 1)
+                moments = tuple(worker.numbers.moments.values())
+                if self._moments.setdefault((worker.seat.stage, step), moments) != moments:
+                    self.say(f"seat {worker.seat} has other moments behind step {step - 1} than its stage's others")
                 if not self.rounds and held != self.reference.weights[step][worker.seat.stage]:
                     self.say(f"seat {worker.seat} has wrong weights behind step {step - 1}")
                 return
@@ -335,6 +339,7 @@ class Watcher:
                 and worker.control_view.worker not in cluster.membership.lost
                 and worker.reason in at_the_end
                 and not worker.runs
+                and not worker.control_view.newcomer
             ):
                 self._right_weights(worker, last)
         if (ended is None or not ended.failed) and self._committed < last:

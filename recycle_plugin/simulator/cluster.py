@@ -47,6 +47,7 @@ from recycle_plugin.simulator.exercised import Exercised, ProtocolRule
 from recycle_plugin.simulator.message_delays import MessageDelays
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 from recycle_plugin.simulator.script import Died, Script
+from recycle_plugin.simulator.simulated_state import Pipe
 from recycle_plugin.simulator.simulated_worker import DEADLINES, SharedPlanner, SimulatedMachine, Sum
 
 WORKER, SECOND, SUPERVISOR, DATA = (
@@ -77,6 +78,8 @@ class Cluster:
             rank: SimulatedMachine(self, rank, seat, weights[seat.stage])
             for rank, seat in enumerate(scenario.shape.seats)
         }
+        self.pipes: dict[str, Pipe] = {}  # by address, between sources and newcomers
+        self._damages = Random(f"damages in {scenario.torn}")
         self.rank_of = {seat: rank for rank, seat in enumerate(scenario.shape.seats)}
         self.sums: dict[tuple[int, Op, int, int], Sum] = {}  # by generation, what it is, its first stage, step
         self.events: list[tuple[int, Event]] = []
@@ -98,15 +101,15 @@ class Cluster:
         self._under_way: dict[
             int, tuple[int, int, Callable[[], None]]
         ] = {}  # data, by number: from whom, to whom, and its arrival
+        self.returned: list[SimulatedMachine] = []  # processes in whose place others have come
         self.written: dict[
             tuple[int, int], dict[Seat, int | None]
         ] = {}  # checkpoints, whole or not, by step and attempt: a weight of each writer, None where it could not
 
     def run(self, until_us: int) -> None:
         """Runs until nobody has anything left to do, or until ``until_us``."""
-        for rank, worker in self.workers.items():
-            worker.life = Script(worker).run()
-            self.later(0, partial(self.advance, rank))
+        for worker in self.workers.values():
+            self._begin(worker)
         for trouble in self.scenario.troubles:
             self.later(trouble.at_us, partial(self._strike, trouble))
         self.later(0, self._tick)
@@ -115,6 +118,14 @@ class Cluster:
             self.now, _, happen = heappop(self._agenda)
             happen()
         self.exercised[ProtocolRule.FOR_WANT_OF_ROOM] = sum(worker.store.let_go for worker in self.workers.values())
+
+    def _begin(self, worker: SimulatedMachine) -> None:
+        worker.life = Script(worker).run()
+        self.later(0, partial(self.advance, worker))
+
+    def damages(self) -> bool:
+        """Whether what is sent to a newcomer now is damaged."""
+        return self._damages.random() < self.scenario.damaged_share
 
     def later(self, after_us: int, happen: Callable[[], None]) -> None:
         """Calls ``happen`` in ``after_us`` microseconds."""
@@ -128,7 +139,7 @@ class Cluster:
         return self._departed | {
             rank
             for rank, worker in self.workers.items()
-            if worker.control_view.worker in lost or worker.reason == LEAVE
+            if worker.control_view.worker in lost or worker.reason == LEAVE or worker.control_view.newcomer
         }
 
     def _note_departures(self) -> None:
@@ -139,7 +150,10 @@ class Cluster:
             self._departed |= {
                 rank
                 for rank, worker in self.workers.items()
-                if worker.alive and worker.runs and worker.control_view.worker not in members
+                if worker.alive
+                and worker.runs
+                and worker.control_view.worker not in members
+                and not worker.control_view.newcomer
             }
 
     # --- the coordinator and its lines --------------------------------------------------------------
@@ -194,7 +208,7 @@ class Cluster:
                     else worker.control_view.worker == whom
                 )
                 if addressed and rank not in self.cut:
-                    self.travel((WORKER, "back", rank), partial(self._deliver, rank, message))
+                    self.travel((WORKER, "back", rank), partial(self._deliver, worker, message))
         self.watcher.committed(self)
         number = self.membership.regrouping
         if number is not None and number != self._watched:
@@ -205,18 +219,21 @@ class Cluster:
         if self.membership.regrouping == number:
             self._act(self.membership.regroup_overdue(DEADLINES.regroup_timeout_s))
 
-    def _deliver(self, rank: int, message: object) -> None:
-        worker = self.workers[rank]
+    def _deliver(self, worker: SimulatedMachine, message: object) -> None:
         if worker.alive:
             self.exercised.delivered(message, worker.control_view, worker.store)
             worker.control_view.take(End(0, message.reason, True) if isinstance(message, Fence) else message)
-            self.wake(rank)
+            self.wake(worker)
 
     def _tell_supervisors(self, message: object) -> None:
         if isinstance(message, Fence):
             self.watcher.fenced(self, message.rank, message.reason)
         if isinstance(message, Fence) and message.rank not in self.cut and not self.workers[message.rank].unfenced:
-            self.travel((SUPERVISOR, "back", message.rank), partial(self.kill, message.rank))
+            self.travel((SUPERVISOR, "back", message.rank), partial(self._kill_fenced, message.worker))
+
+    def _kill_fenced(self, fenced: WorkerId) -> None:
+        if self.workers[fenced.rank].control_view.worker == fenced:
+            self.kill(fenced.rank)
 
     def _tick(self) -> None:
         self._at_coordinator(lambda: self._act(self.membership.tick(self.now / 1e6)))
@@ -226,9 +243,12 @@ class Cluster:
         """Sends the heartbeats of every worker and of its supervisor."""
         for rank, worker in self.workers.items():
             if worker.alive:
-                self.tell_coordinator(rank, SupervisorHeartbeat(rank, worker.stopped, worker.cpu_s), SUPERVISOR)
+                process = worker.control_view.incarnation
+                alive = SupervisorHeartbeat(rank, worker.stopped, worker.cpu_s, incarnation=process)
+                self.tell_coordinator(rank, alive, SUPERVISOR)
                 if not worker.stopped and worker.runs:
-                    self.tell_coordinator(rank, Heartbeat(rank, self.now, worker.done, *worker.at, worker.step))
+                    beat = Heartbeat(rank, self.now, worker.done, *worker.at, worker.step, incarnation=process)
+                    self.tell_coordinator(rank, beat)
         self.later(HEARTBEAT_US, self._send_heartbeats)
 
     # --- data ---------------------------------------------------------------------------------------
@@ -274,7 +294,7 @@ class Cluster:
                     else ProtocolRule.OLD_GENERATION
                 ] += 1
             worker.deliver(datum, value, valid_from)
-            self.wake(target)
+            self.wake(worker)
 
     # --- troubles -----------------------------------------------------------------------------------
 
@@ -311,6 +331,9 @@ class Cluster:
             case "again":
                 for rank in ranks:
                     self._come_again(rank)
+            case "return":
+                for rank in ranks:
+                    self._return(rank)
             case "leave" | "end":
                 for rank in ranks:
                     self._ask(trouble.kind, rank)
@@ -347,9 +370,9 @@ class Cluster:
         it reads why.
         """
         if self.workers[rank].alive and self.workers[rank].control_view.worker in self.membership.lost:
-            self.tell_coordinator(rank, Fatal(rank, "nobody answers"))
+            self.workers[rank].send(Fatal(rank, "nobody answers"))
         self.workers[rank].stopped = False
-        self.wake(rank)
+        self.wake(self.workers[rank])
 
     def kill(self, rank: int) -> None:
         """Kills the worker of ``rank``, which the coordinator hears of by its connection and from its supervisor."""
@@ -359,13 +382,29 @@ class Cluster:
         worker.alive, worker.stopped = False, False
         self._touch_sums(rank)
         if rank not in self.cut:
+            process = worker.control_view.worker
             self.later(
-                self.random.choice((0, self.random.randrange(DETECTION_US // 4))), partial(self._disconnect, rank)
+                self.random.choice((0, self.random.randrange(DETECTION_US // 4))),
+                partial(self._disconnect, rank, WORKER, process),
             )
+            exited = Exited(rank, -9, self.now / 1e6, incarnation=process.incarnation)
             self.later(
-                self.random.randrange(DETECTION_US),
-                partial(self.tell_coordinator, rank, Exited(rank, -9, self.now / 1e6), SUPERVISOR),
+                self.random.randrange(DETECTION_US), partial(self.tell_coordinator, rank, exited, SUPERVISOR)
             )
+
+    def _return(self, rank: int) -> None:
+        """Starts a process in the place of one that is known to be dead, or has left, as a supervisor does."""
+        before = self.workers[rank]
+        if before.alive and before.runs or not self.membership.started or self.membership.ended is not None:
+            return
+        if rank in self.cut or not self.membership.course.is_free(WorkerId(rank, before.control_view.incarnation + 1)):
+            self.later(DETECTION_US, partial(self._return, rank))
+            return
+        self._departed.discard(rank)
+        worker = SimulatedMachine(self, rank, before.seat, 0, before.control_view.incarnation + 1)
+        self.returned.append(before)
+        self.workers[rank] = worker
+        self._begin(worker)
 
     def _come_again(self, rank: int) -> None:
         """Starts a second process of a rank, that nobody has asked for."""
@@ -399,7 +438,7 @@ class Cluster:
     def _lose_coordinator(self, rank: int) -> None:
         worker = self.workers[rank]
         if worker.alive and worker.control_view.lose_coordinator():
-            self.wake(rank)
+            self.wake(worker)
 
     def _touch_sums(self, rank: int) -> None:
         for sum_ in self.sums.values():
@@ -408,9 +447,8 @@ class Cluster:
 
     # --- the clock ----------------------------------------------------------------------------------
 
-    def advance(self, rank: int) -> None:
-        """Lets the worker of ``rank`` go on until it waits, spends time, or ends."""
-        worker = self.workers[rank]
+    def advance(self, worker: SimulatedMachine) -> None:
+        """Lets a worker go on until it waits, spends time, or ends."""
         if not worker.alive or not worker.runs:
             return
         if worker.stopped:
@@ -423,24 +461,23 @@ class Cluster:
             worker.runs = False
             return
         except Died:
-            self.kill(rank)
+            self.kill(worker.rank)
             return
         if isinstance(wanted, int):
             worker.busy = True
-            self.later(wanted, partial(self._finish, rank))
+            self.later(wanted, partial(self._finish, worker))
         else:
             worker.waits_for, worker.waiting = wanted, True
 
-    def _finish(self, rank: int) -> None:
-        self.workers[rank].busy = False
-        self.advance(rank)
+    def _finish(self, worker: SimulatedMachine) -> None:
+        worker.busy = False
+        self.advance(worker)
 
-    def wake(self, rank: int) -> None:
-        """Lets the worker of ``rank`` go on if it waits, since something has come for it."""
-        worker = self.workers[rank]
+    def wake(self, worker: SimulatedMachine) -> None:
+        """Lets a worker go on if it waits, since something has come for it."""
         if worker.waiting and not worker.stopped and not worker.busy:
             worker.waiting = False
-            self.later(0, partial(self.advance, rank))
+            self.later(0, partial(self.advance, worker))
 
 
 def redone_share(cluster: Cluster) -> float:

@@ -81,6 +81,10 @@ class ProtocolRule(str, Enum):
     LAST_SPARED = "a stage's last worker was suspected"
     NO_PROOF = "work that had cost a worker was no proof against the next"
     NOT_SAVED = "a checkpoint could not be written"
+    DAMAGED = "a unit of a newcomer's state was damaged"
+    RETURNED = "a newcomer came to be a member"
+    CALLED_OFF = "a newcomer was announced again"
+    NEWCOMER_LOST = "a newcomer was lost before it was a member"
     RELOADED = "the coordinator's state was written down and read again"
 
 
@@ -139,6 +143,9 @@ class Exercised(Counter[ProtocolRule]):
         for event in output.events:
             self[ProtocolRule.REJECTED] += event.kind == "rejected"
             self[ProtocolRule.TURNED_AWAY] += event.kind == "late"
+            self[ProtocolRule.RETURNED] += event.kind == "rejoined"
+            self[ProtocolRule.NEWCOMER_LOST] += event.kind == "newcomer_lost"
+            self[ProtocolRule.CALLED_OFF] += "not back in time" in event.text
             self[ProtocolRule.REBALANCED] += event.kind == "rebalance"
             self[ProtocolRule.LOSSES_GONE] += event.text.startswith("the loss of step")
             self[ProtocolRule.SUSPECTED] += event.kind == "suspected"

@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
+from recycle_plugin.core.coordinator.step_validation import over
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.simulator.arithmetic import added, compute, over_tie, share
+from recycle_plugin.simulator.arithmetic import LEARNING_RATE, PRIME, added, clipped, compute, over_tie, share
 from recycle_plugin.simulator.scenario import Scenario
 
 Sums = Mapping[Block, int]
+MOMENTS = ("moment 0", "moment 1", "moment 2")
 UNSPLIT = 1_234_567  # of each weight gradient, what I makes
 
 
@@ -33,6 +35,8 @@ class Numbers:
         self._blocks = scenario.policy.blocks(scenario.shape)
         self._written = 0  # how often parameters were, as torch counts versions
         self._sums: dict[tuple[int, Block], int] = {}  # of weight gradients, by step
+        self.moments: dict[str, int] = dict.fromkeys(MOMENTS, 0)  # what an optimizer keeps, which no number shows
+        self._before: dict[str, int] = {}  # the last step
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         """The data that LOAD, F, I, W, B or STEP makes.
@@ -59,11 +63,16 @@ class Numbers:
             self._add(instruction.step, instruction.works_on, UNSPLIT)
         elif instruction.op is Op.STEP:
             self._written += 1
+            norm = have.get(Datum("norm", self._seat.stage, None, instruction.step))
+            self._before = dict(self.moments)
+            for name in MOMENTS:
+                self.move(name, self.gradient(instruction.step, have), norm)
         return made
 
     def taken_back(self) -> None:
         """Notes that the weights are those before the last step again."""
         self._written += 1
+        self.moments = self._before
 
     def sums(self, step: int) -> Sums:
         """This worker's part of the stage's gradient in ``step``, by block."""
@@ -93,6 +102,18 @@ class Numbers:
     def norm(self, shares: Mapping[str, float]) -> float:
         """The norm over all stages, from the share of each."""
         return sum(shares.values()) ** 0.5
+
+    def stepped(self, weight: int, gradient: int, norm: float | None) -> int:
+        """What a step makes of ``weight``, which it applies ``gradient`` to with regard to ``norm``."""
+        return (weight - LEARNING_RATE * self._update(gradient, norm)) % PRIME
+
+    def move(self, name: str, gradient: int, norm: float | None) -> None:
+        """Changes a moment by a step's gradient, each in its own way."""
+        number = MOMENTS.index(name)
+        self.moments[name] = (3 * self.moments[name] + (number + 2) * self._update(gradient, norm) + number) % PRIME
+
+    def _update(self, gradient: int, norm: float | None) -> int:
+        return clipped(gradient, norm if norm is not None and over(norm, self._scenario.clip) else None)
 
     def _add(self, step: int, micro_batch: MicroBatch, value: int) -> None:
         """Adds to the sum of its block, or, where sums have no order, to the worker's one sum as it comes."""

@@ -58,12 +58,29 @@ class Script:
         machine.send(Left(machine.rank, planned=machine.reason == LEAVE, step=machine.step))
 
     def _train(self) -> Iterator[Any]:
-        yield from self._loop.start()
+        newcomer = self._machine.newcomer
+        yield from self._loop.start() if newcomer is None else newcomer.start()
         for step in range(1, self._scenario.steps + 1):
+            if newcomer is not None and (yield from newcomer.train(step)):
+                yield from self._replay_after(step)
+                continue
+            newcomer = None
             self._machine.losses[step] = yield from self._loop.train(step)
             for _, what in (each for each in self._scenario.between if each[0] == step):
                 yield from {"evaluate": self._evaluate, "save": self._save, "pause": self._pause}[what](step)
-        yield from self._loop.settle()
+        if newcomer is None:
+            yield from self._loop.settle()
+
+    def _replay_after(self, step: int) -> Iterator[Any]:
+        """Does what the script does on its own after a step that the others have trained; what they do together is
+        over.
+        """
+        for _, what in (each for each in self._scenario.between if each[0] == step):
+            if what == "evaluate":
+                self._evaluated += 1
+                self._evaluations.replayed()
+            elif what == "pause":
+                yield from self._pause(step)
 
     def _pause(self, step: int) -> Iterator[Any]:
         """Does something of its own, on some workers for longer than on others, and hears nothing meanwhile."""

@@ -90,6 +90,7 @@ def scenario(seed: int) -> Scenario:
         ("moments", _with_moments),
         ("disks", _with_full_disks),
         ("deafness", _with_deafness),
+        ("returns", _with_returns),
     ):
         job = change(
             job, Random(f"{name} in {seed}")
@@ -187,6 +188,27 @@ def _with_deafness(given: Scenario, random: Random) -> Scenario:
         given,
         troubles=(Trouble("deafened", random.randrange(CALM_US // 4), (random.choice(given.shape.seats),)),),
         faults=(),
+    )
+
+
+def _with_returns(given: Scenario, random: Random) -> Scenario:
+    """Lets seats come back in one job of three, while the others train on for longer; in half of these somebody else
+    goes meanwhile, or the newcomer itself, and comes again.
+    """
+    if random.random() >= 1 / 3 or given.iterators:
+        return given
+    seats = {seat for trouble in given.troubles if trouble.kind in ("kill", "leave") for seat in trouble.seats}
+    first, *_ = back = sorted(seats or {random.choice(given.shape.seats)})
+    at = random.randrange(SETTLED_US, 2 * CALM_US)
+    troubles = tuple(Trouble("return", at + place * random.randrange(CALM_US), (seat,)) for place, seat in enumerate(back))
+    if not seats:
+        troubles += (Trouble("kill", random.randrange(at), (first,)),)
+    if random.random() < 0.5:
+        other, then = random.choice((first, random.choice(given.shape.seats))), at + random.randrange(CALM_US)
+        troubles += (Trouble("kill", then, (other,)), Trouble("return", then + random.randrange(CALM_US), (other,)))
+    more = random.choice((20, 40, 60))
+    return replace(
+        given, troubles=given.troubles + troubles, steps=given.steps + more, damaged_share=random.choice((0.0, 0.0, 0.3))
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +15,7 @@ from recycle_plugin.core.coordinator.step_validation import over
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS, awaited
 from recycle_plugin.core.messages.contributions import NORM
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import Missing, Ready
+from recycle_plugin.core.messages.protocol import Missing, OfWorker, Ready, StateHash
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -26,12 +26,14 @@ from recycle_plugin.core.vocabulary.instruction import SENDS, Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import Batches
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
-from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.iterator_data import IteratorData
+from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
 from recycle_plugin.core.worker.training_loop import Slowness, StepProgram, TrainingLoop
@@ -42,6 +44,7 @@ from recycle_plugin.simulator.numbers import Numbers
 from recycle_plugin.simulator.plain import PlainIterator
 from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
 from recycle_plugin.simulator.script import Died
+from recycle_plugin.simulator.simulated_state import Pipe, SimulatedState, inlet, opened
 
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
@@ -70,9 +73,10 @@ class SimulatedMachine:
     it.  What may happen to it: simulator/scenario.py.
     """
 
-    def __init__(self, cluster: Cluster, rank: int, seat: Seat, weight: int) -> None:
+    def __init__(self, cluster: Cluster, rank: int, seat: Seat, weight: int, incarnation: int = 0) -> None:
         self.cluster, self.rank, self.seat = cluster, rank, seat
-        self.control_view = ControlView(rank)
+        self.control_view = ControlView(rank, incarnation)
+        self.control_view.newcomer = incarnation > 0
         scenario = cluster.scenario
         self.numbers = Numbers(scenario, seat)
         self.store = StepStore(seat, scenario.shape.stages, bool(self.numbers.tie), Retention(budget=scenario.budget))
@@ -89,7 +93,9 @@ class SimulatedMachine:
             Stopwatch(scenario.costs) if scenario.rebalances else None,
         )
         self.worker = Worker(self, scenario.shape, self.store, self.steps, judging, self.iterator_data, stopwatch)
-        self.script = FaultScript(scenario.faults, seat)
+        self.script = FaultScript(scenario.faults if not incarnation else (), seat)
+        self.shared = SimulatedState(self)
+        self.fill, self.write, self.gathered = self.shared.fill, self.shared.write, self.shared.gathered
         self.alive = self.runs = True
         self.stopped = self.unfenced = self.stuck = self.rude = self.waiting = self.busy = False
         self.percent, self.done, self.at, self.step, self.cpu_s = 100, 0, (WAITS, "the start"), 0, 0.0
@@ -100,14 +106,20 @@ class SimulatedMachine:
         self.life: Iterator[Any]  # its training script (simulator/script.py)
         self.loop = TrainingLoop(self, self.worker, cluster.planner, scenario.shape, seat, self.steps)
         self.worker.applied = self.loop.applied
+        self.newcomer = (
+            Newcomer(self, self.loop, FilledStage(self, self.store, self.steps), partial(inlet, self))
+            if incarnation
+            else None
+        )
         self._inbox: list[tuple[Datum, Any, int]] = []
         self._last_step = 0
         self.unheard: frozenset[int] = frozenset()  # ranks of which nothing is taken any more
 
-    def ready(self, incarnation: int = 0) -> Ready:
-        """The message by which this worker asks to take part."""
+    def ready(self, incarnation: int | None = None) -> Ready:
+        """The message by which this worker, or another ``incarnation`` of its rank, asks to take part."""
+        incarnation = self.control_view.incarnation if incarnation is None else incarnation
         return Ready(
-            Member(self.rank, self.seat, str(self.rank), f"host{self.rank}", incarnation),
+            Member(self.rank, self.seat, f"{self.rank}" + f".{incarnation}" * (incarnation > 0), f"host{self.rank}", incarnation),
             0,
             _job(self.cluster.scenario),
         )
@@ -141,7 +153,9 @@ class SimulatedMachine:
         yield from self.wait(f"the commit of step {step}", lambda: self.control_view.is_committed(step))
 
     def send(self, message: object) -> None:
-        """Sends ``message`` to the coordinator."""
+        """Sends ``message`` to the coordinator, as a session does with the incarnation of whoever says it."""
+        if isinstance(message, OfWorker) and self.control_view.incarnation:
+            message = replace(message, incarnation=self.control_view.incarnation)
         self.cluster.tell_coordinator(self.rank, message)
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
@@ -268,8 +282,21 @@ class SimulatedMachine:
             yield PART_US
             self.cpu_s += heavy.computes * PART_US / 1e6
 
+    def open_outlet(self, newcomer: WorkerId) -> tuple[str, Pipe]:
+        """The name of a line to ``newcomer``, and the line."""
+        return opened(self, newcomer)
+
+    def hash_state(self, step: int) -> None:
+        """Sends the hash of the state after ``step``."""
+        self.send(StateHash(self.rank, step, self.shared.digest()))
+
+    def finish_hash(self) -> None:
+        """Returns at once: hashes are made in no time."""
+
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         """Makes what ``instruction`` provides, in exact numbers, and tells the watcher."""
+        if self.shared.applies is not None:
+            return self.shared.follow(instruction.step)
         if instruction.op is Op.STEP:
             norm = have.get(Datum("norm", self.seat.stage, None, instruction.step))
             clipped_by = norm if norm is not None and over(norm, self.cluster.scenario.clip) else None
@@ -355,7 +382,7 @@ class SimulatedMachine:
         if set(sum_.brought) == members:
             sum_.done = True
             for rank in members:
-                self.cluster.wake(rank)
+                self.cluster.wake(self.cluster.workers[rank])
         yield from self.wait(lambda: f"the others at {instruction}", lambda: sum_.done or None)
         self.at = (COMPUTES, str(instruction))
         yield self.cluster.scenario.costs.of(instruction.op, self.seat.stage) + 1

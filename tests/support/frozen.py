@@ -31,6 +31,12 @@ from recycle_plugin.simulator.scenario import Heavy, Scenario, Trouble
 FILE = Path(__file__).parents[1] / "pure" / "frozen" / "scenarios.jsonl.gz"
 SAID = {  # what was in the messages when they were frozen; not what differs from run to run, nor what the job is
     "Ready": "stepped",
+    "CatchUp": "",
+    "Serving": "",
+    "CaughtUp": "step",
+    "StateHash": "step digest",
+    "Present": "step",
+    "Serve": "newcomer from_step",
     "SurvivorReport": "generation stepped digest held loaded period_us held_draws",
     "Fingerprint": "step digest tied",
     "Stepped": "generation step",

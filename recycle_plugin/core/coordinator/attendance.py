@@ -116,10 +116,16 @@ class Attendance:
         """Whether ``worker`` is gone, in whatever way; that it goes once more is no news."""
         return worker in self.lost | self.left | self.late
 
+    def is_free(self, worker: WorkerId) -> bool:
+        """Whether a process that comes as ``worker`` may take the place of one that is gone, of a job that has
+        started.
+        """
+        return worker.rank in self._seats and worker.rank not in self.roster.ranks and not self.is_gone(worker)
+
     def view(self, roster: Roster) -> ClusterView:
-        """The view of the cluster in which the seats of ``roster`` are live."""
+        """The view of the cluster in which the seats of ``roster`` are live, but for those that are still joining."""
         assert self._shape is not None
-        return ClusterView(self._shape, frozenset(roster.seats))
+        return ClusterView(self._shape, roster.working)
 
     # --- joining ---------------------------------------------------------------------------------
 
@@ -190,10 +196,10 @@ class Attendance:
         )
 
     def agreed(self, roster: Roster) -> None:
-        """Goes on in a generation of ``roster``: whoever was to leave by then is no member any more, and says
-        goodbye.
+        """Goes on in a generation of ``roster``: whoever was to leave by then is no member any more, and says goodbye;
+        whoever was to join by then is one.
         """
-        self.roster = self.roster.without({member.worker for member in roster.leaves(self.roster)})
+        self.roster = roster.without(self.lost | self.left)
 
     def leave(self, worker: WorkerId) -> None:
         """Removes a worker that has gone of its own will."""

@@ -26,8 +26,10 @@ from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.ending import Ending
 from recycle_plugin.core.coordinator.failure_detector import Suspicion
+from recycle_plugin.core.coordinator.joining import Joining, Newcomer, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.regrouping import Regrouping, Reports
+from recycle_plugin.core.coordinator.replica_check import Mismatch
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.suspicions import Suspicions
@@ -37,13 +39,21 @@ from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import (
     TRY_AGAIN,
     BarrierReached,
+    CatchUp,
+    CaughtUp,
     CheckpointLoaded,
+    End,
     Exited,
+    Fatal,
     Heartbeat,
     Leaving,
     Left,
+    Present,
+    Ready,
     Resized,
     Resume,
+    Serving,
+    StateHash,
     Stepped,
     SurvivorReport,
     Unguarded,
@@ -66,6 +76,7 @@ class Course:
         self.regrouping = Regrouping()
         self.steps = StepLedger()
         self.ending = Ending()
+        self.joining = Joining()
         self._barriers = Barriers()
         self._throughput_floor = ThroughputFloor()
         self._suspicions = Suspicions()
@@ -116,16 +127,20 @@ class Course:
 
     def regroup(self, cause: str, now: float, out: CoordinatorOutput, from_step: int = 0) -> None:
         """Publishes the membership as a new generation; with ``from_step`` the leaving workers stay members until
-        then.
+        then, and those who come back join.
         """
         slowness = tuple(sorted(self.steps.straggler_detector.percent.items()))
-        self.regrouping.publish(
-            self.attendance.staying if from_step else self.roster, from_step, cause, now, slowness, out
-        )
+        if from_step:
+            roster = self.joining.planned(self.attendance.staying)
+            self.joining.announced(roster, from_step)
+        else:
+            roster = self.attendance.roster = self.joining.called_off(self.roster)
+        self.regrouping.publish(roster, from_step, cause, now, slowness, out)
 
     def report(self, message: SurvivorReport, now: float, out: CoordinatorOutput) -> None:
         """Takes in a survivor's report, and goes on once everybody has reported who still can."""
         self.attendance.failure_detector.ran(message.worker)
+        self._enter(message, out)
         if self.regrouping.add(message):
             self._end_if_stranded(out)
             self._complete(now, out)
@@ -150,6 +165,7 @@ class Course:
     def _go_on(self, reports: Reports, now: float, out: CoordinatorOutput) -> None:
         generation, held = reports.generation, reports.holdings
         if reports.loaded:
+            self._send_away("a checkpoint was loaded", out)
             self.steps.rewind(reports.counts[0], out)
             self.attendance.failure_detector.rewind(reports.counts[0])
         committed, norm, rejected = self.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)
@@ -157,14 +173,15 @@ class Course:
         if committed > self.committed:
             self._commit(committed, now, out)
         self.attendance.agreed(generation.roster)
+        self._come_in_force(out)
         self.attendance.failure_detector.regrouped()
         self.steps.resume(self.roster.workers, committed)
         out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, reports.held_draws))
         throughput = self._throughput_floor.throughput(reports.slowest.period_us)
         self._say_resume(reports, committed, throughput, now, out)
         self._end_if_too_slow(throughput, out)
-        if self.attendance.leaving & self.roster.workers:
-            self._plan_leave(now, out)
+        self._compare_newcomers(now, out)
+        self._plan_change(now, out)
         self._compare_replicas(now, out)
 
     def _say_resume(
@@ -221,11 +238,14 @@ class Course:
         ends.
         """
         for mismatch in self.steps.mismatches(self.roster):
-            if not mismatch.majority:
-                self.end(f"{mismatch}. {self.ending.safe_point}", out)
-                return
-            for worker in mismatch.workers:
-                self.give_up(worker, Cause.DIFFERS, str(mismatch), now, out)
+            self._act_on_mismatch(mismatch, now, out)
+
+    def _act_on_mismatch(self, mismatch: Mismatch, now: float, out: CoordinatorOutput) -> None:
+        if not mismatch.majority:
+            self.end(f"{mismatch}. {self.ending.safe_point}", out)
+            return
+        for worker in mismatch.workers:
+            self.give_up(worker, Cause.DIFFERS, str(mismatch), now, out)
 
     def _rebalance(self, now: float, out: CoordinatorOutput) -> None:
         """Plans anew, for a step that nobody has started, where a worker has become slow, or is so no longer."""
@@ -255,28 +275,38 @@ class Course:
 
     def leave(self, message: Leaving, now: float, out: CoordinatorOutput) -> None:
         """Takes in that a member wants to leave, and plans for it."""
-        if self.ending.ended is None and self.attendance.announce(message, out) and not self.halted:
-            self._plan_leave(now, out)
+        if self.ending.ended is None and self.attendance.announce(message, out):
+            self._plan_change(now, out)
 
-    def _plan_leave(self, now: float, out: CoordinatorOutput) -> None:
-        """Announces a generation for a step that nobody can have started.
+    def _plan_change(self, now: float, out: CoordinatorOutput) -> None:
+        """Announces a generation without those who leave, and with those who come back, for a step that nobody can
+        have started.
 
         Not in place of an earlier one whose step may have come: who leaves by that may be gone, and no other membership
-        in force is without it.
+        in force is without it.  Once all have come to that, this is called again.
         """
-        if self.regrouping.has_come(self.committed):
-            return  # once all have come to it, this is called again
+        leaves, joins = self.attendance.leaving & self.roster.workers, self.joining.ready()
+        if not (leaves or joins) or self.halted or self.regrouping.has_come(self.committed):
+            return
+        if self.ending.ended is not None and not leaves:
+            return
         stay = self.attendance.staying
         empty = self.attendance.view(stay).empty_stages()
         if empty:
             self.end_planned(f"stage {empty[0]} would have no worker left", out, cause=self.attendance.why_leaving)
             return
-        leavers = ", ".join(str(member.seat) for member in stay.leaves(self.roster))
-        self.regroup(f"planned leave of {leavers}", now, out, from_step=unstarted(self.committed))
+        changes = {
+            "planned leave of": [member.seat for member in stay.leaves(self.roster)],
+            "return of": [each.member.seat for each in joins if each.phase is not Phase.EQUAL],
+            "work for": [each.member.seat for each in joins if each.phase is Phase.EQUAL],
+        }
+        cause = "; ".join(f"{what} {', '.join(map(str, sorted(seats)))}" for what, seats in changes.items() if seats)
+        self.regroup(cause, now, out, from_step=unstarted(self.committed))
 
     def goodbye(self, message: Left, now: float, out: CoordinatorOutput) -> None:
         """Takes in that a worker has left: as planned, or since its script is through."""
         worker, member = message.worker, self.roster.member(message.worker)
+        self.joining.forget(worker)
         early = message.planned and not self._through
         if member is not None and not message.planned and self.ending.ended is None:
             self._script_ended(member, message.step, out)
@@ -329,6 +359,123 @@ class Course:
         else:
             self.regroup(f"planned leave of {member.seat}", now, out)
 
+    # --- coming back -----------------------------------------------------------------------------
+
+    def is_free(self, worker: WorkerId) -> bool:
+        """Whether a process that comes as ``worker`` may take the place of one that is gone."""
+        taken = self.joining.holds(worker.rank) and self.joining.get(worker) is None
+        return self.attendance.is_free(worker) and not taken and self.ending.ended is None
+
+    def newcomer(self, ready: Ready, out: CoordinatorOutput) -> None:
+        """Takes in that a newcomer's script has come to its first step."""
+        member = self.joining.add(ready.member).member
+        out.tell(member.worker, Present(self.committed))
+        out.say(
+            "newcomer",
+            f"{member} on {member.host} comes back, as process {member.incarnation} of its rank; its script runs "
+            f"from the top, and the job is at step {self.committed + 1}",
+            seat=str(member.seat),
+            rank=member.rank,
+            incarnation=member.incarnation,
+            step=self.committed + 1,
+        )
+
+    def catch_up(self, message: CatchUp, out: CoordinatorOutput) -> None:
+        """Takes in that a newcomer asks for the state of its stage."""
+        newcomer = self.joining.get(message.worker)
+        if newcomer is not None and newcomer.phase is Phase.BEHIND:
+            self.joining.catch_up(newcomer, self.roster, self.committed, out)
+
+    def serving(self, message: Serving, out: CoordinatorOutput) -> None:
+        """Takes in that a worker serves a newcomer, which is told."""
+        if self.joining.get(message.newcomer) is not None:
+            out.tell(message.newcomer, message)
+
+    def caught_up(self, message: CaughtUp, now: float, out: CoordinatorOutput) -> None:
+        """Takes in that a newcomer follows, and asks to take part."""
+        newcomer = self.joining.get(message.worker)
+        if newcomer is not None and newcomer.phase is Phase.CATCHING_UP:
+            newcomer.phase = Phase.CAUGHT_UP
+            out.say(
+                "caught_up",
+                f"{newcomer.member} has the state after step {message.step}, and follows",
+                seat=str(newcomer.member.seat),
+                rank=newcomer.member.rank,
+                step=message.step,
+            )
+            self._plan_change(now, out)
+
+    def state_hash(self, message: StateHash, now: float, out: CoordinatorOutput) -> None:
+        """Takes in the hash of a worker's state that was asked for."""
+        newcomer, member = self.joining.get(message.worker), self.roster.member(message.worker)
+        if member is not None or newcomer is not None:
+            self.joining.add_hash(message, newcomer.stage if newcomer is not None else member.seat.stage)
+            if self._compare_newcomers(now, out):
+                self._plan_change(now, out)
+
+    def _compare_newcomers(self, now: float, out: CoordinatorOutput) -> bool:
+        """Gives up whoever differs from the stage's others, a newcomer first of all; returns whether anything has come
+        of it, so that newcomers may go on.
+        """
+        before = self.joining.comparisons
+        for mismatch in self.joining.mismatches(self.roster):
+            self._act_on_mismatch(mismatch, now, out)
+        return self.joining.comparisons < before
+
+    def _enter(self, message: SurvivorReport, out: CoordinatorOutput) -> None:
+        """Notes that a newcomer reports for a generation, and so has entered it; from now on it is waited for."""
+        newcomer = self.joining.get(message.worker)
+        if newcomer is not None and self.joining.has_entered(message.worker):
+            self.attendance.failure_detector.observe(message.worker)
+            self.attendance.leaving.discard(message.worker)
+
+    def _come_in_force(self, out: CoordinatorOutput) -> None:
+        for newcomer in self.joining.in_force(self.roster, self.attendance.failure_detector.clock):
+            member = newcomer.member
+            out.say(
+                "rejoined",
+                f"{member} takes part again from step {self.committed + 1} on",
+                seat=str(member.seat),
+                rank=member.rank,
+                incarnation=member.incarnation,
+                step=self.committed + 1,
+            )
+
+    def _call_off_late(self, now: float, out: CoordinatorOutput) -> None:
+        """Goes on without newcomers that should have entered by now; they follow on, and are announced again."""
+        failure_detector = self.attendance.failure_detector
+        late = self.joining.late(failure_detector.clock, failure_detector.instruction_s)
+        if late and not self.halted:
+            self.regroup(f"{', '.join(str(each.member.seat) for each in late)} not back in time", now, out)
+
+    def fatal(self, message: Fatal, out: CoordinatorOutput) -> None:
+        """Takes in that a worker has come upon something after which nobody can go on; a newcomer only speaks for
+        itself.
+        """
+        newcomer = None if message.worker in self.roster.workers else self.joining.forget(message.worker)
+        if newcomer is not None:
+            self._lose_newcomer(newcomer, message.text, out)
+        elif message.worker in self.roster.workers or not self.attendance.started:
+            self.end(message.text, out)
+
+    def _lose_newcomer(self, newcomer: Newcomer, how: str, out: CoordinatorOutput) -> None:
+        """Takes in that a newcomer is gone before it was a member; nobody has waited for it."""
+        member = newcomer.member
+        self.attendance.lost.add(member.worker)
+        out.say(
+            "newcomer_lost",
+            f"{member}, which was coming back, is gone: {how}",
+            seat=str(member.seat),
+            rank=member.rank,
+            incarnation=member.incarnation,
+            phase=newcomer.phase.value,
+        )
+
+    def _send_away(self, why: str, out: CoordinatorOutput) -> None:
+        """Ends all newcomers: there is nothing left that they could take part in, or another state."""
+        for newcomer in self.joining:
+            out.tell(newcomer.member.worker, End(0, f"{why}, and this worker was coming back", failed=False))
+
     # --- dying -----------------------------------------------------------------------------------
 
     def died(self, message: Exited, now: float, out: CoordinatorOutput) -> None:
@@ -363,6 +510,7 @@ class Course:
             if not self.ending.failed:
                 self._act_on(worker, suspicion, now, out)
         self._see_standstill(now, out)
+        self._call_off_late(now, out)
         if cut_off := self.attendance.cut_off():
             self._give_up_going_on(f"{cut_off}. {self.ending.safe_point}", out)
 
@@ -434,9 +582,12 @@ class Course:
                 out,
                 killed=worker.rank if killed else None,
             )
+        elif member is None and (newcomer := self.joining.forget(worker)) is not None:
+            self._lose_newcomer(newcomer, how, out)
         elif member is None:
             self._depart(worker, out)
         else:
+            self.joining.forget(worker)
             self.attendance.lose(member, cause, how, at, out)
             self._after_loss(member, now, out)
 
@@ -533,4 +684,5 @@ class Course:
     def _finish_if_empty(self, out: CoordinatorOutput) -> None:
         if not len(self.roster) and self.attendance.started and not self.ending.failed:
             self.steps.sum_up(out)
+            self._send_away("the job is over", out)
             self.ending.finish(self.committed, self.attendance.crash_after(self.committed), out)

@@ -101,6 +101,10 @@ class FailureDetector:
         """Begins to observe ``workers``."""
         self._signs = {worker: Sign(self.clock, self.clock, self.clock, self.clock) for worker in workers}
 
+    def observe(self, worker: WorkerId) -> None:
+        """Begins to observe one more worker."""
+        self._signs[worker] = Sign(self.clock, self.clock, self.clock, self.clock)
+
     def dismiss(self, worker: WorkerId) -> None:
         """Stops observing ``worker``."""
         self._signs.pop(worker, None)
@@ -223,12 +227,17 @@ class FailureDetector:
         return self.deadlines.stall_s(self._step_s) if self._committed_at is not None else self.deadlines.idle_timeout_s
 
     @property
+    def instruction_s(self) -> float:
+        """The seconds for which a worker that does nothing may be at one instruction."""
+        return self.deadlines.instruction_s(self._step_s)
+
+    @property
     def _step_s(self) -> float:
         return median(self._intervals) if self._intervals else 0.0
 
     @property
     def _lease_s(self) -> float:
-        return min(self.deadlines.instruction_s(self._step_s), self.deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
+        return min(self.instruction_s, self.deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
 
     def _suspicion(self, sign: Sign, others_wait: bool) -> Suspicion | None:
         """The worst suspicion of a worker, if there is any: who is silent has not said what it is at now."""
@@ -244,7 +253,7 @@ class FailureDetector:
             return Suspicion(
                 "its process is stopped",
                 self.clock - seen,
-                max(self.deadlines.instruction_s(self._step_s), sign.leased_until - seen),
+                max(self.instruction_s, sign.leased_until - seen),
                 cause=Cause.STOPPED,
             )
         return self._slowness(sign, sign.last, others_wait) if sign.last is not None else None

@@ -27,6 +27,8 @@ from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import (
     BarrierPassed,
     BarrierReached,
+    CatchUp,
+    CaughtUp,
     CheckpointLoaded,
     ComputeTime,
     Contribution,
@@ -42,6 +44,8 @@ from recycle_plugin.core.messages.protocol import (
     Note,
     Ready,
     Resized,
+    Serving,
+    StateHash,
     Stepped,
     SupervisorHeartbeat,
     SurvivorReport,
@@ -115,6 +119,14 @@ class Membership:
         match message:
             case Ready():
                 self._enrol(message, now, out)
+            case CatchUp():
+                self.course.catch_up(message, out)
+            case Serving():
+                self.course.serving(message, out)
+            case CaughtUp():
+                self.course.caught_up(message, now, out)
+            case StateHash():
+                self.course.state_hash(message, now, out)
             case SurvivorReport():
                 self.course.report(message, now, out)
             case Stepped():
@@ -148,7 +160,7 @@ class Membership:
             case Terminate():
                 self._terminate(message, out)
             case Fatal():
-                self.course.end(message.text, out)
+                self.course.fatal(message, out)
             case Crashed():
                 self.course.attendance.crashed(message, out)
             case Note():
@@ -160,7 +172,7 @@ class Membership:
         does anything.
         """
         out = CoordinatorOutput()
-        if self.ended is None and (self.started or worker.incarnation):
+        if self.ended is None and (self.started or worker.incarnation) and not self.course.is_free(worker):
             self._turn_away(worker, host, out)
         return out
 
@@ -195,6 +207,9 @@ class Membership:
     # --- joining ---------------------------------------------------------------------------------
 
     def _enrol(self, ready: Ready, now: float, out: CoordinatorOutput) -> None:
+        if self.started and self.course.is_free(ready.worker):
+            self.course.newcomer(ready, out)
+            return
         if self.started or self._enrolment.is_stranger(ready.worker):
             self._turn_away(ready.worker, ready.member.host, out)
             return

@@ -84,16 +84,17 @@ class Fingerprints:
         likelier.
         """
         for weight in sorted({weight for one in told.values() for weight in one.tied}):
-            yield from _compared(
+            yield from compared(
                 step, {member: one.tied[weight] for member, one in told.items() if weight in one.tied}, weight
             )
         for stage in roster.live_stages:
-            yield from _compared(
+            yield from compared(
                 step, {member: told[member].digest for member in roster.stage(stage) if member in told}
             )
 
 
-def _compared(step: int, digests: dict[Member, str], weight: str = "") -> Iterator[Mismatch]:
+def compared(step: int, digests: dict[Member, str], weight: str = "") -> Iterator[Mismatch]:
+    """The mismatch among ``digests`` after ``step``, if they are not all alike; ``weight``: of this one."""
     counts = Counter(digests.values())
     if len(counts) > 1:
         common, votes = counts.most_common(1)[0]

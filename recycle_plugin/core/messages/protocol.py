@@ -393,6 +393,13 @@ class Fence(OfWorker):
 
 
 @dataclass(frozen=True)
+class Present:
+    """To a newcomer: ``step`` is the last committed one.  From now on it hears of all that follow."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Serve:
     """A worker is to serve ``newcomer``, which catches up: with the state after ``from_step``, or a later one; and to
     send the hash of the state after that step.
@@ -487,6 +494,7 @@ MESSAGES = (
     Resume,
     Lease,
     Fence,
+    Present,
     Serve,
     Committed,
     Collected,

@@ -139,7 +139,7 @@ def plan_recovery(plan: Plan, step: int, held: Held) -> RecoveryPlan:
     for stage in range(plan.stages):
         closure.finish(stage)
     closure.close()
-    seats = sorted(plan.view.live)
+    seats = sorted(plan.view.live | held.keys())  # who is joining holds something, and is given no work
     return RecoveryPlan(
         step,
         {seat: tuple(sorted(closure.compute[seat], key=str)) for seat in seats},
@@ -156,17 +156,16 @@ class _Closure:
 
     def __init__(self, plan: Plan, step: int, held: Held) -> None:
         self._plan, self._step, self._held = plan, step, held
-        self._seats = {
-            stage: sorted(seat for seat in plan.view.live if seat.stage == stage) for stage in range(plan.stages)
-        }
+        members = plan.view.live | held.keys()
+        self._seats = {stage: sorted(seat for seat in members if seat.stage == stage) for stage in range(plan.stages)}
         self._blocks = plan.policy.blocks(plan.view.topology)
         self._where = _index(held, step)
         self._homes = self._begun()
         self._lacking: set[int] = set()  # stages in which somebody has no reduced gradient
         self._whole: set[Instruction] = set()  # input gradients that leave their weights' half
         self.holders: dict[int, Seat] = {}
-        self.compute: dict[Seat, set[Instruction]] = {seat: set() for seat in plan.view.live}
-        self.closing: dict[Seat, list[Instruction]] = {seat: [] for seat in plan.view.live}
+        self.compute: dict[Seat, set[Instruction]] = {seat: set() for seat in members}
+        self.closing: dict[Seat, list[Instruction]] = {seat: [] for seat in members}
         self.moves: dict[Datum, BoundaryMove] = {}
         self.undo: set[Seat] = set()
 

@@ -7,7 +7,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from recycle_plugin.core.messages.protocol import BarrierPassed, Collected, Committed, End, Generation, Resume
+from recycle_plugin.core.messages.protocol import (
+    BarrierPassed,
+    Collected,
+    Committed,
+    End,
+    Generation,
+    Present,
+    Resume,
+    Serve,
+    Serving,
+)
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.executor import Interrupted
@@ -33,7 +43,8 @@ class ControlView:
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
     adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force,
     ``news`` how commits were said, for whoever takes it from there, ``end`` the job's; ``departed``: the others go on
-    without this worker, since it was to leave.
+    without this worker, since it was to leave; ``newcomer``: it comes back to a job that has started, and is no member
+    yet.
     """
 
     def __init__(self, rank: int, incarnation: int = 0) -> None:
@@ -45,6 +56,10 @@ class ControlView:
         self.news: deque[tuple[Generation | None, Committed]] = deque(maxlen=UNREAD)
         self.end: End | None = None
         self.departed = False
+        self.newcomer = False  # it comes back to a job that has started, and is no member yet
+        self.present = False  # a newcomer knows where the job is
+        self._sources: list[Serving] = []
+        self._serves: list[Serve] = []
         self._leaves_at = 0  # the step that this worker was to leave before, if it was
         self._next: Generation | None = None  # planned, and said before ``pending`` was adopted
         self._resume: Resume | None = None
@@ -78,6 +93,9 @@ class ControlView:
 
     def take(self, message: object) -> None:
         """Takes in one message of the coordinator's."""
+        if isinstance(message, Generation) and self.newcomer and self.worker not in message.roster.workers:
+            self.pending = self._next = None  # the others go on, and have not waited for this worker
+            return
         if isinstance(message, Generation):
             self.departed = self.has_left(message)
             if message.from_step or self.worker in message.roster.workers:
@@ -103,6 +121,12 @@ class ControlView:
                 self._collected[message.step, message.name] = message.values
             case BarrierPassed():
                 self._barriers_passed[message.place] = message
+            case Present():
+                self.committed, self.present = max(self.committed, message.step), True
+            case Serving():
+                self._sources.append(message)
+            case Serve():
+                self._serves.append(message)
             case End():
                 self.end = message
 
@@ -152,6 +176,18 @@ class ControlView:
         if change is not None:
             raise Interrupted(f"generation {change.number}: {change.cause}")
 
+    def take_sources(self) -> list[Serving]:
+        """Takes out who serves this newcomer, as far as that was not taken before."""
+        found, self._sources = self._sources, []
+        return found
+
+    def take_serves(self) -> list[Serve]:
+        """Takes out whom this worker is to serve, as far as that was not taken before."""
+        if not self._serves:
+            return []
+        found, self._serves = self._serves, []
+        return found
+
     def take_news(self) -> Iterator[tuple[Generation | None, Committed]]:
         """Takes out the commits that have not been taken before, each with the generation in which it was heard of."""
         while self.news:
@@ -185,7 +221,7 @@ class ControlView:
 
     def adopt(self, generation: Generation) -> None:
         """Makes ``generation`` the membership in force from now on."""
-        self.generation = generation
+        self.generation, self.newcomer = generation, False
         self.since = self._resume.committed if self._resume is not None else 0
         if self.pending is generation:
             self.pending, self._next = self._next, None

@@ -46,6 +46,10 @@ class Evaluations:
         self._forwards, self._recover = forwards, recover
         self._number = 0
 
+    def replayed(self) -> None:
+        """Counts one that the others have made before this worker was a member."""
+        self._number += 1
+
     def run(self, batches: Sequence[Any], count: int) -> Waits[dict[str, float]]:
         """Evaluates ``count`` micro-batches of each replica; the value is the loss of each, by its name.
 

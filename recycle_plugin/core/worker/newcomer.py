@@ -9,7 +9,8 @@ that step on it runs programs as everybody does (core/worker/training_loop.py), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from recycle_plugin.core.messages.protocol import CatchUp, CaughtUp, Generation, Serving
 from recycle_plugin.core.worker.catching_up import CatchingUp, FilledState, Inlet
@@ -34,6 +35,12 @@ class Newcomer:
     def catching_up(self) -> CatchingUp:
         """What has come of the state."""
         return self._catching_up
+
+    def start(self) -> Iterator[Any]:
+        """Returns when the newcomer knows where the job is.  Raises JobEnded."""
+        yield from self._port.wait(
+            "word of where the job is", lambda: self._view.present or None, interruptible=False
+        )
 
     def train(self, step: int) -> Waits[bool]:
         """Yields until ``step`` is committed by the others, and applied here if need be: True.  False where from this
@@ -72,8 +79,8 @@ class Newcomer:
             return None
         if clock is not None and clock >= step:
             return True
-        if planned is not None and clock == planned.from_step - 1 == step - 1:
-            return planned
+        if planned is not None and (not planned.from_step or clock == planned.from_step - 1 == step - 1):
+            return planned  # one that holds at once has taken the place of one that this worker has reported for
         if not self._said:
             self._said = True
             self._port.send(CaughtUp(self._view.rank, clock or 0))

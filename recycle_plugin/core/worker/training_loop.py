@@ -34,6 +34,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import IteratorState
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan, surviving, unfinished, without_later
+from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from recycle_plugin.core.worker.executor import Interrupted, Waits
@@ -99,6 +100,9 @@ class StepRunner(Protocol):
 
     def keep_only(self, members: Iterable[str]) -> None:
         """Drops the connections to all workers but those at these addresses, which are left."""
+
+    def hash_after(self, step: int) -> None:
+        """Has the state after ``step`` hashed for the coordinator, once that is committed."""
 
 
 class Planner(Protocol):
@@ -196,7 +200,13 @@ class TrainingLoop:
                 yield from self.recover()
 
     def _program(self, step: int) -> StepProgram:
+        if self.seat not in self.plan.view.live:  # it is joining: its state is compared before it is given work
+            return StepProgram(step, self._without_work(step))
         return StepProgram(step, self._planner.lowered(self.plan, self.seat, step))
+
+    def _without_work(self, step: int) -> tuple[Instruction, ...]:
+        closing = self.plan.policy.closing(bool(self._topology.tie(self.seat.stage)))
+        return tuple(Instruction(op, self.seat.stage, None, step) for op in closing)
 
     def applied(self, step: int) -> None:
         """Tells the coordinator that ``step`` has been applied here."""
@@ -266,7 +276,7 @@ class TrainingLoop:
         while (generation := self._control_view.interruption()) is not None:
             if self._control_view.departed:
                 raise JobEnded(LEAVE, failed=False)
-            yield from self._enter(generation)
+            yield from self.enter(generation)
 
     def catch_up(self) -> Iterator[Any]:
         """Recovers from a membership change between steps: returns when all steps that the script has been told of are
@@ -303,9 +313,9 @@ class TrainingLoop:
                 if self._control_view.pending is planned:
                     raise JobEnded(LEAVE, failed=False)
             else:
-                yield from self._enter(planned)
+                yield from self.enter(planned)
 
-    def _enter(self, generation: Generation) -> Iterator[Any]:
+    def enter(self, generation: Generation) -> Iterator[Any]:
         """Reports for ``generation`` and adopts it, unless a newer one replaces it meanwhile."""
         stopped = self._port.clock()
         plan = self._plan_for(generation)
@@ -335,11 +345,17 @@ class TrainingLoop:
         self._port.reach("recovery.resume")
         self._take_up(plan, resume)
         self._runner.keep_only(generation.roster.addresses)
+        if any(one.seat.stage == self.seat.stage for one in self._begin_to_join(generation)):
+            self._runner.hash_after(resume.committed)
         self._control_view.adopt(generation)
         self._loaded = False
         if self.machine.stepped > self.machine.committed:
             self._port.send(Stepped(self._control_view.rank, generation.number, self.machine.stepped))
         self._plan = plan
+
+    def _begin_to_join(self, generation: Generation) -> list[Member]:
+        """The members that are joining since this generation."""
+        return [one for one in generation.roster.joins(self._control_view.roster) if one.joining]
 
     def _take_up(self, plan: Plan, resume: Resume) -> None:
         """Works out what is left of the unfinished steps, and takes the last one back where that is in the way."""
@@ -397,7 +413,7 @@ class TrainingLoop:
         )
 
     def _plan_for(self, generation: Generation) -> Plan:
-        case = frozenset(generation.roster.seats), generation.slowness
+        case = generation.roster.working, generation.slowness
         if case not in self._plans:
             self._plans[case] = self._planner.plan(ClusterView(self._topology, case[0]), generation.slowness)
         return self._plans[case]

@@ -16,17 +16,20 @@ from math import isfinite
 from typing import Any, Protocol, TypeVar
 
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
-from recycle_plugin.core.messages.protocol import Contribution
+from recycle_plugin.core.messages import protocol
+from recycle_plugin.core.messages.protocol import Contribution, Serve
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, provides
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import IteratorState
+from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits, execute
 from recycle_plugin.core.worker.iterator_data import IteratorData
+from recycle_plugin.core.worker.serving import Outlet, Serving, Servings, SharedState
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
 from recycle_plugin.core.worker.training_loop import StepProgram
@@ -125,6 +128,19 @@ class Machine(Protocol):
     def undo(self, step: int) -> None:
         """Takes the weights' last step, ``step``, back."""
 
+    @property
+    def shared(self) -> SharedState:
+        """The state of this worker's stage, as newcomers are given it."""
+
+    def open_outlet(self, newcomer: WorkerId) -> tuple[str, Outlet]:
+        """An address at which ``newcomer`` is let in, and the line to it."""
+
+    def hash_state(self, step: int) -> None:
+        """Begins to hash the state after ``step``, beside what else is done; the coordinator is sent the result."""
+
+    def finish_hash(self) -> None:
+        """Returns when no hash is being made: what follows changes the state."""
+
     def forget_sums(self, after: int) -> None:
         """Drops the weight gradients of the steps after ``after`` that were added up here; of one step at most there
         are any.
@@ -169,6 +185,8 @@ class Worker:
         )
         self._stopwatch = stopwatch
         self.applied: Callable[[int], None] = lambda step: None
+        self.servings = Servings()
+        self.hash_at: set[int] = set()  # steps after which the state is to be hashed, once they are committed
         self.program: StepProgram | None = None
         self._last_forward: Instruction | None = None
 
@@ -237,6 +255,7 @@ class Worker:
 
     def undo(self, step: int) -> None:
         """Takes ``step``, the last applied one, back, in the weights and in the store."""
+        self._machine.finish_hash()
         self._machine.undo(step)
         self.store.undo(step)
 
@@ -255,13 +274,53 @@ class Worker:
         """Drops the connections to all workers but those at these addresses, which are left."""
         self._machine.keep_only(members)
 
+    # newcomers
+
+    def serve_now(self, waiting: bool) -> bool:
+        """Does what newcomers ask for, where it may be done now; returns whether there was anything to do.
+
+        ``waiting``: this worker has nothing else to do.
+        """
+        for asked in self._control_view.take_serves():
+            self._serve(asked)
+        stepped, committed = self._steps.stepped, max(self._steps.committed, self._control_view.committed)
+        if self.hash_at and stepped <= committed:
+            self._hash(stepped)
+        if not self.servings:
+            return False
+        return self.servings.between(
+            stepped, committed, self.store.valid_from, self._last_sum(stepped + 1) in self.store, waiting
+        )
+
+    def _serve(self, asked: Serve) -> None:
+        """Lets a newcomer come, and hashes the state from which it is served."""
+        address, outlet = self._machine.open_outlet(asked.newcomer)
+        self.servings.add(asked.newcomer, Serving(self._machine.shared, outlet, asked.from_step))
+        self.hash_after(asked.from_step)
+        self._machine.send(protocol.Serving(self._control_view.rank, asked.newcomer, address))
+
+    def hash_after(self, step: int) -> None:
+        """Has the state after ``step`` hashed, once that is committed."""
+        self.hash_at.add(step)
+
+    def _last_sum(self, step: int) -> Datum:
+        """What the sums of ``step`` leave last, of which STEP is made."""
+        tied = bool(self._shape.tie(self.seat.stage))
+        return Datum("tied" if tied else "reduced", self.seat.stage, None, step)
+
+    def _hash(self, stepped: int) -> None:
+        if stepped in self.hash_at:
+            self._machine.hash_state(stepped)
+        self.hash_at = {step for step in self.hash_at if step > stepped}
+
     # core.worker.executor.InstructionRunner
 
     def check_generation(self) -> None:
-        """Raises Interrupted where the membership has changed, or JobEnded where the job is over; drops the sums of
-        committed steps.
+        """Raises Interrupted where the membership has changed, or JobEnded where the job is over; serves newcomers, and
+        drops the sums of committed steps.
         """
         self._control_view.check()
+        self.serve_now(waiting=False)
         self.store.drop_sums(min(self._control_view.committed, self.running.step - 1))
 
     def now_us(self) -> int:
@@ -331,6 +390,8 @@ class Worker:
         total = yield from self._machine.add_up(instruction, self.store, holder)
         if datum not in self.store:
             self.store.conclude(instruction, {datum: total})
+            if datum == self._last_sum(datum.step):
+                self.servings.summed(datum.step)
 
     def _validate(self, step: int) -> Iterator[Any]:
         """Waits until all stages have their gradients, and where these are clipped, for the norm over them."""
@@ -345,6 +406,10 @@ class Worker:
         step = instruction.step
         if self._judging.validates and self._norm(step) not in self.store:
             self._validate_later(step)
+        self.serve_now(waiting=False)
+        self.servings.before_step(step - 1, self.store.valid_from)
+        self._machine.finish_hash()
+        self.servings.stepped(step, self.store.get(self._norm(step)))
         self.store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
         if self._stopwatch is not None:
             self._machine.send(self._stopwatch.compute_time(self._control_view.rank, step))
