@@ -31,6 +31,7 @@ from recycle_plugin.core.messages.protocol import (
     Exited,
     Fatal,
     Fence,
+    Generation,
     Heartbeat,
     Leaving,
     SupervisorHeartbeat,
@@ -61,6 +62,7 @@ DELAYING_US = (
     300 * MILLISECOND
 )  # for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
 HEARTBEAT_US = 200 * MILLISECOND
+SECOND_PROCESS = 100  # an incarnation that nobody has asked for
 
 
 class Cluster:
@@ -220,10 +222,19 @@ class Cluster:
             self._act(self.membership.regroup_overdue(DEADLINES.regroup_timeout_s))
 
     def _deliver(self, worker: SimulatedMachine, message: object) -> None:
-        if worker.alive:
+        if worker.alive and isinstance(message, Generation) and self._is_without(worker, message):
+            self.kill(worker.rank)  # as it does itself: what it might still do is not wanted
+        elif worker.alive:
             self.exercised.delivered(message, worker.control_view, worker.store)
             worker.control_view.take(End(0, message.reason, True) if isinstance(message, Fence) else message)
             self.wake(worker)
+
+    @staticmethod
+    def _is_without(worker: SimulatedMachine, generation: Generation) -> bool:
+        """Whether the others go on without a worker that has been a newcomer, and entered too late."""
+        view = worker.control_view
+        outside = view.worker not in generation.roster.workers and not generation.from_step
+        return outside and view.incarnation > 0 and not view.newcomer and not view.has_left(generation)
 
     def _tell_supervisors(self, message: object) -> None:
         if isinstance(message, Fence):
@@ -408,11 +419,11 @@ class Cluster:
 
     def _come_again(self, rank: int) -> None:
         """Starts a second process of a rank, that nobody has asked for."""
-        second = self.workers[rank].ready(incarnation=1)
+        second = self.workers[rank].ready(incarnation=SECOND_PROCESS)
         for message in (
             second,
-            Heartbeat(rank, 1, 0, WAITS, "the start", incarnation=1),
-            Fatal(rank, "nobody answers", incarnation=1),
+            Heartbeat(rank, 1, 0, WAITS, "the start", incarnation=SECOND_PROCESS),
+            Fatal(rank, "nobody answers", incarnation=SECOND_PROCESS),
         ):
             self.tell_coordinator(rank, message, SECOND)
         self._disconnect(rank, SECOND, second.worker)

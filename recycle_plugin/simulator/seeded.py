@@ -195,18 +195,19 @@ def _with_returns(given: Scenario, random: Random) -> Scenario:
     """Lets seats come back in one job of three, while the others train on for longer; in half of these somebody else
     goes meanwhile, or the newcomer itself, and comes again.
     """
-    if random.random() >= 1 / 3 or given.iterators:
+    deaf = any(trouble.kind in ("deafened", "walled") for trouble in given.troubles)
+    if random.random() >= 1 / 3 or given.iterators or deaf:
         return given
     seats = {seat for trouble in given.troubles if trouble.kind in ("kill", "leave") for seat in trouble.seats}
     first, *_ = back = sorted(seats or {random.choice(given.shape.seats)})
     at = random.randrange(SETTLED_US, 2 * CALM_US)
     troubles = tuple(Trouble("return", at + place * random.randrange(CALM_US), (seat,)) for place, seat in enumerate(back))
     if not seats:
-        troubles += (Trouble("kill", random.randrange(at), (first,)),)
+        troubles += (Trouble("kill", random.randrange(SETTLED_US // 2, at), (first,)),)
     if random.random() < 0.5:
         other, then = random.choice((first, random.choice(given.shape.seats))), at + random.randrange(CALM_US)
         troubles += (Trouble("kill", then, (other,)), Trouble("return", then + random.randrange(CALM_US), (other,)))
-    more = random.choice((20, 40, 60))
+    more = random.choice((12, 24, 36))
     return replace(
         given, troubles=given.troubles + troubles, steps=given.steps + more, damaged_share=random.choice((0.0, 0.0, 0.3))
     )

@@ -423,11 +423,20 @@ class Course:
         return self.joining.comparisons < before
 
     def _enter(self, message: SurvivorReport, out: CoordinatorOutput) -> None:
-        """Notes that a newcomer reports for a generation, and so has entered it; from now on it is waited for."""
+        """Notes that a newcomer reports for a generation, and so has entered it; from now on it is waited for.
+
+        Where it was called off when it did so, it may go on in a membership that is no more: it has to end.
+        """
         newcomer = self.joining.get(message.worker)
-        if newcomer is not None and self.joining.has_entered(message.worker):
+        if newcomer is None:
+            return
+        if self.joining.has_entered(message.worker):
             self.attendance.failure_detector.observe(message.worker)
-            self.attendance.leaving.discard(message.worker)
+        elif newcomer.phase is Phase.CAUGHT_UP:
+            self.joining.forget(message.worker)
+            why = "it has come too late into a membership that the others have left"
+            self.attendance.fence(message.worker, why, out)
+            self._lose_newcomer(newcomer, why, out)
 
     def _come_in_force(self, out: CoordinatorOutput) -> None:
         for newcomer in self.joining.in_force(self.roster, self.attendance.failure_detector.clock):
@@ -457,6 +466,18 @@ class Course:
             self._lose_newcomer(newcomer, message.text, out)
         elif message.worker in self.roster.workers or not self.attendance.started:
             self.end(message.text, out)
+
+    def _call_off(self, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
+        """Takes a newcomer that is gone out of a generation to come: by another one to come, or where its step may
+        have come, by one that holds at once.
+        """
+        if newcomer.phase is not Phase.ANNOUNCED or self.ending.failed:
+            return
+        cause = f"loss of {newcomer.member.seat}, which was coming back"
+        if newcomer.in_force_at is None and not self.regrouping.has_come(self.committed):
+            self.regroup(cause, now, out, from_step=unstarted(self.committed))
+        elif not self.halted:
+            self._go_on_without(cause, now, out)
 
     def _lose_newcomer(self, newcomer: Newcomer, how: str, out: CoordinatorOutput) -> None:
         """Takes in that a newcomer is gone before it was a member; nobody has waited for it."""
@@ -584,6 +605,7 @@ class Course:
             )
         elif member is None and (newcomer := self.joining.forget(worker)) is not None:
             self._lose_newcomer(newcomer, how, out)
+            self._call_off(newcomer, now, out)
         elif member is None:
             self._depart(worker, out)
         else:
