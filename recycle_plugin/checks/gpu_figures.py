@@ -105,7 +105,7 @@ def _undo(device: Device, kind: str, shapes: Sequence[tuple[int, int]]) -> Row:
     optimizer.step()
     called = {parameter: str(place) for place, parameter in enumerate(parameters)}
     weights = of_parameters("weights", {name: parameter for parameter, name in called.items()})
-    record = KINDS[kind](StageState("0.0", lambda: 0, OptimizerState(optimizer, called), [weights]))
+    record = KINDS[kind](StageState(lambda: 0, OptimizerState(optimizer, called), [weights]))
     kept = [parameter.detach().clone() for parameter in parameters]
     calls = (record.before_step, optimizer.step, record.restore)
     times = [[_milliseconds(device, call) for call in calls] for _ in range(7)][2:]

@@ -142,6 +142,13 @@ class Settings(BaseModel):
         "null for `checkpoint` in the run folder, or for `max_slowdown` where the script's last one went",
         min_length=1,
     )
+    transfer_interface: str | None = setting(
+        None,
+        "the name of a network interface, an address of the host, or null",
+        "where a worker that comes back gets its stage's state from this one: an interface or an address of each host; "
+        "null for the one that reaches the coordinator",
+        min_length=1,
+    )
     group_sums: Literal["warn", "raise"] = setting(
         "warn",
         '"warn" or "raise"',

@@ -40,6 +40,7 @@ SEEN = {
     "rebalance": "cluster/test_slow.py::test_a_slow_worker_gets_less_work_while_it_is_slow",
     "max_slowdown": "cluster/test_seen.py::test_a_job_that_is_too_slow_leaves_a_checkpoint_to_go_on_from",
     "checkpoint_dir": "cluster/test_saving.py::test_checkpoints_by_themselves",
+    "transfer_interface": "runtime/test_catch_up.py::test_newcomers_come_to_the_interface_of_the_setting",
     "group_sums": "cluster/test_averages.py::test_averages_of_scripts_after_a_loss",
     "check_replicas": "cluster/test_replicas.py::test_who_differs_from_two_others_is_given_up",
     "placement": "cluster/test_hosts.py::test_a_host_goes_and_every_stage_has_a_replica_elsewhere",

@@ -100,7 +100,6 @@ def stage_state(
     called = {str(place): parameter for place, parameter in enumerate(parameters)}
     weights = of_parameters("weights", called)
     return StageState(
-        "0.0",
         step,
         OptimizerState(optimizer, {parameter: name for name, parameter in called.items()}),
         [weights, *others],

@@ -76,7 +76,7 @@ def left(worker: Worker, layers: dict[int, torch.nn.Module], optimizer: dict | N
 def test_all_that_stock_saves_leaves_the_loss_scale():
     worker = Worker().steps(0)
     found = left(worker, dict(enumerate(worker.module.values())), worker.engine.basic_optimizer.state_dict())
-    assert found == {"step": worker.state.version.step, "small": {"loss_scale": worker.scale.state()}, "tensors": {}}
+    assert found == {"step": worker.state.step, "small": {"loss_scale": worker.scale.state()}, "tensors": {}}
 
 
 def test_where_nothing_is_left_there_is_no_file():
@@ -91,7 +91,7 @@ def test_a_part_that_nobody_knows_is_saved():
     worker.state._parts["more"] = StatePart("more", get=lambda: 3, set=lambda value: None)
     without(worker.state, "loss_scale")
     assert left(worker, dict(enumerate(worker.module.values())), worker.engine.basic_optimizer.state_dict()) == {
-        "step": worker.state.version.step,
+        "step": worker.state.step,
         "small": {"more": 3},
         "tensors": {},
     }

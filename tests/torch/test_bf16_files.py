@@ -74,7 +74,6 @@ class Subject:
         masters = {names[weight]: self.masters.of(weight) for weight in self.masters.weights}
         weights = of_parameters("weights", {name: weight for weight, name in names.items()}, self.masters.round_off)
         return StageState(
-            "0.3",
             lambda: 0,
             OptimizerState(self.inner, {master: name for name, master in masters.items()}),
             [weights, of_parameters("masters", masters)],

@@ -1,5 +1,5 @@
-"""All that a step changes: handed to another worker bit for bit, followed while training goes on, taken back, and
-hashed; and that nothing is left out of it.
+"""All that a step changes: handed to another worker bit for bit, taken back, and hashed; and that nothing is left out
+of it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import copy
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -24,17 +23,10 @@ from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockOptimizer, co
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.masters import Masters
-from recycle_plugin.runtime.state.stage_state import (
-    Chunk,
-    Filling,
-    OptimizerState,
-    StageState,
-    StatePart,
-    TensorForm,
-    of_parameters,
-)
+from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, TensorForm, of_parameters
 from recycle_plugin.runtime.state.undo import KINDS
-from recycle_plugin.runtime.worker.changed_state import scheduler_part, stage_state
+from recycle_plugin.runtime.state.units import Units
+from recycle_plugin.runtime.worker.changed_state import scheduler_part, stage_state, stage_units
 from recycle_plugin.runtime.worker.scaling import LossScale
 from tests.support.optimizers import Make, same
 from tests.support.optimizers import stage_state as of_list
@@ -92,6 +84,7 @@ class Worker:
             state=(scheduler_part(lambda: self.engine.lr_scheduler), counters_part(self.engine)),
         )
         self.state = stage_state(framework, self.stage, self.scale, self.iterator)
+        self.units = stage_units(framework, self.state, SimpleNamespace())
 
     def step(self, seed: int) -> None:
         """With random gradients, and what else comes with a step."""
@@ -142,12 +135,17 @@ class Standing:
         self.read = read
 
 
-def fill(target: StageState, source: StageState) -> None:
+def fill(target: Units, source: Units) -> None:
     """As between two processes."""
-    filling = Filling(target, pickle.loads(pickle.dumps(source.head())))
-    for chunk in source.chunks():
-        filling.add(pickle.loads(pickle.dumps(chunk)))
-    filling.finish()
+    head, weights = pickle.loads(pickle.dumps(source.head()))
+    target.fill(head)
+    for name in weights:
+        target.write(name, pickle.loads(pickle.dumps(source.read(name, rest=True))))
+
+
+def units(state: StageState) -> Units:
+    """Of a model that is a list of parameters."""
+    return Units(state, {str(place): one for place, one in enumerate(state.optimizer.parameters().values())}, None)
 
 
 def without(state: StageState, forgotten: str) -> StageState:
@@ -170,17 +168,19 @@ def test_another_worker_goes_on_with_the_same_bits(kind, bf16, done, before):
     """``done`` steps of the one; the other has other weights, and has done ``before``."""
     source, target = Worker(kind, 0, bf16).steps(*range(done)), Worker(kind, 1, bf16).steps(*range(7, 7 + before))
     source.iterator.read, target.iterator.read = 5, 6
-    fill(target.state, source.state)
+    fill(target.units, source.units)
     assert not differing(target.found(), source.found()) and target.state.digest() == source.state.digest()
     assert target.iterator.read == 6, "its data is its own"
     assert not differing(target.steps(20).found(), source.steps(20).found())
 
 
-@pytest.mark.parametrize("forgotten, bf16", FORGOTTEN)
+@pytest.mark.parametrize("forgotten, bf16", [each for each in FORGOTTEN if each.values[0] != "optimizer"])
 def test_a_forgotten_part_would_show(forgotten, bf16):
+    """But the optimizer's, which is no part among others to who hands units over."""
     source, target = Worker(bf16=bf16).steps(0, 1, 2), Worker(seed=1, bf16=bf16)
     assert set(source.state._parts) == PARTS[bf16] | {"iterator"}
-    fill(without(target.state, forgotten), without(source.state, forgotten))
+    without(target.state, forgotten), without(source.state, forgotten)
+    fill(target.units, source.units)
     assert forgotten in differing(target.found(), source.found())
 
 
@@ -249,193 +249,6 @@ def test_the_hash_is_not_of_what_replicas_differ_in():
     assert one.state.digest() != other.state.digest()
 
 
-# --- followed ---------------------------------------------------------------------------------------
-
-
-def test_what_is_read_before_a_step_is_stale_after_it():
-    source, target = Worker().steps(0, 1), Worker(seed=1)
-    source.state._chunk_bytes = 16
-    filling, reader = Filling(target.state, source.state.head()), source.state.chunks()
-    early = [next(reader) for _ in range(5)]
-    source.step(2)
-    late = list(reader)
-    assert [{chunk.version.step for chunk in some} for some in (early, late)] == [{2}, {3}]
-    for chunk in early + late:
-        filling.add(chunk)
-    head = source.state.head()
-    filling.follow(head)
-    assert filling.stale() == [(chunk.name, chunk.offset) for chunk in early]
-    with pytest.raises(
-        RecycleError,
-        match=f"chunk {early[0].name} at byte 0 is of step 2 before the state was last changed, and 5 chunks have to "
-        "be read",
-    ):
-        filling.finish()
-    for chunk in source.state.chunks(filling.stale()):
-        filling.add(chunk)
-    filling.finish()
-    assert not differing(target.found(), source.found())
-
-
-def test_what_is_read_of_a_step_that_is_taken_back_is_stale_when_its_number_comes_again():
-    source, target = Worker().steps(0), Worker(seed=1)
-    undo = KINDS["snapshot"](source.state)
-    undo.before_step()
-    source.step(1)
-    filling, rejected = Filling(target.state, source.state.head()), list(source.state.chunks())
-    undo.restore()
-    source.step(2)
-    for chunk in rejected:
-        filling.add(chunk)
-    assert not filling.stale()
-    filling.follow(source.state.head())
-    assert {chunk.version.step for chunk in rejected} == {source.state.version.step}
-    assert len(filling.stale()) == len(rejected)
-
-
-def test_tensors_that_a_step_has_made_are_read_once_they_are_in_the_head():
-    source, target = Worker(), Worker(seed=1)
-    filling = Filling(target.state, source.state.head())
-    source.step(0)
-    filling.follow(source.state.head())
-    assert {name.rpartition("/")[2] for name, _ in filling.stale()} >= {"exp_avg", "exp_avg_sq", "step"}
-    for chunk in source.state.chunks(filling.stale()):
-        filling.add(chunk)
-    filling.finish()
-    assert not differing(target.found(), source.found())
-
-
-def test_tensors_that_are_gone_are_left_out():
-    source = Worker()
-    undo = KINDS["snapshot"](source.state)
-    undo.before_step()
-    source.step(0)
-    spans = source.state.head().spans()
-    undo.restore()
-    assert {chunk.name.partition("/")[0] for chunk in source.state.chunks(spans)} == {"weights"}
-
-
-def test_chunks_come_from_several_workers_of_the_stage():
-    """Who has taken a step back on the way has the same state as who has not."""
-    one, other, target = Worker(seat="0.0").steps(0), Worker(seat="1.0").steps(0), Worker(seed=1)
-    undo = KINDS["snapshot"](other.state)
-    undo.before_step()
-    other.step(9)
-    undo.restore()
-    one.step(1), other.step(1)
-    filling = Filling(target.state, one.state.head())
-    for number, (mine, theirs) in enumerate(zip(one.state.chunks(), other.state.chunks(), strict=True)):
-        filling.add(theirs if number % 2 else mine)
-    assert filling.stale() == list(one.state.head().spans()[1::2]), "whose version nobody has told"
-    filling.follow(other.state.head())
-    filling.finish()
-    assert not differing(target.found(), one.found())
-
-
-def test_workers_that_differ_are_not_mixed():
-    one, other, target = Worker(seat="0.0").steps(0), Worker(seat="1.0").steps(0), Worker(seed=1)
-    other.engine.skipped_steps = 1
-    filling = Filling(target.state, one.state.head())
-    with pytest.raises(
-        RecycleError,
-        match="workers 0.0 and 1.0 have different states of their stage at step 1; recycle.check_replicas finds who is "
-        "wrong",
-    ):
-        filling.follow(other.state.head())
-
-
-# --- refused ----------------------------------------------------------------------------------------
-
-
-WRONG: dict[str, tuple[Callable[[Chunk], Chunk], str]] = {
-    "a bit": (
-        lambda chunk: replace(chunk, data=bytes([chunk.data[0] ^ 1]) + chunk.data[1:]),
-        "does not have the hash that it was sent with",
-    ),
-    "a step": (
-        lambda chunk: replace(chunk, version=chunk.version._replace(step=7)),
-        "does not have the hash that it was sent with",
-    ),
-    "a name": (lambda chunk: replace(chunk, name="weights/2.bias"), "does not have the hash that it was sent with"),
-    "half of it": (lambda chunk: replace(chunk, data=chunk.data[:4]), "does not have the hash that it was sent with"),
-    "another tensor": (
-        lambda chunk: replace(chunk, name="weights/7.bias"),
-        "belongs to no tensor of the stage's state",
-    ),
-    "another place": (lambda chunk: replace(chunk, offset=8), "belongs to no tensor of the stage's state"),
-}
-
-
-@pytest.mark.parametrize("mistake", WRONG)
-def test_a_wrong_chunk_is_refused_by_name(mistake):
-    source, target = Worker().steps(0), Worker(seed=1)
-    filling = Filling(target.state, source.state.head())
-    change, said = WRONG[mistake]
-    wrong = change(next(chunk for chunk in source.state.chunks() if chunk.name == "weights/0.bias"))
-    with pytest.raises(
-        RecycleError, match=f"^chunk {wrong.name} at byte {wrong.offset}, step {wrong.version.step} {said}"
-    ):
-        filling.add(wrong)
-
-
-def test_a_chunk_of_other_size_is_refused():
-    source, target = Worker().steps(0), Worker(seed=1)
-    filling = Filling(target.state, source.state.head())
-    source.state._chunk_bytes = 16
-    with pytest.raises(
-        RecycleError,
-        match="^chunk optimizer/0.weight/exp_avg at byte 0, step 1 has 16 bytes instead of 36: it was cut off",
-    ):
-        filling.add(next(source.state.chunks([("optimizer/0.weight/exp_avg", 0)])))
-
-
-def test_a_missing_chunk_is_refused_by_name():
-    source, target = Worker().steps(0), Worker(seed=1)
-    filling = Filling(target.state, source.state.head())
-    for chunk in source.state.chunks():
-        if chunk.name != "weights/2.bias":
-            filling.add(chunk)
-    with pytest.raises(
-        RecycleError,
-        match="^chunk weights/2.bias at byte 0 is missing, and 1 chunks have to be read for the state to be of step 1",
-    ):
-        filling.finish()
-
-
-def test_another_model_is_refused_by_name():
-    shapes = {"one": [(3,), (2, 2)], "more": [(3,), (2, 2), (1,)], "other": [(3,), (4,)]}
-    states = {
-        name: of_list(made := [torch.nn.Parameter(torch.ones(shape)) for shape in each], torch.optim.SGD(made, lr=0.1))
-        for name, each in shapes.items()
-    }
-    with pytest.raises(
-        RecycleError, match=r"weights/1 of the stage's state is float32\[2, 2\] here and float32\[4\] there"
-    ):
-        Filling(states["one"], states["other"].head())
-    with pytest.raises(RecycleError, match="weights/2 is no tensor of this worker's state"):
-        Filling(states["one"], states["more"].head())
-    with pytest.raises(RecycleError, match=r"weights/2 of the stage's state is float32\[1\] here and not there"):
-        Filling(states["more"], states["one"].head())
-
-
-def test_another_job_and_a_changed_head_are_refused():
-    one, other = Worker(), Worker()
-    without(other.state, "scheduler")
-    with pytest.raises(RecycleError, match="scheduler is missing in the other worker's state"):
-        Filling(one.state, other.state.head())
-    with pytest.raises(RecycleError, match="scheduler is no part of this worker's state that goes by value"):
-        Filling(other.state, one.state.head())
-    head = one.state.head()
-    head.small["counters"]["global_samples"] = 3
-    with pytest.raises(RecycleError, match="the head of the stage's state at step 0 does not have the hash"):
-        Filling(Worker().state, head)
-
-
-def test_chunks_that_cut_numbers_in_two_are_refused():
-    with pytest.raises(ValueError, match="chunk_bytes is 24, which cuts numbers in two: give a multiple of 16"):
-        StageState("0.0", lambda: 0, OptimizerState(torch.optim.SGD([torch.ones(1)], lr=0.1), {}), [], chunk_bytes=24)
-
-
 # --- tensors of all kinds ---------------------------------------------------------------------------
 
 
@@ -450,25 +263,13 @@ def test_the_order_is_that_of_the_names_however_it_was_made():
             optimizer.state[parameters[name]] = dict(list(state.items())[::order])
         counts = StatePart("counters", get=lambda: dict([("x", 1), ("y", 2)][::order]), set=lambda counts: None)
         parts = [of_parameters("weights", parameters), counts][::order]
-        return StageState(
-            "0.0",
-            lambda: 3,
-            OptimizerState(optimizer, {parameter: name for name, parameter in parameters.items()}),
-            parts,
-            chunk_bytes=16,
-        )
+        called = {parameter: name for name, parameter in parameters.items()}
+        return StageState(lambda: 3, OptimizerState(optimizer, called), parts)
 
-    one, other = made("abc", 1), made("cab", -1)
-    assert (
-        [str(chunk) for chunk in one.chunks()]
-        == [str(chunk) for chunk in other.chunks()]
-        == sorted(str(chunk) for chunk in one.chunks())
-    )
-    assert one.digest() == other.digest()
+    assert made("abc", 1).digest() == made("cab", -1).digest()
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)
-CHUNKS = (16, 48, 1 << 20)
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=4).map(tuple), min_size=1, max_size=4)
 
 
@@ -482,11 +283,10 @@ def strided(shape: tuple[int, ...], dtype: torch.dtype, turned: bool, generator:
     shapes=SHAPES,
     dtype=st.sampled_from(DTYPES),
     turned=st.tuples(st.booleans(), st.booleans()),
-    chunk=st.sampled_from(CHUNKS),
     steps=st.integers(0, 2),
 )
 @hypothesis_settings(deadline=None, max_examples=60)
-def test_any_tensors_go_over(shapes, dtype, turned, chunk, steps):
+def test_any_tensors_go_over(shapes, dtype, turned, steps):
     """Of no dimension, of no element, complex; and where they do not lie in memory as their elements are counted, there
     or here.
     """
@@ -499,14 +299,9 @@ def test_any_tensors_go_over(shapes, dtype, turned, chunk, steps):
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape, dtype=dtype, generator=generator)
             optimizer.step()
-        state = of_list(parameters, optimizer)
-        state._chunk_bytes = chunk
-        states.append(state), lists.append((parameters, optimizer))
+        states.append(of_list(parameters, optimizer)), lists.append((parameters, optimizer))
     source, target = states
-    chunks = list(source.chunks())
-    assert all(0 < len(one.data) <= chunk for one in chunks)
-    assert sum(len(one.data) for one in chunks) == sum(tensor.nbytes for tensor in source.tensors().values())
-    fill(target, source)
+    fill(units(target), units(source))
     (mine, my_optimizer), (theirs, their_optimizer) = lists[1], lists[0]
     assert same([one.data for one in mine], [one.data for one in theirs]) and same(
         my_optimizer.state_dict(), their_optimizer.state_dict()
@@ -521,13 +316,12 @@ def test_parameters_beside_the_models_are_the_optimizers():
         mine, copied = torch.nn.Parameter(torch.full((3,), value)), torch.full((3,), value, dtype=torch.float64)
         optimizer = torch.optim.SGD([mine, copied], lr=0.1, momentum=0.9)
         optimizer.state[copied]["momentum_buffer"] = copied + 1
-        return StageState(
-            "0.0", lambda: 0, OptimizerState(optimizer, {mine: "mine"}), [of_parameters("weights", {"mine": mine})]
-        ), copied
+        weights = of_parameters("weights", {"mine": mine})
+        return StageState(lambda: 0, OptimizerState(optimizer, {mine: "mine"}), [weights]), copied
 
     (source, _), (target, copied) = made(1.0), made(2.0)
     assert list(source.tensors()) == ["optimizer/0.1", "optimizer/0.1/momentum_buffer", "weights/mine"]
-    fill(target, source)
+    fill(Units(target, {}, None), Units(source, {}, None))
     assert torch.equal(copied, torch.ones(3, dtype=torch.float64)) and target.digest() == source.digest()
 
 

@@ -213,7 +213,7 @@ class Inventory:
         """What of the state is in no file yet, beside the small parts ``there``; empty where nothing is left."""
         small = {name: value for name, value in state.small().items() if value and name not in there | FOLLOWING}
         tensors = {name: tensor.detach() for name, tensor in state.tensors().items() if name not in self._saved}
-        return {"step": state.version.step, "small": small, "tensors": tensors} if small or tensors else {}
+        return {"step": state.step, "small": small, "tensors": tensors} if small or tensors else {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._files, name)

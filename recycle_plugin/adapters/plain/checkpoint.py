@@ -89,7 +89,7 @@ class StageFiles:
         """
         rest = {name: tensor.detach() for name, tensor in state.tensors().items() if not name.startswith("weights/")}
         return {
-            "step": state.version.step,
+            "step": state.step,
             "stages": self.stages,
             "kinds": dict(self.kinds),
             "layers": self.module.state_dict(),

@@ -10,7 +10,7 @@ more, or take the step back (runtime/state/undo/inverse.py, which has no copy of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,10 @@ READ_ONLY = (
     torch.optim.Adam,
     torch.optim.AdamW,
 )  # known to leave gradients as they are; Nesterov's foreach form does not
+
+
+def _versions(gradients: Sequence[torch.Tensor | None]) -> list[int | None]:
+    return [None if gradient is None else gradient._version for gradient in gradients]
 
 
 def _there(gradient: torch.Tensor | None) -> torch.Tensor:
@@ -104,21 +108,19 @@ class Gradients:
     def apply(self, step: int, optimizer: torch.optim.Optimizer, step_once: Callable[[], None], clipped: bool) -> None:
         """Call ``step_once`` with the sum of ``step`` in ``parameter.grad``; the sum itself stays as it is.
 
-        ``clipped``: ``step_once`` puts gradients of its own in place.  Raises AssertionError where the optimizer has
-        changed the sum.
+        What it lacks for a parameter (:meth:`gathered`) the optimizer leaves as it is.  ``clipped``: ``step_once`` puts
+        gradients of its own in place.  Raises AssertionError where the optimizer has changed the sum.
         """
         whole, sums = self._applied(step), [parameter.grad for parameter in self._parameters]
         with self.of(step):
             if type(optimizer) not in READ_ONLY and not clipped:
-                self._put([gradient.clone() for gradient in whole])
-            versions = [gradient._version for gradient in whole]
+                self._put([None if gradient is None else gradient.clone() for gradient in whole])
+            versions = _versions(whole)
             self._step, self._factors = step, []
             self._note(self._parameters)
             step_once()
             self._in_place = {}
-        assert versions == [gradient._version for gradient in whole], (
-            "the optimizer has changed gradients that a peer may still need"
-        )
+        assert versions == _versions(whole), "the optimizer has changed gradients that a peer may still need"
         self._put([None if mine is gradient else mine for mine, gradient in zip(sums, self._sums(step), strict=True)])
 
     def scale(self, change: Callable[[], None], factor: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -153,17 +155,35 @@ class Gradients:
             if parameter.grad is not None
         }
 
-    def _applied(self, step: int) -> list[torch.Tensor]:
+    def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What ``step`` applies to each of ``parameters``, for other workers: as it is in the store, where nobody
+        changes it.
+        """
+        own, over_stages = self._sums(step), self._of("tied", step)
+        places = [self._places[parameter] for parameter in parameters]
+        return [over_stages[place] if place in self._tied else own[place] for place in places]
+
+    def gathered(self, step: int, sums: Mapping[torch.Tensor, torch.Tensor]) -> dict[Datum, Any]:
+        """What REDUCE and TIE of ``step`` leave at a worker that has been told what they come to for the parameters of
+        ``sums``, and does not have the others; by datum.
+        """
+        whole = [sums.get(parameter) for parameter in self._parameters]
+        found: dict[Datum, Any] = {Datum("reduced", self._store.seat.stage, None, step): whole}
+        if self._tied:
+            found[Datum("tied", self._store.seat.stage, None, step)] = {place: whole[place] for place in self._tied}
+        return found
+
+    def _applied(self, step: int) -> list[torch.Tensor | None]:
         """What the step applies: the stage's own sum, and of what is tied that over the stages."""
         over_stages = self._of("tied", step)
         return [
             over_stages[place] if place in self._tied else gradient for place, gradient in enumerate(self._sums(step))
         ]
 
-    def _whole(self, step: int) -> list[torch.Tensor] | None:
+    def _whole(self, step: int) -> list[Any] | None:
         return self._of("reduced", step)
 
-    def _sums(self, step: int) -> list[torch.Tensor]:
+    def _sums(self, step: int) -> list[Any]:
         whole = self._whole(step)
         assert whole is not None, f"the gradients of step {step} have not been summed here"
         return whole

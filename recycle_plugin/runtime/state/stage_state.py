@@ -2,12 +2,10 @@
 
 What belongs to it is stated once, as a list of parts.  Taking a step back (runtime/undo) is putting them back as they
 were before the step, the hash by which replicas are compared is over all of them, a checkpoint has to have each, and a
-worker that lacks a stage's state is filled from another one's.
+worker that lacks a stage's state is filled from other ones', unit by unit (runtime/state/units.py).
 
-Small parts go by value; tensors in chunks of so many bytes, in the order of their names, whatever order they were made
-in.  Each chunk says of which applied step it is, so that a reader that takes longer than a step sees which it has to
-read again.  All of this is to be called where the training is: between two instructions, and not in another thread,
-since an optimizer at work leaves tensors of two steps.
+Small parts go by value, tensors by name.  All of this is to be called where the training is: between two instructions,
+and not in another thread, since an optimizer at work leaves tensors of two steps.
 
 Not part of it: what no step changes (frozen weights, buffers), and random numbers, which are keyed by the step
 (runtime/stage/randomness.py).
@@ -26,17 +24,14 @@ import torch
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.host import HOST, on_host
-from recycle_plugin.runtime.devices.kinds import fetch
+from recycle_plugin.runtime.devices.kinds import fetch, order_of
 
-CHUNK_BYTES = 1 << 20
-LARGEST_NUMBER = 16  # bytes: complex128
+PIECE = 1 << 20  # bytes that are copied to the host, or hashed, at once
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, Enum)
-
-Span = tuple[str, int]  # a tensor's name, and how many bytes of it come before
 
 
 class Elsewhere(Enum):
-    """Stands in a small part in the place of a tensor, which goes in chunks."""
+    """Stands in a small part in the place of a tensor, which is among the part's tensors."""
 
     TENSOR = "a tensor"
 
@@ -55,18 +50,6 @@ class TensorForm(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of such a tensor."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-
-class Version(NamedTuple):
-    """Which state of ``worker`` something was read from: that in which ``step`` is applied.
-
-    ``rewritten``: how often it was written there otherwise than by a step: where one was taken back, its number comes
-    again.
-    """
-
-    worker: str
-    step: int
-    rewritten: int
 
 
 @dataclass(frozen=True)
@@ -91,72 +74,26 @@ class StatePart:
     own: bool = False
 
 
-@dataclass(frozen=True)
-class Head:
-    """What a worker sends of its state before the chunks, each of ``chunk_bytes`` bytes, a tensor's last one of less.
-
-    ``digest``: SHA-256 of the step, ``small`` and ``layout``; alike on all workers of a stage.
-    """
-
-    version: Version
-    small: Mapping[str, Any]
-    layout: Mapping[str, TensorForm]
-    chunk_bytes: int
-    digest: str
-
-    def spans(self) -> list[Span]:
-        """All chunks, in their order."""
-        return [
-            (name, offset)
-            for name in sorted(self.layout)
-            for offset in range(0, self.layout[name].nbytes, self.chunk_bytes)
-        ]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some bytes, ``data``, of the tensor ``name`` from byte ``offset`` on, in the order of its elements.
-
-    ``digest``: SHA-256 of name, offset, step and data.
-    """
-
-    name: str
-    offset: int
-    version: Version
-    data: bytes
-    digest: str
-
-    def __str__(self) -> str:
-        return f"chunk {self.name} at byte {self.offset}, step {self.version.step}"
-
-
 class StageState:
-    """All that a step changes on ``worker``: the optimizer's state, and all other ``parts``, in the order of setting
+    """All that a step changes on a worker: the optimizer's state, and all other ``parts``, in the order of setting
     them.
 
-    ``applied()`` is the last step that is applied.  Raises ValueError for ``chunk_bytes`` that are no multiple of 16.
+    ``applied()`` is the last step that is applied.
     """
 
-    def __init__(
-        self,
-        worker: str,
-        applied: Callable[[], int],
-        optimizer: OptimizerState,
-        parts: Iterable[StatePart],
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> None:
-        if chunk_bytes % LARGEST_NUMBER:
-            raise ValueError(
-                f"chunk_bytes is {chunk_bytes}, which cuts numbers in two: give a multiple of {LARGEST_NUMBER}"
-            )
-        self._worker, self._applied, self._rewritten = worker, applied, 0
-        self.optimizer, self._chunk_bytes = optimizer, chunk_bytes
+    def __init__(self, applied: Callable[[], int], optimizer: OptimizerState, parts: Iterable[StatePart]) -> None:
+        self._applied, self.optimizer = applied, optimizer
         self._parts = {part.name: part for part in (optimizer.part, *parts)}
 
     @property
-    def version(self) -> Version:
-        """The version of the present state."""
-        return Version(self._worker, self._applied(), self._rewritten)
+    def step(self) -> int:
+        """The last step that is applied."""
+        return self._applied()
+
+    @property
+    def parts(self) -> Mapping[str, StatePart]:
+        """All parts by name, in the order of setting them."""
+        return self._parts
 
     # --- by value ----------------------------------------------------------------------------------
 
@@ -210,152 +147,35 @@ class StageState:
             self.tensors()[name].copy_(value)
 
     def rewritten(self) -> None:
-        """Note that tensors were written otherwise than by a step: copies follow, and whoever reads chunks reads all
-        again.
-        """
-        self._rewritten += 1
+        """Let copies follow, since tensors were written otherwise than by a step."""
         for part in self._parts.values():
             if part.follow is not None:
                 part.follow()
 
-    # --- for others --------------------------------------------------------------------------------
-
-    def head(self) -> Head:
-        """The head of the present state."""
-        version, small, layout = (
-            self.version,
-            self.small(),
-            {name: form_of(tensor) for name, tensor in self.tensors().items()},
-        )
-        return Head(version, small, layout, self._chunk_bytes, _head_digest(version.step, small, layout))
-
-    def chunks(self, spans: Iterable[Span] | None = None) -> Iterator[Chunk]:
-        """All chunks, or those of ``spans``, each as it is when it is taken from the iterator.
-
-        What is not there any more is left out: it is in no later head.
-        """
-        for name, offset, view, version in self._views(self.head().spans() if spans is None else spans):
-            data = view.tobytes()
-            yield Chunk(name, offset, version, data, _digest(name, offset, version.step, data))
+    # --- to be compared ----------------------------------------------------------------------------
 
     def digest(self) -> str:
-        """SHA-256 over head and chunks: the same on workers that hold the same bits after the same step.
+        """SHA-256 of all of it: the same on workers that hold the same bits after the same step.
 
         Reads everything once: a CPU core hashes about 1 GB/s (0.8 measured), and a parameter with Adam has 12 bytes in
-        fp32; tensors of an accelerator are copied to the host chunk by chunk.
+        fp32; tensors of an accelerator are copied to the host piece by piece.
         """
-        head = self.head()
-        found = hashlib.sha256(head.digest.encode())
-        for name, offset, view, version in self._views(head.spans()):
-            found.update(_digest(name, offset, version.step, view).encode())
-        return found.hexdigest()
+        return self.digesting()()
 
-    def _views(self, spans: Iterable[Span]) -> Iterator[tuple[str, int, Any, Version]]:
-        tensors, of = {}, None
-        for name, offset in spans:
-            if of != self.version:  # a step may have made tensors, and a load others
-                tensors, of = self.tensors(), self.version
-            if name in tensors:
-                yield name, offset, raw(tensors[name], offset, self._chunk_bytes), of
+    def digesting(self) -> Callable[[], str]:
+        """What computes :meth:`digest` of the present state, in any thread, as long as no tensor changes."""
+        tensors = self.tensors()
+        layout = {name: written(form_of(tensor)) for name, tensor in tensors.items()}
+        found, order = hashlib.sha256(as_text([self.step, self.small(), layout]).encode()), order_of(tensors.values())
 
+        def compute() -> str:
+            order.join()
+            for name in sorted(tensors):
+                for piece in pieces(tensors[name]):
+                    found.update(raw(piece))
+            return found.hexdigest()
 
-class Filling:
-    """Fills ``state`` with another worker's, whose ``head`` this is, by chunks in any order, as often as they come.
-
-    They may come from several workers of that stage.  The head makes room for them; from then on, and after an error,
-    the state is a mixture, until :meth:`finish`.
-    """
-
-    def __init__(self, state: StageState, head: Head) -> None:
-        self._state = state
-        self._read: dict[tuple[str, int], Any] = {}
-        self._heads: dict[str, Head] = {}  # of the same step, by worker
-        self.follow(head)
-
-    def follow(self, head: Head) -> None:
-        """Take a newer head: the other worker has gone on, or another worker has the same state.
-
-        Raises RecycleError where the head is damaged, or is of another job, model or state.
-        """
-        state, step, worker = self._state, head.version.step, head.version.worker
-        if head.digest != _head_digest(step, head.small, head.layout):
-            raise RecycleError(
-                f"the head of the stage's state at step {step} does not have the hash that it was sent with: ask for "
-                "it again"
-            )
-        self._heads = {
-            other: known for other, known in self._heads.items() if known.version.step == step and other != worker
-        }
-        unlike = next((other for other, known in self._heads.items() if known.digest != head.digest), None)
-        if unlike is not None:
-            raise RecycleError(
-                f"workers {unlike} and {worker} have different states of their stage at step {step}; "
-                "recycle.check_replicas finds who is wrong"
-            )
-        missing = state.small().keys() - head.small.keys()
-        if missing:
-            raise RecycleError(
-                f"{min(missing)} is missing in the other worker's state, so it is of another job: workers of a job "
-                "have the same settings"
-            )
-        state.put(copy.deepcopy(dict(head.small)))
-        for name in sorted(head.layout.keys() - state.tensors().keys()):
-            state.make(name, head.layout[name])
-        self._tensors, self._head, self._spans = state.tensors(), head, frozenset(head.spans())
-        _check_alike({name: form_of(tensor) for name, tensor in self._tensors.items()}, head.layout)
-        self._heads[worker] = head
-
-    @torch.no_grad()
-    def add(self, chunk: Chunk) -> None:
-        """Write one chunk.  Raises RecycleError where it is not what was read at the other worker, or belongs to
-        another state.
-        """
-        if (chunk.name, chunk.offset) not in self._spans:
-            raise RecycleError(
-                f"{chunk} belongs to no tensor of the stage's state: it is another state's, or its tensor is gone; ask "
-                "for the head again"
-            )
-        if chunk.digest != _digest(chunk.name, chunk.offset, chunk.version.step, chunk.data):
-            raise RecycleError(
-                f"{chunk} does not have the hash that it was sent with, so it has changed on its way: read it again"
-            )
-        expected = min(self._head.chunk_bytes, self._head.layout[chunk.name].nbytes - chunk.offset)
-        if len(chunk.data) != expected:
-            raise RecycleError(
-                f"{chunk} has {len(chunk.data)} bytes instead of {expected}: it was cut off; read it again"
-            )
-        write(self._tensors[chunk.name], chunk.offset, chunk.data)
-        self._read[chunk.name, chunk.offset] = chunk.version
-
-    def stale(self) -> list[Span]:
-        """The spans that have to be read, or read again, for all to be of the head's step."""
-        versions = {head.version for head in self._heads.values()}
-        return [span for span in self._head.spans() if self._read.get(span) not in versions]
-
-    def finish(self) -> None:
-        """Set the small parts, now that all chunks are there.  Raises RecycleError where some are missing or stale."""
-        stale = self.stale()
-        if stale:
-            (name, offset), read = stale[0], self._read.get(stale[0])
-            what = "is missing" if read is None else f"is of step {read.step} before the state was last changed"
-            raise RecycleError(
-                f"chunk {name} at byte {offset} {what}, and {len(stale)} chunks have to be read for the state to be of "
-                "step "
-                f"{self._head.version.step}: read what stale() names"
-            )
-        self._state.put(copy.deepcopy(dict(self._head.small)))
-        self._state.rewritten()
-
-
-def _check_alike(here: Mapping[str, TensorForm], there: Mapping[str, TensorForm]) -> None:
-    for name in sorted(here):
-        mine, theirs = here[name], there.get(name)
-        if theirs is None or (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
-            what = f"{_written(theirs)} there" if theirs is not None else "not there"
-            raise RecycleError(
-                f"{name} of the stage's state is {_written(mine)} here and {what}: the other worker is of another "
-                "model, or has other layers"
-            )
+        return compute
 
 
 class OptimizerState:
@@ -407,19 +227,41 @@ class OptimizerState:
         )
         return found
 
-    def _get(self) -> dict[str, Any]:
-        states = {
-            name: {
-                kind: ELSEWHERE if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-                for kind, value in state.items()
-            }
-            for name, state in self._states()
-        }
+    def values(self) -> dict[str, dict[str, Any]]:
+        """Copies of what goes by value of each parameter's state, by name, with ``ELSEWHERE`` for tensors."""
+        return {name: by_value(state) for name, state in self._states()}
+
+    def of(self, parameter: torch.Tensor) -> Mapping[str, Any] | None:
+        """What it keeps for ``parameter``, to be read; None where it has nothing for it."""
+        return self.optimizer.state.get(parameter)
+
+    def shared(self) -> dict[str, Any]:
+        """Copies of what belongs to no single parameter: the groups' hyper-parameters, and what it keeps under other
+        keys.
+        """
         groups = [
             copy.deepcopy({name: value for name, value in group.items() if name != "params"})
             for group in self.optimizer.param_groups
         ]
-        return {"state": states, "groups": groups, "of_no_parameter": copy.deepcopy(self._of_no_parameter())}
+        return {"groups": groups, "of_no_parameter": copy.deepcopy(self._of_no_parameter())}
+
+    def set_values(self, parameter: torch.Tensor, values: Mapping[str, Any] | None) -> None:
+        """Take what goes by value of the state of ``parameter``; what is not there goes, with None all."""
+        if values is None:
+            self.optimizer.state.pop(parameter, None)
+        else:
+            _restore(self.optimizer.state[parameter], values)
+
+    def set_shared(self, shared: Mapping[str, Any]) -> None:
+        """Take what :meth:`shared` has given."""
+        for key in self._of_no_parameter():
+            del self.optimizer.state[key]
+        self.optimizer.state.update(shared["of_no_parameter"])
+        for group, saved in zip(self.optimizer.param_groups, shared["groups"], strict=True):
+            _restore(group, {**saved, "params": ELSEWHERE})
+
+    def _get(self) -> dict[str, Any]:
+        return {"state": self.values(), **self.shared()}
 
     def _of_no_parameter(self) -> dict[Any, Any]:
         """What it keeps under other keys, as torch's optimizers may."""
@@ -428,15 +270,8 @@ class OptimizerState:
     def _set(self, value: Mapping[str, Any]) -> None:
         """What was not there goes."""
         for name, parameter in self.parameters().items():
-            if name in value["state"]:
-                _restore(self.optimizer.state[parameter], value["state"][name])
-            else:
-                self.optimizer.state.pop(parameter, None)
-        for key in self._of_no_parameter():
-            del self.optimizer.state[key]
-        self.optimizer.state.update(value["of_no_parameter"])
-        for group, saved in zip(self.optimizer.param_groups, value["groups"], strict=True):
-            _restore(group, {**saved, "params": ELSEWHERE})
+            self.set_values(parameter, value["state"].get(name))
+        self.set_shared(value)
 
     def _make(self, name: str, form: TensorForm) -> None:
         called, _, kind = name.removeprefix("optimizer/").rpartition("/")
@@ -446,10 +281,21 @@ class OptimizerState:
                 f"{name}: the optimizer has no parameter {called or name} here; the other worker, or the checkpoint, "
                 "is of another model"
             )
+        self.make_of(parameter, kind, form)
+
+    def make_of(self, parameter: torch.Tensor, kind: str, form: TensorForm) -> torch.Tensor:
+        """Make room for a tensor of what it keeps for ``parameter``, and return that."""
         like = parameter if parameter.shape == form.shape else torch.empty(form.shape, device=parameter.device)
-        self.optimizer.state[parameter][kind] = torch.empty_like(
-            like, dtype=form.dtype, device=HOST if form.on_host else None, requires_grad=False
-        )
+        made = torch.empty_like(like, dtype=form.dtype, device=HOST if form.on_host else None, requires_grad=False)
+        self.optimizer.state[parameter][kind] = made
+        return made
+
+
+def by_value(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what an optimizer keeps for a parameter, with ``ELSEWHERE`` for tensors."""
+    return {
+        kind: ELSEWHERE if isinstance(value, torch.Tensor) else copy.deepcopy(value) for kind, value in state.items()
+    }
 
 
 def of_parameters(
@@ -463,25 +309,21 @@ def of_parameters(
 # --- a tensor's bytes -----------------------------------------------------------------------------------
 
 
-def raw(tensor: torch.Tensor, offset: int = 0, length: int | None = None) -> Any:
-    """Up to ``length`` bytes of a tensor from byte ``offset`` on, in the order of its elements, as a numpy array of
-    uint8.
+def pieces(tensor: torch.Tensor, nbytes: int = PIECE) -> tuple[torch.Tensor, ...]:
+    """The flat tensor's parts of up to ``nbytes`` bytes each, in the order of its elements; none of an empty one.
+
+    They share its memory where it lies so.
+    """
+    flat = tensor.detach().reshape(-1)
+    return flat.split(max(1, nbytes // flat.element_size())) if flat.numel() else ()
+
+
+def raw(tensor: torch.Tensor) -> Any:
+    """A tensor's bytes, in the order of its elements, as a numpy array of uint8.
 
     Of a tensor that lies so in host memory, no copy.
     """
-    flat, size = tensor.detach().reshape(-1), tensor.element_size()
-    if length is not None and length < flat.nbytes:
-        flat = flat[offset // size : (offset + length) // size]
-    return fetch(flat, "the bytes of a tensor").view(torch.uint8).numpy()
-
-
-def write(tensor: torch.Tensor, offset: int, data: bytes) -> None:
-    """Write bytes into a tensor from byte ``offset`` on, in the order of its elements."""
-    whole = tensor.detach().contiguous()
-    size = whole.element_size()
-    whole.view(-1)[offset // size : (offset + len(data)) // size] = torch.frombuffer(bytearray(data), dtype=whole.dtype)
-    if whole.data_ptr() != tensor.data_ptr():
-        tensor.copy_(whole)
+    return fetch(tensor.detach().reshape(-1), "the bytes of a tensor").view(torch.uint8).numpy()
 
 
 def form_of(tensor: torch.Tensor) -> TensorForm:
@@ -489,35 +331,24 @@ def form_of(tensor: torch.Tensor) -> TensorForm:
     return TensorForm(tensor.dtype, tuple(tensor.shape), on_host(tensor))
 
 
-def _written(form: TensorForm) -> str:
+def written(form: TensorForm) -> str:
+    """The form as a text, for errors and hashes: "float32[2, 3]"."""
     return f"{str(form.dtype).removeprefix('torch.')}{list(form.shape)}"
 
 
-def _head_digest(step: int, small: Mapping[str, Any], layout: Mapping[str, TensorForm]) -> str:
-    return hashlib.sha256(
-        _text([step, small, {name: _written(form) for name, form in layout.items()}]).encode()
-    ).hexdigest()
-
-
-def _digest(name: str, offset: int, step: int, data: Any) -> str:
-    found = hashlib.sha256(f"{name} {offset} {step} ".encode())
-    found.update(data)
-    return found.hexdigest()
-
-
-def _text(value: Any) -> str:
-    """The same for equal values, in whatever order dictionaries were filled.
+def as_text(value: Any) -> str:
+    """A text that is the same for equal values, in whatever order dictionaries were filled.
 
     Of what is not written alike in all processes counts the class alone.
     """
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, dict):
-        return "{" + ",".join(sorted(f"{_text(key)}:{_text(each)}" for key, each in value.items())) + "}"
+        return "{" + ",".join(sorted(f"{as_text(key)}:{as_text(each)}" for key, each in value.items())) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(map(_text, value)) + "]"
+        return "[" + ",".join(map(as_text, value)) + "]"
     if isinstance(value, torch.Tensor):
-        return _written(form_of(value)) + hashlib.sha256(raw(value)).hexdigest()
+        return written(form_of(value)) + hashlib.sha256(raw(value)).hexdigest()
     return type(value).__qualname__
 
 

@@ -7,9 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from recycle_plugin.core.worker.iterator_data import IteratorData
+from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, of_parameters
+from recycle_plugin.runtime.state.units import Units
 from recycle_plugin.runtime.worker.ports import Framework
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
@@ -33,17 +37,30 @@ def stage_state(
         StatePart("places", get=cursor.changes, set=cursor.take),
     ]
     if masters is not None:
-        stepped = {name: masters.of(parameter) for name, parameter in trained.items()}
+        stepped = summed(framework)
         parts.append(of_parameters("masters", stepped))
         called |= {master: name for name, master in stepped.items()}
     if iterator_data is not None:
         parts.append(StatePart("iterator", get=iterator_data.batches_read, set=iterator_data.skip_to, own=True))
     return StageState(
-        str(framework.seat),
         lambda: framework.optimizer.steps,
         OptimizerState(framework.optimizer.wrapped, called),
         parts,
     )
+
+
+def stage_units(
+    framework: Framework, state: StageState, gradients: Gradients, spent: Callable[[float], None] = lambda seconds: None
+) -> Units:
+    """The units of a worker's ``state``, for one newcomer, or of one (runtime/state/units.py)."""
+    return Units(state, summed(framework), gradients, spent)
+
+
+def summed(framework: Framework) -> dict[str, torch.nn.Parameter]:
+    """The parameters whose gradients are summed, by the model's names for them: weights, or their masters."""
+    masters = framework.masters
+    trained = {name: one for name, one in framework.model.module.named_parameters() if one.requires_grad}
+    return trained if masters is None else {name: masters.of(weight) for name, weight in trained.items()}
 
 
 def scheduler_part(current: Callable[[], Any]) -> StatePart:

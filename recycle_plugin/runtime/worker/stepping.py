@@ -8,7 +8,7 @@ are what the optimizer will apply: stock code clips after STEP has begun.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -26,7 +26,10 @@ from recycle_plugin.runtime.worker.scripted import ScriptedStage
 
 
 class Stepping:
-    """Sums, applies and takes back the steps of one worker's ``optimizer``; ``undo`` is what takes them back."""
+    """Sums, applies and takes back the steps of one worker's ``optimizer``; ``undo`` is what takes them back.
+
+    ``await_readers`` returns once nobody reads the state any more, which a step or an undo is about to change.
+    """
 
     def __init__(
         self,
@@ -38,9 +41,11 @@ class Stepping:
         scale: LossScale,
         undo: Undo,
         session: Session,
+        await_readers: Callable[[], None] = lambda: None,
     ) -> None:
         self._optimizer, self._stage, self._parameters, self._session = optimizer, stage, parameters, session
         self._gradients, self._clipping, self._scale, self._undo = gradients, clipping, scale, undo
+        self._await_readers = await_readers
         self._applying = 0  # the step that the optimizer is at
         self._prepared = 0  # the last one that was prepared
         stage.loss_scale = scale.value
@@ -67,6 +72,7 @@ class Stepping:
 
     def apply(self, step: int) -> None:
         """Apply ``step``, or skip it where its norm is known and not finite."""
+        self._await_readers()
         self._applying = step
         skips, scaled = self._clipping.skips(step), self._scale.value != 1.0
         once = self._skip if skips else self._unscale_and_apply if scaled else self._optimizer.apply
@@ -126,6 +132,7 @@ class Stepping:
 
     def undo(self, step: int) -> None:
         """Take ``step``, the last one, back.  Raises RecycleError where an inexact undo can't."""
+        self._await_readers()
         self._undo.restore()
         torch.clear_autocast_cache()
 

@@ -21,7 +21,7 @@ import torch
 from recycle_plugin import planner
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import TRY_AGAIN, BarrierPassed, Fingerprint, Ready
+from recycle_plugin.core.messages.protocol import TRY_AGAIN, BarrierPassed, Fingerprint, Ready, StateHash
 from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
@@ -39,6 +39,7 @@ from recycle_plugin.core.worker.training_loop import StepProgram
 from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.observability.trace import TraceFile
+from recycle_plugin.runtime.catch_up.transfers import Transfers
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
 from recycle_plugin.runtime.movers.tcp import Transport
@@ -49,11 +50,12 @@ from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.stage.randomness import key, keyed_torch
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage.stage import Stage
+from recycle_plugin.runtime.state.background_hash import BackgroundHash
 from recycle_plugin.runtime.state.fingerprint import fingerprint
 from recycle_plugin.runtime.state.surroundings import AsStarted, Surroundings
 from recycle_plugin.runtime.state.touch import FirstTouch
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
-from recycle_plugin.runtime.worker.changed_state import stage_state
+from recycle_plugin.runtime.worker.changed_state import stage_state, stage_units
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.machine import TorchMachine
@@ -114,6 +116,7 @@ class Trainer:
         self.feed = Feed(session, self._store, model.first or model.last, framework.next_batch, self._hand_on)
         scale = LossScale(framework.scaler)
         self.state = stage_state(framework, self._stage, scale, self.feed.iterator_data)
+        self.hash = BackgroundHash(self.state, self._tell_hash)
         self._stepping = self._make_stepping(blocks, scale)
         operations = Operations(session, self._stage, self._stepping, self.feed.batch, self._applied)
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
@@ -209,6 +212,7 @@ class Trainer:
         )
         if self._trace is not None:
             self._trace.close()
+        self.transfers.close()
         self._transport.close()
 
     # --- for the framework's own step ----------------------------------------------------------------
@@ -318,7 +322,20 @@ class Trainer:
         elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.stage}
         clipping = Clipping(self._store, parameters, framework.norm or TrueNorm(elsewhere), framework.clipping)
         undo = undo_record(self._settings.undo, self.state, gradients)
-        return Stepping(framework.optimizer, self._stage, parameters, gradients, clipping, scale, undo, self._session)
+        units = partial(stage_units, framework, self.state, gradients)
+        interface, device = self._settings.transfer_interface, framework.model.device
+        self.transfers = Transfers(self._session, self.seat.stage, interface, device, units)
+        return Stepping(
+            framework.optimizer,
+            self._stage,
+            parameters,
+            gradients,
+            clipping,
+            scale,
+            undo,
+            self._session,
+            self.hash.wait,
+        )
 
     def _blocks(self) -> Blocks:
         return self._settings.policy(False, self.topology.stages).blocks(self.topology)
@@ -381,6 +398,13 @@ class Trainer:
             copies = {weight.name: fingerprint(weight.parameter) for weight in self._framework.tied}
             session.send(Fingerprint(session.rank, step, self.state.digest(), copies))
 
+    def _tell_hash(self, step: int, digest: str) -> None:
+        """Send the hash that the coordinator has asked for, from the thread that has computed it."""
+        session = self._session
+        session.send(StateHash(session.rank, step, digest))
+        with session.changed:
+            session.changed.notify_all()
+
     # --- between steps -------------------------------------------------------------------------------
 
     def barrier(self, place: str, values: dict[str, Any] | None = None) -> BarrierPassed:
@@ -441,6 +465,7 @@ class Trainer:
 
         Where training has begun, everybody does so at the same step, and all steps so far are committed.
         """
+        self.hash.wait()
         if self._loop is not None:
             self._checkpoints.conclude()
             self.barrier(place)

@@ -1,0 +1,1 @@
+"""Lines between workers on which a stage's state goes to a newcomer, beside the training."""

@@ -1,0 +1,194 @@
+"""A newcomer's end of the line from one source (core/worker/catching_up.py: Inlet): a thread that reads, and checks.
+
+What is damaged on its way is handed out as such, or asked for again; where a frame is, the line is broken.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+
+from recycle_plugin.core.vocabulary.state_stream import Asked, Item
+from recycle_plugin.runtime.catch_up.wire import (
+    CHUNK_BYTES,
+    DTYPES,
+    Arrival,
+    Begin,
+    Chunk,
+    Mark,
+    check,
+    digest,
+    fill,
+    frame,
+    item,
+    marker,
+    receive,
+)
+from recycle_plugin.runtime.devices.host import CPU
+from recycle_plugin.runtime.devices.port import Device
+from recycle_plugin.runtime.movers.tcp import Nonsense
+from recycle_plugin.runtime.processes import forked
+
+CONNECT_S = 10.0  # how long the source may take to answer
+ROOM = 256 << 20  # bytes that may wait to be taken in; beyond, the source's sending thread waits
+ASKED_AT_ONCE = 1000  # units, in one frame
+
+
+class TcpInlet:
+    """The line to the source at ``address`` ("tcp://host:port"), over which ``arrival`` comes.
+
+    ``changed`` is notified when something has come; ``note`` says something to the user; ``device``: where tensors go
+    to.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        arrival: Arrival,
+        changed: threading.Condition,
+        note: Callable[[str], None],
+        device: Device = CPU,
+    ) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._peer, self._arrival, self._changed, self._note = (host, int(port)), arrival, changed, note
+        self._device = device
+        self._items: deque[tuple[Item, int]] = deque()  # with the bytes of each
+        self._waiting = 0  # bytes
+        self._space = threading.Condition()
+        self._talking = threading.Lock()
+        self._unsent = bytearray(frame(arrival))
+        self._connection: socket.socket | None = None
+        self._closed = self._over = False
+        self.taken = {"state": 0, "sums": 0}  # bytes that have come
+        threading.Thread(target=self._work, name=f"recycle: from {address}", daemon=True).start()
+
+    # --- for who catches up ------------------------------------------------------------------------
+
+    def ask(self, asked: Asked) -> None:
+        """Ask the source for units."""
+        units = asked.units
+        parts = [units[begin : begin + ASKED_AT_ONCE] for begin in range(0, len(units), ASKED_AT_ONCE)] or [()]
+        for number, part in enumerate(parts):
+            self._say(Asked(part, asked.head and number == 0))
+
+    def items(self) -> Iterable[Item]:
+        """What has come since this was called last, in its order."""
+        self._say()
+        with self._space:
+            found = [one for one, _ in self._items]
+            self._items.clear()
+            self._waiting = 0
+            self._space.notify_all()
+        return found
+
+    @property
+    def broken(self) -> bool:
+        """Whether the source is gone, and all that has come from it is handed out."""
+        with self._space:
+            return self._over and not self._items
+
+    def close(self) -> None:
+        """End the line."""
+        with self._space:
+            self._closed = True
+            self._space.notify_all()
+        self._shut()
+
+    # --- the line ----------------------------------------------------------------------------------
+
+    def _say(self, *messages: object) -> None:
+        """Send what the socket takes at once; the rest goes with the next call."""
+        with self._talking:
+            for message in messages:
+                self._unsent += frame(message)
+            try:
+                while self._unsent and self._connection is not None:
+                    del self._unsent[: self._connection.send(self._unsent, socket.MSG_DONTWAIT)]
+            except BlockingIOError:
+                pass
+            except OSError:  # the reader finds the end
+                self._unsent.clear()
+
+    def _work(self) -> None:
+        try:
+            connection = forked.own(socket.create_connection(self._peer, CONNECT_S))
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with connection:
+                with self._talking:
+                    self._connection = connection
+                self._say()
+                while not self._closed:
+                    self._take(connection)
+        except Nonsense as nonsense:
+            self._note(
+                f"what {self._peer[0]}:{self._peer[1]} sends of the stage's state can't be understood: {nonsense}"
+            )
+        except (OSError, EOFError):
+            pass
+        with self._space:
+            self._over = True
+        with self._changed:
+            self._changed.notify_all()
+
+    def _take(self, connection: socket.socket) -> None:
+        """Take one item in."""
+        found = receive(connection, object)
+        if isinstance(found, Mark):
+            self._deliver(marker(found), 0)
+            return
+        if not isinstance(found, Begin):
+            raise Nonsense(f"a {type(found).__name__} where an item should begin")
+        check(found)
+        self._await_space(found.nbytes)
+        tensors, whole = [], True
+        for part in found.parts:
+            tensors.append(self._room(part.shape, DTYPES[part.dtype]))
+            whole &= self._read(connection, found, part.name, tensors[-1])
+        self.taken["sums" if found.kind == "sums" else "state"] += found.nbytes
+        made = item(found, tensors if whole else None)
+        if made is not None:
+            self._deliver(made, found.nbytes)
+        if not whole:
+            self._note(f"{found.kind} {found.name}, step {found.step}, was damaged on its way; it is sent again")
+        if found.kind == "head" and not whole:
+            self.ask(Asked(head=True))
+
+    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            return self._device.room(shape, dtype)
+        except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # torch's own words
+            raise Nonsense(f"a tensor of shape {str(shape)[:80]}: {str(error)[:200]}") from None
+
+    def _read(self, connection: socket.socket, begin: Begin, part: str, tensor: torch.Tensor) -> bool:
+        """Read a part's chunks; False where one is not what was sent."""
+        whole, data = True, tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+        for offset in range(0, len(data), CHUNK_BYTES):
+            chunk, target = receive(connection, Chunk), data[offset : offset + CHUNK_BYTES]
+            if (chunk.part, chunk.offset, chunk.size) != (part, offset, len(target)):
+                raise Nonsense(f"byte {chunk.offset} of {chunk.part[:80]!r} where byte {offset} of {part!r} is next")
+            fill(connection, target)
+            whole &= digest(begin, part, offset, target) == chunk.digest
+        return whole
+
+    def _await_space(self, nbytes: int) -> None:
+        with self._space:
+            self._space.wait_for(lambda: self._closed or not self._items or self._waiting + nbytes <= ROOM)
+
+    def _deliver(self, one: Item, nbytes: int) -> None:
+        with self._space:
+            self._items.append((one, nbytes))
+            self._waiting += nbytes
+        with self._changed:
+            self._changed.notify_all()
+
+    def _shut(self) -> None:
+        if self._connection is not None:
+            try:
+                self._connection.shutdown(socket.SHUT_RDWR)
+            except OSError:  # it has ended already
+                pass

@@ -1,0 +1,149 @@
+"""The door at which newcomers come to a source for its stage's state: a listener, made when it is first needed.
+
+Only whom the coordinator has announced is let in.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Mapping
+
+import psutil
+
+from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.catch_up.outlet import TcpOutlet, damaged_chunks
+from recycle_plugin.runtime.catch_up.rate import Rate
+from recycle_plugin.runtime.catch_up.wire import LONGEST_HELLO, Arrival, receive
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.movers.tcp import Nonsense
+from recycle_plugin.runtime.processes import forked
+from recycle_plugin.runtime.processes.accepting import Refusals
+
+HELLO_S = 10.0  # how long who has connected may take to say who it is
+END_S = 1.0  # how long the listener's thread may take to end
+DAMAGE = "RECYCLE_DAMAGED_CHUNKS"  # in the environment, for tests: "RANK:NUMBER,…", chunks of which a byte is changed
+
+
+class StateListener:
+    """Lets newcomers in to the worker of ``session``, on the setting ``interface``; ``rate`` is that of all of them.
+
+    ``environment``: what injects damage, for tests.  Raises RecycleError for an interface that there is not.
+    """
+
+    def __init__(
+        self, session: Session, interface: str | None, rate: Rate, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._session, self._rate = session, rate
+        self._damaged = damaged_chunks(_damage(environment or {}, session.rank))
+        self._expected: dict[WorkerId, TcpOutlet] = {}
+        self._lock, self._closed, self._said = threading.Lock(), threading.Event(), False
+        host = address_of(interface) if interface else session.own_address
+        self._listener = forked.own(_listener(host, interface))
+        self.address = f"tcp://{host}:{self._listener.getsockname()[1]}"
+        self._refusals = Refusals(lambda text: self._note(f"at worker {session.rank} {text}"))
+        self._thread = threading.Thread(target=self._accept, name="recycle: state for newcomers", daemon=True)
+        self._thread.start()
+
+    def expect(self, newcomer: WorkerId) -> TcpOutlet:
+        """The line to a newcomer that the coordinator has announced, before it comes; any earlier one of its ends."""
+        outlet = TcpOutlet(newcomer, self._rate, self._note, self._damaged)
+        with self._lock:
+            self._expected = {one: each for one, each in self._expected.items() if not each.broken}
+            before, self._expected[newcomer] = self._expected.get(newcomer), outlet
+        if before is not None:
+            before.close()
+        return outlet
+
+    def close(self) -> None:
+        """Let nobody in any more, and end all lines once what was sent has got there."""
+        self._closed.set()
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:  # not everywhere is a listener shut so; it is closed below
+            pass
+        self._thread.join(END_S)
+        self._listener.close()
+        with self._lock:
+            outlets = [*self._expected.values()]
+        for outlet in outlets:
+            outlet.close()
+
+    def _note(self, text: str) -> None:
+        self._session.note("warning", text)
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, peer = self._listener.accept()
+                threading.Thread(
+                    target=self._let_in, args=(forked.own(connection), peer), name="recycle: a newcomer", daemon=True
+                ).start()
+            except OSError as error:
+                if not self._closed.is_set():
+                    self._closed.wait(self._refusals.pause_s(error))
+
+    def _let_in(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+        try:
+            connection.settimeout(HELLO_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            arrival = receive(connection, Arrival, LONGEST_HELLO)
+            if not self._take(arrival, connection):
+                raise Nonsense(f"it is {arrival.newcomer} of job {arrival.job[:80]!r}, which is not expected here")
+            return
+        except Nonsense as nonsense:
+            self._say(peer, nonsense)
+        except (OSError, EOFError):
+            pass
+        connection.close()
+
+    def _take(self, arrival: Arrival, connection: socket.socket) -> bool:
+        with self._lock:
+            outlet = self._expected.get(arrival.newcomer)
+        return outlet is not None and arrival.job == self._session.job_id and outlet.take(connection)
+
+    def _say(self, peer: tuple[str, int], nonsense: Nonsense) -> None:
+        """Warn of who is no newcomer, once: a scanner of ports comes more often."""
+        with self._lock:
+            first, self._said = not self._said, True
+        if first:
+            self._note(
+                f"at {named(self._session.rank)} a connection from {peer[0]}:{peer[1]} for the stage's state was "
+                f"refused: {nonsense}"
+            )
+
+
+def address_of(interface: str) -> str:
+    """The address of a network interface by its name, or the address itself.  Raises RecycleError for neither."""
+    found = psutil.net_if_addrs()
+    if interface in found:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for one in found[interface]:
+                if one.family == family:
+                    return one.address
+        raise RecycleError(f"recycle.transfer_interface: {interface} has no IP address; name another one of this host")
+    try:
+        return str(ipaddress.ip_address(interface))
+    except ValueError:
+        raise RecycleError(
+            f"recycle.transfer_interface: {interface!r} is neither an address nor one of this host's network "
+            f"interfaces, which are {', '.join(sorted(found))}"
+        ) from None
+
+
+def _listener(host: str, interface: str | None) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, 0), family=family, backlog=64)
+    except OSError as error:
+        setting = f"recycle.transfer_interface: {interface}" if interface else host
+        raise RecycleError(f"{setting}: no newcomer could come there ({error.strerror}); name another one") from None
+
+
+def _damage(environment: Mapping[str, str], rank: int) -> set[int]:
+    """The chunks of this worker of which a byte is to be changed, by number."""
+    pairs = [entry.split(":") for entry in environment.get(DAMAGE, "").split(",") if entry]
+    return {int(number) for of, number in pairs if int(of) == rank}

@@ -1,0 +1,244 @@
+"""A source's end of the line to one newcomer (core/worker/serving.py: Outlet): a queue, and a thread that sends.
+
+Whoever trains appends, and never waits.  What waits is bounded: units by asking whether there is room before one is
+read, sums, which come with each step, by giving the newcomer up.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.state_stream import Asked, Item, Marker, Sums, Unit
+from recycle_plugin.runtime.catch_up.rate import Rate
+from recycle_plugin.runtime.catch_up.wire import Begin, Chunk, begun, chunks, digest, frame, mark, taken
+from recycle_plugin.runtime.devices.kinds import order_of
+from recycle_plugin.runtime.devices.port import Order
+from recycle_plugin.runtime.movers.tcp import Nonsense
+from recycle_plugin.runtime.state.stage_state import raw
+
+ROOM = 64 << 20  # bytes of units that may wait
+STEPS = 2  # whose sums may wait in any case
+LINGER_S = 10.0  # how long what is to get there at the end may take
+LOOK_S = 1.0  # between two looks at whether a line that takes nothing is to end
+
+
+class TcpOutlet:
+    """The line to ``newcomer``, which may come to it later (:meth:`take`).
+
+    ``note`` says something to the user.  ``damaged(number)``: whether to change a byte of the chunk of that number on
+    its way, for tests.
+    """
+
+    def __init__(
+        self,
+        newcomer: WorkerId,
+        rate: Rate,
+        note: Callable[[str], None],
+        damaged: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.newcomer, self._rate, self._note, self._damaged = newcomer, rate, note, damaged
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[Item, Order]] = deque()  # its first one is being sent
+        self._units = 0  # bytes that wait
+        self._sums: deque[tuple[int, int]] = deque()  # of each that waits: step and bytes
+        self._connection: socket.socket | None = None
+        self._received = bytearray()
+        self._until: float | None = None  # when it has to be over, once it is closed
+        self._broken = False
+
+    # --- for who trains ----------------------------------------------------------------------------
+
+    def asked(self) -> Iterable[Asked]:
+        """What the newcomer has asked for since this was called last."""
+        found: list[Asked] = []
+        try:
+            while self._connection is not None and not self._broken:
+                data = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
+                if not data:
+                    raise EOFError
+                self._received += data
+                while (message := taken(self._received)) is not None:
+                    if not isinstance(message, Asked):
+                        raise Nonsense(f"a {type(message).__name__} instead of what is wanted")
+                    found.append(message)
+        except BlockingIOError:
+            pass
+        except Nonsense as nonsense:
+            self._end(f"it says what can't be understood: {nonsense}")
+        except (OSError, EOFError):
+            self._end()
+        return found
+
+    def send(self, item: Item) -> None:
+        """Send one item, after all before it; where too much of what it follows waits, the line ends."""
+        order = order_of(_tensors(item))
+        with self._changed:
+            if self._broken or self._until is not None:
+                return
+            self._queue.append((item, order))
+            if isinstance(item, Unit):
+                self._units += _weight(item)
+            elif isinstance(item, Sums):
+                self._sums.append((item.step, _weight(item)))
+            self._changed.notify_all()
+            waiting = sum(weight for _, weight in self._sums)
+            too_slow = waiting > ROOM and len({step for step, _ in self._sums}) > STEPS
+        if too_slow:
+            self._end(f"it takes what it follows too slowly: {waiting} bytes of more than {STEPS} steps wait for it")
+
+    def has_room(self, waiting: bool) -> bool:
+        """Whether something may be read for this newcomer now.  ``waiting``: this worker has nothing else to do."""
+        return self._units < ROOM and self._rate.may_copy(waiting)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the newcomer is gone."""
+        return self._broken
+
+    def close(self) -> None:
+        """End the line, once what was sent has got there, within 10 s."""
+        with self._changed:
+            self._until = time.monotonic() + LINGER_S
+            self._changed.notify_all()
+        if self._connection is None:
+            self._end()
+
+    # --- the line ----------------------------------------------------------------------------------
+
+    def take(self, connection: socket.socket) -> bool:
+        """Send over ``connection`` from now on; False where there is one already, or the line has ended."""
+        with self._changed:
+            if self._connection is not None or self._broken:
+                return False
+            self._connection = connection
+        threading.Thread(target=self._work, name=f"recycle: to {self.newcomer}", daemon=True).start()
+        return True
+
+    def _work(self) -> None:
+        connection = self._connection
+        assert connection is not None, "it was taken"
+        try:
+            connection.setblocking(False)
+            while self._say_next(connection):
+                pass
+            self._end()
+        except OSError:
+            self._end()
+        except Exception as error:  # a device's, which the trainer meets by itself
+            self._end(str(error)[:200])
+        finally:
+            connection.close()
+
+    def _say_next(self, connection: socket.socket) -> bool:
+        """Send the next item, and let it go; False where there is no more to come."""
+        entry = self._next()
+        if entry is not None:
+            self._say(connection, *entry)
+            self._sent(entry[0])
+        return entry is not None
+
+    def _next(self) -> tuple[Item, Order] | None:
+        """The next item, which stays in the queue; None where there is no more to come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._broken or self._until is not None)
+            return self._queue[0] if self._queue and not self._broken else None
+
+    def _sent(self, item: Item) -> None:
+        with self._changed:
+            if self._queue:
+                self._queue.popleft()
+            if isinstance(item, Unit):
+                self._units -= _weight(item)
+            elif isinstance(item, Sums) and self._sums:
+                self._sums.popleft()
+
+    def _say(self, connection: socket.socket, item: Item, order: Order) -> None:
+        if isinstance(item, Marker):
+            self._write(connection, [memoryview(frame(mark(item)))])
+            return
+        order.join()
+        for begin, tensors in begun(item):
+            self._write(connection, [memoryview(frame(begin))])
+            for part, tensor in zip(begin.parts, tensors, strict=True):
+                for offset, piece in chunks(part, tensor):
+                    self._say_chunk(connection, begin, part.name, offset, piece)
+
+    def _say_chunk(self, connection: socket.socket, begin: Begin, part: str, offset: int, piece: torch.Tensor) -> None:
+        began = time.thread_time()
+        data = raw(piece)
+        chunk = Chunk(part, offset, data.nbytes, digest(begin, part, offset, data))
+        if self._damaged():
+            data = data.copy()
+            data[len(data) // 2] ^= 1
+        self._write(connection, [memoryview(frame(chunk)), data.data])
+        rest_s = self._rate.rest_s(time.thread_time() - began)
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken, rest_s)
+
+    def _write(self, connection: socket.socket, parts: list[memoryview]) -> None:
+        """Write all of it; raises OSError where the line ends meanwhile."""
+        while parts:
+            if self._broken or (self._until is not None and time.monotonic() > self._until):
+                raise ConnectionAbortedError
+            try:
+                count = connection.sendmsg(parts)
+            except BlockingIOError:
+                _await_room(connection)
+                continue
+            while parts and count >= len(parts[0]):
+                count -= len(parts.pop(0))
+            if count:
+                parts[0] = parts[0][count:]
+
+    def _end(self, why: str = "") -> None:
+        with self._changed:
+            first, self._broken = not self._broken, True
+            self._queue.clear()
+            self._sums.clear()
+            self._units = 0
+            self._changed.notify_all()
+            connection = self._connection
+        if first and why:
+            self._note(f"the state is not sent any more to {self.newcomer}, which catches up: {why}")
+        if connection is not None and first:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:  # it has ended already
+                pass
+
+
+def damaged_chunks(numbers: Collection[int]) -> Callable[[], bool]:
+    """A function that says of one chunk after the other, from 1, whether it is among ``numbers``."""
+    count, lock = [0], threading.Lock()
+
+    def damaged() -> bool:
+        with lock:
+            count[0] += 1
+            return count[0] in numbers
+
+    return damaged
+
+
+def _await_room(connection: socket.socket) -> None:
+    """Return once the socket takes something, or a second later."""
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    poll.poll(1000 * LOOK_S)
+
+
+def _tensors(item: Item) -> list[torch.Tensor]:
+    if isinstance(item, Unit) and item.value is not None:
+        return [*item.value.tensors.values()]
+    return [tensor for values in item.values.values() for tensor in values] if isinstance(item, Sums) else []
+
+
+def _weight(item: Item) -> int:
+    return sum(tensor.nbytes for tensor in _tensors(item))

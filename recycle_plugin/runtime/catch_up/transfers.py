@@ -1,0 +1,57 @@
+"""All that one worker has for the transfer of its stage's state: lines to newcomers, or from sources."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.runtime.catch_up.inlet import TcpInlet
+from recycle_plugin.runtime.catch_up.listener import StateListener
+from recycle_plugin.runtime.catch_up.outlet import TcpOutlet
+from recycle_plugin.runtime.catch_up.rate import Rate
+from recycle_plugin.runtime.catch_up.wire import Arrival
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices.port import Device
+from recycle_plugin.runtime.state.units import Units
+
+
+class Transfers:
+    """The transfers of the worker of ``session``, at ``stage``, which computes on ``device``.
+
+    ``interface``: the setting; ``units(spent)`` makes the units of its state for one newcomer, whose copying tells
+    ``spent`` its seconds.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        stage: int,
+        interface: str | None,
+        device: Device,
+        units: Callable[[Callable[[float], None]], Units],
+    ) -> None:
+        self._session, self._interface, self._device, self._units = session, interface, device, units
+        self._rate = Rate(lambda: len(session.roster.stage(stage)) == 1)
+        self._listener: StateListener | None = None
+
+    def to(self, newcomer: WorkerId) -> tuple[Units, TcpOutlet, str]:
+        """What serves a newcomer that the coordinator has announced: the state for it, the line, and where it comes to.
+
+        Raises RecycleError for an interface that there is not.
+        """
+        if self._listener is None:
+            self._listener = StateListener(self._session, self._interface, self._rate, os.environ)
+        return self._units(self._rate.copied), self._listener.expect(newcomer), self._listener.address
+
+    def come_from(self, address: str) -> TcpInlet:
+        """The line from the source at ``address``, where this worker is the newcomer."""
+        session = self._session
+        note, arrival = partial(session.note, "warning"), Arrival(session.job_id, session.worker)
+        return TcpInlet(address, arrival, session.changed, note, self._device)
+
+    def close(self) -> None:
+        """Let nobody in any more; what was sent still gets there."""
+        if self._listener is not None:
+            self._listener.close()

@@ -1,0 +1,269 @@
+"""What is said on a line between a source and a newcomer, as bytes.
+
+A frame is a message of ``LANGUAGE`` and the beginning of its SHA-256.  An item with tensors is a :class:`Begin`, which
+says what comes, and behind it each tensor's bytes in chunks, each with the SHA-256 of what it is a part of and of its
+bytes.  So a byte that changes on its way is found: in a tensor it costs that item, in a frame the line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from recycle_plugin.core.messages.encoding import HEAD, LIMIT, Language
+from recycle_plugin.core.messages.typed import Unreadable
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Sums, Unit
+from recycle_plugin.runtime.movers.tcp import DTYPES, Nonsense
+from recycle_plugin.runtime.state.stage_state import pieces
+from recycle_plugin.runtime.state.units import UnitValue
+
+T = TypeVar("T")
+CHUNK_BYTES = 1 << 20
+LONGEST_HELLO = 1 << 12  # bytes: of a frame from whom nobody knows yet
+CHECK = 8  # bytes of a frame's hash
+PLAIN, VALUE, UNITS = "plain", "value", "units"  # parts that are no tensors of the state; no tensor is called so
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The first message on a line: who comes, of which job."""
+
+    job: str
+    newcomer: WorkerId
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of an item."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    on_host: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return DTYPES[self.dtype].itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Begin:
+    """An item of a ``kind`` (KINDS), of the unit ``name``, whose ``parts`` come behind this, each in chunks."""
+
+    kind: str
+    step: int
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next ``size`` bytes behind this are of the tensor ``part`` of a unit, from byte ``offset`` on.
+
+    ``digest``: SHA-256 of unit, part, offset, step and bytes.
+    """
+
+    part: str
+    offset: int
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A :class:`Marker`, with the dtype of its norm; "" where that is no tensor."""
+
+    step: int
+    norm: float | None
+    dtype: str
+    begins: bool
+    valid_from: int
+
+
+LANGUAGE = Language((Arrival, Asked, Begin, Chunk, Mark))
+KINDS = ("head", "unit", "sums")
+
+
+# --- frames --------------------------------------------------------------------------------------
+
+
+def frame(message: object) -> bytes:
+    """The bytes of a message, with their hash behind them."""
+    made = LANGUAGE.encode(message)
+    return made + hashlib.sha256(made).digest()[:CHECK]
+
+
+def taken(received: bytearray, limit: int = LIMIT) -> object | None:
+    """The message at the beginning of ``received``, which is taken out of it; None while it is not whole.
+
+    Raises Nonsense where there is none.
+    """
+    if len(received) < HEAD.size:
+        return None
+    end = HEAD.size + _size(received, limit)
+    if len(received) < end + CHECK:
+        return None
+    made, check = bytes(received[:end]), bytes(received[end : end + CHECK])
+    del received[: end + CHECK]
+    return _message(made, check)
+
+
+def receive(connection: socket.socket, kind: type[T], limit: int = LIMIT) -> T:
+    """The next message, of this kind.  Raises Nonsense where something else comes, EOFError at the end."""
+    head = exactly(connection, HEAD.size)
+    rest = exactly(connection, _size(head, limit) + CHECK)
+    message = _message(bytes(head + rest[:-CHECK]), bytes(rest[-CHECK:]))
+    if not isinstance(message, kind):
+        raise Nonsense(f"a {type(message).__name__} where it should be something else")
+    return message
+
+
+def exactly(connection: socket.socket, size: int) -> bytearray:
+    """So many bytes.  Raises EOFError where the other end closes before."""
+    received = bytearray(size)
+    fill(connection, memoryview(received))
+    return received
+
+
+def fill(connection: socket.socket, target: memoryview) -> None:
+    """Read into all of ``target``.  Raises EOFError where the other end closes before."""
+    while target:
+        count = connection.recv_into(target, 0, socket.MSG_WAITALL)
+        if not count:
+            raise EOFError
+        target = target[count:]
+
+
+def _size(head: bytearray, limit: int) -> int:
+    size = LANGUAGE.size(head, limit)
+    if isinstance(size, Unreadable):
+        raise Nonsense(str(size)[:200])
+    return size
+
+
+def _message(made: bytes, check: bytes) -> object:
+    if hashlib.sha256(made).digest()[:CHECK] != check:
+        raise Nonsense("a frame that has changed on its way")
+    message = LANGUAGE.message(made[HEAD.size :])
+    if isinstance(message, Unreadable):
+        raise Nonsense(str(message)[:200])
+    return message
+
+
+# --- items ---------------------------------------------------------------------------------------
+
+
+def digest(begin: Begin, part: str, offset: int, data: Any) -> str:
+    """The hash of a chunk of an item."""
+    found = hashlib.sha256(f"{begin.kind} {begin.name} {part} {offset} {begin.step} ".encode())
+    found.update(data)
+    return found.hexdigest()
+
+
+def chunks(part: Part, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """The pieces of a part's tensor, wherever that is, each with its offset."""
+    offset = 0
+    for piece in pieces(tensor, CHUNK_BYTES):
+        yield offset, piece
+        offset += piece.nbytes
+
+
+def mark(marker: Marker) -> Mark:
+    """A marker as it is sent: its norm is a number, or a tensor that has one."""
+    norm = marker.norm
+    dtype = str(norm.dtype).removeprefix("torch.") if torch.is_tensor(norm) else ""
+    value = None if norm is None else float(norm)
+    return Mark(marker.step, value, dtype, marker.begins, marker.valid_from)
+
+
+def marker(found: Mark) -> Marker:
+    """What :func:`mark` was made of.  Raises Nonsense for a norm of no type."""
+    norm = found.norm if not found.dtype or found.norm is None else torch.tensor(found.norm, dtype=_dtype(found.dtype))
+    return Marker(found.step, norm, found.begins, found.valid_from)
+
+
+def begun(item: Head | Unit | Sums) -> Iterator[tuple[Begin, list[torch.Tensor]]]:
+    """What is sent of an item: what begins, and its tensors; sums go unit by unit."""
+    if isinstance(item, Sums):
+        for name, values in item.values.items():
+            parts = tuple(_part(str(number), value) for number, value in enumerate(values))
+            yield Begin("sums", item.step, name, parts), list(values)
+        return
+    if isinstance(item, Head):
+        tensors = {VALUE: _as_tensor(item.value), UNITS: _as_tensor(json.dumps(dict(item.units)).encode())}
+        yield _begin("head", item.step, "", tensors)
+        return
+    value: UnitValue = item.value
+    tensors = {**value.tensors, PLAIN: _as_tensor(value.plain)}
+    yield _begin("unit", item.step, item.name, tensors, value.on_host)
+
+
+def item(begin: Begin, tensors: list[torch.Tensor] | None) -> Item | None:
+    """The item that has come; ``tensors`` None: it is damaged.  None: there is none without its tensors.
+
+    Raises Nonsense where it is none.
+    """
+    if begin.kind == "unit":
+        return Unit(begin.step, begin.name, None if tensors is None else _unit(begin, tensors))
+    if tensors is None:
+        return None
+    if begin.kind == "sums":
+        return Sums(begin.step, {begin.name: tuple(tensors)})
+    named = {part.name: tensor for part, tensor in zip(begin.parts, tensors, strict=True)}
+    if named.keys() != {VALUE, UNITS}:
+        raise Nonsense(f"a head of {', '.join(named)[:80]!r}")
+    return Head(begin.step, _as_bytes(named[VALUE]), json.loads(_as_bytes(named[UNITS])))
+
+
+def check(begin: Begin) -> None:
+    """Raise Nonsense where an item is announced that can't be."""
+    if begin.kind not in KINDS:
+        raise Nonsense(f"an item of kind {begin.kind[:80]!r}")
+    for part in begin.parts:
+        _dtype(part.dtype)
+        if min(part.shape, default=0) < 0:
+            raise Nonsense(f"a tensor of shape {str(part.shape)[:80]}")
+
+
+def _unit(begin: Begin, tensors: list[torch.Tensor]) -> UnitValue:
+    named = {part.name: tensor for part, tensor in zip(begin.parts, tensors, strict=True)}
+    plain = named.pop(PLAIN, torch.empty(0, dtype=torch.uint8))
+    return UnitValue(named, _as_bytes(plain), frozenset(part.name for part in begin.parts if part.on_host))
+
+
+def _begin(
+    kind: str, step: int, name: str, tensors: Mapping[str, torch.Tensor], on_host: frozenset[str] = frozenset()
+) -> tuple[Begin, list[torch.Tensor]]:
+    parts = tuple(_part(each, tensor, each in on_host) for each, tensor in tensors.items())
+    return Begin(kind, step, name, parts), list(tensors.values())
+
+
+def _part(name: str, tensor: torch.Tensor, on_host: bool = False) -> Part:
+    return Part(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), on_host)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise Nonsense(f"a tensor of {name[:80]!r}, which is no type")
+    return DTYPES[name]
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()

@@ -1,0 +1,367 @@
+"""A stage's state in units, each of which can be handed to another worker, and stepped there, by itself
+(core/vocabulary/state_stream.py).
+
+A unit is a parameter with its master and all that the optimizer keeps for it.  That an optimizer steps each parameter
+by itself is known of some (``BY_ITSELF``); of the others, all that they step is one unit.  What belongs to no parameter
+makes units too, which nothing is sent of in a step, so that they are read again after each.
+
+What goes by value is packed by torch.save, and read with ``weights_only``: no class of a script's is made anew from
+what another process has said.  Nothing of this changes the state but :meth:`Units.fill` and :meth:`Units.write`.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.devices.host import HOST, on_host
+from recycle_plugin.runtime.devices.kinds import device_of, put
+from recycle_plugin.runtime.devices.kinds import write as write_to
+from recycle_plugin.runtime.devices.port import COPY_S, Copy
+from recycle_plugin.runtime.state.stage_state import (
+    ELSEWHERE,
+    StageState,
+    TensorForm,
+    as_text,
+    by_value,
+    form_of,
+    pieces,
+    written,
+)
+
+SLICE_S = 0.0004  # after so long a call of read() begins no other piece
+BY_ITSELF = frozenset(
+    f"torch.optim.{name.lower()}.{name}"
+    for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+) | {"deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam"}
+BY_GROUP = frozenset({"deepspeed.ops.adam.fused_adam.FusedAdam"})  # the last parameter's count is the group's
+
+
+class Sums(Protocol):
+    """The part of runtime/stage/gradients.py that other workers' units need."""
+
+    def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What ``step`` applies to each parameter."""
+
+    def gathered(self, step: int, sums: Mapping[torch.Tensor, torch.Tensor]) -> dict[Datum, Any]:
+        """What REDUCE and TIE leave at a worker that knows these sums, by datum."""
+
+
+class UnitValue(NamedTuple):
+    """A copy of a unit in host memory: ``tensors``, contiguous, by their names in the stage's state, and ``plain``,
+    what goes by value.  ``on_host``: tensors that are in host memory wherever the parameter is.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    plain: bytes
+    on_host: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What is in a unit: of the parameters ``called`` all; of the ``part`` of that name all that is of no parameter;
+    with ``shared`` what the optimizer has for all parameters together.
+    """
+
+    called: tuple[str, ...] = ()
+    part: str = ""
+    shared: bool = False
+
+
+@dataclass
+class _Reading:
+    """A unit that is being copied: ``left`` are the pieces to come, with where they go to."""
+
+    of: object  # the state that it is read of
+    value: UnitValue
+    left: Iterator[tuple[torch.Tensor, torch.Tensor]]
+    target: torch.Tensor | None = None
+    coming: Copy | None = None
+
+
+@dataclass
+class Units:
+    """The units of ``state``, read for one newcomer, or written there.
+
+    ``parameters``: those whose gradients are summed, by name; ``gradients``: who has the sums.  ``spent(seconds)`` is
+    told how long copying has taken.
+    """
+
+    state: StageState
+    parameters: Mapping[str, torch.Tensor]
+    gradients: Sums
+    spent: Callable[[float], None] = lambda seconds: None
+    _contents: dict[str, _Content] = field(default_factory=dict)
+    _stepped: dict[str, torch.Tensor] = field(default_factory=dict)  # what the optimizer steps, by name
+    _readings: dict[str, _Reading] = field(default_factory=dict)
+
+    # --- at the source -----------------------------------------------------------------------------
+
+    def head(self) -> tuple[bytes, dict[str, int]]:
+        """What goes by value and the layout, packed, and the bytes of each unit.
+
+        What can't be packed makes a head that says so, whose :meth:`fill` raises; here training goes on.
+        """
+        self._look_up()
+        weights = {name: sum(each.nbytes for each in self._tensors(one).values()) for name, one in self._all().items()}
+        try:
+            return _packed({name: _checked(name, value) for name, value in self._told().items()}), weights
+        except RecycleError as error:
+            return _packed(str(error)), weights
+
+    def read(self, name: str, rest: bool) -> UnitValue | None:
+        """Copy some of a unit, or all the ``rest`` of it; the copy once it is complete, None before."""
+        began = time.perf_counter()
+        try:
+            return self._read(name, began + (COPY_S if rest else SLICE_S), rest)
+        finally:
+            self.spent(time.perf_counter() - began)
+
+    def sums(self, step: int, names: Iterable[str]) -> dict[str, tuple[torch.Tensor, ...]]:
+        """What ``step`` applies to each unit that it applies something to, as REDUCE has left it, without a copy."""
+        found = {}
+        for name in names:
+            trained = self._trained(self._all()[name])
+            if trained:
+                found[name] = tuple(self.gradients.applied(step, trained))
+        return found
+
+    def _told(self) -> dict[str, Any]:
+        """What a head says, by what it is called in errors."""
+        small, shared = self.state.small(), self.state.optimizer.shared()
+        return {
+            **{f"part {name}": value for name, value in small.items() if name != "optimizer"},
+            **{f"optimizer {name}": value for name, value in shared.items()},
+            "layout": self._layout(),
+        }
+
+    def _read(self, name: str, until: float, rest: bool) -> UnitValue | None:
+        reading = self._reading(name)
+        while True:
+            if reading.coming is None:
+                pair = next(reading.left, None)
+                if pair is None:
+                    return self._readings.pop(name).value
+                reading.target, piece = pair
+                reading.coming = device_of(piece.device).to_host((piece,), f"unit {name}", shared=True)
+            if not (rest or reading.coming.poll()):
+                return None
+            assert reading.target is not None, "a piece that comes goes somewhere"
+            reading.target.copy_(reading.coming.wait(COPY_S)[0])
+            reading.coming = None
+            if not rest and time.perf_counter() >= until:
+                return None
+
+    def _reading(self, name: str) -> _Reading:
+        """The reading that has begun, or a new one where the state is another one by now."""
+        content = self._all()[name]
+        sources = self._tensors(content)
+        of = self.state.step, [(each, id(tensor), tensor._version) for each, tensor in sources.items()]
+        if name not in self._readings or self._readings[name].of != of:
+            copies = {each: torch.empty(source.shape, dtype=source.dtype) for each, source in sources.items()}
+            pairs = (
+                pair
+                for each, source in sources.items()
+                for pair in zip(pieces(copies[each]), pieces(source), strict=True)
+            )
+            hosted = frozenset(each for each, source in sources.items() if on_host(source))
+            self._readings[name] = _Reading(of, UnitValue(copies, self._plain(content), hosted), pairs)
+        return self._readings[name]
+
+    def _plain(self, content: _Content) -> bytes:
+        """What goes by value of a unit, packed; b"" for nothing, as torch's optimizers mostly have."""
+        values = {}
+        for called in content.called:
+            kept = self.state.optimizer.of(self._stepped[called]) if called in self._stepped else None
+            value = {kind: each for kind, each in by_value(kept or {}).items() if each is not ELSEWHERE}
+            if value or kept == {}:
+                values[called] = value
+        shared = self.state.optimizer.shared() if content.shared else None
+        return _packed([values, shared]) if values or shared is not None else b""
+
+    # --- at the newcomer ---------------------------------------------------------------------------
+
+    def fill(self, head: bytes) -> None:
+        """Take what goes by value from another worker's head.
+
+        Raises RecycleError, and changes nothing, where the other worker's state is not of this stage, or can't be
+        handed over.
+        """
+        told = _unpacked(head)
+        if isinstance(told, str):
+            raise RecycleError(f"the state of the stage can't be handed over: {told}")
+        self._look_up()
+        self._check(told)
+        shared = {name.removeprefix("optimizer "): told[name] for name in told if name.startswith("optimizer ")}
+        self.state.put({name.removeprefix("part "): told[name] for name in told if name.startswith("part ")})
+        self.state.optimizer.set_shared(shared)
+
+    @torch.no_grad()
+    def write(self, name: str, value: UnitValue) -> None:
+        """Write a unit in place, and make what is not there; what the other worker does not have goes.
+
+        Raises RecycleError where it has something that is not of this unit.
+        """
+        content, optimizer = self._all()[name], self.state.optimizer
+        values, shared = _unpacked(value.plain) if value.plain else ({}, None)
+        kinds: dict[str, dict[str, Any] | None] = {called: values.get(called) for called in content.called}
+        for each in value.tensors:
+            called, _, kind = each.removeprefix("optimizer/").rpartition("/")
+            if each.startswith("optimizer/") and called in kinds:
+                kinds[called] = {**(kinds[called] or {}), kind: ELSEWHERE}
+        for called, kept in kinds.items():
+            if called in self._stepped:
+                optimizer.set_values(self._stepped[called], kept)
+        if shared is not None:
+            optimizer.set_shared(shared)
+        present = self._tensors(content)
+        for each, tensor in value.tensors.items():
+            form = TensorForm(tensor.dtype, tuple(tensor.shape), each in value.on_host)
+            target = present.get(each)
+            if target is None or (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
+                target = self._made(name, each, form, kinds)
+            write_to(target, tensor, f"unit {name}")
+
+    def gathered(self, step: int, sums: Mapping[str, tuple[torch.Tensor, ...]]) -> dict[Datum, Any]:
+        """What REDUCE and TIE of ``step`` would have left, with ``sums`` for these units, and nothing for others."""
+        found = {}
+        for name, values in sums.items():
+            for parameter, value in zip(self._trained(self._all()[name]), values, strict=True):
+                found[parameter] = put(value, parameter.device, f"the gradient of {name}")
+        return self.gradients.gathered(step, found)
+
+    def _made(self, name: str, tensor: str, form: TensorForm, kinds: Mapping[str, Any]) -> torch.Tensor:
+        called, _, kind = tensor.removeprefix("optimizer/").rpartition("/")
+        if not tensor.startswith("optimizer/") or called not in kinds or called not in self._stepped:
+            raise RecycleError(
+                f"unit {name} of the other worker's state has {tensor} as {written(form)}, and here there is none: it "
+                "is of another model"
+            )
+        return self.state.optimizer.make_of(self._stepped[called], kind, form)
+
+    def _check(self, told: Mapping[str, Any]) -> None:
+        """Compare what a head says with what is here.  Raises RecycleError with both sides."""
+        here = {f"part {name}" for name in self.state.small() if name != "optimizer"}
+        there = {name for name in told if name.startswith("part ")}
+        if here != there:
+            raise RecycleError(
+                f"{min(here ^ there)} of the stage's state is {'not there' if here - there else 'not here'}: the other "
+                "worker is of another job"
+            )
+        mine, theirs = self._layout(), told["layout"]
+        for name in sorted(mine.keys() | theirs.keys()):
+            one, other = mine.get(name, "not there"), theirs.get(name, "not there")
+            if one != other:
+                raise RecycleError(
+                    f"{name} of the stage's state is {one} here and {other} at the worker that gives it: the other "
+                    "worker is of another model, or has other layers"
+                )
+
+    # --- what there is -----------------------------------------------------------------------------
+
+    def _all(self) -> Mapping[str, _Content]:
+        if not self._contents:
+            self._look_up()
+        return self._contents
+
+    def _look_up(self) -> None:
+        """List the units anew; their number of names costs time."""
+        optimizer = self.state.optimizer
+        self._stepped = optimizer.parameters()
+        beside = {f"optimizer/{name}": (name,) for name in optimizer.beside()}
+        single = {**{name: (name,) for name in self.parameters}, **beside}
+        kind = f"{type(optimizer.optimizer).__module__}.{type(optimizer.optimizer).__qualname__}"
+        if kind in BY_ITSELF or "undo_rule" in vars(type(optimizer.optimizer)):
+            self._contents = {name: _Content(called) for name, called in single.items()}
+        elif kind in BY_GROUP:
+            self._contents = self._by_group({each for name in single.values() for each in name})
+        else:
+            called = tuple(each for name in single.values() for each in name)
+            self._contents = {"optimizer/": _Content(called, shared=True)} if called else {}
+        for part in self.state.parts:
+            if self._of_part(part):
+                self._contents[f"{part}/"] = _Content(part=part)
+
+    def _by_group(self, known: AbstractSet[str]) -> dict[str, _Content]:
+        found: dict[str, _Content] = {}
+        names = {parameter: name for name, parameter in self._stepped.items()}
+        for number, group in enumerate(self.state.optimizer.optimizer.param_groups):
+            called = tuple(names[each] for each in group["params"] if names[each] in known)
+            found |= {f"optimizer/{number}/": _Content(called)} if called else {}
+        return found | {name: _Content((name,)) for name in known - self._stepped.keys()}
+
+    def _of_part(self, part: str) -> dict[str, torch.Tensor]:
+        """The tensors of a part that belong to no parameter."""
+        if part == "optimizer":
+            return {}
+        tensors = self.state.parts[part].tensors()
+        return {name: each for name, each in tensors.items() if name.removeprefix(f"{part}/") not in self.parameters}
+
+    def _tensors(self, content: _Content) -> dict[str, torch.Tensor]:
+        """The tensors of a unit as they are now, by name."""
+        found = dict(self._of_part(content.part)) if content.part else {}
+        for called in content.called:
+            for name, part in self.state.parts.items():
+                tensor = part.tensors().get(f"{name}/{called}") if name != "optimizer" else None
+                if tensor is not None:
+                    found[f"{name}/{called}"] = tensor
+            if called in self._stepped:
+                if called not in self.parameters:
+                    found[f"optimizer/{called}"] = self._stepped[called]
+                kept = self.state.optimizer.of(self._stepped[called]) or {}
+                found |= {f"optimizer/{called}/{kind}": one for kind, one in kept.items() if torch.is_tensor(one)}
+        return found
+
+    def _trained(self, content: _Content) -> list[torch.Tensor]:
+        return [self.parameters[called] for called in content.called if called in self.parameters]
+
+    def _layout(self) -> dict[str, str]:
+        """The form of each tensor that has to be there, and which parameters each group has."""
+        optimizer = self.state.optimizer.optimizer
+        names = {parameter: name for name, parameter in self._stepped.items()}
+        found = {
+            name: written(form_of(tensor))
+            for part in self.state.parts
+            if part != "optimizer"
+            for name, tensor in self.state.parts[part].tensors().items()
+        }
+        found |= {f"optimizer/{name}": written(form_of(one)) for name, one in self.state.optimizer.beside().items()}
+        found["the optimizer"] = type(optimizer).__qualname__
+        for number, group in enumerate(optimizer.param_groups):
+            found[f"group {number} of the optimizer"] = ", ".join(names[each] for each in group["params"])
+        return found
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value, which comes out of its packing as it went in.  Raises RecycleError with ``name`` where it does
+    not.
+    """
+    try:
+        made = _unpacked(_packed(value))
+    except Exception as error:  # torch's, or of whatever class can't be pickled
+        raise RecycleError(f"{name} has something that can't be sent to another worker: {_first(error)}") from None
+    if as_text(made) != as_text(value):
+        raise RecycleError(f"{name} has something that another worker would read otherwise")
+    return value
+
+
+def _first(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(packed: bytes) -> Any:
+    return torch.load(io.BytesIO(packed), map_location=HOST, weights_only=True)

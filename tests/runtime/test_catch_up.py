@@ -1,0 +1,440 @@
+"""The lines on which a newcomer gets its stage's state: what comes out as it went in, what is damaged, who is let in,
+and what is bounded.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from recycle_plugin.core.messages.protocol import Note
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Sums, Unit
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.catch_up import inlet as inlet_module
+from recycle_plugin.runtime.catch_up import outlet as outlet_module
+from recycle_plugin.runtime.catch_up.inlet import TcpInlet
+from recycle_plugin.runtime.catch_up.listener import DAMAGE, StateListener
+from recycle_plugin.runtime.catch_up.outlet import TcpOutlet
+from recycle_plugin.runtime.catch_up.rate import ALONE, BURST_S, COPYING, LEAST, Rate
+from recycle_plugin.runtime.catch_up.wire import Arrival, Mark, frame, mark, receive
+from recycle_plugin.runtime.state.units import UnitValue
+from tests.support.descriptors import none_left
+
+NEWCOMER = WorkerId(3, 1)
+PATIENCE_S = 30.0
+OURS = ("recycle: to ", "recycle: from ", "recycle: state for newcomers", "recycle: a newcomer")  # threads
+
+
+class Ends:
+    """A source's listener, and newcomers that come there."""
+
+    def __init__(self, session, **given) -> None:
+        self.session, self.changed, self.noted = session, threading.Condition(), []
+        rate = Rate(idle=lambda: 8.0)
+        self.listener = StateListener(session, given.pop("interface", None), rate, **given)
+        self.inlets: list[TcpInlet] = []
+
+    def line(self, newcomer: WorkerId = NEWCOMER) -> tuple[TcpOutlet, TcpInlet]:
+        outlet = self.listener.expect(newcomer)
+        return outlet, self.come(newcomer)
+
+    def come(self, newcomer: WorkerId = NEWCOMER, job: str = "job") -> TcpInlet:
+        made = TcpInlet(self.listener.address, Arrival(job, newcomer), self.changed, self.noted.append)
+        self.inlets.append(made)
+        return made
+
+    def wait(self, ready: Callable[[], object], what: str) -> None:
+        """Until ``ready()``, which something that comes may change."""
+        with self.changed:
+            assert self.changed.wait_for(ready, PATIENCE_S), f"waited for {what}"
+
+    def poll(self, ready: Callable[[], object], what: str) -> None:
+        """Until ``ready()``, which nobody notifies of."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not ready():
+            assert time.monotonic() < deadline, f"waited for {what}"
+            threading.Event().wait(0.002)
+
+    def received(self, inlet: TcpInlet, count: int) -> list[Item]:
+        found: list[Item] = []
+        self.wait(lambda: found.extend(inlet.items()) or len(found) >= count, f"{count} items")
+        return found
+
+    def close(self) -> None:
+        for inlet in self.inlets:
+            inlet.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def ends(coordinator) -> Iterator[Ends]:
+    made = Ends(coordinator.session(0))
+    yield made
+    made.close()
+
+
+def unit(name: str, step: int, size: int = 700_000) -> Unit:
+    generator = torch.Generator().manual_seed(step)
+    weight = torch.randn(size, generator=generator)
+    tensors = {f"weights/{name}": weight.view(2, -1), f"optimizer/{name}/step": torch.tensor(3.0)}
+    tensors[f"masters/{name}"], tensors[f"optimizer/{name}/none"] = weight.bfloat16(), torch.empty(0, 3)
+    return Unit(step, name, UnitValue(tensors, b"plain", frozenset({f"optimizer/{name}/step"})))
+
+
+def plain(item: Item) -> object:
+    """The item without tensors, which compare element by element."""
+    match item:
+        case Marker():
+            norm = item.norm
+            return item.step, (str(norm.dtype), norm.item()) if torch.is_tensor(norm) else norm, item.begins
+        case Sums():
+            values = {name: [*map(told, tensors)] for name, tensors in item.values.items()}
+            return item.step, values
+        case Unit() if item.value is not None:
+            tensors = {name: told(tensor) for name, tensor in item.value.tensors.items()}
+            return item.step, item.name, tensors, item.value.plain, item.value.on_host
+    return item
+
+
+def told(tensor: torch.Tensor) -> object:
+    return str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+ITEMS: list[Item] = [
+    Marker(4, begins=True, valid_from=2),
+    Head(4, b"what goes by value", {"0.weight": 12, "ä/b": 3}),
+    unit("0.weight", 4),
+    Sums(5, {"0.weight": (torch.arange(600_000.0),)}),
+    Marker(5, torch.tensor(0.1), valid_from=2),
+    Marker(6, 0.1),
+    Sums(7, {"group": (torch.ones(3, 2).t(), torch.zeros(()))}),
+    Marker(7, torch.tensor(float("inf"))),
+    Marker(8),
+]
+
+
+def test_what_is_sent_comes_whole_and_in_its_order(ends):
+    outlet, inlet = ends.line()
+    for item in ITEMS:
+        outlet.send(item)
+    found = ends.received(inlet, len(ITEMS))
+    assert [*map(plain, found)] == [*map(plain, ITEMS)]
+    assert inlet.taken["sums"] == 600_000 * 4 + 7 * 4 and not ends.noted
+
+
+def test_what_is_asked_for_gets_there_however_much_it_is(ends):
+    """More than sockets take at once."""
+    outlet, inlet = ends.line()
+    names = tuple(f"{number}.{'long' * 50}" for number in range(60_000))
+    inlet.ask(Asked(names, head=True))
+    found: list[Asked] = []
+    ends.poll(
+        lambda: inlet.items() or found.extend(outlet.asked()) or sum(len(each.units) for each in found) == 60_000,
+        "60,000 names",
+    )
+    assert tuple(name for asked in found for name in asked.units) == names
+    assert [asked.head for asked in found] == [True] + [False] * 59
+
+
+# --- damage and nonsense ----------------------------------------------------------------------------
+
+
+def test_a_byte_that_changes_on_its_way_is_found(coordinator):
+    """Chunks by number: two of the head, then of the first unit's tensors; and of sums."""
+    ends = Ends(coordinator.session(0), environment={DAMAGE: "0:4,1:1,0:14"})
+    try:
+        outlet, inlet = ends.line()
+        for item in (Head(4, b"value", {}), unit("a", 4), unit("b", 4, 8), Sums(5, {"a": (torch.ones(3),)}), Marker(5)):
+            outlet.send(item)
+        head, first, second, marker = ends.received(inlet, 4)
+        assert head == Head(4, b"value", {}) and marker == Marker(5)
+        assert first == Unit(4, "a", None) and plain(second) == plain(unit("b", 4, 8))
+        assert ["was damaged on its way" in text for text in ends.noted] == [True, True]
+    finally:
+        ends.close()
+
+
+def test_a_damaged_head_is_asked_for_again(coordinator):
+    ends = Ends(coordinator.session(0), environment={DAMAGE: "0:1"})
+    try:
+        outlet, inlet = ends.line()
+        outlet.send(Head(4, b"value", {}))
+        asked: list[Asked] = []
+        ends.poll(lambda: inlet.items() or asked.extend(outlet.asked()) or asked, "the head to be asked for again")
+        assert asked == [Asked(head=True)]
+    finally:
+        ends.close()
+
+
+def said(ends: Ends, data: bytes) -> socket.socket:
+    """A connection that has said ``data``, which is no newcomer's; it is closed at the other end."""
+    host, _, port = ends.listener.address.removeprefix("tcp://").rpartition(":")
+    connection = socket.create_connection((host, int(port)), PATIENCE_S)
+    connection.sendall(data)
+    return connection
+
+
+def test_a_frame_that_changes_breaks_the_line(ends):
+    """What it says is not known, for instance of which step it is: nothing is guessed."""
+    with socket.create_server(("127.0.0.1", 0)) as fake:
+        noted: list[str] = []
+        address = f"tcp://127.0.0.1:{fake.getsockname()[1]}"
+        inlet = TcpInlet(address, Arrival("job", NEWCOMER), ends.changed, noted.append)
+        ends.inlets.append(inlet)
+        with fake.accept()[0] as connection:
+            whole = bytearray(frame(mark(Marker(4)))), bytearray(frame(mark(Marker(5))))
+            whole[1][-10] ^= 1
+            connection.sendall(whole[0] + whole[1])
+            ends.wait(lambda: noted, "a note")
+            assert "a frame that has changed on its way" in noted[0]
+            assert not inlet.broken, "what has come before is still to be taken"
+            assert list(inlet.items()) == [Marker(4)]
+            ends.poll(lambda: inlet.broken, "the end of the line")
+
+
+def ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(100) == b""
+    except ConnectionResetError:  # not all that was said has been read
+        return True
+
+
+STRANGERS: dict[str, bytes] = {
+    "a scanner": b"GET / HTTP/1.0\r\n\r\n",
+    "one of another job": frame(Arrival("another", NEWCOMER)),
+    "one that nobody has announced": frame(Arrival("job", WorkerId(3, 2))),
+    "a long story": frame(Asked(("x" * 5000,))),
+    "no arrival": frame(Asked(("x",))),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_nobody_else_is_let_in_and_that_is_said_once(ends, coordinator, stranger):
+    outlet = ends.listener.expect(NEWCOMER)
+    for _ in range(2):
+        with said(ends, STRANGERS[stranger]) as connection:
+            assert ended(connection)
+    outlet.send(Marker(4))
+    assert ends.received(ends.come(), 1) == [Marker(4)], "who is expected still gets in"
+    refused = [note for note in coordinator.hear(Note) if "for the stage's state was refused" in note.text]
+    assert len(refused) == 1 and not outlet.broken
+
+
+def test_a_second_one_of_the_same_name_is_refused_and_the_first_stays(ends):
+    outlet, first = ends.line()
+    outlet.send(Marker(4))
+    assert ends.received(first, 1) == [Marker(4)]
+    second = ends.come()
+    ends.poll(lambda: second.broken, "the second one's end")
+    outlet.send(Marker(5))
+    assert ends.received(first, 1) == [Marker(5)]
+
+
+def test_what_is_no_question_ends_the_line_with_a_note(ends, coordinator):
+    outlet = ends.listener.expect(NEWCOMER)
+    with said(ends, frame(Arrival("job", NEWCOMER)) + frame(mark(Marker(4)))):
+        ends.poll(lambda: outlet.asked() or outlet.broken, "the line to end")
+    (note,) = coordinator.hear(Note)
+    assert "a Mark instead of what is wanted" in note.text
+
+
+# --- ends ------------------------------------------------------------------------------------------
+
+
+def test_who_is_gone_is_noticed_at_either_end(ends):
+    outlet, inlet = ends.line()
+    outlet.send(Marker(4))
+    assert ends.received(inlet, 1)
+    inlet.close()
+    ends.poll(lambda: outlet.asked() or outlet.broken, "the source to notice")
+    outlet, inlet = ends.line()
+    ends.poll(lambda: outlet._connection is not None, "the newcomer")
+    outlet.send(unit("a", 4))
+    outlet.close()
+    ends.poll(lambda: inlet.broken or len(inlet._items) == 1, "what was sent before the end")
+    assert [plain(item) for item in inlet.items()] == [plain(unit("a", 4))]
+    ends.poll(lambda: inlet.broken, "the newcomer to notice")
+
+
+def test_a_source_that_nobody_answers_for_is_broken(ends):
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+    inlet = TcpInlet(address, Arrival("job", NEWCOMER), ends.changed, ends.noted.append)
+    inlet.ask(Asked(("a",)))
+    ends.wait(lambda: inlet.broken, "the end")
+
+
+def test_who_is_announced_again_comes_anew(ends):
+    outlet, inlet = ends.line()
+    ends.poll(lambda: outlet._connection is not None, "the newcomer")
+    again = ends.listener.expect(NEWCOMER)
+    ends.poll(lambda: inlet.broken, "the first line's end")
+    again.send(Marker(7))
+    assert ends.received(ends.come(), 1) == [Marker(7)] and outlet.broken
+
+
+def test_threads_and_descriptors_are_given_back(coordinator):
+    session = coordinator.session(0)
+    counts = []
+    for _ in range(4):
+        ends = Ends(session)
+        outlet, inlet = ends.line()
+        outlet.send(unit("a", 4))
+        ends.received(inlet, 1)
+        ends.close()
+        ends.poll(lambda: inlet.broken and outlet.broken, "both ends")
+        ends.poll(lambda: not [one for one in threading.enumerate() if one.name.startswith(OURS)], "threads to end")
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[1:] == counts[:-1]
+
+
+def test_without_a_descriptor_left_a_newcomer_waits_until_there_is_one(ends):
+    outlet = ends.listener.expect(NEWCOMER)
+    outlet.send(Marker(4))
+    host, _, port = ends.listener.address.removeprefix("tcp://").rpartition(":")
+    connection = socket.socket()
+    with none_left(os.getpid()):
+        connection.connect((host, int(port)))
+        connection.sendall(frame(Arrival("job", NEWCOMER)))
+    with connection:
+        connection.settimeout(PATIENCE_S)
+        assert receive(connection, Mark) == mark(Marker(4))
+
+
+# --- bounds ----------------------------------------------------------------------------------------
+
+
+def test_units_that_wait_leave_no_room_for_more(ends, monkeypatch):
+    monkeypatch.setattr(outlet_module, "ROOM", 1000)
+    outlet = ends.listener.expect(NEWCOMER)
+    assert outlet.has_room(True)
+    outlet.send(unit("a", 4, 400))
+    assert not outlet.has_room(True)
+    inlet = ends.come()
+    ends.received(inlet, 1)
+    ends.poll(lambda: outlet.has_room(True), "room")
+
+
+def test_a_newcomer_that_takes_sums_too_slowly_is_given_up(ends, coordinator, monkeypatch):
+    """Not for few bytes, and not for two steps of many; units do not count."""
+    monkeypatch.setattr(outlet_module, "ROOM", 1000)
+    outlet = ends.listener.expect(NEWCOMER)
+    for step in range(1, 9):
+        outlet.send(Sums(step, {"a": (torch.ones(2),)}))
+    outlet.send(unit("a", 4, 4000))
+    assert not outlet.broken
+    outlet = ends.listener.expect(WorkerId(4, 1))
+    for step in (5, 5, 6):
+        outlet.send(Sums(step, {"a": (torch.ones(400),)}))
+        assert not outlet.broken
+    outlet.send(Sums(7, {"a": (torch.ones(400),)}))
+    assert outlet.broken
+    assert "it takes what it follows too slowly: 6400 bytes of more than 2 steps" in coordinator.hear(Note)[-1].text
+
+
+def test_a_newcomer_reads_no_further_than_it_takes_in(ends, monkeypatch):
+    monkeypatch.setattr(inlet_module, "ROOM", 10_000)
+    outlet, inlet = ends.line()
+    sent = [unit(str(number), 4, 500) for number in range(40)]
+    for item in sent:
+        outlet.send(item)
+    ends.wait(lambda: inlet._waiting > 5_000, "what there is room for")
+    found: list[Item] = []
+    ends.wait(lambda: found.extend(checked(inlet)) or len(found) == 40, "all")
+    assert [*map(plain, found)] == [*map(plain, sent)]
+
+
+def checked(inlet: TcpInlet) -> list[Item]:
+    assert inlet._waiting <= 10_000
+    return inlet.items()
+
+
+def test_sums_are_sent_from_where_they_are_and_let_go(ends):
+    outlet, inlet = ends.line()
+    tensor = torch.ones(3000)
+    seen = weakref.ref(tensor)
+    outlet.send(Sums(4, {"a": (tensor,)}))
+    del tensor
+    assert len(ends.received(inlet, 1)) == 1
+    ends.poll(lambda: seen() is None, "the tensor to be let go")
+
+
+# --- rate ------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("alone", (False, True))
+def test_copying_takes_its_share_of_the_time_and_what_is_waited_is_free(alone):
+    clock, copied = Clock(), 0.0
+    rate = Rate(lambda: alone, clock, lambda: 0.0)
+    for _ in range(100_000):
+        clock.now += 0.0001
+        if rate.may_copy(waiting=False):
+            rate.copied(0.001)
+            clock.now, copied = clock.now + 0.001, copied + 0.001
+    share = COPYING * (ALONE if alone else 1.0)
+    assert share * 0.95 < copied / clock.now < share * 1.05 + BURST_S / clock.now
+    while rate.may_copy(waiting=False):
+        rate.copied(0.001)
+    for _ in range(10):
+        assert rate.may_copy(waiting=True)
+        rate.copied(1.0)
+    clock.now += 0.05 / share
+    assert rate.may_copy(waiting=False), "which has cost nothing"
+    rate.copied(0.001)
+    rate.copied(0.2)
+    clock.now += 0.15 / share
+    assert not rate.may_copy(waiting=False), "the rest of a unit, before a step, has"
+
+
+def test_who_sends_takes_what_is_idle():
+    def share(idle: float, alone: bool = False) -> float:
+        return 0.01 / (0.01 + Rate(lambda: alone, idle=lambda: idle).rest_s(0.01))
+
+    assert share(4.0) == 1.0 and share(1.0) == 0.5 and share(0.0) == pytest.approx(LEAST)
+    assert share(4.0, alone=True) == ALONE and share(0.0, alone=True) == pytest.approx(LEAST * ALONE)
+
+
+# --- the interface -----------------------------------------------------------------------------------
+
+
+def test_newcomers_come_to_the_interface_of_the_setting(coordinator):
+    session = coordinator.session(0)
+    for interface in ("lo", "127.0.0.1", None):
+        ends = Ends(session, interface=interface)
+        try:
+            assert ends.listener.address.startswith("tcp://127.0.0.1:")
+            outlet, inlet = ends.line()
+            outlet.send(Marker(4))
+            assert ends.received(inlet, 1) == [Marker(4)]
+        finally:
+            ends.close()
+
+
+@pytest.mark.parametrize(
+    "interface, why",
+    (
+        (
+            "eth77",
+            "recycle.transfer_interface: 'eth77' is neither an address nor one of this host's network interfaces",
+        ),
+        ("203.0.113.7", "recycle.transfer_interface: 203.0.113.7: no newcomer could come there"),
+    ),
+)
+def test_an_interface_that_is_not_there_is_refused(coordinator, interface, why):
+    with pytest.raises(RecycleError, match=why):
+        StateListener(coordinator.session(0), interface, Rate())
