@@ -17,7 +17,8 @@
 The facts, and the rules on them alone, are in parts that know nothing of each other: who takes part
 (core/coordinator/attendance.py), what a generation's members say (core/coordinator/regrouping.py), what is known of
 steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who waits at which barrier
-(core/coordinator/barriers.py).
+(core/coordinator/barriers.py), who takes
+the seat of a lost one (core/coordinator/vacancies.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.suspicions import Suspicions
 from recycle_plugin.core.coordinator.throughput_floor import ThroughputFloor
+from recycle_plugin.core.coordinator.vacancies import Vacancies
 from recycle_plugin.core.coordinator.wait_graph import records, shown, wait_graph
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import (
@@ -42,6 +44,7 @@ from recycle_plugin.core.messages.protocol import (
     Heartbeat,
     Leaving,
     Left,
+    Ready,
     Resized,
     Resume,
     Stepped,
@@ -66,6 +69,7 @@ class Course:
         self.regrouping = Regrouping()
         self.steps = StepLedger()
         self.ending = Ending()
+        self.vacancies = Vacancies()
         self._barriers = Barriers()
         self._throughput_floor = ThroughputFloor()
         self._suspicions = Suspicions()
@@ -98,6 +102,8 @@ class Course:
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)
+        names = {member.rank: str(member) for member in roster}
+        self.vacancies.begin(job.rejoin, names, roster.workers, job.deadlines.heartbeat_timeout_s)
 
     def resize(self, message: Resized, out: CoordinatorOutput) -> None:
         """Takes another number of micro-batches.  The first worker who says it says it for all."""
@@ -329,6 +335,18 @@ class Course:
         else:
             self.regroup(f"planned leave of {member.seat}", now, out)
 
+    # --- coming back -----------------------------------------------------------------------------
+
+    def newcomer(self, ready: Ready, now: float, out: CoordinatorOutput) -> None:
+        """Takes in that the engine of a newcomer stands, which is to hold the seat of a lost worker."""
+        out.say(
+            "newcomer",
+            f"{self.attendance.named(ready.worker.rank)} is back on host {ready.member.host}, and waits to be admitted",
+            rank=ready.worker.rank,
+            incarnation=ready.worker.incarnation,
+            host=ready.member.host,
+        )
+
     # --- dying -----------------------------------------------------------------------------------
 
     def died(self, message: Exited, now: float, out: CoordinatorOutput) -> None:
@@ -337,12 +355,15 @@ class Course:
         if message.worker in self.attendance.lost and self.attendance.outnumbered and not self.ending.failed:
             self._go_on_without(f"death of rank {message.rank}", now, out)
         self.lose(message.worker, Cause.DIED, how, now, message.at, out, by_itself=message.code >= 0)
+        if message.worker in self.attendance.lost and self.attendance.started:
+            self.vacancies.lost(message.worker, how, self.is_ending, now, out)
 
     def unguarded(self, message: Unguarded, out: CoordinatorOutput) -> None:
         """Notes that the process that the launcher had started for a rank is gone: some launchers end the job for that,
         others go on without it.
         """
         self.attendance.unguarded[message.rank] = message.pid
+        self.vacancies.unguarded(message.worker)
         out.say(
             "unguarded",
             f"the guard of rank {message.rank}, process {message.pid} that the launcher had started, was killed, and "
@@ -365,6 +386,7 @@ class Course:
         self._see_standstill(now, out)
         if cut_off := self.attendance.cut_off():
             self._give_up_going_on(f"{cut_off}. {self.ending.safe_point}", out)
+        self.vacancies.tick(self.attendance.unreachable, self.is_ending, now, out)
 
     def _act_on(self, worker: WorkerId, suspicion: Suspicion, now: float, out: CoordinatorOutput) -> None:
         member, failure_detector = self.roster.member(worker), self.attendance.failure_detector
@@ -438,6 +460,8 @@ class Course:
             self._depart(worker, out)
         else:
             self.attendance.lose(member, cause, how, at, out)
+            if cause is Cause.SILENT:
+                self.vacancies.silent(member.rank)
             self._after_loss(member, now, out)
 
     def _depart(self, worker: WorkerId, out: CoordinatorOutput) -> None:
@@ -473,6 +497,11 @@ class Course:
     # --- ending ----------------------------------------------------------------------------------
 
     @property
+    def is_ending(self) -> bool:
+        """Whether the job's end is decided, or a script is through: nobody else can come to take part."""
+        return self.ending.ended is not None or self.ending.finishing
+
+    @property
     def _through(self) -> bool:
         """Whether all steps up to a planned end are committed."""
         return self.ending.through(self.committed)
@@ -499,6 +528,7 @@ class Course:
         """
         self.regrouping.stop()
         self.ending.fail(reason, out, cause, killed)
+        self.vacancies.close(out)
 
     def _empty_stage(self) -> str:
         """The reason why those left can't go on, if a stage has nobody; else empty."""
@@ -534,3 +564,4 @@ class Course:
         if not len(self.roster) and self.attendance.started and not self.ending.failed:
             self.steps.sum_up(out)
             self.ending.finish(self.committed, self.attendance.crash_after(self.committed), out)
+            self.vacancies.close(out)

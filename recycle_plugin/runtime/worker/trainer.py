@@ -79,6 +79,7 @@ IN_RECORD = (
     "rng",
     "seed",
     "exact",
+    "rejoin",
 )  # settings that all workers have to have alike
 
 
