@@ -88,6 +88,11 @@ class Membership:
         return self.course.attendance.unreachable
 
     @property
+    def empty(self) -> frozenset[int]:
+        """The ranks of vacant seats for which nobody has come yet."""
+        return self.course.vacancies.empty
+
+    @property
     def ended(self) -> End | None:
         """The way in which the job ends, once that is decided."""
         return self.course.ending.ended
