@@ -239,10 +239,10 @@ class Coordinator:
                 before.close()
             self._act(self._membership.supervisor(hello.rank, True, time.time()))
             await self._hear(hello, control)
-            self._supervisor_closed(hello.rank, control)
+            self._supervisor_closed(control)
 
-    def _supervisor_closed(self, rank: int, control: InLoop) -> None:
-        if self._supervisors.get(rank) is control:
+    def _supervisor_closed(self, control: InLoop) -> None:
+        for rank in [rank for rank, its in self._supervisors.items() if its is control]:
             del self._supervisors[rank]
             self._act(self._membership.supervisor(rank, False, time.time()))
         self._former = {who: None if its is control else its for who, its in self._former.items()}
@@ -263,8 +263,7 @@ class Coordinator:
         await self._hear(hello, control)
         if self._joiners.pop(number, None) is not None:
             self._membership.joiner_gone(number)
-        for rank in [rank for rank, its in self._supervisors.items() if its is control]:
-            self._supervisor_closed(rank, control)
+        self._supervisor_closed(control)
 
     def _seat(self, number: int, rank: int) -> None:
         """Make a supervisor that has asked for a seat the one of ``rank``.
@@ -281,7 +280,7 @@ class Coordinator:
     async def _keep_former(self, who: tuple[int, str, int], hello: Hello, control: InLoop) -> None:
         self._former[who] = control
         await self._hear(hello, control)
-        self._supervisor_closed(hello.rank, control)
+        self._supervisor_closed(control)
 
     def _greet(self, hello: Hello, control: InLoop) -> WorkerId:
         """Welcome a worker, and give it its incarnation; its rank is from the launcher."""

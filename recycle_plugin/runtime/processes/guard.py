@@ -145,9 +145,10 @@ class Guard:
         return self._closing + HOST_S - time.monotonic()
 
     def _serve(self, timeout_s: float | None = None) -> None:
-        for descriptor, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1000):
-            if descriptor in self._watched:
-                self._watched[descriptor][1]()
+        ready = self._poll.poll(None if timeout_s is None else timeout_s * 1000)
+        for descriptor, watched in [(number, self._watched.get(number)) for number, _ in ready]:
+            if watched is not None and self._watched.get(descriptor) is watched:  # the number may be another's by now
+                watched[1]()
 
     # --- children ----------------------------------------------------------------------------------
 
