@@ -1,8 +1,8 @@
 """Attendance: who takes part in a job, who has gone and how, and whether those left may go on.
 
 * A worker is one process (core/vocabulary/roster.py).  Who is lost stays lost, and a later process of its rank is
-  another worker; nobody can join a job that has started, and who asks to hears so at once.  A loss takes its failure
-  domain with it.
+  another worker, which comes only where core/coordinator/vacancies.py has asked for it: any other hears so at once.  A
+  loss takes its failure domain with it.
 * Who is stopped or stuck (core/coordinator/failure_detector.py) is lost as whoever dies, and *fenced*: its supervisor
   kills it, and it hears so itself, should it wake up.
 * Of the seats that are not known to be dead a new generation has a majority, or half with this coordinator among them;
@@ -144,13 +144,13 @@ class Attendance:
         )
         out.say(
             "late",
-            f"a process on {host} wants to take part as rank {worker.rank}: {why}; nobody can join yet, and it is told "
-            "to end",
+            f"a process on {host} wants to take part as rank {worker.rank}: {why}; nobody has asked for it, and it is "
+            "told to end",
             rank=worker.rank,
             host=host,
             incarnation=worker.incarnation,
         )
-        out.tell(worker, End(0, f"{why}; nobody can join as rank {worker.rank} yet", failed=True))
+        out.tell(worker, End(0, f"{why}; nobody has asked for another process of rank {worker.rank}", failed=True))
 
     def resize(self, micro_batches: int) -> bool:
         """Takes ``micro_batches`` for the number of each replica in a step from now on; returns whether that is

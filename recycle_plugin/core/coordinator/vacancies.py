@@ -229,7 +229,7 @@ class Vacancies:
         return [
             *(rank for rank, vacancy in vacant if vacancy.newcomer is None),
             *self._gone(unreachable, now),
-            *(rank for rank, vacancy in vacant if vacancy.newcomer is not None and now < vacancy.due),
+            *(rank for rank, vacancy in vacant if vacancy.newcomer and not vacancy.come and now < vacancy.due),
         ]
 
     def joiner_gone(self, number: int) -> None:
