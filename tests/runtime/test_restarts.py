@@ -22,6 +22,7 @@ from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.experiments.runs import free_port
 from recycle_plugin.launch import Join
+from recycle_plugin.runtime.control import connections
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.processes import supervisor
 from recycle_plugin.runtime.processes.guard import Guard
@@ -379,6 +380,7 @@ def test_a_job_that_is_over_has_no_seat(job, capfd):
 
 def test_who_joins_where_nobody_is_hears_so(job, capfd, monkeypatch):
     monkeypatch.setattr(supervisor, "JOIN_S", 0.1)
+    monkeypatch.setattr(connections, "ATTEMPT_S", 0.1)
 
     async def scene() -> None:
         pid = job.join("always")

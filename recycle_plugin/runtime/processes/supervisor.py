@@ -69,6 +69,12 @@ NOBODY = -1  # the rank of one that has none yet
 END_S = 15.0  # how long a worker that was told to end may take
 
 
+async def pause(seconds: float) -> bool:
+    """Let ``seconds`` pass; true."""
+    await asyncio.sleep(seconds)
+    return True
+
+
 class BadMaster(RuntimeError):
     """The master's address or port can't be used; the message says what to give the launcher instead."""
 
@@ -307,7 +313,7 @@ class Supervisor:
         self._incarnation, self._started, self._exited = order.incarnation, False, None
         self._answered.clear()
         self._place.next(self._rank, self._incarnation)
-        if order.after_s and await self._first_of(asyncio.sleep(order.after_s, True), gone) is None:
+        if order.after_s and await self._first_of(pause(order.after_s), gone) is None:
             return False
         if self._fenced >= self._incarnation:
             return True  # another one takes its place
