@@ -77,8 +77,8 @@ class Attendance:
         self.late: set[WorkerId] = set()  # came when they could take part no more
         self.leaving: set[WorkerId] = set()  # members that want to go as soon as nobody counts on them
         self.unguarded: dict[
-            int, int
-        ] = {}  # by rank, the process that the launcher had started for it, and that was killed
+            WorkerId, int
+        ] = {}  # by worker, the process that the launcher had started for it, and that was killed
         self.failure_detector = FailureDetector()
         self._seats: dict[int, Seat] = {}  # by rank, of all that have begun
         self._crashes: dict[WorkerId, Crashed] = {}  # what their scripts have ended with
@@ -211,8 +211,8 @@ class Attendance:
     def died(self, message: Exited, out: CoordinatorOutput) -> str:
         """Notes that its supervisor has seen a worker's process end; returns how, in words."""
         how = f"its process {how_ended(message.code)}"
-        if message.rank in self.unguarded and message.code < 0:
-            how = f"it went with its guard, process {self.unguarded[message.rank]}, which was killed"
+        if message.worker in self.unguarded and message.code < 0:
+            how = f"it went with its guard, process {self.unguarded[message.worker]}, which was killed"
         self.dead.add(message.worker)
         if message.worker in self.lost:
             out.say(

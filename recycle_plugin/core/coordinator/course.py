@@ -362,7 +362,7 @@ class Course:
         """Notes that the process that the launcher had started for a rank is gone: some launchers end the job for that,
         others go on without it.
         """
-        self.attendance.unguarded[message.rank] = message.pid
+        self.attendance.unguarded[message.worker] = message.pid
         self.vacancies.unguarded(message.worker)
         out.say(
             "unguarded",
@@ -512,8 +512,8 @@ class Course:
         Where guards were killed, that is taken for it, and the script does not know: there is to be a checkpoint.
         """
         guards = ", ".join(
-            f"the guard of rank {rank}, process {pid}, was killed"
-            for rank, pid in sorted(self.attendance.unguarded.items())
+            f"the guard of rank {worker.rank}, process {pid}, was killed"
+            for worker, pid in sorted(self.attendance.unguarded.items())
         )
         if guards and not code:
             reason, code = f"{reason}, after {guards}", TRY_AGAIN
