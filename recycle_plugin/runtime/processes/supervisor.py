@@ -135,7 +135,7 @@ class Supervisor:
             return await self._supervise()
         finally:
             if self._worker is not None:  # nobody waits for the job's end any more
-                self._kill()
+                self._fence()
 
     def _told_to_end(self, what: str) -> None:
         self._tell(Terminate(self._rank, what, socket.gethostname()))
@@ -258,7 +258,7 @@ class Supervisor:
         self._started = True
         self._worker = await self._place.start(WORKER, self._command, self._worker_environment())
         if self._fenced >= self._incarnation:  # meanwhile
-            self._kill()
+            self._fence()
 
     async def _one_after_another(self, gone: asyncio.Task) -> int:
         """Wait for the worker's end, for that of each that comes after it, and then for the job's; and for nothing more
@@ -391,7 +391,7 @@ class Supervisor:
             if datagrams is not None:
                 datagrams.close()
 
-    def _kill(self) -> None:
+    def _fence(self) -> None:
         """Kill the worker: whoever goes on does so without it, and it must not wake up."""
         try:
             if self._worker is not None:
@@ -405,7 +405,7 @@ class Supervisor:
             if isinstance(message, Fence) and message.rank == self._rank:
                 self._fenced = max(self._fenced, message.incarnation)
                 if message.incarnation == self._incarnation:
-                    self._kill()
+                    self._fence()
             if isinstance(message, Restart):
                 self._orders.put_nowait(message)
             if isinstance(message, Lease) and message.number == self._incarnation:
