@@ -8,6 +8,10 @@ accelerator, which is for tests; each is told that it is the first of its host, 
 ``deepspeed … --module recycle_plugin.launch your_script.py …``: the launcher's per-rank process; or srun's task,
 ``python -m recycle_plugin.launch``. DeepSpeed's launcher puts ``--local_rank=N`` before the script's name; it goes
 behind it here.
+
+``… recycle_plugin.launch --join ADDRESS [--no-wait] your_script.py …``, by itself or in either of these ways: take the
+seat of a lost worker of a job that runs, whose master (host and port, as ``node1:29500``) is at ADDRESS; on any host.
+Where no seat is free it waits as a spare, which takes the next one that is lost; with ``--no-wait`` it ends.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +29,8 @@ IMPORTED = [  # by the process that workers are forked from
     "recycle_plugin.adapters.deepspeed", "recycle_plugin.adapters.plain", "recycle_plugin.runtime.collectives.group",
     "torch._dynamo",  # which every optimizer of torch's imports when the first one is made
 ]  # fmt: skip
+JOIN, NO_WAIT = "--join", "--no-wait"
+JOIN_EXAMPLE = "python -m recycle_plugin.launch --join node1:29500 your_script.py"
 HERE = "python -m recycle_plugin.launch --workers 4 your_script.py"
 
 
@@ -102,16 +109,21 @@ class OneHost:
         if given["--workers"] is None:
             raise BadCommand(f"how many workers? Write {HERE}")
         workers, port = _workers(given["--workers"]), None if given["--port"] is None else _port(given["--port"])
-        if not rest:
-            raise BadCommand(f"no training script given: write {HERE}")
-        if not Path(rest[0]).exists():
-            raise BadCommand(f"there is no {rest[0]}: write the path of your training script, {HERE}")
-        if not (Path(rest[0]).is_file() or Path(rest[0], "__main__.py").is_file()):
-            raise BadCommand(
-                f"{rest[0]} is no file that each worker can read, nor a folder with a __main__.py: write the path of "
-                f"your training script, {HERE}"
-            )
+        _check_script(rest, HERE)
         return cls(workers, rest, port, not switches["--no-fork"], switches["--one-device"])
+
+
+def _check_script(command: list[str], example: str) -> None:
+    """Raise BadCommand where ``command`` is no script with its arguments, as in ``example``."""
+    if not command:
+        raise BadCommand(f"no training script given: write {example}")
+    if not Path(command[0]).exists():
+        raise BadCommand(f"there is no {command[0]}: write the path of your training script, {example}")
+    if not (Path(command[0]).is_file() or Path(command[0], "__main__.py").is_file()):
+        raise BadCommand(
+            f"{command[0]} is no file that each worker can read, nor a folder with a __main__.py: write the path of "
+            f"your training script, {example}"
+        )
 
 
 def _workers(text: str) -> int:
@@ -146,12 +158,65 @@ def launch_here(arguments: list[str]) -> int:
     )
 
 
+# --- a seat that was lost -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Join:
+    """What the command line asks for that is to take the seat of a lost worker: of the job whose master is at ``host``
+    and ``port``; ``waits`` where none is free.
+    """
+
+    host: str
+    port: int
+    waits: bool
+    command: list[str]
+
+    @classmethod
+    def asked_for(cls, arguments: list[str]) -> Join | None:
+        """Parse options, and the script with its arguments, which the launcher's own option may stand before.  None
+        where nobody asks for a seat; raises BadCommand.
+        """
+        ranks = [argument for argument in arguments if _is_rank(argument)]
+        rest = [argument for argument in arguments if argument not in ranks]
+        address, waits = None, True
+        if not rest or rest[0].partition("=")[0] not in (JOIN, NO_WAIT):
+            return None
+        while rest and rest[0].startswith("-"):
+            option, joined, value = rest.pop(0).partition("=")
+            if option == NO_WAIT and not joined:
+                waits = False
+            elif option == JOIN:
+                address = value if joined else rest.pop(0) if rest else ""
+            else:
+                raise BadCommand(f"{option} does not go with {JOIN}: write {JOIN_EXAMPLE}")
+        host, _, port = (address or "").rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise BadCommand(f"{JOIN} {address or ''}: write the address and port of the job's master, {JOIN_EXAMPLE}")
+        _check_script(rest, JOIN_EXAMPLE)
+        return cls(host, int(port), waits, script_command(ranks + rest))
+
+    def environment(self, own: Mapping[str, str]) -> dict[str, str]:
+        """The environment of the worker, but for its rank and the job's size; a launcher's say which of the host's
+        places it has.
+        """
+        theirs = {"RANK", "WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE"}
+        local = own.get("LOCAL_RANK", own.get("SLURM_LOCALID", "0"))
+        return {name: value for name, value in own.items() if name not in theirs} | {
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+            "LOCAL_RANK": local,
+        }
+
+
 def run(arguments: list[str]) -> int | str:
     """Run what the command line asks for; returns what to exit with."""
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return 0
     try:
+        if (asked := Join.asked_for(arguments)) is not None:
+            return join(asked)
         if arguments and arguments[0].startswith("-") and not _is_rank(arguments[0]):
             return launch_here(arguments)
     except BadCommand as error:
@@ -165,35 +230,41 @@ def run(arguments: list[str]) -> int | str:
     return guard(command)
 
 
-def guard(command: list[str]) -> int | str:
+def join(asked: Join) -> int | str:
+    """Hold the place of a worker that takes a lost one's seat; returns what to exit with."""
+    return guard(asked.command, asked.environment(os.environ), asked.waits)
+
+
+def guard(command: list[str], environment: Mapping[str, str] | None = None, joins: bool | None = None) -> int | str:
     """Hold one rank's place until its worker and the job have ended (runtime/processes/guard.py); returns what to exit
     with.
 
-    Whatever takes memory is imported in this process's children.
+    ``environment``: of one that has no rank yet, and ``joins``: whether it waits for one.  Whatever takes memory is
+    imported in this process's children.
     """
     from recycle_plugin.runtime.processes.descriptors import TooFewDescriptors, provide
     from recycle_plugin.runtime.processes.guard import Guard
     from recycle_plugin.runtime.processes.slurm import NoPlace, described
 
     try:
-        environment = described(os.environ)
-        provide(int(environment["WORLD_SIZE"]))
+        place = described(os.environ) if environment is None else dict(environment)
+        provide(int(place.get("WORLD_SIZE", "1")))  # nobody knows how many they are where it joins
     except NoPlace as error:
         return f"recycle: error: {error}"
     except TooFewDescriptors as error:  # which is so for all of this host
-        return f"recycle: error: {error}" if environment.get("LOCAL_RANK", "0") == "0" else 1
+        return f"recycle: error: {error}" if place.get("LOCAL_RANK", "0") == "0" else 1
 
     def supervise(line: socket.socket) -> int:
         from recycle_plugin.runtime.processes import supervisor
 
-        return supervisor.supervise(command, environment, placement, line)
+        return supervisor.supervise(command, place, placement, joins, line)
 
     def host(line: socket.socket) -> int:
         from recycle_plugin.runtime.processes import supervisor
 
-        return supervisor.host(environment, line)
+        return supervisor.host(place, line)
 
-    return Guard(supervise, host if environment["RANK"] == "0" else None).hold()
+    return Guard(supervise, host if place.get("RANK") == "0" else None).hold()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from recycle_plugin.core.vocabulary.profile import Profile, read
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.settings import activation_cap as cap
 from recycle_plugin.settings.contradictions import refuse_contradictions
-from recycle_plugin.settings.field_types import BOOL, CAP, STRICT, Bytes, Cap, Count, Faults, Norm, setting
+from recycle_plugin.settings.field_types import BOOL, CAP, STRICT, Bytes, Cap, Count, Faults, Norm, Rejoin, setting
 from recycle_plugin.settings.sections import SECTIONS, CheckpointSettings, CostSettings, MetricsSettings
 from recycle_plugin.settings.wording import FAULT, SettingsError, explained, kind, shown
 
@@ -134,6 +134,13 @@ class Settings(BaseModel):
         gt=0,
         lt=1,
         allow_inf_nan=False,
+    )
+    rejoin: Rejoin = setting(
+        "never",
+        'a whole number, not negative, "always" or "never"',
+        "whether the process of a lost worker is started again, to come back: always, until 5 in a row have died "
+        "before they were admitted; a number of starts in a row; or never; "
+        "who is started by `--join` takes a lost seat whatever this is",
     )
     checkpoint_dir: str | None = setting(
         None,

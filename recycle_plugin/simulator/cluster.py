@@ -23,7 +23,7 @@ from random import Random
 from typing import Any
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event
+from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event, SupervisorOf
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.protocol import (
@@ -34,6 +34,7 @@ from recycle_plugin.core.messages.protocol import (
     Generation,
     Heartbeat,
     Leaving,
+    Restart,
     SupervisorHeartbeat,
     Terminate,
 )
@@ -202,6 +203,9 @@ class Cluster:
             if whom == SUPERVISORS:
                 self._tell_supervisors(message)
                 continue
+            if isinstance(whom, SupervisorOf):
+                self._tell_supervisor(whom.rank, message)
+                continue
             self.watcher.told(whom, message)
             for rank, worker in self.workers.items():
                 addressed = (
@@ -241,6 +245,11 @@ class Cluster:
             self.watcher.fenced(self, message.rank, message.reason)
         if isinstance(message, Fence) and message.rank not in self.cut and not self.workers[message.rank].unfenced:
             self.travel((SUPERVISOR, "back", message.rank), partial(self._kill_fenced, message.worker))
+
+    def _tell_supervisor(self, rank: int, message: object) -> None:
+        if isinstance(message, Restart) and rank not in self.cut:
+            wait = partial(self.later, int(message.after_s * 1e6), partial(self._restart, message))
+            self.travel((SUPERVISOR, "back", rank), wait)
 
     def _kill_fenced(self, fenced: WorkerId) -> None:
         if self.workers[fenced.rank].control_view.worker == fenced:
@@ -342,9 +351,6 @@ class Cluster:
             case "again":
                 for rank in ranks:
                     self._come_again(rank)
-            case "return":
-                for rank in ranks:
-                    self._return(rank)
             case "leave" | "end":
                 for rank in ranks:
                     self._ask(trouble.kind, rank)
@@ -403,18 +409,16 @@ class Cluster:
                 self.random.randrange(DETECTION_US), partial(self.tell_coordinator, rank, exited, SUPERVISOR)
             )
 
-    def _return(self, rank: int) -> None:
-        """Starts a process in the place of one that is known to be dead, or has left, as a supervisor does."""
-        before = self.workers[rank]
-        if before.alive and before.runs or not self.membership.started or self.membership.ended is not None:
+    def _restart(self, message: Restart) -> None:
+        """Starts a process in the place of one that is dead, as its supervisor does."""
+        before = self.workers[message.rank]
+        if before.control_view.incarnation >= message.incarnation or message.rank in self.cut:
             return
-        if rank in self.cut or not self.membership.course.is_free(WorkerId(rank, before.control_view.incarnation + 1)):
-            self.later(DETECTION_US, partial(self._return, rank))
-            return
-        self._departed.discard(rank)
-        worker = SimulatedMachine(self, rank, before.seat, 0, before.control_view.incarnation + 1)
+        self._departed.discard(message.rank)
+        worker = SimulatedMachine(self, message.rank, before.seat, 0, message.incarnation)
         self.returned.append(before)
-        self.workers[rank] = worker
+        self.workers[message.rank] = worker
+        self._act(self.membership.greet(worker.control_view.worker, f"host{message.rank}"))
         self._begin(worker)
 
     def _come_again(self, rank: int) -> None:

@@ -24,8 +24,8 @@ class Trouble:
     it finds so itself, or can't tell that from peers that send nothing); cut (``seats`` are cut off from all others);
     stall (the coordinator reads nothing); mute, deaf (what the worker says to the coordinator, or the other way, is
     held up); rude (it dies where it should say goodbye); again (a second process of its rank asks to take part, and
-    goes); swallow (as drop, and nobody who misses anything says so); return (another process comes in the place of one
-    that is dead or has left); and what is asked for: leave (a worker is to go), end (the job is).
+    goes); swallow (as drop, and nobody who misses anything says so); and what is asked for: leave (a worker is to go),
+    end (the job is).
     """
 
     kind: str
@@ -94,6 +94,7 @@ class Scenario:
     heavy: tuple[Heavy, ...] = ()
     full: tuple[tuple[int, str], ...] = ()
     damaged_share: float = 0.0
+    rejoin: str | int = "never"
 
     @property
     def exact(self) -> bool:

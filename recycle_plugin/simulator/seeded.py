@@ -192,24 +192,26 @@ def _with_deafness(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_returns(given: Scenario, random: Random) -> Scenario:
-    """Lets seats come back in one job of three, while the others train on for longer; in half of these somebody else
-    goes meanwhile, or the newcomer itself, and comes again.
+    """Lets lost workers come back in one job of three, while the others train on for longer; in half of these more of
+    them go meanwhile, newcomers too.
     """
     deaf = any(trouble.kind in ("deafened", "walled") for trouble in given.troubles)
     if random.random() >= 1 / 3 or given.iterators or deaf:
         return given
-    seats = {seat for trouble in given.troubles if trouble.kind in ("kill", "leave") for seat in trouble.seats}
-    first, *_ = back = sorted(seats or {random.choice(given.shape.seats)})
-    at = random.randrange(SETTLED_US, 2 * CALM_US)
-    troubles = tuple(Trouble("return", at + place * random.randrange(CALM_US), (seat,)) for place, seat in enumerate(back))
-    if not seats:
-        troubles += (Trouble("kill", random.randrange(SETTLED_US // 2, at), (first,)),)
+    seat, troubles = random.choice(given.shape.seats), given.troubles
+    at = random.randrange(SETTLED_US // 2, CALM_US)
+    if not any(trouble.kind == "kill" for trouble in troubles):
+        troubles += (Trouble("kill", at, (seat,)),)
     if random.random() < 0.5:
-        other, then = random.choice((first, random.choice(given.shape.seats))), at + random.randrange(CALM_US)
-        troubles += (Trouble("kill", then, (other,)), Trouble("return", then + random.randrange(CALM_US), (other,)))
-    more = random.choice((12, 24, 36))
+        for _ in range(random.choice((1, 1, 2, 3))):
+            at += random.randrange(CALM_US)
+            troubles += (Trouble("kill", at, (random.choice((seat, random.choice(given.shape.seats))),)),)
     return replace(
-        given, troubles=given.troubles + troubles, steps=given.steps + more, damaged_share=random.choice((0.0, 0.0, 0.3))
+        given,
+        troubles=troubles,
+        steps=given.steps + random.choice((24, 36, 48)),
+        damaged_share=random.choice((0.0, 0.0, 0.3)),
+        rejoin=random.choice(("always", "always", 1, 3)),
     )
 
 

@@ -427,6 +427,7 @@ def _job(scenario: Scenario) -> JobSpec:
         policy,
         DEADLINES,
         rebalance=scenario.rebalances,
+        rejoin=scenario.rejoin,
         stagger_optimizer=policy.stagger_optimizer,
         clipping=scenario.clip,
         clip="sync" if policy.together else "validate",

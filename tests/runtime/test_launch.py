@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from recycle_plugin.core.messages.encoding import HEAD
 from recycle_plugin.experiments.runs import free_port
-from recycle_plugin.launch import OneHost, placement, run, script_command
+from recycle_plugin.launch import Join, OneHost, placement, run, script_command
 from recycle_plugin.runtime.processes import fork_server, supervisor
 from recycle_plugin.runtime.processes.spawn import LANGUAGE, ForkedProcess, NoServer, Request, ServerProcess, ask
 from recycle_plugin.runtime.processes.worker_keeper import Here
@@ -62,6 +62,61 @@ def test_placement_is_read_from_the_config_on_the_command_line(tmp_path, config,
 )
 def test_no_config_on_the_command_line(command):
     assert placement(command) == "deepspeed"
+
+
+@pytest.mark.parametrize(
+    "arguments, waits, command",
+    [
+        (["--join", "node1:29500", "SCRIPT", "--steps", "3"], True, ["SCRIPT", "--steps", "3"]),
+        (["--join=node1:29500", "--no-wait", "SCRIPT"], False, ["SCRIPT"]),
+        (["--no-wait", "--join", "node1:29500", "SCRIPT"], False, ["SCRIPT"]),
+        (["--local_rank=2", "--join", "node1:29500", "SCRIPT", "-x"], True, ["SCRIPT", "--local_rank=2", "-x"]),
+    ],
+)
+def test_a_command_line_that_asks_for_a_lost_seat(tmp_path, arguments, waits, command):
+    script = tmp_path / "train.py"
+    script.touch()
+    given, wanted = ([str(script) if each == "SCRIPT" else each for each in some] for some in (arguments, command))
+    assert Join.asked_for(given) == Join("node1", 29500, waits, wanted)
+
+
+@pytest.mark.parametrize("arguments", (["train.py", "--join", "a:1"], ["--workers", "2", "train.py"], []))
+def test_one_that_does_not(arguments):
+    assert Join.asked_for(arguments) is None
+
+
+@pytest.mark.parametrize(
+    "arguments, wrong",
+    [
+        (["--join"], "--join : write the address and port of the job's master"),
+        (["--no-wait", "setup.cfg"], "--join : write the address and port of the job's master"),
+        (["--join", "node1", "setup.cfg"], "--join node1: write the address and port of the job's master"),
+        (["--join", "node1:0", "setup.cfg"], "--join node1:0: write the address and port of the job's master"),
+        (["--join", "node1:x", "setup.cfg"], "--join node1:x: write the address and port of the job's master"),
+        (["--join", "node1:1"], "no training script given"),
+        (["--join", "node1:1", "missing.py"], "there is no missing.py: write the path of your training script"),
+        (["--join", "node1:1", "--workers", "2", "setup.cfg"], "--workers does not go with --join"),
+        (["--join", "node1:1", "--no-wait=1", "setup.cfg"], "--no-wait does not go with --join"),
+    ],
+)
+def test_what_is_wrong_with_it_is_one_line_with_an_example(arguments, wrong):
+    said = run(arguments)
+    assert said.startswith(f"recycle: error: {wrong}") and "\n" not in said
+    assert said.endswith("python -m recycle_plugin.launch --join node1:29500 your_script.py")
+
+
+@pytest.mark.parametrize(
+    "own, local",
+    [
+        ({}, "0"),
+        ({"LOCAL_RANK": "3", "SLURM_LOCALID": "1"}, "3"),
+        ({"SLURM_LOCALID": "1", "SLURM_PROCID": "5"}, "1"),
+    ],
+)
+def test_who_joins_takes_nothing_of_another_launchers_job_but_its_own_place(own, local):
+    theirs = {"RANK": "1", "WORLD_SIZE": "9", "MASTER_ADDR": "x", "MASTER_PORT": "7", "HOME": "/home"}
+    found = Join("node1", 29500, True, []).environment(theirs | own)
+    assert found == own | {"HOME": "/home", "MASTER_ADDR": "node1", "MASTER_PORT": "29500", "LOCAL_RANK": local}
 
 
 def test_placement_waits_for_no_host_for_ever(monkeypatch):

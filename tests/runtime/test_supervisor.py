@@ -7,7 +7,16 @@ import signal
 import socket
 from contextlib import asynccontextmanager
 
-from recycle_plugin.core.messages.protocol import Exited, Hello, Lease, Over, SupervisorHeartbeat, Welcome
+from recycle_plugin.core.messages.protocol import (
+    Exited,
+    Fence,
+    Hello,
+    Lease,
+    Over,
+    Restart,
+    SupervisorHeartbeat,
+    Welcome,
+)
 from recycle_plugin.experiments.runs import free_port
 from recycle_plugin.runtime.control.connections import InLoop, SocketControl
 from recycle_plugin.runtime.processes import supervisor, worker_keeper
@@ -139,6 +148,127 @@ def test_a_coordinator_that_says_nonsense_is_gone_and_the_reason_is_said(monkeyp
         == "recycle: error: the coordinator can't be understood: a frame begins with b'Traceback ', and no message "
         "does\n"
     )
+
+
+class Starts:
+    """What a supervisor has started, and how long it has waited before: as long as the test likes."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.waited: list[float] = []
+        self.waits = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.started: asyncio.Queue[tuple[Worker, str]] = asyncio.Queue()
+        self.refused = 0
+        monkeypatch.setattr(supervisor, "pause", self._pause)
+        monkeypatch.setattr(worker_keeper, "spawn", self._spawn)
+
+    async def _pause(self, seconds: float) -> bool:
+        self.waited.append(seconds)
+        self.waits.set()
+        return await self.go_on.wait()
+
+    async def _spawn(self, module: str, arguments: list[str], environment: dict[str, str]) -> Worker:
+        if self.refused:
+            self.refused -= 1
+            raise ConnectionError("there is nobody to fork it from")
+        worker = Worker()
+        await self.started.put((worker, environment["RECYCLE_INCARNATION"]))
+        return worker
+
+    async def next(self, incarnation: int) -> Worker:
+        """The next one that is started."""
+        worker, its = await asyncio.wait_for(self.started.get(), PATIENCE_S)
+        assert its == str(incarnation)
+        return worker
+
+
+async def end(worker: Worker, far: InLoop, incarnation: int, code: int = -signal.SIGKILL) -> None:
+    """The worker ends, and the coordinator hears of it."""
+    worker.ended.set_result(code)
+    said = await hear(far, Exited)
+    assert (said.rank, said.incarnation, said.code) == (1, incarnation, code)
+    far.send(Lease(incarnation, 0.0))
+
+
+def test_it_starts_the_next_one_when_it_is_told_and_not_before(monkeypatch):
+    async def play() -> None:
+        async with supervised(monkeypatch) as (_, far, worker, running):
+            starts = Starts(monkeypatch)
+            await end(worker, far, 0)
+            for _ in range(2):  # the same order, said twice
+                far.send(Restart(1, 4.0, incarnation=3))
+            far.send(Restart(0, 0.0, incarnation=7))  # another rank's
+            await asyncio.wait_for(starts.waits.wait(), PATIENCE_S)
+            assert starts.waited == [4.0] and starts.started.empty()
+            starts.go_on.set()
+            worker = await starts.next(3)
+            assert (await hear(far, SupervisorHeartbeat)).incarnation == 3
+            await end(worker, far, 3)
+            far.send(Restart(1, 0.0, incarnation=3))  # old
+            far.send(Restart(1, 0.0, incarnation=4))
+            worker = await starts.next(4)
+            far.send(Fence(1, "of one before", incarnation=3))
+            far.send(Fence(1, "it is stuck", incarnation=4))
+            assert (await hear(far, Exited)).code == -signal.SIGKILL and worker.signals == [signal.SIGKILL]
+            far.send(Over(0))
+            assert await asyncio.wait_for(running, PATIENCE_S) == 0 and starts.waited == [4.0]
+            far.close()
+
+    asyncio.run(play())
+
+
+def test_an_order_that_is_taken_back_is_not_carried_out(monkeypatch):
+    async def play() -> None:
+        async with supervised(monkeypatch) as (_, far, worker, running):
+            starts = Starts(monkeypatch)
+            await end(worker, far, 0)
+            far.send(Restart(1, 9.0, incarnation=1))
+            await asyncio.wait_for(starts.waits.wait(), PATIENCE_S)
+            far.send(Fence(1, "host x takes its seat", incarnation=1))
+            starts.go_on.set()
+            far.send(Restart(1, 0.0, incarnation=1))
+            far.send(Restart(1, 0.0, incarnation=3))
+            await starts.next(3)
+            far.send(Fence(1, "the job is over", incarnation=3))
+            far.send(Over(0))
+            assert await asyncio.wait_for(running, PATIENCE_S) == 0
+            far.close()
+
+    asyncio.run(play())
+
+
+def test_one_that_cannot_be_started_has_died(monkeypatch, capsys):
+    async def play() -> None:
+        async with supervised(monkeypatch) as (_, far, worker, running):
+            starts = Starts(monkeypatch)
+            starts.refused = 1
+            await end(worker, far, 0)
+            far.send(Restart(1, 0.0, incarnation=1))
+            said = await hear(far, Exited)
+            assert (said.incarnation, said.code) == (1, 1)
+            far.send(Restart(1, 0.0, incarnation=2))
+            worker = await starts.next(2)
+            far.send(Over(0))
+            assert await asyncio.wait_for(running, PATIENCE_S) == 0 and worker.signals == [signal.SIGTERM]
+            far.close()
+
+    asyncio.run(play())
+    assert capsys.readouterr().err == "recycle: warning: there is nobody to fork it from\n"
+
+
+def test_the_jobs_end_comes_before_the_next_start(monkeypatch):
+    async def play() -> None:
+        async with supervised(monkeypatch) as (_, far, worker, running):
+            starts = Starts(monkeypatch)
+            await end(worker, far, 0, code=3)
+            far.send(Restart(1, 9.0, incarnation=1))
+            await asyncio.wait_for(starts.waits.wait(), PATIENCE_S)
+            far.send(Over(1))
+            assert await asyncio.wait_for(running, PATIENCE_S) == 3, "its script's own error, as ever"
+            assert starts.started.empty()
+            far.close()
+
+    asyncio.run(play())
 
 
 def test_a_store_whose_end_nobody_tells_holds_up_nobody(monkeypatch):

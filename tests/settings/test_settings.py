@@ -34,6 +34,7 @@ def message(section) -> str:
 
 OF_A_PROFILE = "write the path of a file that recycle profile --out wrote"
 FAULT_LIST = 'write a list of faults such as ["kill 0.1 before 1F0.2@5"]'
+REJOIN = 'write a whole number, not negative, "always" or "never"'
 CAP = (
     'write a whole number of at least 1, a list of one for each stage, "1f1b", a size such as "12GiB", "auto", or null'
 )
@@ -72,6 +73,10 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ({"keep_bytes": 0}, f"recycle.keep_bytes: 0 is not possible; {SIZE}"),
         ({"keep_bytes": 1.5}, f"recycle.keep_bytes: 1.5 is a number; {SIZE}"),
         ({"keep_bytes": "all"}, f'recycle.keep_bytes: "all" is not possible; {SIZE}'),
+        ({"rejoin": "sometimes"}, f'recycle.rejoin: "sometimes" is not possible; {REJOIN}'),
+        ({"rejoin": -1}, f"recycle.rejoin: -1 is not possible; {REJOIN}"),
+        ({"rejoin": True}, f"recycle.rejoin: true is not possible; {REJOIN}"),
+        ({"rejoin": None}, f"recycle.rejoin: null is not possible; {REJOIN}"),
         ({"clip": "later"}, 'recycle.clip: "later" is not possible; write "sync" or "validate"'),
         (
             {"clip": "validate", "norm": "deepspeed"},

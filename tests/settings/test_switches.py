@@ -39,6 +39,7 @@ SEEN = {
     "seed": "cluster/test_switches.py::test_without_rerouting_a_loss_ends_the_job",
     "rebalance": "cluster/test_slow.py::test_a_slow_worker_gets_less_work_while_it_is_slow",
     "max_slowdown": "cluster/test_seen.py::test_a_job_that_is_too_slow_leaves_a_checkpoint_to_go_on_from",
+    "rejoin": "runtime/test_restarts.py::test_a_killed_worker_is_started_again_by_its_own_supervisor",
     "checkpoint_dir": "cluster/test_saving.py::test_checkpoints_by_themselves",
     "transfer_interface": "runtime/test_catch_up.py::test_newcomers_come_to_the_interface_of_the_setting",
     "group_sums": "cluster/test_averages.py::test_averages_of_scripts_after_a_loss",

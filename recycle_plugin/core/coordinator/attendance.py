@@ -1,8 +1,8 @@
 """Attendance: who takes part in a job, who has gone and how, and whether those left may go on.
 
 * A worker is one process (core/vocabulary/roster.py).  Who is lost stays lost, and a later process of its rank is
-  another worker; nobody can join a job that has started, and who asks to hears so at once.  A loss takes its failure
-  domain with it.
+  another worker, which comes only where core/coordinator/vacancies.py has asked for it: any other hears so at once.  A
+  loss takes its failure domain with it.
 * Who is stopped or stuck (core/coordinator/failure_detector.py) is lost as whoever dies, and *fenced*: its supervisor
   kills it, and it hears so itself, should it wake up.
 * Of the seats that are not known to be dead a new generation has a majority, or half with this coordinator among them;
@@ -77,8 +77,8 @@ class Attendance:
         self.late: set[WorkerId] = set()  # came when they could take part no more
         self.leaving: set[WorkerId] = set()  # members that want to go as soon as nobody counts on them
         self.unguarded: dict[
-            int, int
-        ] = {}  # by rank, the process that the launcher had started for it, and that was killed
+            WorkerId, int
+        ] = {}  # by worker, the process that the launcher had started for it, and that was killed
         self.failure_detector = FailureDetector()
         self._seats: dict[int, Seat] = {}  # by rank, of all that have begun
         self._crashes: dict[WorkerId, Crashed] = {}  # what their scripts have ended with
@@ -116,12 +116,6 @@ class Attendance:
         """Whether ``worker`` is gone, in whatever way; that it goes once more is no news."""
         return worker in self.lost | self.left | self.late
 
-    def is_free(self, worker: WorkerId) -> bool:
-        """Whether a process that comes as ``worker`` may take the place of one that is gone, of a job that has
-        started.
-        """
-        return worker.rank in self._seats and worker.rank not in self.roster.ranks and not self.is_gone(worker)
-
     def view(self, roster: Roster) -> ClusterView:
         """The view of the cluster in which the seats of ``roster`` are live, but for those that are still joining."""
         assert self._shape is not None
@@ -150,13 +144,13 @@ class Attendance:
         )
         out.say(
             "late",
-            f"a process on {host} wants to take part as rank {worker.rank}: {why}; nobody can join yet, and it is told "
-            "to end",
+            f"a process on {host} wants to take part as rank {worker.rank}: {why}; nobody has asked for it, and it is "
+            "told to end",
             rank=worker.rank,
             host=host,
             incarnation=worker.incarnation,
         )
-        out.tell(worker, End(0, f"{why}; nobody can join as rank {worker.rank} yet", failed=True))
+        out.tell(worker, End(0, f"{why}; nobody has asked for another process of rank {worker.rank}", failed=True))
 
     def resize(self, micro_batches: int) -> bool:
         """Takes ``micro_batches`` for the number of each replica in a step from now on; returns whether that is
@@ -217,8 +211,8 @@ class Attendance:
     def died(self, message: Exited, out: CoordinatorOutput) -> str:
         """Notes that its supervisor has seen a worker's process end; returns how, in words."""
         how = f"its process {how_ended(message.code)}"
-        if message.rank in self.unguarded and message.code < 0:
-            how = f"it went with its guard, process {self.unguarded[message.rank]}, which was killed"
+        if message.worker in self.unguarded and message.code < 0:
+            how = f"it went with its guard, process {self.unguarded[message.worker]}, which was killed"
         self.dead.add(message.worker)
         if message.worker in self.lost:
             out.say(

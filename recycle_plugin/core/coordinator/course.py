@@ -17,7 +17,8 @@
 The facts, and the rules on them alone, are in parts that know nothing of each other: who takes part
 (core/coordinator/attendance.py), what a generation's members say (core/coordinator/regrouping.py), what is known of
 steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who waits at which barrier
-(core/coordinator/barriers.py).
+(core/coordinator/barriers.py), who takes
+the seat of a lost one (core/coordinator/vacancies.py).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.suspicions import Suspicions
 from recycle_plugin.core.coordinator.throughput_floor import ThroughputFloor
+from recycle_plugin.core.coordinator.vacancies import Vacancies
 from recycle_plugin.core.coordinator.wait_graph import records, shown, wait_graph
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import (
@@ -77,6 +79,7 @@ class Course:
         self.steps = StepLedger()
         self.ending = Ending()
         self.joining = Joining()
+        self.vacancies = Vacancies()
         self._barriers = Barriers()
         self._throughput_floor = ThroughputFloor()
         self._suspicions = Suspicions()
@@ -109,6 +112,8 @@ class Course:
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)
+        names = {member.rank: str(member) for member in roster}
+        self.vacancies.begin(job.rejoin, names, roster.workers, job.deadlines.heartbeat_timeout_s)
 
     def resize(self, message: Resized, out: CoordinatorOutput) -> None:
         """Takes another number of micro-batches.  The first worker who says it says it for all."""
@@ -361,11 +366,6 @@ class Course:
 
     # --- coming back -----------------------------------------------------------------------------
 
-    def is_free(self, worker: WorkerId) -> bool:
-        """Whether a process that comes as ``worker`` may take the place of one that is gone."""
-        taken = self.joining.holds(worker.rank) and self.joining.get(worker) is None
-        return self.attendance.is_free(worker) and not taken and self.ending.ended is None
-
     def newcomer(self, ready: Ready, out: CoordinatorOutput) -> None:
         """Takes in that a newcomer's script has come to its first step."""
         member = self.joining.add(ready.member).member
@@ -431,16 +431,16 @@ class Course:
         if newcomer is None:
             return
         if self.joining.has_entered(message.worker):
+            self.vacancies.entered(message.worker)
             self.attendance.failure_detector.observe(message.worker)
         elif newcomer.phase is Phase.CAUGHT_UP:
-            self.joining.forget(message.worker)
             why = "it has come too late into a membership that the others have left"
             self.attendance.fence(message.worker, why, out)
-            self._lose_newcomer(newcomer, why, out)
 
     def _come_in_force(self, out: CoordinatorOutput) -> None:
         for newcomer in self.joining.in_force(self.roster, self.attendance.failure_detector.clock):
             member = newcomer.member
+            self.vacancies.admitted(member.worker)
             out.say(
                 "rejoined",
                 f"{member} takes part again from step {self.committed + 1} on",
@@ -457,15 +457,12 @@ class Course:
         if late and not self.halted:
             self.regroup(f"{', '.join(str(each.member.seat) for each in late)} not back in time", now, out)
 
-    def fatal(self, message: Fatal, out: CoordinatorOutput) -> None:
-        """Takes in that a worker has come upon something after which nobody can go on; a newcomer only speaks for
-        itself.
-        """
-        newcomer = None if message.worker in self.roster.workers else self.joining.forget(message.worker)
+    def newcomer_died(self, message: Exited, now: float, out: CoordinatorOutput) -> None:
+        """Takes in that a process which is no member has ended.  Nobody has waited for it."""
+        newcomer = self.joining.forget(message.worker)
+        self.vacancies.died(message, self.is_ending, now, out)
         if newcomer is not None:
-            self._lose_newcomer(newcomer, message.text, out)
-        elif message.worker in self.roster.workers or not self.attendance.started:
-            self.end(message.text, out)
+            self._call_off(newcomer, now, out)
 
     def _call_off(self, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
         """Takes a newcomer that is gone out of a generation to come: by another one to come, or where its step may
@@ -478,19 +475,6 @@ class Course:
             self.regroup(cause, now, out, from_step=unstarted(self.committed))
         elif not self.halted:
             self._go_on_without(cause, now, out)
-
-    def _lose_newcomer(self, newcomer: Newcomer, how: str, out: CoordinatorOutput) -> None:
-        """Takes in that a newcomer is gone before it was a member; nobody has waited for it."""
-        member = newcomer.member
-        self.attendance.lost.add(member.worker)
-        out.say(
-            "newcomer_lost",
-            f"{member}, which was coming back, is gone: {how}",
-            seat=str(member.seat),
-            rank=member.rank,
-            incarnation=member.incarnation,
-            phase=newcomer.phase.value,
-        )
 
     def _send_away(self, why: str, out: CoordinatorOutput) -> None:
         """Ends all newcomers: there is nothing left that they could take part in, or another state."""
@@ -505,12 +489,15 @@ class Course:
         if message.worker in self.attendance.lost and self.attendance.outnumbered and not self.ending.failed:
             self._go_on_without(f"death of rank {message.rank}", now, out)
         self.lose(message.worker, Cause.DIED, how, now, message.at, out, by_itself=message.code >= 0)
+        if message.worker in self.attendance.lost and self.attendance.started:
+            self.vacancies.lost(message.worker, how, self.is_ending, now, out)
 
     def unguarded(self, message: Unguarded, out: CoordinatorOutput) -> None:
         """Notes that the process that the launcher had started for a rank is gone: some launchers end the job for that,
         others go on without it.
         """
-        self.attendance.unguarded[message.rank] = message.pid
+        self.attendance.unguarded[message.worker] = message.pid
+        self.vacancies.unguarded(message.worker)
         out.say(
             "unguarded",
             f"the guard of rank {message.rank}, process {message.pid} that the launcher had started, was killed, and "
@@ -534,6 +521,7 @@ class Course:
         self._call_off_late(now, out)
         if cut_off := self.attendance.cut_off():
             self._give_up_going_on(f"{cut_off}. {self.ending.safe_point}", out)
+        self.vacancies.tick(self.attendance.unreachable, self.is_ending, now, out)
 
     def _act_on(self, worker: WorkerId, suspicion: Suspicion, now: float, out: CoordinatorOutput) -> None:
         member, failure_detector = self.roster.member(worker), self.attendance.failure_detector
@@ -603,14 +591,13 @@ class Course:
                 out,
                 killed=worker.rank if killed else None,
             )
-        elif member is None and (newcomer := self.joining.forget(worker)) is not None:
-            self._lose_newcomer(newcomer, how, out)
-            self._call_off(newcomer, now, out)
         elif member is None:
             self._depart(worker, out)
         else:
             self.joining.forget(worker)
             self.attendance.lose(member, cause, how, at, out)
+            if cause is Cause.SILENT:
+                self.vacancies.silent(member.rank)
             self._after_loss(member, now, out)
 
     def _depart(self, worker: WorkerId, out: CoordinatorOutput) -> None:
@@ -646,6 +633,11 @@ class Course:
     # --- ending ----------------------------------------------------------------------------------
 
     @property
+    def is_ending(self) -> bool:
+        """Whether the job's end is decided, or a script is through: nobody else can come to take part."""
+        return self.ending.ended is not None or self.ending.finishing
+
+    @property
     def _through(self) -> bool:
         """Whether all steps up to a planned end are committed."""
         return self.ending.through(self.committed)
@@ -656,8 +648,8 @@ class Course:
         Where guards were killed, that is taken for it, and the script does not know: there is to be a checkpoint.
         """
         guards = ", ".join(
-            f"the guard of rank {rank}, process {pid}, was killed"
-            for rank, pid in sorted(self.attendance.unguarded.items())
+            f"the guard of rank {worker.rank}, process {pid}, was killed"
+            for worker, pid in sorted(self.attendance.unguarded.items())
         )
         if guards and not code:
             reason, code = f"{reason}, after {guards}", TRY_AGAIN
@@ -672,6 +664,7 @@ class Course:
         """
         self.regrouping.stop()
         self.ending.fail(reason, out, cause, killed)
+        self.vacancies.close(out)
 
     def _empty_stage(self) -> str:
         """The reason why those left can't go on, if a stage has nobody; else empty."""
@@ -708,3 +701,4 @@ class Course:
             self.steps.sum_up(out)
             self._send_away("the job is over", out)
             self.ending.finish(self.committed, self.attendance.crash_after(self.committed), out)
+            self.vacancies.close(out)

@@ -73,10 +73,6 @@ class Joining:
         """The newcomer that ``worker`` is; None for anybody else."""
         return self._newcomers.get(worker)
 
-    def holds(self, rank: int) -> bool:
-        """Whether a newcomer has ``rank``."""
-        return any(worker.rank == rank for worker in self._newcomers)
-
     def add(self, member: Member) -> Newcomer:
         """Takes in that a newcomer is there."""
         newcomer = self._newcomers[member.worker] = Newcomer(replace(member, joining=True))

@@ -38,10 +38,12 @@ from recycle_plugin.core.messages.protocol import (
     Fatal,
     Fingerprint,
     Heartbeat,
+    Lease,
     Leaving,
     Left,
     Missing,
     Note,
+    OfWorker,
     Ready,
     Resized,
     Serving,
@@ -90,6 +92,11 @@ class Membership:
         return self.course.attendance.unreachable
 
     @property
+    def empty(self) -> frozenset[int]:
+        """The ranks of vacant seats for which nobody has come yet."""
+        return self.course.vacancies.empty
+
+    @property
     def ended(self) -> End | None:
         """The way in which the job ends, once that is decided."""
         return self.course.ending.ended
@@ -116,15 +123,14 @@ class Membership:
         out = CoordinatorOutput()
         if not self.course.attendance.is_heard(message):
             return out
+        if isinstance(message, OfWorker) and self.is_outside(message.worker):
+            self._hear_newcomer(message, now, out)
+            return out
         match message:
             case Ready():
                 self._enrol(message, now, out)
-            case CatchUp():
-                self.course.catch_up(message, out)
             case Serving():
                 self.course.serving(message, out)
-            case CaughtUp():
-                self.course.caught_up(message, now, out)
             case StateHash():
                 self.course.state_hash(message, now, out)
             case SurvivorReport():
@@ -160,7 +166,7 @@ class Membership:
             case Terminate():
                 self._terminate(message, out)
             case Fatal():
-                self.course.fatal(message, out)
+                self.course.end(message.text, out)
             case Crashed():
                 self.course.attendance.crashed(message, out)
             case Note():
@@ -172,9 +178,40 @@ class Membership:
         does anything.
         """
         out = CoordinatorOutput()
-        if self.ended is None and (self.started or worker.incarnation) and not self.course.is_free(worker):
+        known = self.course.vacancies.come(worker) or not (self.started or worker.incarnation)
+        if self.ended is None and not known:
             self._turn_away(worker, host, out)
         return out
+
+    def identify(self, claimed: WorkerId) -> WorkerId:
+        """The identity of a process that connects as ``claimed``, which another one may be already."""
+        return self.course.vacancies.identify(claimed)
+
+    def is_outside(self, worker: WorkerId) -> bool:
+        """Whether the job has started, and goes on without ``worker``, which is no member yet."""
+        return self.course.vacancies.is_outside(worker)
+
+    def supervisor(self, rank: int, there: bool, now: float) -> CoordinatorOutput:
+        """Handles that the supervisor of ``rank`` has come, or has gone where it is not ``there``."""
+        out = CoordinatorOutput()
+        if there:
+            self.course.vacancies.supervised(rank, now, out)
+        else:
+            self.course.vacancies.unsupervised(rank, now)
+        return out
+
+    def join(self, number: int, host: str, waits: bool, now: float) -> CoordinatorOutput:
+        """Handles that a supervisor on ``host``, the ``number``-th that does, asks for the seat of a lost worker; if it
+        ``waits``, it takes the next one that is lost.
+        """
+        out = CoordinatorOutput()
+        course = self.course
+        course.vacancies.join(number, host, waits, self.unreachable, course.is_ending, now, out)
+        return out
+
+    def joiner_gone(self, number: int) -> None:
+        """Handles that a supervisor is gone which has asked for a seat, and has none."""
+        self.course.vacancies.joiner_gone(number)
 
     def fail(self, text: str) -> CoordinatorOutput:
         """Ends the job, since nobody can go on, for a reason that is no worker's."""
@@ -187,7 +224,8 @@ class Membership:
         peers.
         """
         out = CoordinatorOutput()
-        self.course.lose(worker, Cause.DIED, BROKEN, now, now, out)
+        if not self.is_outside(worker):  # of others the supervisor says how they end
+            self.course.lose(worker, Cause.DIED, BROKEN, now, now, out)
         return out
 
     def tick(self, now: float) -> CoordinatorOutput:
@@ -206,8 +244,36 @@ class Membership:
 
     # --- joining ---------------------------------------------------------------------------------
 
+    def _hear_newcomer(self, message: OfWorker, now: float, out: CoordinatorOutput) -> None:
+        """Handles what is said of a process that is no member yet, and can end nobody's training but its own."""
+        who = self.course.attendance.named(message.rank)
+        match message:
+            case Exited():
+                self.course.newcomer_died(message, now, out)
+            case CatchUp():
+                self.course.catch_up(message, out)
+            case CaughtUp():
+                self.course.caught_up(message, now, out)
+            case SurvivorReport():
+                self.course.report(message, now, out)
+            case Unguarded():
+                self.course.unguarded(message, out)
+            case Heartbeat():
+                out.tell(message.worker, Lease(message.number, 0.0))
+            case Fatal():
+                out.say("warning", f"{who} can't come back: {message.text}", rank=message.rank)
+            case Crashed():
+                out.say(
+                    "error",
+                    f"the script of {who}, which was to come back, ended with {message.error}",
+                    rank=message.rank,
+                    traceback=message.trace,
+                )
+            case Note():
+                out.events.append(Event(message.kind, message.text, {"rank": message.rank, **message.details}))
+
     def _enrol(self, ready: Ready, now: float, out: CoordinatorOutput) -> None:
-        if self.started and self.course.is_free(ready.worker):
+        if self.course.vacancies.is_newcomer(ready.worker):
             self.course.newcomer(ready, out)
             return
         if self.started or self._enrolment.is_stranger(ready.worker):

@@ -10,6 +10,23 @@ WORKERS, SUPERVISORS = "workers", "supervisors"
 
 
 @dataclass(frozen=True)
+class SupervisorOf:
+    """The address of the supervisor that starts the processes of ``rank``."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Joiner:
+    """The address of a supervisor that asks for a seat, and has no rank yet."""
+
+    number: int
+
+
+Whom = str | WorkerId | SupervisorOf | Joiner
+
+
+@dataclass(frozen=True)
 class Event:
     """An event that a user wants to know of: one line of text, and the same as data."""
 
@@ -24,11 +41,11 @@ class CoordinatorOutput:
     the user.
     """
 
-    messages: list[tuple[str | WorkerId, object]] = field(default_factory=list)
+    messages: list[tuple[Whom, object]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
-    def tell(self, whom: str | WorkerId, message: object) -> None:
-        """Adds a message for ``whom``: WORKERS, SUPERVISORS, or one worker."""
+    def tell(self, whom: Whom, message: object) -> None:
+        """Adds a message for ``whom``: WORKERS, SUPERVISORS, or one of them."""
         self.messages.append((whom, message))
 
     def say(self, kind: str, text: str, **details: object) -> None:

@@ -53,6 +53,7 @@ class JobSpec:
     exact: bool = False
     arithmetic: str | None = None
     metrics: Endpoint | None = None
+    rejoin: str | int = "never"
 
     @property
     def shape(self) -> Topology:

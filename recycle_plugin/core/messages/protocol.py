@@ -41,13 +41,17 @@ class OfWorker:
 class Hello:
     """The first message of every connection.
 
-    ``role`` is ``worker`` or ``supervisor``, or ``placing``: a supervisor that has no rank of its own yet.
+    ``role`` is ``worker`` or ``supervisor``, or ``placing``: a supervisor that has no rank of its own yet; or
+    ``joining``: one that asks for a lost worker's, and waits for one if it ``waits``.  ``incarnation``: which process
+    of its rank a worker was started as.
     """
 
     rank: int
     role: str
     pid: int
     host: str
+    incarnation: int = 0
+    waits: bool = True
 
 
 @dataclass(frozen=True)
@@ -315,13 +319,14 @@ class Note(OfWorker):
 
 @dataclass(frozen=True)
 class Welcome:
-    """The coordinator's answer to a Hello: where the job's key-value store listens, and the job's name; to a worker
-    also which incarnation of its rank it is.
+    """The coordinator's answer to a Hello: where the job's key-value store listens, the job's name, and how many
+    ``ranks`` it has; to a worker also which incarnation of its rank it is.
     """
 
     store_port: int
     job_id: str
     incarnation: int = 0
+    ranks: int = 0
 
 
 @dataclass(frozen=True)
@@ -329,6 +334,32 @@ class Placed:
     """The coordinator's answer to a supervisor that was placing: the rank of its worker."""
 
     rank: int
+
+
+@dataclass(frozen=True)
+class Seated:
+    """The coordinator's answer to a supervisor that was joining: from now on it is the one of ``rank``."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The coordinator's answer to a supervisor that was joining, for which there is nothing to do: why, and the code
+    that it is to end with.
+    """
+
+    reason: str
+    code: int = 1
+
+
+@dataclass(frozen=True)
+class Restart(OfWorker):
+    """To the supervisor of ``rank``, whose last process has ended: start the one of this incarnation after ``after_s``
+    seconds.
+    """
+
+    after_s: float
 
 
 @dataclass(frozen=True)
@@ -375,7 +406,7 @@ class Lease:
     """The heartbeat ``number`` has come: until ``for_s`` seconds after it was sent, this worker is not given up for its
     silence.
 
-    To a supervisor: its :class:`Exited` has come.
+    To a supervisor: its :class:`Exited` of the process of incarnation ``number`` has come.
     """
 
     number: int
@@ -490,6 +521,9 @@ MESSAGES = (
     # from the coordinator
     Welcome,
     Placed,
+    Seated,
+    Refused,
+    Restart,
     Generation,
     Resume,
     Lease,

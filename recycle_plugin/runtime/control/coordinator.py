@@ -12,12 +12,19 @@ import asyncio
 import os
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event
+from recycle_plugin.core.coordinator.output import (
+    SUPERVISORS,
+    WORKERS,
+    CoordinatorOutput,
+    Event,
+    Joiner,
+    SupervisorOf,
+    Whom,
+)
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.protocol import (
     Exited,
@@ -28,6 +35,8 @@ from recycle_plugin.core.messages.protocol import (
     Over,
     Placed,
     Ready,
+    Refused,
+    Seated,
     Terminate,
     Welcome,
 )
@@ -64,15 +73,20 @@ class Coordinator:
         self._ranks = ranks
         self._placing: dict[int, tuple[str, InLoop]] = {}  # by place: the host of a supervisor that asks for its rank
         self._welcome = Welcome(
-            store_port, f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}"
+            store_port, f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}", ranks=ranks
         )  # several jobs may start in one second
         self._say = say
-        self._come: Counter[int] = Counter()  # how many workers of a rank have
+        self._come: set[int] = set()  # ranks of which a worker has
         self._workers: dict[WorkerId, InLoop] = {}
         self._supervisors: dict[int, InLoop] = {}  # by rank
         self._supervised: dict[
             int, tuple[str, int]
         ] = {}  # by rank: host and process of the supervisor that its worker is started by
+        self._former: dict[
+            tuple[int, str, int], InLoop | None
+        ] = {}  # by rank, host and process: supervisors whose rank was given away, and that wait for the job's end
+        self._asked = 0  # supervisors that have asked for a seat
+        self._joiners: dict[int, tuple[Hello, InLoop]] = {}  # by their numbers: those that have none
         self._exits: dict[WorkerId, Exited] = {}
         self._ended: set[int] = set()  # ranks whose supervisor has said that its worker is no more
         self._strangers: set[str] = set()  # addresses that nonsense has come from
@@ -175,9 +189,12 @@ class Coordinator:
     async def _converse(self, control: InLoop) -> None:
         hello = await control.receive(HELLO_S)
         roles = {"placing": self._placed, "worker": self._attend_worker, "supervisor": self._attend_supervisor}
+        joins = isinstance(hello, Hello) and hello.role == "joining"
         who = "a connection from {}".format("{}:{}".format(*control.there) if control.there else "this process")
         if not isinstance(hello, Hello):
             self._complain_of_stranger(who, control)
+        elif joins:
+            await self._attend_joiner(hello, control)
         elif hello.role not in roles or not 0 <= hello.rank < self._ranks:
             text = (
                 f"{who} says that it is {hello.role[:20]} {hello.rank}, and this job has {self._ranks} ranks: "
@@ -202,36 +219,83 @@ class Coordinator:
         control.send(self._welcome)
         if self._last_word is not None:
             control.send(self._last_word)
-        if self._supervised.setdefault(hello.rank, (hello.host, hello.pid)) != (hello.host, hello.pid):
+        who = hello.rank, hello.host, hello.pid
+        if who in self._former:
+            await self._keep_former(who, hello, control)
+        elif self._supervised.setdefault(hello.rank, who[1:]) != who[1:]:
             control.send(
                 Over(1)
             )  # of a launcher that was started twice, whose worker is turned away: it knows nothing of the first one's
             while await control.receive(LISTEN_S) is not None or control.broken is None:
                 pass  # it goes once it has read that
-            return
-        if WorkerId(hello.rank) in self._membership.unreachable:  # who was to see to it may have gone before it could
-            control.send(Fence(hello.rank, "the others have gone on without it"))
-        before, self._supervisors[hello.rank] = self._supervisors.get(hello.rank), control
-        if before is not None:
-            before.close()
+        else:
+            for worker in self._membership.unreachable:  # who was to see to it may have gone before it could
+                if worker.rank == hello.rank:
+                    control.send(
+                        Fence(worker.rank, "the others have gone on without it", incarnation=worker.incarnation)
+                    )
+            before, self._supervisors[hello.rank] = self._supervisors.get(hello.rank), control
+            if before is not None:
+                before.close()
+            self._act(self._membership.supervisor(hello.rank, True, time.time()))
+            await self._hear(hello, control)
+            self._supervisor_closed(control)
+
+    def _supervisor_closed(self, control: InLoop) -> None:
+        for rank in [rank for rank, its in self._supervisors.items() if its is control]:
+            del self._supervisors[rank]
+            self._act(self._membership.supervisor(rank, False, time.time()))
+        self._former = {who: None if its is control else its for who, its in self._former.items()}
+        self._see_who_is_gone()
+
+    # --- who comes from elsewhere ----------------------------------------------------------------
+
+    async def _attend_joiner(self, hello: Hello, control: InLoop) -> None:
+        """Serve a supervisor that asks for the seat of a lost worker, before it has one and after that."""
+        self._asked += 1
+        number = self._asked
+        self._joiners[number] = hello, control
+        control.send(self._welcome)
+        if self._last_word is not None:
+            control.send(Refused("the job is over"))
+        else:
+            self._act(self._membership.join(number, hello.host, hello.waits, time.time()))
         await self._hear(hello, control)
-        if self._supervisors.get(hello.rank) is control:
-            del self._supervisors[hello.rank]
-            self._see_who_is_gone()
+        if self._joiners.pop(number, None) is not None:
+            self._membership.joiner_gone(number)
+        self._supervisor_closed(control)
+
+    def _seat(self, number: int, rank: int) -> None:
+        """Make a supervisor that has asked for a seat the one of ``rank``.
+
+        The one before waits for the job's end: its launcher would take its own for a failure.
+        """
+        hello, control = self._joiners.pop(number)
+        if rank in self._supervised:
+            self._former[rank, *self._supervised[rank]] = self._supervisors.get(rank)
+        self._former.pop((rank, hello.host, hello.pid), None)
+        self._supervised[rank] = hello.host, hello.pid
+        self._supervisors[rank] = control
+
+    async def _keep_former(self, who: tuple[int, str, int], hello: Hello, control: InLoop) -> None:
+        self._former[who] = control
+        await self._hear(hello, control)
+        self._supervisor_closed(control)
 
     def _greet(self, hello: Hello, control: InLoop) -> WorkerId:
         """Welcome a worker, and give it its incarnation; its rank is from the launcher."""
-        worker = WorkerId(hello.rank, self._come[hello.rank])
-        self._come[hello.rank] += 1
+        worker = self._membership.identify(WorkerId(hello.rank, hello.incarnation))
+        self._come.add(hello.rank)
         self._workers[worker] = control
         control.send(replace(self._welcome, incarnation=worker.incarnation))
         turned_away = self._membership.greet(worker, hello.host)
         if not turned_away.events:
+            self._ended.discard(hello.rank)
             self._say(
                 Event(
                     "worker",
                     f"{named(hello.rank)} is process {hello.pid} on {hello.host}",
-                    {"rank": hello.rank, "pid": hello.pid},
+                    {"rank": hello.rank, "pid": hello.pid, "incarnation": worker.incarnation},
                 ),
                 time.time(),
             )
@@ -247,7 +311,10 @@ class Coordinator:
         except Exception as error:
             self.fail(f"the coordinator met an error of its own ({error!r})")
             raise
-        self._complain(f"the {hello.role} of {named(hello.rank)}", control, rank=hello.rank)
+        if hello.role == "joining":
+            self._complain(f"the supervisor that asks for a seat on host {hello.host}", control)
+        else:
+            self._complain(f"the {hello.role} of {named(hello.rank)}", control, rank=hello.rank)
 
     def _complain_of_stranger(self, who: str, control: InLoop) -> None:
         """Tell the user of nonsense once for each address: a scanner of ports comes more often."""
@@ -276,13 +343,14 @@ class Coordinator:
     def _take(self, message: object) -> None:
         if isinstance(message, Exited):
             self._ended.add(message.rank)
-        if isinstance(message, Exited) and message.rank in self._supervisors:
-            self._supervisors[message.rank].send(Lease(0, 0.0))
+        if isinstance(message, Exited):
+            for control in self._supervisors_of(message.rank):
+                control.send(Lease(message.incarnation, 0.0))
         if isinstance(message, Exited) and message.worker in self._workers:
             self._exits[message.worker] = message
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._closed_by_exit, message.worker)
             return
-        if isinstance(message, Ready):
+        if isinstance(message, Ready) and not self._membership.started:
             self._regroup_timeout_s, self.run_dir = message.job.deadlines.regroup_timeout_s, message.job.run_dir
         self._act(self._membership.receive(message, time.time()))
         if isinstance(message, Left):
@@ -293,9 +361,11 @@ class Coordinator:
         """Ranks whose supervisors are still to say goodbye: also one that was killed, whose worker runs, since another
         takes its place; and those of which it is still to be found out whether the worker has left or was lost.
         """
-        killed = {rank for rank in self._supervised if self._come[rank]} - self._ended
+        killed = (self._supervised.keys() & self._come) - self._ended - self._membership.empty
         asked = {worker.rank for worker in self._exits}
-        return (self._supervisors.keys() | killed | asked) - {worker.rank for worker in self._membership.unreachable}
+        former = {who[0] for who, control in self._former.items() if control is not None}
+        gone = {worker.rank for worker in self._membership.unreachable}
+        return (self._supervisors.keys() | killed | asked | former) - gone
 
     def _see_who_is_gone(self) -> None:
         if not self._closing and not self._awaited:
@@ -336,21 +406,35 @@ class Coordinator:
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self._act(self._membership.tick(time.time()))
 
-    def _send(self, whom: str | WorkerId, message: object) -> None:
+    def _send(self, whom: Whom, message: object) -> None:
         """Send a message; for all, its frame is made once, and each of them costs one system call, 2 to 3 µs here."""
         frame = encode(message)
         for control in self._controls(whom):
             control.send(frame)
+        if isinstance(whom, Joiner) and isinstance(message, Seated):
+            self._seat(whom.number, message.rank)
         if isinstance(message, Over):
             self._last_word = message
             self._over.set()
 
-    def _controls(self, whom: str | WorkerId) -> list[InLoop]:
+    def _controls(self, whom: Whom) -> list[InLoop]:
         if whom == SUPERVISORS:
-            return list(self._supervisors.values())
+            return [*self._supervisors.values(), *filter(None, self._former.values())]
         if whom == WORKERS:  # what is for a lost one that does not read would pile up here
-            return [control for worker, control in self._workers.items() if worker not in self._membership.lost]
-        return [self._workers[whom]] if whom in self._workers else []
+            return [control for worker, control in self._workers.items() if not self._is_apart(worker)]
+        if isinstance(whom, SupervisorOf):
+            return [self._supervisors[whom.rank]] if whom.rank in self._supervisors else []
+        if isinstance(whom, Joiner):
+            return [self._joiners[whom.number][1]] if whom.number in self._joiners else []
+        return [self._workers[whom]] if isinstance(whom, WorkerId) and whom in self._workers else []
+
+    def _is_apart(self, worker: WorkerId) -> bool:
+        return worker in self._membership.lost or self._membership.is_outside(worker)
+
+    def _supervisors_of(self, rank: int) -> list[InLoop]:
+        """Of the rank's supervisor, and of those that were so once."""
+        former = [control for who, control in self._former.items() if who[0] == rank and control is not None]
+        return [*self._controls(SupervisorOf(rank)), *former]
 
     def _watch_regrouping(self) -> None:
         number = self._membership.regrouping

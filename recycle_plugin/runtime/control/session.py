@@ -59,6 +59,7 @@ class Session(ControlView):
     * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py), ``at_end`` when the script is
       through, to go when everybody's last step is committed.
     * ``forked``: this process is not the worker, but was forked from it.
+    * ``incarnation``: which process of its rank this one was started as; the coordinator says which one it is.
     * ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
       be blocked where no exception gets in.  ``given_up`` is called there with the reason when the others go on without
       this worker: nothing that it might still do is wanted.
@@ -70,6 +71,7 @@ class Session(ControlView):
         rank: int,
         wait_timeout_s: float = 300.0,
         ended_early: Callable[[Session], None] | None = None,
+        incarnation: int = 0,
     ) -> None:
         super().__init__(rank)
         self.host = socket.gethostname()
@@ -90,7 +92,7 @@ class Session(ControlView):
         self._closed = False
         self._ended_early = ended_early
         self._control = control
-        self.send(Hello(rank, "worker", os.getpid(), self.host))
+        self.send(Hello(rank, "worker", os.getpid(), self.host, incarnation))
         welcome = control.receive(CONNECT_S)
         if not isinstance(welcome, Welcome):
             raise RecycleError(
@@ -315,7 +317,9 @@ def connect_from_environment(
     if not address:
         raise RecycleError(NOT_LAUNCHED)
     host, _, port = address.rpartition(":")
-    _made.append(Session(connect((host, int(port)), CONNECT_S), int(environment["RANK"]), ended_early=ended_early))
+    rank, incarnation = int(environment["RANK"]), int(environment.get("RECYCLE_INCARNATION", "0"))
+    control = connect((host, int(port)), CONNECT_S)
+    _made.append(Session(control, rank, ended_early=ended_early, incarnation=incarnation))
     return _made[-1]
 
 

@@ -6,22 +6,23 @@ library, no event loop, no threads, no connections.  Its children are
 * the *supervisor* (runtime/processes/supervisor.py), which may be killed: another is forked, and learns here its rank,
   its worker's process, and what it is to do;
 * the *worker*, which the guard starts when the supervisor says so, whose parent it is, and whose exit code it knows. It
-  does not notice that supervisors change;
+  does not notice that supervisors change.  Once it has ended, there may be a next one;
 * for rank 0 the *host*, the coordinator with the store (supervisor.Hosted), which outlives everybody.  It is not
   started again: its end is the job's, and the guard says so in the run folder.
 
 Each of supervisor and host has a connection here, which carries objects of JSON, one a line of text.  From the guard to
 a supervisor:
 
-* ``{"held": {"rank", "pid", "code", "signal", "guard"}}`` comes first, once the host is there: what the guard has of
-  the supervisor before, null for nothing;
+* ``{"held": {"rank", "incarnation", "pid", "code", "signal", "guard"}}`` comes first, once the host is there: what the
+  guard has of the supervisor before, null for nothing;
 * ``{"pid"}`` or ``{"failed"}``: the worker was started, or why not;
 * ``{"code"}``: the worker has ended;
 * ``{"signal"}``: the guard has got it (a name), so the job is to end.
 
 From a supervisor:
 
-* ``{"start": [module, argument, ...], "rank", "environment"}``: start the worker;
+* ``{"rank", "incarnation"}``: the rank, and which of its processes is the next worker, for the next supervisor;
+* ``{"start": [module, argument, ...], "environment"}``: start the worker, as that process;
 * ``{"kill"}``: send the worker that signal.
 
 To the host:
@@ -104,6 +105,7 @@ class Guard:
         self._closing: float | None = None  # since when the host has nobody to wait for
         self._folder: str | None = None
         self._rank: int | None = None
+        self._incarnation = 0  # which of the rank's processes the worker is, or the next one will be
         self._worker: int | None = None  # its process
         self._code: int | None = None  # that it has ended with
         self._forked: Pipe | None = None  # from where it was forked, if it was
@@ -143,9 +145,10 @@ class Guard:
         return self._closing + HOST_S - time.monotonic()
 
     def _serve(self, timeout_s: float | None = None) -> None:
-        for descriptor, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1000):
-            if descriptor in self._watched:
-                self._watched[descriptor][1]()
+        ready = self._poll.poll(None if timeout_s is None else timeout_s * 1000)
+        for descriptor, watched in [(number, self._watched.get(number)) for number, _ in ready]:
+            if watched is not None and self._watched.get(descriptor) is watched:  # the number may be another's by now
+                watched[1]()
 
     # --- children ----------------------------------------------------------------------------------
 
@@ -172,6 +175,7 @@ class Guard:
         if self._ready:
             held = {
                 "rank": self._rank,
+                "incarnation": self._incarnation,
                 "pid": self._worker,
                 "code": self._code,
                 "signal": self._signal,
@@ -269,13 +273,19 @@ class Guard:
         if messages is None:
             self._forget(self._supervisor.end)
         for message in messages or ():
+            if "rank" in message:
+                self._next(message["rank"], message["incarnation"])
             if "start" in message:
-                self._rank = message["rank"]
                 self._start(message["start"], message["environment"])
             if "kill" in message:
                 self._send_worker(message["kill"])
 
     # --- the worker --------------------------------------------------------------------------------
+
+    def _next(self, rank: int, incarnation: int) -> None:
+        """Forget a worker that has ended, for the next one."""
+        self._rank, self._incarnation = rank, incarnation
+        self._worker = self._code = None
 
     def _start(self, command: list[str], environment: dict[str, str]) -> None:
         try:
@@ -313,6 +323,7 @@ class Guard:
         assert self._forked is not None, "it has said something"
         code: list[Any] | None = self._forked.heard()
         self._forget(self._forked.end)
+        self._forked = None
         self._worker_ended(code[0] if code else -signal.SIGKILL)
 
     def _worker_ended(self, code: int) -> None:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Coroutine
 from ipaddress import ip_address
 from pathlib import Path
+from typing import TypeVar
 
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.messages.encoding import encode
@@ -30,13 +31,15 @@ from recycle_plugin.core.messages.protocol import (
     Lease,
     Over,
     Placed,
+    Refused,
+    Restart,
+    Seated,
     SupervisorHeartbeat,
     Terminate,
     Unguarded,
     Welcome,
 )
 from recycle_plugin.core.vocabulary.describe import how_ended
-from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import CutOff
 from recycle_plugin.observability.console import Announcer
 from recycle_plugin.observability.exporter import Exporter
@@ -48,6 +51,8 @@ from recycle_plugin.runtime.processes.guard import Pipe
 from recycle_plugin.runtime.processes.spawn import Process, spawn
 from recycle_plugin.runtime.processes.worker_keeper import Guarded, WorkerKeeper
 
+T = TypeVar("T")
+WORKER = "recycle_plugin.worker_process"  # what it runs
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
 RESUME_S = 5.0  # the same once more, where the connection has broken
 LISTEN_S = 60.0  # how long nothing need be heard
@@ -59,18 +64,36 @@ ANOTHER_ADDRESS = (
     "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's for all "
     "others"
 )
+JOIN_S = 10.0  # how long one that joins tries to reach the coordinator
+NOBODY = -1  # the rank of one that has none yet
 END_S = 15.0  # how long a worker that was told to end may take
+
+
+async def pause(seconds: float) -> bool:
+    """Let ``seconds`` pass; true."""
+    await asyncio.sleep(seconds)
+    return True
 
 
 class BadMaster(RuntimeError):
     """The master's address or port can't be used; the message says what to give the launcher instead."""
 
 
+class NotSeated(RuntimeError):
+    """There is no seat for a supervisor that asks for one; the message says why.  ``code``: what it ends with."""
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
 class Supervisor:
-    """Runs one worker: ``command`` is the training script with its arguments, and ``place`` what keeps the worker.
+    """Runs one worker, and where the coordinator says so the next one after it: ``command`` is the training script with
+    its arguments, and ``place`` what keeps the worker.
 
     With ``placement`` "spread" the worker's rank is not the one that the launcher gave this place
-    (core/vocabulary/placement.py). ``hosted``: the coordinator, where that is in this process.
+    (core/vocabulary/placement.py). ``hosted``: the coordinator, where that is in this process. ``joins``: it has no
+    rank, and asks for that of a lost worker; True where it waits for one.
     """
 
     def __init__(
@@ -80,28 +103,34 @@ class Supervisor:
         placement: str,
         place: WorkerKeeper,
         hosted: Hosted | None = None,
+        joins: bool | None = None,
     ) -> None:
         self._command = command
         self._placement = placement
         self._environment = environment
         self._place = place
-        self._rank = int(environment["RANK"]) if place.rank is None else place.rank
+        self._joins = joins
+        self._rank = int(environment.get("RANK", NOBODY)) if place.rank is None else place.rank
+        self._incarnation = place.incarnation  # of the worker, or of the next one
         self._address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
         self._hosted = hosted
         self._over: asyncio.Future[int]  # the code that the job ends with, once there is a connection
         self._control: InLoop
         self._worker = place.worker
+        self._started = place.worker is not None  # whether the process of this incarnation was
+        self._orders: asyncio.Queue[Restart] = asyncio.Queue()
+        self._fenced = -1  # the last incarnation that is to do nothing
         self._exited: Exited | None = None  # the worker, once it has
         self._answered = asyncio.Event()  # the news of the worker's end have got there
 
     async def run(self) -> int:
-        """Run the worker to its end, and then wait for the job's.
+        """Run the worker to its end, those that come after it, and then wait for the job's.
 
         Returns the exit code for the launcher: 0 also when the worker was killed and the job went on.  Raises
-        ConnectionError where the coordinator can't be reached.
+        ConnectionError where the coordinator can't be reached, and NotSeated.
         """
         try:
-            if self._placement == "spread" and self._place.rank is None:
+            if self._placement == "spread" and self._rank != NOBODY and self._place.rank is None:
                 self._rank = await self._placed()
             return await self._supervise()
         finally:
@@ -134,80 +163,195 @@ class Supervisor:
     def _hello(self) -> Hello:
         return Hello(self._rank, "supervisor", self._place.pid, socket.gethostname())
 
-    async def _supervise(self) -> int:
-        self._control = await self._connect()
-        self._tell(self._hello)
+    async def _welcomed(self, hello: Hello, advice: str) -> Welcome:
+        self._tell(hello)
         welcome = await self._control.receive(CONNECT_S)
         if not isinstance(welcome, Welcome):
             why = f" ({self._control.broken})" if self._control.broken else ""
-            raise ConnectionError(
-                "{}:{} answers, but is no coordinator{}: start the launcher with --master_port and a free one".format(
-                    *self._address, why
-                )
-            )
-        self._over = asyncio.get_running_loop().create_future()
-        tasks = [asyncio.create_task(self._listen())]
+            raise ConnectionError("{}:{} answers, but is no coordinator{}: {}".format(*self._address, why, advice))
+        return welcome
+
+    async def _supervise(self) -> int:
+        gone = asyncio.create_task(self._place.gone())
         try:
-            if self._worker is None:
-                self._worker = await self._place.start(
-                    self._rank,
-                    "recycle_plugin.worker_process",
-                    self._command,
-                    self._worker_environment(welcome.store_port),
+            if self._rank == NOBODY:
+                self._welcome = await self._joined(gone)
+            else:
+                self._control = await self._connect()
+                self._welcome = await self._welcomed(
+                    self._hello, "start the launcher with --master_port and a free one"
                 )
-            tasks += (
-                asyncio.create_task(self._send_heartbeats()),
-                asyncio.create_task(self._place.watch(self._told_to_end)),
-            )
-            return await self._until_both_ended(self._worker, tasks[-1])
+            return await self._listening(gone)
         finally:
-            for task in tasks:
-                task.cancel()
+            gone.cancel()
+
+    async def _listening(self, gone: asyncio.Task) -> int:
+        self._over = asyncio.get_running_loop().create_future()
+        listening = asyncio.create_task(self._listen())
+        try:
+            if not self._started and not self._incarnation and self._orders.empty():
+                self._place.next(self._rank, 0)
+                await self._start()
+            self._place.on_signal(self._told_to_end)
+            return await self._one_after_another(gone)
+        finally:
+            listening.cancel()
             self._control.close()
 
-    def _worker_environment(self, store_port: int) -> dict[str, str]:
-        host, port = self._address
-        return self._environment | {
-            "RANK": str(self._rank),
-            "RECYCLE_PLACEMENT": self._placement,
-            "MASTER_PORT": str(store_port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours, every rank is its client
-            "RECYCLE_COORDINATOR": f"{host}:{port}",
-        }
+    # --- a seat that was lost --------------------------------------------------------------------
 
-    async def _until_both_ended(self, worker: Process, gone: asyncio.Task) -> int:
-        """Wait for the worker's end, and then for the job's; and for nothing more once the guard is ``gone``.
+    async def _joined(self, gone: asyncio.Task) -> Welcome:
+        """Ask for the rank of a lost worker, until there is one: its process is then to be started."""
+        asking = asyncio.create_task(self._ask_for_a_seat())
+        try:
+            await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise ConnectionError("the process that the launcher has started is gone")
+            return asking.result()
+        finally:
+            asking.cancel()
+
+    async def _ask_for_a_seat(self) -> Welcome:
+        advice = "write the address and port of the job's master behind --join"
+        while True:
+            try:
+                self._control = await InLoop.connect(self._address, JOIN_S)
+            except ConnectionError as error:
+                raise ConnectionError(
+                    "nothing answers at {}:{} ({}): {}, and see whether the job still runs".format(
+                        *self._address, error.__cause__ or error, advice
+                    )
+                ) from error
+            hello = Hello(NOBODY, "joining", self._place.pid, socket.gethostname(), waits=bool(self._joins))
+            welcome = await self._welcomed(hello, advice)
+            while self._control.broken is None:
+                match await self._control.receive(LISTEN_S):
+                    case Seated() as seated:
+                        self._rank = seated.rank
+                    case Restart() as order:
+                        self._orders.put_nowait(order)
+                        return welcome
+                    case Refused() as refused:
+                        raise NotSeated(refused.reason, refused.code)
+            self._control.close()
+
+    # --- one worker after another ----------------------------------------------------------------
+
+    def _worker_environment(self) -> dict[str, str]:
+        host, port = self._address
+        size = {} if self._joins is None else {"WORLD_SIZE": str(self._welcome.ranks)}
+        return (
+            self._environment
+            | size
+            | {
+                "RANK": str(self._rank),
+                "RECYCLE_PLACEMENT": self._placement,
+                "RECYCLE_INCARNATION": str(self._incarnation),
+                "MASTER_PORT": str(self._welcome.store_port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours, every rank is its client
+                "RECYCLE_COORDINATOR": f"{host}:{port}",
+            }
+        )
+
+    async def _start(self) -> None:
+        """Start the worker; raises ConnectionError where that can't be."""
+        self._started = True
+        self._worker = await self._place.start(WORKER, self._command, self._worker_environment())
+        if self._fenced >= self._incarnation:  # meanwhile
+            self._fence()
+
+    async def _one_after_another(self, gone: asyncio.Task) -> int:
+        """Wait for the worker's end, for that of each that comes after it, and then for the job's; and for nothing more
+        once the guard is ``gone``.
 
         A worker that ends by itself while the plugin was never enabled ends its supervisor with its
         own code: then the launcher does what it always does.  So does one that hears nothing of the
         coordinator, where its supervisor doesn't either.
         """
-        exit_code = asyncio.create_task(worker.wait())
-        await asyncio.wait({exit_code, self._over, gone}, return_when=asyncio.FIRST_COMPLETED)
+        code = -signal.SIGKILL  # that of the last worker
+        while True:
+            if self._worker is not None:
+                code = await self._until_ended(self._worker, gone)
+                if gone.done():
+                    break
+                self._say_exited(code)
+                if code == CutOff.code and not await self._is_answered():
+                    return code
+                if code == 0:
+                    return await self._over if self._over.done() else 0
+            if not await self._next_has_started(gone):
+                break
         if gone.done():
-            return await self._without_guard(exit_code)
-        if not exit_code.done():
-            await self._end_worker(worker, exit_code)
-        code, self._worker = exit_code.result(), None
-        self._exited = Exited(self._rank, code, time.time())
-        self._tell(self._exited)
-        if code == CutOff.code and not await self._is_answered():
-            return code
-        if code == 0:
-            return await self._over if self._over.done() else 0
-        await asyncio.wait({self._over, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if gone.done():
-            return await self._without_guard(exit_code)
+            return await self._without_guard(code)
         job_code = self._over.result()
         return job_code if job_code == 0 or code < 0 else code
 
-    async def _without_guard(self, exit_code: asyncio.Task) -> int:
+    async def _until_ended(self, worker: Process, gone: asyncio.Task) -> int:
+        """The exit code of the worker, which is ended once the job is over."""
+        exit_code, heartbeats = (
+            asyncio.create_task(worker.wait()),
+            asyncio.create_task(self._send_heartbeats(worker)),
+        )
+        try:
+            await asyncio.wait({exit_code, self._over, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not exit_code.done() and not gone.done():
+                await self._end_worker(worker, exit_code)
+            return exit_code.result() if exit_code.done() else -signal.SIGKILL
+        finally:
+            self._worker = None if exit_code.done() else worker
+            exit_code.cancel()
+            heartbeats.cancel()
+
+    async def _next_has_started(self, gone: asyncio.Task) -> bool:
+        """Start the next worker when the coordinator says so; False where the job is over before, or the guard gone.
+
+        One that can't be started has died.
+        """
+        order = await self._first_of(self._ordered(), gone)
+        if order is None:
+            return False
+        self._incarnation, self._started, self._exited = order.incarnation, False, None
+        self._answered.clear()
+        self._place.next(self._rank, self._incarnation)
+        if order.after_s and await self._first_of(pause(order.after_s), gone) is None:
+            return False
+        if self._fenced >= self._incarnation:
+            return True  # another one takes its place
+        try:
+            await self._start()
+        except ConnectionError as error:
+            print(f"recycle: warning: {error}", file=sys.stderr, flush=True)
+            self._say_exited(1)
+        return True
+
+    async def _first_of(self, wanted: Coroutine[None, None, T], gone: asyncio.Task) -> T | None:
+        """What ``wanted`` returns; None where the job is over, or the guard gone, before that."""
+        waiting = asyncio.create_task(wanted)
+        any_of: set[asyncio.Future] = {waiting, self._over, gone}
+        await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
+        if self._over.done() or gone.done():
+            waiting.cancel()
+            return None
+        return waiting.result()
+
+    async def _ordered(self) -> Restart:
+        """The coordinator's next order that was not carried out already; it may be said twice."""
+        while True:
+            order = await self._orders.get()
+            done = order.incarnation < self._incarnation + self._started
+            if order.rank == self._rank and not done and order.incarnation > self._fenced:
+                return order
+
+    def _say_exited(self, code: int) -> None:
+        self._exited = Exited(self._rank, code, time.time(), incarnation=self._incarnation)
+        self._tell(self._exited)
+
+    async def _without_guard(self, code: int) -> int:
         """Tell the coordinator that the guard was killed; who has done so may be about to end the job, and that has to
         be known.
         """
-        self._tell(Unguarded(self._rank, self._place.pid))
-        self._exited = Exited(self._rank, exit_code.result() if exit_code.done() else -signal.SIGKILL, time.time())
-        self._tell(self._exited)
+        self._tell(Unguarded(self._rank, self._place.pid, incarnation=self._incarnation))
+        self._say_exited(code)
         await self._is_answered()
         return 1
 
@@ -227,17 +371,18 @@ class Supervisor:
             worker.send_signal(number)
         await exit_code
 
-    async def _send_heartbeats(self) -> None:
+    async def _send_heartbeats(self, worker: Process) -> None:
         """Tell the coordinator now and then that the worker's process is there, and whether it runs; over a network
         also by datagram.
         """
         datagrams = await supervisor_heartbeat.connect(self._control.there) if self._control.there else None
         on_disk_s = 0.0  # it has waited for a disk, or for memory that is on one: that is work too
         try:
-            while self._worker is not None and not self._over.done():
-                state, cpu_s = life_of(self._worker.pid)
+            while not self._over.done():
+                state, cpu_s = life_of(worker.pid)
                 on_disk_s += HEARTBEAT_S * (state == "D")
-                message = SupervisorHeartbeat(self._rank, state == "T", None if cpu_s is None else cpu_s + on_disk_s)
+                used_s = None if cpu_s is None else cpu_s + on_disk_s
+                message = SupervisorHeartbeat(self._rank, state == "T", used_s, incarnation=self._incarnation)
                 self._tell(message)
                 if datagrams is not None:
                     datagrams.sendto(encode(message))
@@ -257,9 +402,13 @@ class Supervisor:
     async def _listen(self) -> None:
         while self._control.broken is None or await self._resumed():
             message = await self._control.receive(LISTEN_S)
-            if isinstance(message, Fence) and message.worker == WorkerId(self._rank):
-                self._fence()
-            if isinstance(message, Lease):
+            if isinstance(message, Fence) and message.rank == self._rank:
+                self._fenced = max(self._fenced, message.incarnation)
+                if message.incarnation == self._incarnation:
+                    self._fence()
+            if isinstance(message, Restart):
+                self._orders.put_nowait(message)
+            if isinstance(message, Lease) and message.number == self._incarnation:
                 self._answered.set()
             if isinstance(message, Over) and not self._over.done():
                 self._over.set_result(message.code)
@@ -446,14 +595,22 @@ def life_of(pid: int) -> tuple[str, float | None]:
 
 
 def supervise(
-    command: list[str], environment: dict[str, str], placement: Callable[[list[str]], str], line: socket.socket
+    command: list[str],
+    environment: dict[str, str],
+    placement: Callable[[list[str]], str],
+    joins: bool | None,
+    line: socket.socket,
 ) -> int:
-    """Run one rank's supervisor at the end of its guard's ``line``; returns the exit code."""
+    """Run one rank's supervisor at the end of its guard's ``line``; returns the exit code.  ``joins``: as for a
+    Supervisor.
+    """
 
     async def run() -> int:
         senders.spare_threads()
         place = await Guarded.take(line)
-        return 1 if place is None else await Supervisor(command, environment, placement(command), place).run()
+        if place is None:
+            return 1
+        return await Supervisor(command, environment, placement(command), place, joins=joins).run()
 
     return _in_one_line(run)
 
@@ -514,3 +671,6 @@ def _in_one_line(run: Callable[[], Coroutine[None, None, int]]) -> int:
     except (BadMaster, ConnectionError) as error:
         print(f"recycle: error: {error}", file=sys.stderr, flush=True)
         return 1
+    except NotSeated as found:
+        print(f"recycle: {'error: ' * bool(found.code)}{found}", file=sys.stderr, flush=True)
+        return found.code

@@ -14,12 +14,14 @@ from typing import Protocol
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.spawn import Process, spawn
 
+GUARD_GONE = "the worker was not started: the process that the launcher has started for it is gone"
+
 
 class WorkerKeeper(Protocol):
     """Keeps the worker of a supervisor, and knows whether its guard is still there.
 
-    ``rank`` and ``worker`` are those of a supervisor that was here before, None if there was none; ``pid`` is the
-    process that holds the rank's place in the job.
+    ``rank``, ``incarnation`` and ``worker`` are those of a supervisor that was here before, None and 0 if there was
+    none; ``pid`` is the process that holds the rank's place in the job.
     """
 
     pid: int
@@ -29,19 +31,24 @@ class WorkerKeeper(Protocol):
         """The rank that the last supervisor's worker had, None if there was none."""
 
     @property
+    def incarnation(self) -> int:
+        """Which of the rank's processes the last supervisor's worker was, or was to be."""
+
+    @property
     def worker(self) -> Process | None:
         """The worker that the last supervisor has started, None if there was none."""
 
-    async def start(self, rank: int, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
-        """Start the worker, as runtime/processes/spawn.py does; ``rank`` is kept for the next supervisor.  Raises
-        ConnectionError.
-        """
+    def next(self, rank: int, incarnation: int) -> None:
+        """Keep for the next supervisor which process it is to start, or has started; the one before has ended."""
 
-    async def watch(self, told_to_end: Callable[[str], None]) -> None:
-        """Return when the guard is gone, and the worker with it.
+    async def start(self, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
+        """Start the worker, as runtime/processes/spawn.py does.  Raises ConnectionError."""
 
-        ``told_to_end`` is called with each signal that is to end the job, and its sender where that is known.
-        """
+    def on_signal(self, told_to_end: Callable[[str], None]) -> None:
+        """Call ``told_to_end`` with the first signal that is to end the job, and its sender where that is known."""
+
+    async def gone(self) -> None:
+        """Return when the guard is gone, and the worker with it."""
 
 
 class Here:
@@ -49,14 +56,21 @@ class Here:
 
     def __init__(self) -> None:
         self.rank: int | None = None
+        self.incarnation = 0
         self.worker: Process | None = None
         self.pid = os.getpid()
 
-    async def start(self, rank: int, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
+    def next(self, rank: int, incarnation: int) -> None:
+        """Nobody comes after the supervisor, whose process this is."""
+
+    async def start(self, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
         """Start the worker, as runtime/processes/spawn.py does."""
         return await spawn(module, arguments, environment)
 
-    async def watch(self, told_to_end: Callable[[str], None]) -> None:
+    def on_signal(self, told_to_end: Callable[[str], None]) -> None:
+        """Signals are for the process, which has other supervisors too."""
+
+    async def gone(self) -> None:
         """Wait for ever: there is no guard that could go."""
         await asyncio.get_running_loop().create_future()
 
@@ -74,9 +88,10 @@ class Guarded:
         self._told_to_end: Callable[[str], None] | None = None
         self._signals = [held["signal"]] if held["signal"] else []
         self.rank = held["rank"]
+        self.incarnation = held["incarnation"]
         self.pid = held["guard"]
         self.worker: GuardedProcess | None = None
-        self._code: asyncio.Future[int] = self._loop.create_future()  # of the worker, whenever it is started
+        self._code: asyncio.Future[int] = self._loop.create_future()  # of the last worker
         if held["pid"] is not None:
             self.worker = GuardedProcess(held["pid"], self._code, self._tell)
         if held["code"] is not None:
@@ -94,22 +109,30 @@ class Guarded:
             pass  # what it holds has the signals that have come before
         return cls(reader, writer, message["held"]) if said else None
 
-    async def start(self, rank: int, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
+    def next(self, rank: int, incarnation: int) -> None:
+        """Have the guard keep it, which forgets the worker before."""
+        self._tell(rank=rank, incarnation=incarnation)
+
+    async def start(self, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
         """Have the guard start the worker; raises ConnectionError where it does not."""
-        self._tell(start=[module, *arguments], rank=rank, environment=environment)
+        if self._hearing.done():
+            raise ConnectionError(GUARD_GONE)
+        self._started, self._code = self._loop.create_future(), self._loop.create_future()
+        self._tell(start=[module, *arguments], environment=environment)
         self.worker = GuardedProcess(await self._started, self._code, self._tell)
         return self.worker
 
     def _tell(self, **message: object) -> None:
         self._writer.write(json.dumps(message).encode() + b"\n")
 
-    async def watch(self, told_to_end: Callable[[str], None]) -> None:
-        """Return when the guard is gone; ``told_to_end`` is called with the first signal that the guard, or this
-        process, gets.
-        """
+    def on_signal(self, told_to_end: Callable[[str], None]) -> None:
+        """Call ``told_to_end`` with the first signal that the guard, or this process, gets or has got."""
         self._told_to_end = told_to_end
         for what in self._signals[:1]:
             told_to_end(what)
+
+    async def gone(self) -> None:
+        """Return when the guard is gone."""
         await asyncio.shield(self._hearing)
 
     def _signalled(self, what: str) -> None:
@@ -118,7 +141,7 @@ class Guarded:
         Before there is a worker nobody has anything to lose, and the supervisor just ends.
         """
         self._signals.append(what)
-        if self.worker is None:
+        if self.worker is None and self._told_to_end is None:
             self._supervising.cancel()
         if self._told_to_end is not None and len(self._signals) == 1:
             self._told_to_end(what)
@@ -136,9 +159,8 @@ class Guarded:
             if "signal" in message:
                 self._signalled(message["signal"])
         if not self._started.done():
-            self._started.set_exception(
-                ConnectionError("the worker was not started: the process that the launcher has started for it is gone")
-            )
+            self._started.set_exception(ConnectionError(GUARD_GONE))
+            self._started.exception()  # nobody may wait for it
         if self.worker is not None and not self._code.done():
             with suppress(ProcessLookupError):
                 os.kill(self.worker.pid, signal.SIGKILL)

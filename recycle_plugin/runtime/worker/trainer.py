@@ -81,6 +81,7 @@ IN_RECORD = (
     "rng",
     "seed",
     "exact",
+    "rejoin",
 )  # settings that all workers have to have alike
 
 

@@ -1,0 +1,68 @@
+"""Whether a dead worker's process is started again, and after how long: each time that one dies before it was admitted,
+the next one waits longer, and at last it is given up.
+"""
+
+from __future__ import annotations
+
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.vocabulary.roster import WorkerId
+
+FIRST_S, LONGEST_S = 1.0, 60.0  # from a death to the next start: the first time, and at most
+IN_A_ROW = 5  # so many starts of a rank without an admission, then it is given up
+LIMITS = {"always": IN_A_ROW, "never": 0}
+ELSEWHERE = "python -m recycle_plugin.launch --join takes its seat"
+
+
+class Restarts:
+    """How often each rank was started again in vain, by the setting ``rejoin``: "always", "never", or a number of
+    starts in a row.
+    """
+
+    def __init__(self, rejoin: str | int = "never") -> None:
+        self._limit = LIMITS[rejoin] if isinstance(rejoin, str) else rejoin
+        self._in_vain: dict[int, int] = {}  # by rank, newcomers in a row that died before they were admitted
+
+    def in_vain(self, rank: int) -> None:
+        """Notes that a newcomer of ``rank`` has died before it was admitted."""
+        self._in_vain[rank] = self._in_vain.get(rank, 0) + 1
+
+    def admitted(self, rank: int) -> None:
+        """Notes that a newcomer of ``rank`` was admitted, or has come from elsewhere: it is counted anew."""
+        self._in_vain.pop(rank, None)
+
+    def decide(
+        self, worker: WorkerId, who: str, why: str, ending: bool, unguarded: bool, out: CoordinatorOutput
+    ) -> float | None:
+        """The seconds after which the successor of ``worker`` is started, or None if it is not; said to the user, but
+        where the settings or the job's end make it plain.
+
+        ``who`` and ``why``: its name, and how it ended, in words.  ``unguarded``: nobody is left who could start it.
+        """
+        in_vain = self._in_vain.get(worker.rank, 0)
+        if ending or not self._limit:
+            return None
+        if unguarded or in_vain >= self._limit:
+            reason = "its guard is gone" if unguarded else f"{_processes(in_vain)} died before being admitted"
+            out.say(
+                "not_restarted",
+                f"{who} is not started again: {reason}. {why[:1].upper()}{why[1:]}; {ELSEWHERE}",
+                rank=worker.rank,
+                incarnation=worker.incarnation,
+                in_vain=in_vain,
+            )
+            return None
+        after_s = min(FIRST_S * 2.0**in_vain, LONGEST_S)
+        again = f"; {_processes(in_vain)} died before being admitted" if in_vain else ""
+        out.say(
+            "restart",
+            f"{who} is started again in {after_s:g} s: {why}{again}",
+            rank=worker.rank,
+            incarnation=worker.incarnation,
+            after_s=after_s,
+            in_vain=in_vain,
+        )
+        return after_s
+
+
+def _processes(count: int) -> str:
+    return "the last process" if count == 1 else f"{count} processes in a row"

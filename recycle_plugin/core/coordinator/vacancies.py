@@ -1,0 +1,277 @@
+"""The seats of lost workers, and who is to hold them next: a *newcomer*, the next process of the same rank.
+
+* A seat is vacant once its worker is known to be dead: a supervisor has seen the process end.  A spare that waits takes
+  it, or else its own supervisor starts the next process, as core/coordinator/restarts.py decides.
+* Who comes from elsewhere (``--join``) gets a vacant seat, or one of a host that is gone; one that its own supervisor
+  is about to fill only where no other is free.  Else it waits as a *spare*.
+* Each newcomer has an incarnation that nobody has had.  Until it is admitted it is no member, and nothing that it does
+  costs the others anything; where it dies, the seat is vacant again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput, Joiner, SupervisorOf
+from recycle_plugin.core.coordinator.restarts import Restarts
+from recycle_plugin.core.messages.protocol import Exited, Fence, Refused, Restart, Seated
+from recycle_plugin.core.vocabulary.describe import how_ended
+from recycle_plugin.core.vocabulary.roster import WorkerId
+
+OVER = "the job is over"
+
+
+@dataclass
+class Vacancy:
+    """A vacant seat.  ``newcomer``: who is to hold it; ``due``: when its own supervisor starts that, in seconds;
+    ``come``: it has connected.
+    """
+
+    newcomer: WorkerId | None = None
+    due: float = 0.0
+    come: bool = False
+
+
+class Vacancies:
+    """The vacant seats of a job, those that wait for one, and which process of a rank is which."""
+
+    def __init__(self) -> None:
+        self._restarts = Restarts()
+        self._names: Mapping[int, str] = {}  # by rank, once the job has started
+        self._absent_s = 0.0  # for so long a supervisor may be gone before its host is
+        self._members: set[WorkerId] = set()  # all that have ever been
+        self._unproven: set[WorkerId] = set()  # of them, those that have not had work yet
+        self._vacant: dict[int, Vacancy] = {}  # by rank
+        self._holders: dict[int, int] = {}  # by rank, the incarnation that holds the seat, or is to
+        self._numbers: dict[int, int] = {}  # by rank, the largest incarnation that anybody has got
+        self._absent: dict[int, float] = {}  # by rank, since when its supervisor is gone, in seconds
+        self._silent: set[int] = set()  # ranks whose hosts are gone without a word
+        self._unguarded: set[int] = set()  # ranks that nobody is left to start a process of
+        self._spares: dict[int, str] = {}  # by their numbers, the hosts of those that wait for a seat
+        self._over = False
+
+    def begin(
+        self, rejoin: str | int, names: Mapping[int, str], workers: Collection[WorkerId], absent_s: float
+    ) -> None:
+        """Starts with ``workers`` as members.  ``names``: of all ranks, for people; ``absent_s``: where a supervisor is
+        gone for so many seconds, so is its host.
+        """
+        self._restarts, self._names, self._absent_s = Restarts(rejoin), dict(names), absent_s
+        self._members = set(workers)
+        self._holders = {worker.rank: worker.incarnation for worker in workers}
+
+    # --- who is who ------------------------------------------------------------------------------
+
+    def identify(self, claimed: WorkerId) -> WorkerId:
+        """The identity of a process that comes as ``claimed``: that one, if it is the first of its rank or was asked
+        for, else one that nobody has had.
+        """
+        first = not claimed.incarnation and claimed.rank not in self._numbers
+        number = claimed.incarnation if first or self._is_expected(claimed) else self._unused(claimed.rank)
+        self._numbers[claimed.rank] = max(number, self._numbers.get(claimed.rank, 0))
+        return WorkerId(claimed.rank, number)
+
+    def _is_expected(self, worker: WorkerId) -> bool:
+        return self.is_newcomer(worker) and not self._vacant[worker.rank].come
+
+    def _unused(self, rank: int) -> int:
+        return max(self._numbers.get(rank, 0), self._holders.get(rank, 0)) + 1
+
+    def is_newcomer(self, worker: WorkerId) -> bool:
+        """Whether ``worker`` is to hold a vacant seat, and is no member yet."""
+        vacancy = self._vacant.get(worker.rank)
+        return vacancy is not None and vacancy.newcomer == worker
+
+    def is_outside(self, worker: WorkerId) -> bool:
+        """Whether the job has started, and ``worker`` has never been a member."""
+        return bool(self._names) and worker not in self._members
+
+    @property
+    def empty(self) -> frozenset[int]:
+        """The ranks that are vacant, and whose newcomer has not connected."""
+        return frozenset(rank for rank, vacancy in self._vacant.items() if not vacancy.come)
+
+    @property
+    def newcomers(self) -> tuple[WorkerId, ...]:
+        """All newcomers, whether they have connected or not."""
+        return tuple(vacancy.newcomer for vacancy in self._vacant.values() if vacancy.newcomer is not None)
+
+    # --- vacant, and filled again ----------------------------------------------------------------
+
+    def lost(self, worker: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
+        """Takes in that a lost member is dead, which is said ``how``, and sees to its seat; once for each of them."""
+        if worker.rank in self._vacant or worker.incarnation != self._holders.get(worker.rank):
+            return
+        self._silent.discard(worker.rank)  # its supervisor has been heard
+        if worker in self._unproven:
+            self._unproven.discard(worker)
+            self._restarts.in_vain(worker.rank)
+        self._vacant[worker.rank] = Vacancy()
+        self._fill(worker, how, ending, now, out)
+
+    def died(self, message: Exited, ending: bool, now: float, out: CoordinatorOutput) -> None:
+        """Takes in that a process which is no member has ended."""
+        if self.is_newcomer(message.worker):
+            self._in_vain(message.worker, f"its process {how_ended(message.code)}", ending, now, out)
+
+    def _in_vain(self, worker: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
+        self._restarts.in_vain(worker.rank)
+        self._vacant[worker.rank] = Vacancy()
+        self._fill(worker, how, ending, now, out)
+
+    def _fill(self, before: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
+        rank = before.rank
+        if self._spares and not ending:
+            number = next(iter(self._spares))
+            self._seat(number, self._spares.pop(number), rank, out)
+            return
+        after_s = self._restarts.decide(before, self._names[rank], how, ending, rank in self._unguarded, out)
+        if after_s is not None:
+            self._start(rank, after_s, now, out)
+
+    def _start(self, rank: int, after_s: float, now: float, out: CoordinatorOutput) -> None:
+        number = self._unused(rank)
+        self._holders[rank] = self._numbers[rank] = number
+        self._vacant[rank] = Vacancy(WorkerId(rank, number), now + after_s)
+        out.tell(SupervisorOf(rank), Restart(rank, after_s, incarnation=number))
+
+    def come(self, worker: WorkerId) -> bool:
+        """Takes in that ``worker`` has connected; returns whether it was asked for."""
+        if not self._is_expected(worker):
+            return False
+        self._vacant[worker.rank].come = True
+        return True
+
+    def entered(self, worker: WorkerId) -> None:
+        """Makes a newcomer a member, whose seat is vacant no more; where it is lost before it is admitted, it has come
+        in vain.
+        """
+        del self._vacant[worker.rank]
+        self._members.add(worker)
+        self._unproven.add(worker)
+
+    def admitted(self, worker: WorkerId) -> None:
+        """Notes that a newcomer has become a member like all."""
+        self._unproven.discard(worker)
+        self._restarts.admitted(worker.rank)
+
+    # --- supervisors, and hosts that are gone ----------------------------------------------------
+
+    def supervised(self, rank: int, now: float, out: CoordinatorOutput) -> None:
+        """Takes in that the supervisor of ``rank`` is there, again perhaps: then it may have missed what it is to
+        start.
+        """
+        self._absent.pop(rank, None)
+        self._silent.discard(rank)
+        vacancy = self._vacant.get(rank)
+        if vacancy is not None and vacancy.newcomer is not None and not vacancy.come:
+            wait_s = max(0.0, vacancy.due - now)
+            out.tell(SupervisorOf(rank), Restart(rank, wait_s, incarnation=vacancy.newcomer.incarnation))
+
+    def unsupervised(self, rank: int, now: float) -> None:
+        """Takes in that the supervisor of ``rank`` is gone; another may come."""
+        self._absent[rank] = now
+
+    def silent(self, rank: int) -> None:
+        """Notes that nothing is heard of the host of ``rank``."""
+        self._silent.add(rank)
+
+    def unguarded(self, worker: WorkerId) -> None:
+        """Notes that the guard of ``worker`` is gone, so that nobody is left there to start another one."""
+        if worker.incarnation == self._holders.get(worker.rank):
+            self._unguarded.add(worker.rank)
+
+    def tick(self, unreachable: Collection[WorkerId], ending: bool, now: float, out: CoordinatorOutput) -> None:
+        """Lets time pass, which may show that a host is gone.  ``unreachable``: lost workers that are not known to be
+        dead.  Costs one look at each vacant seat and at each supervisor that is gone.
+        """
+        for worker in self.newcomers if self._absent else ():
+            if self._is_host_gone(worker.rank, now):
+                self._unguarded.add(worker.rank)
+                self._fence(worker, "its host is gone", out)
+                self._in_vain(worker, "its host is gone", ending, now, out)
+        while self._spares and not ending and (gone := self._gone(unreachable, now)):
+            number = next(iter(self._spares))
+            self._seat(number, self._spares.pop(number), gone[0], out)
+
+    def _is_host_gone(self, rank: int, now: float) -> bool:
+        return rank in self._silent or now - self._absent.get(rank, now) > self._absent_s
+
+    def _gone(self, unreachable: Collection[WorkerId], now: float) -> list[int]:
+        """The ranks of lost workers whose hosts are gone, and whom nobody follows yet."""
+        return sorted(
+            worker.rank
+            for worker in unreachable
+            if worker.rank not in self._vacant
+            and worker.incarnation == self._holders.get(worker.rank)
+            and self._is_host_gone(worker.rank, now)
+        )
+
+    # --- from elsewhere --------------------------------------------------------------------------
+
+    def join(
+        self,
+        number: int,
+        host: str,
+        waits: bool,
+        unreachable: Collection[WorkerId],
+        ending: bool,
+        now: float,
+        out: CoordinatorOutput,
+    ) -> None:
+        """Gives a supervisor on ``host`` that asks for a seat one that is free, or keeps it as a spare where it
+        ``waits``; else it is told that there is none.
+        """
+        if ending or self._over:
+            out.tell(Joiner(number), Refused(OVER if self._over else "the job is about to end"))
+        elif free := self._free(unreachable, now):
+            self._seat(number, host, free[0], out)
+        elif waits:
+            self._spares[number] = host
+            out.say("spare", f"host {host} waits as a spare: it takes the next seat that is lost", host=host)
+        else:
+            out.tell(Joiner(number), Refused("no seat is free, and --no-wait was given"))
+
+    def _free(self, unreachable: Collection[WorkerId], now: float) -> list[int]:
+        """The ranks of seats that are free, those first that nobody else is about to fill."""
+        vacant = sorted(self._vacant.items())
+        return [
+            *(rank for rank, vacancy in vacant if vacancy.newcomer is None),
+            *self._gone(unreachable, now),
+            *(rank for rank, vacancy in vacant if vacancy.newcomer and not vacancy.come and now < vacancy.due),
+        ]
+
+    def joiner_gone(self, number: int) -> None:
+        """Notes that a supervisor which has asked for a seat is gone before it got one."""
+        self._spares.pop(number, None)
+
+    def _seat(self, number: int, host: str, rank: int, out: CoordinatorOutput) -> None:
+        before = self._vacant.get(rank)
+        if before is not None and before.newcomer is not None:
+            self._fence(before.newcomer, f"host {host} takes its seat", out)
+        self._restarts.admitted(rank)
+        for gone in self._unguarded, self._silent:
+            gone.discard(rank)
+        self._absent.pop(rank, None)
+        out.say("joined", f"host {host} takes {self._names[rank]}", rank=rank, host=host)
+        out.tell(Joiner(number), Seated(rank))
+        self._start(rank, 0.0, 0.0, out)
+
+    @staticmethod
+    def _fence(worker: WorkerId, why: str, out: CoordinatorOutput) -> None:
+        for whom in (SUPERVISORS, worker):
+            out.tell(whom, Fence(worker.rank, why, incarnation=worker.incarnation))
+
+    # --- ending ----------------------------------------------------------------------------------
+
+    def close(self, out: CoordinatorOutput) -> None:
+        """Ends who has not come so far as to take part, since the job is over."""
+        if self._over:
+            return
+        self._over = True
+        for worker in self.newcomers:
+            out.tell(SUPERVISORS, Fence(worker.rank, OVER, incarnation=worker.incarnation))
+        for number in self._spares:
+            out.tell(Joiner(number), Refused(f"{OVER}, and no seat was lost that this spare could have taken", code=0))
+        self._spares.clear()
