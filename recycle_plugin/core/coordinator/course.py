@@ -50,6 +50,7 @@ from recycle_plugin.core.messages.protocol import (
 )
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.evaluation_route import ended_at
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
 
 EARLY = (
@@ -250,6 +251,11 @@ class Course:
         return self._barriers.arrive(
             message.worker, message.generation, place, values, self.roster.workers, not self.attendance.outnumbered
         )
+
+    def passed(self, place: str, values: dict) -> None:
+        """Takes in that all have passed the barrier named ``place``, with ``values``."""
+        if (evaluation := ended_at(place)) is not None:
+            self.steps.recorded.evaluated(evaluation, values)
 
     # --- leaving ---------------------------------------------------------------------------------
 

@@ -385,6 +385,23 @@ class Collected:
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """What a newcomer's script, which runs from the top, is told of what is over: the mean losses of the steps from
+    ``step`` on, and of the evaluations from number ``evaluation`` on.
+
+    ``committed``: the last step that is over; ``unknown``: steps whose loss nobody knows.  ``refused``: why such a script can't come to the present, or empty.
+    """
+
+    step: int
+    losses: tuple[float, ...]
+    evaluation: int
+    evaluations: tuple[float, ...]
+    committed: int
+    unknown: tuple[int, ...] = ()
+    refused: str = ""
+
+
+@dataclass(frozen=True)
 class BarrierPassed:
     """Everybody has arrived at the barrier named ``place``; nobody has started ``from_step`` yet, or will before
     reading this.  ``values``: what all have brought along.
@@ -450,4 +467,5 @@ MESSAGES = (
     BarrierPassed,
     End,
     Over,
+    Recorded,
 )

@@ -7,7 +7,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from recycle_plugin.core.messages.protocol import BarrierPassed, Collected, Committed, End, Generation, Resume
+from recycle_plugin.core.messages.protocol import (
+    BarrierPassed,
+    Collected,
+    Committed,
+    End,
+    Generation,
+    Recorded,
+    Resume,
+)
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.executor import Interrupted
@@ -32,7 +40,8 @@ class ControlView:
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
     adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force,
-    ``news`` how commits were said, for whoever takes it from there, ``end`` the job's; ``departed``: the others go on
+    ``news`` how commits were said, and ``recorded`` what a newcomer's script was told, for whoever takes them from
+    there, ``end`` the job's; ``departed``: the others go on
     without this worker, since it was to leave.
     """
 
@@ -43,6 +52,7 @@ class ControlView:
         self.committed = 0
         self.since = 0
         self.news: deque[tuple[Generation | None, Committed]] = deque(maxlen=UNREAD)
+        self.recorded: list[Recorded] = []
         self.end: End | None = None
         self.departed = False
         self._leaves_at = 0  # the step that this worker was to leave before, if it was
@@ -101,6 +111,8 @@ class ControlView:
                 self._collected = {key: values for key, values in self._collected.items() if key[0] >= first}
             case Collected():
                 self._collected[message.step, message.name] = message.values
+            case Recorded():
+                self.recorded.append(message)
             case BarrierPassed():
                 self._barriers_passed[message.place] = message
             case End():
