@@ -68,7 +68,7 @@ def test_a_checkpoint_that_is_loaded_while_they_train_is_said():
 def test_what_is_run_anew_is_replaced_and_a_gap_is_named():
     recorder = Recorder(10)
     recorder.lost(12, {"0.0": 2.0})
-    assert list(recorder.told(12))[0].unknown == (11,)
+    assert next(recorder.told(12)).unknown == (11,)
     recorder.lost(11, {"0.0": 7.0})
     recorder.lost(11, {"0.0": 1.0, "1.0": 2.0})
     recorder.lost(13, {})

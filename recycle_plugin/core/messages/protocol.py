@@ -389,7 +389,9 @@ class Recorded:
     """What a newcomer's script, which runs from the top, is told of what is over: the mean losses of the steps from
     ``step`` on, and of the evaluations from number ``evaluation`` on.
 
-    ``committed``: the last step that is over; ``unknown``: steps whose loss nobody knows.  ``refused``: why such a script can't come to the present, or empty.
+    ``committed``: the last step that is over; ``unknown``: steps whose loss nobody knows.
+
+    ``refused``: why such a script can't come to the present, or empty.
     """
 
     step: int

@@ -169,6 +169,11 @@ class ControlView:
         while self.news:
             yield self.news.popleft()
 
+    def take_recorded(self) -> Iterator[Recorded]:
+        """Takes out what a newcomer's script was told and has not taken before."""
+        while self.recorded:
+            yield self.recorded.pop(0)
+
     def is_committed(self, step: int) -> bool | None:
         """True if ``step`` is committed, or None as long as that is not known."""
         return True if self.committed >= step else None

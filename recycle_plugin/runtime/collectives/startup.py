@@ -68,7 +68,7 @@ class Startup:
         self._remembered: dict[str, bytes] = {}
         self._next: dict[str, int] = {}  # a newcomer's place in them
         self._left = {False: MOST - OF_MODELS, True: OF_MODELS}
-        self._read = self._training = self._member = False
+        self._read = self._training = self._member = self._apart = False
         self._arriving: frozenset[int] | None = None  # addresses of what is trained, while a model is built
         self._awaited: list[tuple[str, torch.Tensor]] = []  # of the call, and what it was to fill
 
@@ -91,6 +91,17 @@ class Startup:
             yield
         finally:
             self._arriving = None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A context for what a newcomer does not do over again, a checkpoint or an evaluation: calls in it are not
+        kept.
+        """
+        before, self._apart = self._apart, True
+        try:
+            yield
+        finally:
+            self._apart = before
 
     def begin_training(self, trained: Iterable[torch.Tensor]) -> None:
         """Note that the first step begins; ``trained``: the parameters that steps change.  Later calls do nothing.
@@ -126,7 +137,7 @@ class Startup:
 
         None where it is none of the script's beginning, or nothing more is kept.
         """
-        if self._training or self._session.newcomer:
+        if self._training or self._apart or self._session.newcomer:
             return None
         with self._lock:
             building = self._arriving is not None
@@ -211,6 +222,11 @@ class Startup:
 
     def recall(self, what: str) -> Any:
         """What the predecessor has remembered by the name ``what``; raises RecycleError where it has not."""
+        if self._training:
+            raise RecycleError(
+                f"{what}, called at {calling_line()}, between steps that were over before this worker came back: a "
+                'newcomer can\'t do that alone; call it before the first step, or set recycle.rejoin to "never"'
+            )
         self._record()
         text = self._remembered.get(what)
         if text is None:

@@ -112,6 +112,11 @@ class Session(ControlView):
         self.wait_timeout_s, self.regroup_timeout_s, self.group_sums = wait_timeout_s, regroup_timeout_s, group_sums
 
     @property
+    def is_first(self) -> bool:
+        """Whether this worker does what one does for all; a newcomer never before it is a member."""
+        return not (self.newcomer and self.generation is None) and super().is_first
+
+    @property
     def own_address(self) -> str:
         """This worker's address on the interface that reaches the coordinator."""
         return self._control.here
