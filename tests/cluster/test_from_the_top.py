@@ -20,16 +20,17 @@ from tests.support.cluster import Run, WarmLauncher
 from tests.support.jobs import DEEPSPEED, PLAIN, Shape
 
 SCRIPT = "tests/jobs/from_the_top.py"
-OWN = ("pid", "environment", "read")
+OWN = ("pid", "environment", "read", "joined")
 END_S = 120.0
 
 
 class Top:
     """A job of the script ``pattern`` that has come to its end, and waits there."""
 
-    def __init__(self, launch: Callable[..., Run], folder: Path, pattern: str, load: str = "") -> None:
+    def __init__(self, launch: Callable[..., Run], folder: Path, pattern: str, **more: Any) -> None:
         self._folder, self._out = folder, folder / "first"
-        self._job = {"pattern": pattern, "folder": str(folder), "out": str(self._out), "load": load, "waits": True}
+        job = {"pattern": pattern, "folder": str(folder), "out": str(self._out), "waits": True}
+        self._job = job | {"load": "", "config": {}, "tied": False} | more
         self.run = launch(shape=Shape(), script=SCRIPT, RECYCLE_TEST_TOP=json.dumps(self._job))
         self.run.wait_for(lambda: len([*self._out.glob("*.json")]) == 4, "end of all scripts")
 
@@ -113,6 +114,7 @@ def test_a_script_comes_to_the_present_with_what_its_predecessor_saw(launch, sta
     found = newcomer.saw()
     assert_as_before(found, top.saw(rank))
     assert "read" not in found, "data was read for steps that are over"
+    assert pattern != "epochs" or found["joined"] == [8, found["names"], False]
     saved = sorted(path.name for path in Path(top._out).iterdir() if path.is_dir())
     assert pattern != "epochs" or saved == ["begin ", *(f"epoch{number}" for number in range(4))]
     assert [path.name for path in (tmp_path / "newcomer").iterdir() if path.is_dir()] == []
@@ -140,6 +142,32 @@ def test_a_job_that_goes_on_from_a_checkpoint_needs_its_files_no_more(launch, st
         newcomer.tell(each)
     assert_as_before(newcomer.saw(), predecessor)
     assert [one.stepped for one in newcomer.said(Ready)] == [began]
+    top.end()
+
+
+BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "recycle": {"zero": "replicate"}}
+
+
+@pytest.mark.parametrize("config, tied", ((BF16, False), ({"recycle": {"exact": True}}, True)), ids=("bf16", "tied"))
+def test_a_model_is_built_alone(launch, starts, tmp_path, closing, config, tied):
+    """In bf16, with masters; with a weight that two stages share; what DeepSpeed sends at its start is not awaited."""
+    top = Top(launch, tmp_path / "run0", "readme", config=config, tied=tied)
+    closing.append(newcomer := Alone(starts[0], top, 2, tmp_path / "newcomer"))
+    for each in recorded(top.saw(2)):
+        newcomer.tell(each)
+    assert_as_before(newcomer.saw(), top.saw(2))
+    top.end()
+
+
+def test_a_rate_that_is_not_known_is_refused(launch, starts, tmp_path, closing):
+    """Where steps may have been skipped, a scheduler may be behind the steps; the script asks before it knows."""
+    top = Top(launch, tmp_path / "run0", "global_steps", config={"recycle": {"nonfinite": "skip"}})
+    closing.append(newcomer := Alone(starts[0], top, 2, tmp_path / "newcomer"))
+    for each in recorded(top.saw(2)):
+        newcomer.tell(each)
+    assert newcomer.process.wait(END_S) == 1
+    (said,) = [one.text for one in newcomer.said(Note) if one.kind == "warning"]
+    assert "engine.get_lr() in a worker that has come back" in said and "only when engine.behind is false" in said
     top.end()
 
 

@@ -2,7 +2,7 @@
 
 RECYCLE_TEST_TOP holds as JSON: ``pattern``, one of the functions below; ``folder``: of the job, which waits at its end
 for a file ``go`` there, if it ``waits``; ``out``: a folder for what each rank saw; ``load``: a folder of a checkpoint,
-or "".
+or ""; ``config``: what is otherwise in DeepSpeed's; ``tied``: whether first and last layer share a weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ seen: dict[str, Any] = {"rank": RANK, "pid": os.getpid(), "losses": [], "environ
 
 def engine(dataset: Any = None) -> Any:
     import deepspeed
-    from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     deepspeed.init_distributed()
     config = {
@@ -42,18 +42,19 @@ def engine(dataset: Any = None) -> Any:
             "type": "WarmupLR",
             "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": 6, "warmup_type": "linear"},
         },
-        "recycle": RECYCLE,
+        "recycle": RECYCLE | job["config"].pop("recycle", {}),
+        **job["config"],
     }
-    layers = [
-        LayerSpec(torch.nn.Linear, WIDTH, WIDTH),
-        LayerSpec(torch.nn.Tanh),
-        LayerSpec(torch.nn.Linear, WIDTH, WIDTH),
-        LayerSpec(torch.nn.Linear, WIDTH, WIDTH),
-    ]
+    end = LayerSpec(torch.nn.Linear, WIDTH, WIDTH)
+    if job["tied"]:
+        end = TiedLayerSpec("tied", torch.nn.Linear, WIDTH, WIDTH)
+    layers = [end, LayerSpec(torch.nn.Tanh), LayerSpec(torch.nn.Linear, WIDTH, WIDTH), end]
     model = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform")
     made, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config, training_data=dataset
     )
+    if "bf16" in config:
+        made.set_batch_fn(lambda batch: tuple(each.bfloat16() for each in batch))
     return made
 
 
@@ -77,7 +78,8 @@ def epochs() -> None:
     """A loop over epochs, each with an iterator, an evaluation and a checkpoint; with an average of weights."""
     trained = engine()
     averages = {name: value.detach().clone() for name, value in trained.module.named_parameters()}
-    trained.on_join(lambda step, state: averages.update(state), lambda: averages)
+    trained.on_join(lambda step, state: seen.update(joined=[step, sorted(state), trained.behind]), lambda: averages)
+    seen["names"] = sorted(averages)
     seen["evaluated"] = [trained.eval_batch(batches(-1)).item()]
     trained.save_checkpoint(job["out"], tag=f"begin {RANK if trained.behind else ''}")
     for epoch in range(EPOCHS):
@@ -86,6 +88,8 @@ def epochs() -> None:
             seen["losses"].append(trained.train_batch(data_iter=data_iter).item())
         seen["evaluated"].append(trained.eval_batch(batches(100)).item())
         seen["saved"] = trained.save_checkpoint(job["out"], tag=f"{'newcomer' if trained.behind else 'epoch'}{epoch}")
+    if trained.behind:  # as the worker that lets it in would do
+        trained._trainer.joined(trained.global_steps, trained._trainer.state_for_newcomer())
 
 
 def seeds() -> None:
