@@ -56,7 +56,7 @@ def main(command: list[str]) -> int:
             session.at_end()
             session.leave()
         if code and not session.forked:
-            session.send(Crashed(session.rank, f"exit code {code}", step=session.heartbeats.step))
+            _say_end(session, Crashed(session.rank, f"exit code {code}", step=session.heartbeats.step))
         return code
     except JobEnded as end:
         if not end.failed:
@@ -74,7 +74,7 @@ def main(command: list[str]) -> int:
         if session.forked:
             _say(f"recycle: error: {error}")
         else:
-            session.send(Fatal(session.rank, str(error)))
+            _say_end(session, Fatal(session.rank, str(error)))
         return 1
     except KeyboardInterrupt:  # before training, and then the supervisors have got it too
         if session.forked:
@@ -83,8 +83,19 @@ def main(command: list[str]) -> int:
     except Exception as error:
         if session.forked or session.coordinator_is_gone:
             raise
-        session.send(replace(crash(session.rank, error), step=session.heartbeats.step))
+        _say_end(session, replace(crash(session.rank, error), step=session.heartbeats.step))
         return 1
+
+
+def _say_end(session: Session, why: Fatal | Crashed) -> None:
+    """Tell the coordinator with what error the script ends, which is nobody else's business while it is a newcomer's,
+    and that no member.
+    """
+    if session.newcomer and session.generation is None:
+        text = why.text if isinstance(why, Fatal) else f"its script has ended with {why.error}"
+        session.note("warning", f"rank {session.rank}, which has come back, can't take part: {text}")
+    else:
+        session.send(why)
 
 
 def run_script(command: list[str]) -> int:

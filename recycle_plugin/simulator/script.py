@@ -78,7 +78,7 @@ class Script:
         for _, what in (each for each in self._scenario.between if each[0] == step):
             if what == "evaluate":
                 self._evaluated += 1
-                self._evaluations.replayed()
+                self._evaluations.count_on(self._evaluated)
             elif what == "pause":
                 yield from self._pause(step)
 

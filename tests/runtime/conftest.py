@@ -18,9 +18,12 @@ PATIENCE_S = 60.0
 
 
 class FakeCoordinator:
-    """Welcomes sessions; what they say lands in ``heard``, and ``tell`` speaks to all of them."""
+    """Welcomes sessions, of workers of this ``incarnation``; what they say lands in ``heard``, and ``tell`` speaks to
+    all of them.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, incarnation: int = 0) -> None:
+        self._incarnation = incarnation
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = self._listener.getsockname()
         self._controls: list[Control] = []
@@ -44,7 +47,7 @@ class FakeCoordinator:
 
     def _hear(self, control: Control) -> None:
         control.receive(PATIENCE_S)
-        control.send(Welcome(1, "job"))
+        control.send(Welcome(1, "job", self._incarnation))
         while (message := control.receive(PATIENCE_S)) is not None or control.broken is None:
             with self.news:
                 self.heard += [message] if message is not None else []

@@ -18,6 +18,7 @@ USED = {
     "deepspeed": {
         "engine.py": {
             "_INSTRUCTION_MAP",
+            "_broadcast_model",
             "_build_data_iter",
             "_cast_inputs_half",
             "_config",
@@ -101,6 +102,7 @@ def test_the_engine_replaces_what_it_means_to_and_nothing_else() -> None:
     }
     assert replaced == {
         "_INSTRUCTION_MAP",
+        "_broadcast_model",
         "_build_data_iter",
         "_configure_bf16_optimizer",
         "_configure_fp16_optimizer",

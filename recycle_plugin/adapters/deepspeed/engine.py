@@ -58,7 +58,8 @@ class RecycleEngine(PipelineEngine):
     ``save_checkpoint``.
 
     Besides: ``set_data_source(source)`` gives batches by (step, micro-batch) instead of ``training_data`` or an
-    iterator, and ``settle()`` waits until all steps done so far are committed.
+    iterator, ``settle()`` waits until all steps done so far are committed, and ``on_join(callback, state)`` and
+    ``behind`` are for scripts of workers that come back.
     """
 
     _job: EngineArguments  # of the class that engine_class makes: users' constructors need not know of it
@@ -70,6 +71,7 @@ class RecycleEngine(PipelineEngine):
     _files: EngineFiles
     _feeding: Feeding
     _reporting: Reporting
+    _may_skip = False  # steps, and a newcomer does not know which
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -93,6 +95,7 @@ class RecycleEngine(PipelineEngine):
         if settings.loss_scaling and self.scaler is None:
             self.scaler = loss_scaler(self._config.float16_config)
         self._files = EngineFiles(self, session, tied_weights, self._parts(), self.scaler)
+        self._may_skip = self.scaler is not None or settings.nonfinite == "skip"
         topology = Topology(
             self.grid.data_parallel_size, self.num_stages, int(self.micro_batches), tied(shared.values())
         )
@@ -129,8 +132,10 @@ class RecycleEngine(PipelineEngine):
             if not torch.is_grad_enabled():
                 raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
             self._check_batch_size()
+            behind = self._trainer.behind
             loss = torch.tensor(self._trainer.train())
-            self._reporting.step(loss.item())
+            if not (behind and self._trainer.behind):  # others have reported the steps before
+                self._reporting.step(loss.item())
             self.agg_train_loss = put(loss, self.device, "the loss")
             return self.agg_train_loss
 
@@ -141,6 +146,21 @@ class RecycleEngine(PipelineEngine):
         Steps count from 1, the same on every worker.  Iterators that ``train_batch`` is given are not read then.
         """
         self._feeding.set_source(source)
+
+    def on_join(self, callback: Callable[[int, Any], object], state: Callable[[], Any] | None = None) -> None:
+        """Have ``callback(step, state)`` called in a worker that comes back, before it trains its first step, ``step``
+        being the last one before; call it on every worker, before the first step.
+
+        For what a script keeps of its own, an average of weights or counters of what it has computed: ``state()`` is
+        called at the lowest live rank of the same stage, between two steps, and gives what torch.save can write.  By
+        default ``callback`` gets None.
+        """
+        self._trainer.on_join(callback, state)
+
+    @property
+    def behind(self) -> bool:
+        """Whether this worker has come back and its script still goes through steps that are over."""
+        return self._trainer.behind
 
     def settle(self) -> None:
         """Return when every step that ``train_batch`` has returned for is committed, whoever dies meanwhile."""
@@ -166,9 +186,18 @@ class RecycleEngine(PipelineEngine):
         Workers may die meanwhile.  Raises RecycleError for whatever else stock evaluation returns where a worker is
         lost: that needs every one.
         """
+        whole = return_logits or not compute_loss or reduce_output != "avg"
+        if whole and self._trainer.behind:
+            raise RecycleError(
+                "eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg', in "
+                "a worker that has come back: only mean losses of evaluations are kept for its script; ask for the "
+                'mean loss alone, or set recycle.rejoin to "never"'
+            )
+        if (past := self._trainer.recorded_evaluation()) is not None:
+            return put(torch.tensor(past), self.device, "the mean loss")
         self._trainer.start()
         self.settle()
-        if return_logits or not compute_loss or reduce_output != "avg":
+        if whole:
             if missing := self._trainer.missing:
                 raise RecycleError(
                     f"eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg' "
@@ -176,9 +205,10 @@ class RecycleEngine(PipelineEngine):
                     f"{', '.join(map(str, missing))} is lost; ask for the mean loss alone, or evaluate from a "
                     "checkpoint"
                 )
-            return super().eval_batch(
-                data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
-            )
+            with self._trainer.apart():
+                return super().eval_batch(
+                    data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
+                )
         count = num_micro_batches or self.micro_batches
         batches = [packed(batch) for batch in self._feeding.evaluated(data_iter, count)]
         mean = torch.tensor(self._trainer.evaluate(batches, count))
@@ -229,12 +259,15 @@ class RecycleEngine(PipelineEngine):
         Data and randomness are those of the first time, but plain iterators go on where they are, as in DeepSpeed.
         Raises RecycleError for a checkpoint that does not fit this job.
         """
+        place = f"load_checkpoint({load_dir!r}, {tag!r})"
+        if self._trainer.behind:
+            return self._trainer.recall_loading(place)
         path = chosen(Path(load_dir), tag)
         if not load_module_only:
             precision = "bf16" if self.bfloat16_enabled() else "fp16" if self.fp16_enabled() else "fp32"
             check_loadable(path, self.num_stages, precision, self._config.zero_enabled)
-        self._trainer.begin_loading(f"load_checkpoint({load_dir!r}, {tag!r})")
-        with self._files.loading():
+        self._trainer.begin_loading(place)
+        with self._files.loading(), self._trainer.apart():
             found = super().load_checkpoint(
                 load_dir,
                 tag,
@@ -248,7 +281,26 @@ class RecycleEngine(PipelineEngine):
             with_optimizer = load_optimizer_states and not load_module_only
             self._files.load_rest(self._trainer.state, Path(found[0]).parent, with_optimizer)
             self._trainer.loaded(with_optimizer)
+        self._trainer.remember_loading(place, found)
         return found
+
+    def get_lr(self) -> list:
+        """DeepSpeed's ``get_lr``; raises RecycleError in a worker that has come back as long as it can't be known."""
+        self._refuse_behind("get_lr()")
+        return super().get_lr()
+
+    def get_mom(self) -> list:
+        """DeepSpeed's ``get_mom``; raises RecycleError in a worker that has come back as long as it can't be known."""
+        self._refuse_behind("get_mom()")
+        return super().get_mom()
+
+    def _refuse_behind(self, what: str) -> None:
+        if self._may_skip and self._trainer.behind:
+            raise RecycleError(
+                f"engine.{what} in a worker that has come back, and whose script goes through steps that are over: "
+                "which of them were skipped is known when it is at one with the others; ask only when engine.behind "
+                "is false"
+            )
 
     def compile(self, *arguments: Any, **named: Any) -> None:
         """Raises RecycleError: the plugin's layers can't be compiled yet."""
@@ -269,6 +321,13 @@ class RecycleEngine(PipelineEngine):
     def clip_fp32_gradients(self) -> None:
         """DeepSpeed's call inside the optimizer step, where clipping is on; in bf16 and fp16 the optimizer calls it."""
         self._trainer.clip()
+
+    def _broadcast_model(self) -> None:
+        """DeepSpeed's call to give all replicas the same weights; a newcomer gets those that are trained later."""
+        startup = self._job.session.startup
+        assert startup is not None, "groups are made before"
+        with startup.building(trained(self.module)):
+            super()._broadcast_model()
 
     def zero_optimization(self) -> bool:
         """False for stock code: at ZeRO stage 1 with recycle.zero "replicate" it does what it does at stage 0."""

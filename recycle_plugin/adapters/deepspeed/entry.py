@@ -69,6 +69,15 @@ class Plugin:
                 ranks, timeout, None if follows and group.takes(backend) else backend, *arguments, **named
             )
 
+        stock_objects = module.broadcast_object_list
+
+        @functools.wraps(stock_objects)
+        def broadcast_object_list(*arguments: Any, **named: Any) -> None:
+            from recycle_plugin.runtime.collectives.startup import from_predecessor
+
+            from_predecessor(stock_objects, self.session)(*arguments, **named)
+
+        module.broadcast_object_list = module.distributed_c10d.broadcast_object_list = broadcast_object_list
         module.init_process_group = init_process_group
         module.new_group = module.distributed_c10d.new_group = new_group
 

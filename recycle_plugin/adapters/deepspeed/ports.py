@@ -4,6 +4,7 @@ scaler.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,20 @@ class StockOptimizer:
     def steps(self) -> int:
         """How many steps DeepSpeed has counted; those of a checkpoint's job included."""
         return self._engine.global_steps
+
+    def pass_over(self) -> None:
+        """Count a step that is over as stock code does, and step the scheduler, as if no step had been skipped; no
+        weight changes.
+        """
+        engine = self._engine
+        engine.global_steps += 1
+        engine.global_samples += engine.train_batch_size()
+        if engine.lr_scheduler is not None:
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch misses the optimizer's step
+                try:
+                    engine.lr_scheduler.step()
+                except TypeError:  # as in stock code
+                    engine.lr_scheduler.step(engine.train_batch_size())
 
     def skip(self) -> None:
         """Have DeepSpeed count a step as one that overflowed; no weight changes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,13 @@ class PlainOptimizer:
         self.wrapped.step()
         if self.scheduler is not None:
             self.scheduler.step()
+        self.steps += 1
+
+    def pass_over(self) -> None:
+        """Count a step that is over, and step the scheduler, as if no step had been skipped; no weight changes."""
+        if self.scheduler is not None:
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch misses the optimizer's step
+                self.scheduler.step()
         self.steps += 1
 
     def skip(self) -> None:

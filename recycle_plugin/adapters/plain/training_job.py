@@ -25,7 +25,7 @@ from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.fitness import check_layers, check_optimizer
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
-from recycle_plugin.runtime.worker.ports import Compute, Framework, StageModel
+from recycle_plugin.runtime.worker.ports import Compute, Framework, StageModel, trained
 from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.settings.schema import Settings
 
@@ -98,7 +98,9 @@ class PlainJob:
         if not clip >= 0:
             raise RecycleError(f"clip is {clip}: write the largest norm that gradients may have, or 0 for any")
         peers = _meet(topology, stage)
-        _alike(module, peers)
+        assert line.startup is not None, "there are groups"
+        with line.startup.building(trained(module)):
+            _alike(module, peers)
         kinds = {what: type(which).__name__ for what, which in (("optimizer", optimizer), ("scheduler", scheduler))}
         self._files = StageFiles(line, self.seat, topology.stages, module, kinds)
         first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
@@ -139,6 +141,21 @@ class PlainJob:
         """How many steps were done, by the job of a loaded checkpoint too."""
         return self._trainer.step
 
+    @property
+    def behind(self) -> bool:
+        """Whether this worker has come back and its script still goes through steps that are over."""
+        return self._trainer.behind
+
+    def on_join(self, callback: Callable[[int, Any], object], state: Callable[[], Any] | None = None) -> None:
+        """Have ``callback(step, state)`` called in a worker that comes back, before it trains its first step, ``step``
+        being the last one before; call it on every worker, before the first step.
+
+        For what a script keeps of its own, an average of weights or counters of what it has computed: ``state()`` is
+        called at the lowest live rank of the same stage, between two steps, and gives what torch.save can write.  By
+        default ``callback`` gets None.
+        """
+        self._trainer.on_join(callback, state)
+
     def settle(self) -> None:
         """Return when all steps so far are committed, whoever dies meanwhile."""
         self._trainer.settle()
@@ -157,12 +174,17 @@ class PlainJob:
 
         Raises RecycleError where it does not fit this job.
         """
-        self._trainer.begin_loading(f"load({str(folder)!r}, {tag!r})")
+        place = f"load({str(folder)!r}, {tag!r})"
+        if self._trainer.behind:
+            self._trainer.recall_loading(place)
+            return
+        self._trainer.begin_loading(place)
         with self._trainer.lifted():
             self._files.read(
                 self._trainer.state, chosen(Path(folder), tag)
             )  # only now is nobody writing one, so that all find the same
             self._trainer.loaded(whole=True)
+        self._trainer.remember_loading(place)
 
 
 def _meet(topology: Topology, stage: int) -> dist.ProcessGroup:

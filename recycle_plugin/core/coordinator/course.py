@@ -50,7 +50,6 @@ from recycle_plugin.core.messages.protocol import (
     Heartbeat,
     Leaving,
     Left,
-    Present,
     Ready,
     Resized,
     Resume,
@@ -62,6 +61,7 @@ from recycle_plugin.core.messages.protocol import (
 )
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.evaluation_route import ended_at
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
 
 EARLY = (
@@ -236,6 +236,7 @@ class Course:
     def _commit(self, step: int, now: float, out: CoordinatorOutput) -> None:
         self.attendance.failure_detector.committed(step, now)
         self.steps.commit(step, self.roster, now, out)
+        self.joining.tell(self.steps.recorded, step, out)
 
     def _compare_replicas(self, now: float, out: CoordinatorOutput) -> None:
         """Gives up whoever differs from a majority as if it had died; what it has contributed since it was right is in
@@ -275,6 +276,12 @@ class Course:
         return self._barriers.arrive(
             message.worker, message.generation, place, values, self.roster.workers, not self.attendance.outnumbered
         )
+
+    def passed(self, place: str, values: dict, out: CoordinatorOutput) -> None:
+        """Takes in that all have passed the barrier named ``place``, with ``values``."""
+        if (evaluation := ended_at(place)) is not None:
+            self.steps.recorded.evaluated(evaluation, values)
+            self.joining.tell(self.steps.recorded, self.committed, out)
 
     # --- leaving ---------------------------------------------------------------------------------
 
@@ -369,7 +376,7 @@ class Course:
     def newcomer(self, ready: Ready, out: CoordinatorOutput) -> None:
         """Takes in that a newcomer's script has come to its first step."""
         member = self.joining.add(ready.member).member
-        out.tell(member.worker, Present(self.committed))
+        self.joining.tell(self.steps.recorded, self.committed, out)
         out.say(
             "newcomer",
             f"{member} on {member.host} comes back, as process {member.incarnation} of its rank; its script runs "

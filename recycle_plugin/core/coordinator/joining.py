@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.recorded import Recorder
 from recycle_plugin.core.coordinator.replica_check import Mismatch, compared
 from recycle_plugin.core.messages.protocol import Serve, StateHash
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
@@ -41,13 +42,16 @@ class Phase(Enum):
 @dataclass
 class Newcomer:
     """One of them.  ``from_step``: the first step of the generation that it was announced for; ``in_force_at``: when
-    that came in force, in seconds of the failure detector's clock.
+    that came in force, in seconds of the failure detector's clock; ``told``, ``told_evaluations``: how many steps and
+    evaluations its script was told of.
     """
 
     member: Member
     phase: Phase = Phase.BEHIND
     from_step: int = 0
     in_force_at: float | None = None
+    told: int = 0
+    told_evaluations: int = 0
 
     @property
     def stage(self) -> int:
@@ -81,6 +85,13 @@ class Joining:
     def forget(self, worker: WorkerId) -> Newcomer | None:
         """Takes in that a newcomer is gone, or is one no more; returns it."""
         return self._newcomers.pop(worker, None)
+
+    def tell(self, recorder: Recorder, committed: int, out: CoordinatorOutput) -> None:
+        """Tells all newcomers' scripts what is over that they have not been told of.  Costs a message for each."""
+        for each in self:
+            for message in recorder.told(committed, each.told, each.told_evaluations):
+                out.tell(each.member.worker, message)
+            each.told, each.told_evaluations = committed, recorder.evaluations
 
     # --- on its way --------------------------------------------------------------------------------
 

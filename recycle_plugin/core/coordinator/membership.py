@@ -373,6 +373,7 @@ class Membership:
     def _arrive(self, message: BarrierReached, out: CoordinatorOutput) -> None:
         values = self.course.barrier(message, message.place, message.values, out)
         if values is not None:
+            self.course.passed(message.place, values, out)
             out.tell(WORKERS, BarrierPassed(message.place, values, unstarted(self.committed)))
 
     def _load(self, message: CheckpointLoaded, now: float, out: CoordinatorOutput) -> None:

@@ -7,6 +7,7 @@ object that two others share) hears so, with its place, at the first :func:`dump
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum
@@ -42,6 +43,8 @@ def load(record: Any) -> Any:
         return float(content)
     if name == "deque":
         return deque(load(content[0]), content[1])
+    if name == "array":
+        return array(content[0], load(content[1]))
     if name == "dict":
         return {load(key): load(value) for key, value in content}
     if name in VALUES:
@@ -71,6 +74,8 @@ class _Dump:
             self._once(thing, where)
         if kind is list:
             return self._each(thing, where)
+        if kind is array:
+            return {"array": [thing.typecode, self._each(thing, where)]}
         if kind is deque:
             return {"deque": [self._each(thing, where), thing.maxlen]}
         if kind is dict:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
+from recycle_plugin.core.coordinator.recorded import Recorder
 from recycle_plugin.core.coordinator.replica_check import Fingerprints, Mismatch
 from recycle_plugin.core.coordinator.step_figures import StepFigures
 from recycle_plugin.core.coordinator.step_validation import StepValidation
@@ -32,6 +33,7 @@ class StepLedger:
         self.committed = committed
         self.validation = validation or StepValidation()
         self.straggler_detector = StragglerDetector()
+        self.recorded = Recorder(committed)
         self._rebalances = rebalances
         self._applied: dict[WorkerId, int] = {}
         self._contributions = Contributions(shards)
@@ -71,7 +73,7 @@ class StepLedger:
             return None
         if message.name == NORM and self.validation.hopeless(norm := sum(values.values())):
             return norm
-        _tell_collected(message.step, message.name, values, out)
+        self._tell_collected(message.step, message.name, values, out)
         return None
 
     # --- what follows ------------------------------------------------------------------------------
@@ -86,7 +88,7 @@ class StepLedger:
                 f"the loss of step {late} is that of {len(values)} micro-batches: a worker took the others' with it",
                 step=late,
             )
-            _tell_collected(late, LOSS, values, out)
+            self._tell_collected(late, LOSS, values, out)
         figures, more = self._work.committed(
             step, {rank: seat.stage for rank, seat in roster.seats_by_rank().items()}, now
         )
@@ -129,6 +131,7 @@ class StepLedger:
     def rewind(self, step: int, out: CoordinatorOutput) -> None:
         """Goes on from a checkpoint of ``step``, as all do, earlier or later than the last one."""
         self.committed = step
+        self.recorded.rewind(step)
         out.say("loaded", f"everybody goes on from a checkpoint of step {step}", step=step)
 
     def agree(
@@ -162,8 +165,8 @@ class StepLedger:
             return False
         return behind or bool(uninformed({Seat.parse(seat): unpack(packed) for seat, packed in held.items()}, step))
 
-
-def _tell_collected(step: int, name: str, values: dict, out: CoordinatorOutput) -> None:
-    out.tell(WORKERS, Collected(step, name, values))
-    if name == LOSS:
-        out.say("loss", f"step {step}", step=step, loss=sum(values.values()) / len(values))
+    def _tell_collected(self, step: int, name: str, values: dict, out: CoordinatorOutput) -> None:
+        out.tell(WORKERS, Collected(step, name, values))
+        if name == LOSS:
+            self.recorded.lost(step, values)
+            out.say("loss", f"step {step}", step=step, loss=sum(values.values()) / len(values))

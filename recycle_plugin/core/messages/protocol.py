@@ -424,13 +424,6 @@ class Fence(OfWorker):
 
 
 @dataclass(frozen=True)
-class Present:
-    """To a newcomer: ``step`` is the last committed one.  From now on it hears of all that follow."""
-
-    step: int
-
-
-@dataclass(frozen=True)
 class Serve:
     """A worker is to serve ``newcomer``, which catches up: with the state after ``from_step``, or a later one; and to
     send the hash of the state after that step.
@@ -458,6 +451,25 @@ class Collected:
     step: int
     name: str
     values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a newcomer's script, which runs from the top, is told of what is over: the mean losses of the steps from
+    ``step`` on, and of the evaluations from number ``evaluation`` on.
+
+    ``committed``: the last step that is over; ``unknown``: steps whose loss nobody knows.
+
+    ``refused``: why such a script can't come to the present, or empty.
+    """
+
+    step: int
+    losses: tuple[float, ...]
+    evaluation: int
+    evaluations: tuple[float, ...]
+    committed: int
+    unknown: tuple[int, ...] = ()
+    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -528,11 +540,11 @@ MESSAGES = (
     Resume,
     Lease,
     Fence,
-    Present,
     Serve,
     Committed,
     Collected,
     BarrierPassed,
     End,
     Over,
+    Recorded,
 )

@@ -8,6 +8,8 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.topology import ClusterView
 
+END = "the end of evaluation"
+
 
 def readers(view: ClusterView) -> dict[int, tuple[Seat, Seat]]:
     """For each replica, the seats that read its inputs and its labels: its own first and last stage, or the one of them
@@ -22,6 +24,17 @@ def readers(view: ClusterView) -> dict[int, tuple[Seat, Seat]]:
         if live:
             found[replica] = live[0], live[-1]
     return found
+
+
+def end_of(number: int) -> str:
+    """The name of the barrier at the end of evaluation ``number``, which has all losses of it."""
+    return f"{END} {number}"
+
+
+def ended_at(place: str) -> int | None:
+    """The number of the evaluation whose end is the barrier ``place``; None for another barrier."""
+    what, _, number = place.rpartition(" ")
+    return int(number) if what == END else None
 
 
 def runner(plan: Plan, stage: int, micro_batch: MicroBatch) -> Seat:

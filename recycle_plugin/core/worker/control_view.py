@@ -13,7 +13,7 @@ from recycle_plugin.core.messages.protocol import (
     Committed,
     End,
     Generation,
-    Present,
+    Recorded,
     Resume,
     Serve,
     Serving,
@@ -42,9 +42,9 @@ class ControlView:
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
     adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force,
-    ``news`` how commits were said, for whoever takes it from there, ``end`` the job's; ``departed``: the others go on
-    without this worker, since it was to leave; ``newcomer``: it comes back to a job that has started, and is no member
-    yet.
+    ``news`` how commits were said, and ``recorded`` what a newcomer's script was told, for whoever takes them from
+    there, ``end`` the job's; ``departed``: the others go on without this worker, since it was to leave; ``newcomer``:
+    it comes back to a job that has started, and is no member yet.
     """
 
     def __init__(self, rank: int, incarnation: int = 0) -> None:
@@ -54,6 +54,7 @@ class ControlView:
         self.committed = 0
         self.since = 0
         self.news: deque[tuple[Generation | None, Committed]] = deque(maxlen=UNREAD)
+        self.recorded: list[Recorded] = []
         self.end: End | None = None
         self.departed = False
         self.newcomer = False  # it comes back to a job that has started, and is no member yet
@@ -119,10 +120,11 @@ class ControlView:
                 self._collected = {key: values for key, values in self._collected.items() if key[0] >= first}
             case Collected():
                 self._collected[message.step, message.name] = message.values
+            case Recorded():
+                self.recorded.append(message)
+                self.committed, self.present = max(self.committed, message.committed), True
             case BarrierPassed():
                 self._barriers_passed[message.place] = message
-            case Present():
-                self.committed, self.present = max(self.committed, message.step), True
             case Serving():
                 self._sources.append(message)
             case Serve():
@@ -192,6 +194,11 @@ class ControlView:
         """Takes out the commits that have not been taken before, each with the generation in which it was heard of."""
         while self.news:
             yield self.news.popleft()
+
+    def take_recorded(self) -> Iterator[Recorded]:
+        """Takes out what a newcomer's script was told and has not taken before."""
+        while self.recorded:
+            yield self.recorded.pop(0)
 
     def is_committed(self, step: int) -> bool | None:
         """True if ``step`` is committed, or None as long as that is not known."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from recycle_plugin.core.messages.protocol import Note
 from recycle_plugin.core.vocabulary.dataflow import Datum
-from recycle_plugin.core.vocabulary.evaluation_route import readers, runner
+from recycle_plugin.core.vocabulary.evaluation_route import end_of, readers, runner
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan
@@ -46,9 +46,9 @@ class Evaluations:
         self._forwards, self._recover = forwards, recover
         self._number = 0
 
-    def replayed(self) -> None:
-        """Counts one that the others have made before this worker was a member."""
-        self._number += 1
+    def count_on(self, number: int) -> None:
+        """Goes on behind evaluation ``number``, the last one that the others have done before this worker came."""
+        self._number = number
 
     def run(self, batches: Sequence[Any], count: int) -> Waits[dict[str, float]]:
         """Evaluates ``count`` micro-batches of each replica; the value is the loss of each, by its name.
@@ -83,9 +83,7 @@ class Evaluations:
         yield from self._worker.execute(
             StepProgram(number, program, frozenset(one for one in program if one.op is Op.F), givers=givers)
         )
-        return (
-            yield from self._loop.barrier(f"the end of evaluation {self._number}", self._worker.losses(number))
-        ).values
+        return (yield from self._loop.barrier(end_of(self._number), self._worker.losses(number))).values
 
     def _mine(
         self, plan: Plan, read_by: Mapping[int, tuple[Seat, Seat]], count: int

@@ -17,7 +17,17 @@ import torch.distributed as dist
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.average import BACKEND
 from recycle_plugin.runtime.collectives.callers import Callers, calling_line, named
-from recycle_plugin.runtime.collectives.in_flight import ALL, EACH, SCRIPT, SUMS, Asked, Channel, Flight, TorchWork
+from recycle_plugin.runtime.collectives.in_flight import (
+    ALL,
+    EACH,
+    SCRIPT,
+    SUMS,
+    Asked,
+    Channel,
+    Flight,
+    Make,
+    TorchWork,
+)
 from recycle_plugin.runtime.collectives.link import (
     AllGather,
     AllReduce,
@@ -25,7 +35,6 @@ from recycle_plugin.runtime.collectives.link import (
     Barrier,
     Broadcast,
     Gather,
-    Operation,
     Receive,
     Reduce,
     ReduceScatter,
@@ -115,7 +124,7 @@ class MemberGroup(dist.ProcessGroup):
         )
         check = self._adding("all_reduce", op, tensors)
         return self._run(
-            Asked("all_reduce", lambda held: AllReduce(held, _added(op)), tensors, check, divide=_is_mean(op))
+            Asked("all_reduce", lambda held, _: AllReduce(held, _added(op)), tensors, check, divide=_is_mean(op))
         )
 
     def reduce(self, tensors, options):
@@ -131,7 +140,7 @@ class MemberGroup(dist.ProcessGroup):
         return self._run(
             Asked(
                 "reduce",
-                lambda held: Reduce(held, _added(op), self._flight.position[root]),
+                lambda held, place: Reduce(held, _added(op), place[root]),
                 own,
                 check,
                 divide=_is_mean(op),
@@ -143,8 +152,8 @@ class MemberGroup(dist.ProcessGroup):
     def broadcast(self, tensors, options):
         """torch.distributed's ``broadcast`` to the live members; raises RecycleError where the root is lost."""
 
-        def make(held):
-            return Broadcast(held, self._flight.position[root])
+        def make(held, place):
+            return Broadcast(held, place[root])
 
         root = options.rootRank
         return self._run(
@@ -153,23 +162,26 @@ class MemberGroup(dist.ProcessGroup):
 
     def barrier(self, opts=None):  # torch passes it by this name
         """torch.distributed's ``barrier`` of the live members."""
-        return self._run(Asked("barrier", lambda _: Barrier()))
+        return self._run(Asked("barrier", lambda *_: Barrier()))
 
     def allgather(self, outputs, inputs, options=None):
         """torch.distributed's ``all_gather``; raises RecycleError once a member is lost."""
-        return self._whole("all_gather", lambda held: AllGather(held, *_here(inputs)), outputs[0], inputs)
+        return self._whole("all_gather", lambda held, _: AllGather(held, *_here(inputs)), outputs[0], inputs)
 
     def gather(self, outputs, inputs, options):
         """torch.distributed's ``gather``; raises RecycleError once a member is lost."""
         return self._whole(
-            "gather", lambda held: Gather(held, *_here(inputs), options.rootRank), outputs[0] if outputs else [], inputs
+            "gather",
+            lambda held, _: Gather(held, *_here(inputs), options.rootRank),
+            outputs[0] if outputs else [],
+            inputs,
         )
 
     def scatter(self, outputs, inputs, options):
         """torch.distributed's ``scatter``; raises RecycleError once a member is lost."""
         return self._whole(
             "scatter",
-            lambda held: Scatter(*held, _here(inputs[0] if inputs else ()), options.rootRank),
+            lambda held, _: Scatter(*held, _here(inputs[0] if inputs else ()), options.rootRank),
             outputs,
             inputs,
         )
@@ -178,13 +190,13 @@ class MemberGroup(dist.ProcessGroup):
         """torch.distributed's ``reduce_scatter`` from lists of tensors; raises RecycleError once a member is lost."""
         source = torch.cat([tensor.reshape(-1) for tensor in inputs[0]])
         return self._whole(
-            "reduce_scatter", lambda held: ReduceScatter(*held, *_here([source]), options.reduceOp), outputs, inputs
+            "reduce_scatter", lambda held, _: ReduceScatter(*held, *_here([source]), options.reduceOp), outputs, inputs
         )
 
     def all_gather_single(self, output, source, options=None):
         """torch.distributed's ``all_gather_into_tensor``; raises RecycleError once a member is lost."""
 
-        def make(held):
+        def make(held, _):
             return AllGather([*held[0].view(len(self._ranks), source.numel())], *_here([source.reshape(-1)]))
 
         return self._whole("all_gather_into_tensor", make, [output], source)
@@ -193,7 +205,7 @@ class MemberGroup(dist.ProcessGroup):
         """torch.distributed's ``reduce_scatter_tensor``; raises RecycleError once a member is lost."""
         return self._whole(
             "reduce_scatter_tensor",
-            lambda held: ReduceScatter(*held, *_here([source]), options.reduceOp),
+            lambda held, _: ReduceScatter(*held, *_here([source]), options.reduceOp),
             [output],
             source,
         )
@@ -201,7 +213,7 @@ class MemberGroup(dist.ProcessGroup):
     def all_to_all_single(self, output, source, incoming, outgoing, options):
         """torch.distributed's ``all_to_all_single``; raises RecycleError once a member is lost."""
         return self._whole(
-            "all_to_all_single", lambda held: AllToAll(*held, *_here([source]), incoming, outgoing), [output], source
+            "all_to_all_single", lambda held, _: AllToAll(*held, *_here([source]), incoming, outgoing), [output], source
         )
 
     # before torch 2.13
@@ -212,8 +224,8 @@ class MemberGroup(dist.ProcessGroup):
     def send(self, tensors, destination, tag=0):
         """torch.distributed's ``send`` to a logical member; raises RecycleError where that worker is lost."""
 
-        def make(held):
-            return Send(*held, self._flight.position[destination], tag)
+        def make(held, place):
+            return Send(*held, place[destination], tag)
 
         return self._run(
             Asked(
@@ -229,8 +241,8 @@ class MemberGroup(dist.ProcessGroup):
     def recv(self, tensors, source, tag=0):
         """torch.distributed's ``recv`` from a logical member; raises RecycleError where that worker is lost."""
 
-        def make(held):
-            return Receive(*held, self._flight.position[source], tag)
+        def make(held, place):
+            return Receive(*held, place[source], tag)
 
         return self._run(
             Asked(
@@ -245,7 +257,7 @@ class MemberGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors, tag=0):
         """torch.distributed's ``recv`` from whichever live member sends first."""
         return self._run(
-            Asked("recv", lambda held: Receive(*held, None, tag), tensors, gives=Channel(None, self._rank, tag))
+            Asked("recv", lambda held, _: Receive(*held, None, tag), tensors, gives=Channel(None, self._rank, tag))
         )
 
     # --- among the live members only, whatever the logical size (runtime/stage/block_sums.py) ------------------
@@ -264,7 +276,7 @@ class MemberGroup(dist.ProcessGroup):
             target.copy_(source)
             return
         call = self._flight.begin(
-            Asked("an exchange", lambda held: AllToAll(held[0], source, incoming, outgoing), [target]), SUMS
+            Asked("an exchange", lambda held, _: AllToAll(held[0], source, incoming, outgoing), [target]), SUMS
         )
         self._flight.finish(call)
 
@@ -284,9 +296,7 @@ class MemberGroup(dist.ProcessGroup):
             return Finished()
         return TorchWork(self._flight, self._flight.begin(asked, SUMS if self._callers.is_own else SCRIPT))
 
-    def _whole(
-        self, called: str, make: Callable[[Tensors], Operation], outputs: Sequence[torch.Tensor], *given: Any
-    ) -> dist.Work:
+    def _whole(self, called: str, make: Make, outputs: Sequence[torch.Tensor], *given: Any) -> dist.Work:
         """Start an operation that needs every logical member, and has something to do for a single one too.
 
         Positions in it are logical.

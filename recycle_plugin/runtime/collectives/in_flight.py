@@ -6,6 +6,10 @@ survives: with another membership everybody leaves behind what is not over, says
 (runtime/collectives/outcomes.py), and then, once all have said so, takes the result from who has it, or starts it again
 among those who are left, still in the calls' order.
 
+Who comes into a group, in the place of a lost member, takes part in what is asked for from then on.  What had been
+asked for by all before goes on among those who asked, over a link of their own.  Before that, its script runs alone
+(runtime/collectives/startup.py).
+
 What is broken off leaves nothing half done: an operation of the script has buffers of its own
 (runtime/collectives/link.py), each try new ones, and the script's tensors are written when it has succeeded.  The
 plugin's own sums go straight to buffers that were made for them, and that nobody reads after an interruption. They have
@@ -15,8 +19,8 @@ a link to themselves, since recovery runs them in an order that is not the scrip
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -29,6 +33,7 @@ from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.collectives.gloo import GlooLink, Rendezvous
 from recycle_plugin.runtime.collectives.link import Broken, Handle, Link, Operation
 from recycle_plugin.runtime.collectives.outcomes import LARGEST, Outcomes, Said, lines_of
+from recycle_plugin.runtime.collectives.startup import Kept, Startup
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import on_host
 from recycle_plugin.runtime.devices.kinds import fetch, order_of, write
@@ -38,6 +43,7 @@ from recycle_plugin.runtime.state.touch import tensors_in
 
 ALL, EACH = "all", "each"
 SCRIPT, SUMS = "", " sums"  # links
+Make = Callable[[list[torch.Tensor], Mapping[int, int]], Operation]
 NEWS_TIMEOUT_S = 30.0  # between a broken connection and the coordinator's word of who was lost
 
 
@@ -61,7 +67,8 @@ class Asked:
     """A collective as it was asked for.
 
     ``called`` is the function of torch.distributed; ``make`` gives the link's operation on copies of ``tensors``, which
-    it changes, or with ``writes`` False only reads; they are in host memory, wherever the tensors are.  ``given``:
+    it changes, or with ``writes`` False only reads; they are in host memory, wherever the tensors are.  Its second
+    argument has the position in the link of each logical member that takes part.  ``given``:
     whatever else the caller has given it.  ``check`` is called before each try, and raises RecycleError where the
     result could not be right.  ``alone``: there is something to do for a single member too.  ``divide``: the result is
     divided by how many took part.  ``gives``: the same result
@@ -69,7 +76,7 @@ class Asked:
     """
 
     called: str
-    make: Callable[[list[torch.Tensor]], Operation]
+    make: Make
     tensors: Sequence[torch.Tensor] = ()
     check: Callable[[], object] = bool
     alone: bool = False
@@ -78,6 +85,11 @@ class Asked:
     given: Sequence[Any] = ()
     writes: bool = True
 
+    @property
+    def has_result(self) -> bool:
+        """Whether it gives this member anything: the root of a broadcast has what it gives to all."""
+        return self.writes or self.gives == ALL
+
 
 @dataclass(eq=False)
 class Call:
@@ -85,9 +97,11 @@ class Call:
 
     ``number`` counts the script's collectives of one group or channel, None where nobody counts this one; ``lasts``: it
     survives a membership change.  It is behind what its caller had started on the device before it, and its result is
-    written in that ``order`` too, whichever thread, on whichever stream, comes to do so.  ``handle`` is that of the
-    present try, None while there is none.  Once ``over`` it has ``error``, or results in ``held``, which for a receive
-    came from rank ``source``; ``handed``: the caller's tensors have them.
+    written in that ``order`` too, whichever thread, on whichever stream, comes to do so.  ``asking``: the logical
+    members who were there when it was asked for, of whom ``members`` take part in the present try.  ``handle`` is that
+    of the present try, None while there is none, and ``connecting`` its link's.  Once ``over`` it has ``error``, or
+    results in ``held``, which for a receive came from rank ``source``; ``handed``: the caller's tensors have them.
+    ``kept``: for a newcomer.
     """
 
     asked: Asked
@@ -95,12 +109,16 @@ class Call:
     number: int | None
     lasts: bool
     order: Order
+    asking: frozenset[int] = frozenset()
+    members: Sequence[int] = ()
     handle: Handle | None = None
+    connecting: Handle | None = None
     held: list[torch.Tensor] = field(default_factory=list)
     over: bool = False
     handed: bool = False
     error: BaseException | None = None
     source: int | None = None
+    kept: Kept | None = None
 
     @property
     def has_news(self) -> bool | None:
@@ -154,8 +172,7 @@ class Flight:
         self._rendezvous = Rendezvous(store)
         self._lock = threading.RLock()
         self._calls: list[Call] = []  # not over, or not noticed to be
-        self._links: dict[str, Link] = {}
-        self._connecting: dict[str, Handle] = {}
+        self._links: dict[str, tuple[Link, Handle]] = {}  # each with that of its connecting
         self._said: (
             dict[int, dict[str, Said]] | None
         )  # by logical position; None: that is not known yet, and what the script asks for has to wait
@@ -170,13 +187,20 @@ class Flight:
         Raises the error of a call that fails at once, and RecycleError where its check refuses it.
         """
         outside = self._session.between_steps is not None or self._session.generation is None
+        lasts, startup = link == SCRIPT and outside and len(self._ranks) > 1, self._outcomes.startup
         if link == SCRIPT:
             self._hand_over_finished()
+            self._count_on()
         with self._lock:
             asked.check()
-            lasts = link == SCRIPT and outside and len(self._ranks) > 1
             order = order_of(tensors_in((asked.tensors, asked.given)))
-            call = Call(asked, link, self._number_of(asked) if lasts else None, lasts, order)
+            call = Call(asked, link, None, lasts, order, frozenset(self._live))
+            if lasts and startup.alone:
+                self._replay(call, startup)
+                return call
+            if lasts:
+                call.number = self._number_of(asked)
+                call.kept = startup.keep(self._line(asked.gives), asked.called, asked.tensors, asked.has_result)
             self._calls.append(call)
             if link == SUMS:
                 self._start(call)
@@ -189,6 +213,23 @@ class Flight:
                 self._forget(call)
                 raise call.error
         return call
+
+    def _replay(self, call: Call, startup: Startup) -> None:
+        """Give a newcomer's script what its predecessor's got."""
+        asked = call.asked
+        kept = startup.replay(self._line(asked.gives), asked.called, asked.tensors, self._ranks)
+        call.asked, call.held = replace(asked, writes=bool(kept.values)), kept.values or []
+        call.source, call.over = kept.source, True
+
+    def _count_on(self) -> None:
+        """Take over where the others are in this group's sequences, as a newcomer does once."""
+        while (hear := self._outcomes.count_on(self._name, self.live_ranks())) is not None:
+            try:
+                self._session.run_interruptibly(f"where the others are in {self._name}", hear)
+            except Interrupted:
+                if self._session.between_steps is None:
+                    raise
+                self._session.between_steps()
 
     def finish(self, call: Call, timeout_s: float = 0) -> None:
         """Return when it is over and its caller has the result; raises its error.
@@ -282,16 +323,20 @@ class Flight:
         asked = call.asked
         with call.order.kept():
             call.held = [_copy(tensor) if call.lasts or not on_host(tensor) else tensor for tensor in asked.tensors]
-        if len(self.position) == 1 and not asked.alone:
+        # whether two members ask before somebody comes in or after it, each for itself, makes no difference to them
+        of_two = isinstance(asked.gives, Channel)
+        call.members = [logical for logical in self._live if of_two or logical in call.asking]
+        if len(call.members) == 1 and not asked.alone:
             self._end(call)
             return
         try:
             with call.order.kept():
-                operation = asked.make(call.held)
+                operation = asked.make(call.held, _positions(call.members))
         except RuntimeError as error:  # tensors that do not fit together
             self._end(call, error)
             return
-        call.handle = self._link(call.link).start(operation)
+        link, call.connecting = self._link(call.link, call.members)
+        call.handle = link.start(operation)
         call.handle.when_over(self._wake)
 
     def _notice(self, call: Call) -> Broken | None:
@@ -305,9 +350,9 @@ class Flight:
             if handle.error is None and call.asked.divide:
                 with torch.no_grad():
                     for tensor in call.held:
-                        tensor.div_(len(self.position))
+                        tensor.div_(len(call.members))
             if handle.source is not None:
-                call.source = self._live[handle.source]
+                call.source = call.members[handle.source]
             self._end(call, handle.error)
             return None
 
@@ -319,6 +364,9 @@ class Flight:
 
     def _count(self, call: Call) -> None:
         """Record that a call is behind this worker, also where it has failed, as it has elsewhere then."""
+        if call.kept is not None:
+            self._outcomes.startup.fill(call.kept, call.held, call.source, call.error)
+            call.kept = None
         gives = call.asked.gives
         if call.number is None and call.source is not None:
             assert isinstance(gives, Channel), "only what comes from anybody has no number yet"
@@ -373,7 +421,7 @@ class Flight:
         self._generation = self._session.number
         live = set(self.live_ranks())
         self._live = [logical for logical, rank in enumerate(self._ranks) if rank in live]
-        self.position = {logical: place for place, logical in enumerate(self._live)}
+        self.position = _positions(self._live)
         self._others = [logical for logical in self._live if logical != self._rank]
         self._said = None if self._generation and self._others else {}
         self._ends: dict[str, int] = {}  # of each line, after the last one that is over on anyone
@@ -392,11 +440,14 @@ class Flight:
             self._join()
 
     def go_on(self) -> None:
-        """Resume calls that survive the membership change, once it is known what is behind the other members."""
+        """Resume calls that survive the membership change, once it is known what is behind the other members.
+
+        A newcomer asks for that at once: two of the others may be about to meet on the link of all.
+        """
         with self._lock:
             if self._said is not None:
                 self._go_on_with_all()
-            elif any(not call.over for call in self._calls):
+            elif self._outcomes.lets_in or any(not call.over for call in self._calls):
                 self._ask()
 
     def _ask(self) -> None:
@@ -422,6 +473,8 @@ class Flight:
                 self._said = {self._ranks.index(rank): lines for rank, lines in said.items()}
                 for line, each in (one for lines in said.values() for one in lines.items()):
                     self._ends[line] = max(self._ends.get(line, 0), each.end)
+                    if self._outcomes.lets_in and line != self._name and each.under_way:
+                        self._link(SCRIPT, self._live)  # its script may not come to it soon
                 self._go_on_with_all()
 
     def _go_on_with_all(self) -> None:
@@ -469,13 +522,16 @@ class Flight:
     # --- waiting --------------------------------------------------------------------------------------
 
     def _name_of(self, call: Call) -> str:
-        return f"{call.asked.called} among ranks {', '.join(map(str, self.live_ranks()))}"
+        ranks = [self._ranks[logical] for logical in call.members] or self.live_ranks()
+        return f"{call.asked.called} among ranks {', '.join(map(str, ranks))}"
 
     def _awaited(self, call: Call) -> str:
         if call.handle is None:
             return f"what {call.asked.called} has come to elsewhere"
-        connecting = self._connecting[call.link]
-        return self._name_of(call) if connecting.poll() else f"{connecting.what} for {self._name_of(call)}"
+        connecting = call.connecting
+        if connecting is None or connecting.poll():
+            return self._name_of(call)
+        return f"{connecting.what} for {self._name_of(call)}"
 
     def _await_news(self, call: Call, failure: Broken) -> None:
         """Wait until it is known who is lost, or, where nobody is, until all come to another barrier; raises
@@ -500,29 +556,27 @@ class Flight:
 
     # --- links ----------------------------------------------------------------------------------------
 
-    def _link(self, which: str) -> Link:
-        """The link of the present membership.
+    def _link(self, which: str, members: Sequence[int]) -> tuple[Link, Handle]:
+        """The link of the present membership among these logical members, and the handle of its connecting.
 
         The one before is broken once this one stands: by then nobody needs it, and it ends who still waits there.
         """
-        last = self._links.get(which)
+        some = "" if len(members) == len(self._live) else f" of {', '.join(map(str, members))}"
+        last, _ = self._links.get(which + some, (None, None))
         if last is None or last.generation != self._generation:
-            name = f"ranks {', '.join(map(str, self.live_ranks()))}"
-            called, own = f"generation{self._generation}{which}", self._session.own_address
-            link = GlooLink(
-                self._generation,
-                self._rendezvous,
-                called,
-                self.position[self._rank],
-                len(self.position),
-                name,
-                own,
-                self._timeout,
-            )
-            self._links[which], self._connecting[which] = link, link.connect()
+            name = f"ranks {', '.join(str(self._ranks[logical]) for logical in members)}"
+            called, own = f"generation{self._generation}{which}{some}", self._session.own_address
+            place = members.index(self._rank)
+            link = GlooLink(self._generation, self._rendezvous, called, place, len(members), name, own, self._timeout)
+            self._links[which + some] = link, link.connect()
             if last is not None:
-                self._connecting[which].when_over(last.abort)
-        return self._links[which]
+                self._links[which + some][1].when_over(last.abort)
+        return self._links[which + some]
+
+
+def _positions(members: Sequence[int]) -> dict[int, int]:
+    """The position in a link of each of its logical members."""
+    return {logical: place for place, logical in enumerate(members)}
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

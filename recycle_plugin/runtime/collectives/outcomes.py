@@ -7,7 +7,8 @@ group are behind it, and what the last ones gave, which for most is the same for
 from there.
 
 Collectives are counted in sequences: one for each group, and one for each channel from one member to another.  A
-sequence goes by its name, here ``line``.
+sequence goes by its name, here ``line``.  Who comes into a job that trains counts on where the others are when they let
+it in, which all do at the same place of the script, before the same step.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from __future__ import annotations
 import io
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from recycle_plugin.core.messages.protocol import Generation
 from recycle_plugin.runtime.collectives.gloo import clone
+from recycle_plugin.runtime.collectives.startup import Startup
 from recycle_plugin.runtime.control.session import Session
 
 LARGEST = 1 << 20  # bytes of what is kept of one collective
@@ -46,17 +49,24 @@ class Said:
     ``after``.
 
     ``values`` has what the last ones gave to all; None where each member got something else, or it is too much to keep.
+    ``begun``: how many it has begun, as far as it has said so.
     """
 
     count: int = 0
     after: set[int] = field(default_factory=set)
     values: dict[int, Values | None] = field(default_factory=dict)
+    begun: int = 0
     _bytes: int = 0
 
     @property
     def end(self) -> int:
         """The number after the last collective that is over."""
         return max(self.after, default=self.count - 1) + 1
+
+    @property
+    def under_way(self) -> int:
+        """How many it has begun that were not over when it said so."""
+        return self.begun - self.count - len(self.after)
 
     def is_over(self, number: int) -> bool:
         """Whether the collective with this number is behind the worker."""
@@ -86,6 +96,9 @@ class Outcomes:
         self._own: dict[str, Said] = {}
         self._lock = threading.Lock()
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+        self._let_in: Generation | None = None  # as a newcomer
+        self._counted_on: set[str] = set()  # groups
+        self.startup = session.startup = Startup(session)
         session.when_adopted = self._tell
 
     def barrier_at(self, store: dist.Store) -> None:
@@ -93,6 +106,7 @@ class Outcomes:
         nothing.
         """
         self._store = self._store or dist.PrefixStore("outcomes", store)
+        self.startup.meet(store)
 
     def follow(self, group: Follower) -> None:
         """Tell ``group`` of membership changes from now on, as long as it exists."""
@@ -125,14 +139,48 @@ class Outcomes:
         lines = {rank: torch.load(io.BytesIO(bytes(text)), weights_only=True) for rank, text in zip(ranks, told)}
         return {
             rank: {
-                line: Said(count, set(after), values)
-                for line, (count, after, values) in of_rank.items()
+                line: Said(count, set(after), values, begun)
+                for line, (count, after, values, begun) in of_rank.items()
                 if f"{line}\n".startswith(lines_of(group))
             }
             for rank, of_rank in lines.items()
         }
 
+    # --- of a newcomer -----------------------------------------------------------------------------
+
+    def count_on(self, group: str, ranks: Sequence[int]) -> Callable[[], None] | None:
+        """What a newcomer has to do before it counts collectives of ``group``, whose live members are ``ranks``; None
+        where it is done, or nobody has to.
+
+        It blocks until the others have said where they are, and raises as :meth:`of_others` does.
+        """
+        if self._let_in is None or group in self._counted_on:
+            return None
+        then, now = self._let_in.roster, self._session.roster.workers
+        others = [
+            member.rank
+            for member in then.members
+            if member.rank in ranks and member.worker in now and member.worker != self._session.worker
+        ]
+        number = self._let_in.number
+        return lambda: self._count_from(group, self.of_others(number, others, group) if others else {})
+
+    @property
+    def lets_in(self) -> bool:
+        """Whether the membership in force is that which has let this worker in, as a newcomer."""
+        return self._let_in is not None and self._let_in is self._session.generation
+
+    def _count_from(self, group: str, said: dict[int, dict[str, Said]]) -> None:
+        with self._lock:
+            for line, each in (one for lines in said.values() for one in lines.items()):
+                begun = max(each.begun, self._numbers.get(line, 0))
+                self._numbers[line], self._own[line] = begun, Said(begun)
+            self._counted_on.add(group)
+
     def _tell(self) -> None:
+        if self.startup.alone:
+            self._let_in = self._session.generation
+            self.startup.join()
         followers = list(self._followers)
         for group in followers:
             group.cut()
@@ -140,12 +188,21 @@ class Outcomes:
             with self._lock:
                 text = io.BytesIO()
                 torch.save(
-                    {line: (said.count, sorted(said.after), said.values) for line, said in self._own.items()}, text
+                    {
+                        line: (said.count, sorted(said.after), said.values, self._numbers.get(line, 0))
+                        for line, said in self._all()
+                    },
+                    text,
                 )
             bindings: Any = self._store  # which take bytes, whatever torch's stubs say
             bindings.set(_key(self._session.number, self._session.rank), text.getvalue())
         for group in followers:
             group.go_on()
+
+    def _all(self) -> Iterator[tuple[str, Said]]:
+        """What there is to say of each sequence, also where nothing of it is over."""
+        for line in self._own.keys() | self._numbers.keys():
+            yield line, self._own.get(line, Said())
 
 
 def lines_of(group: str) -> str:

@@ -7,20 +7,18 @@ All members cut alike, so that they start the same operations in the same order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 import torch
 
 from recycle_plugin.core.vocabulary.worker_bytes import SUM_PIECE
-from recycle_plugin.runtime.collectives.in_flight import SUMS, Asked, Call, Flight
-from recycle_plugin.runtime.collectives.link import Operation
+from recycle_plugin.runtime.collectives.in_flight import SUMS, Asked, Call, Flight, Make
 from recycle_plugin.runtime.devices.kinds import write
 from recycle_plugin.runtime.devices.pieces import on_the_host
 
 UNDER_WAY = 4  # pieces each on the way down and in sums: so many are in pinned memory at a time, twice
 
 
-def in_pieces(flight: Flight, called: str, make: Callable[[list[torch.Tensor]], Operation], flat: torch.Tensor) -> None:
+def in_pieces(flight: Flight, called: str, make: Make, flat: torch.Tensor) -> None:
     """Run the operation that ``make`` gives on ``flat``, a tensor on an accelerator with one dimension, in place.
 
     Raises what the operation raises; an interruption leaves ``flat`` partly changed.

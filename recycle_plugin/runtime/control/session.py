@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.protocol import (
@@ -35,6 +35,9 @@ from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import CutOff, RecycleError, WaitTimeout
 from recycle_plugin.runtime.control.connections import Control, connect
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
+
+if TYPE_CHECKING:  # it takes torch, which the script imports when it likes
+    from recycle_plugin.runtime.collectives.startup import Startup
 
 T = TypeVar("T")
 CONNECT_S = 60.0  # how long the coordinator may take to answer
@@ -58,6 +61,8 @@ class Session(ControlView):
       (runtime/collectives/callers.py); ``group_sums`` is the setting; ``trains``: this process has its trainer.
     * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py), ``at_end`` when the script is
       through, to go when everybody's last step is committed.
+    * ``newcomer``: the process has come into a job that had started, in the place of a lost one, and runs its script
+      from the top; ``startup``: what that one's collectives gave before its first step, once there are groups.
     * ``forked``: this process is not the worker, but was forked from it.
     * ``incarnation``: which process of its rank this one was started as; the coordinator says which one it is.
     * ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
@@ -85,6 +90,7 @@ class Session(ControlView):
         self.when_adopted: Callable[[], None] = lambda: None
         self.at_end: Callable[[], None] = lambda: None
         self.trains = False
+        self.startup: Startup | None = None
         self.heartbeats = Heartbeats(rank, self.send)
         self.given_up: Callable[[str], None] | None = None
         self.coordinator_is_gone = False  # so nobody but this worker can tell the user
@@ -100,11 +106,17 @@ class Session(ControlView):
                 f"{control.broken or welcome or 'it says nothing'}"
             )
         self.job_id, self.incarnation = welcome.job_id, welcome.incarnation
+        self.newcomer = self.incarnation > 0
         threading.Thread(target=self._listen, name="recycle-session", daemon=True).start()
 
     def configure(self, wait_timeout_s: float, regroup_timeout_s: float, group_sums: str) -> None:
         """Take over the settings of these names, which are known once the script has come to them; times in seconds."""
         self.wait_timeout_s, self.regroup_timeout_s, self.group_sums = wait_timeout_s, regroup_timeout_s, group_sums
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker does what one does for all; a newcomer never before it is a member."""
+        return not (self.newcomer and self.generation is None) and super().is_first
 
     @property
     def own_address(self) -> str:

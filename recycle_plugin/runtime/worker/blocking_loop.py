@@ -82,6 +82,10 @@ class BlockingLoop:
         """
         return _drain(self._evaluations.run(batches, count))
 
+    def count_on(self, evaluations: int) -> None:
+        """Go on behind the evaluation of this number, the last one before this worker came."""
+        self._evaluations.count_on(evaluations)
+
     def save(self, place: str, files: CheckpointFiles) -> str:
         """Save a checkpoint on all workers; returns why it has failed, or "", as core.worker.checkpoint_saving.save
         does.

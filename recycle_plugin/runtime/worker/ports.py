@@ -54,6 +54,11 @@ class Optimizer(Protocol):
         changes.
         """
 
+    def pass_over(self) -> None:
+        """Let counters, and schedulers as if no step were skipped, go on as after a step that the others have applied
+        before this worker came; no weight and no state of the optimizer changes.
+        """
+
 
 class Buckets(Protocol):
     """A framework's way to sum the gradients of a stage's workers.

@@ -59,7 +59,9 @@ from recycle_plugin.runtime.worker.changed_state import stage_state, stage_units
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.machine import TorchMachine
-from recycle_plugin.runtime.worker.ports import Checkpoints, Framework, described
+from recycle_plugin.runtime.worker.newcomer import Newcomer
+from recycle_plugin.runtime.worker.on_join import Callback, Give, OnJoin
+from recycle_plugin.runtime.worker.ports import Checkpoints, Framework, described, trained
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
@@ -134,6 +136,9 @@ class Trainer:
         self._worker: Worker  # with the loop
         self._checkpoints: JobCheckpoints
         self._from_checkpoint = False  # from a checkpoint, before training
+        self._asked = False
+        self._newcomer = Newcomer(session, framework.optimizer, self._ask) if session.newcomer else None
+        self._on_join, self._evaluated, self._loadings = OnJoin(), 0, 0
 
     # --- what scripts call -------------------------------------------------------------------------
 
@@ -142,8 +147,15 @@ class Trainer:
         return self._touch.lifted()
 
     def train(self) -> float:
-        """Train one step; returns the mean loss over all micro-batches of all replicas, on every worker."""
+        """Train one step; returns the mean loss over all micro-batches of all replicas, on every worker.
+
+        A newcomer's script is given the losses of steps that are over, and nothing is computed.
+        """
         with self.lifted():
+            if self._session.startup is not None:
+                self._session.startup.begin_training(trained(self._framework.model.module))
+            if self._newcomer is not None and (past := self._newcomer.loss()) is not None:
+                return past
             self._as_started.check()
             self.start()
             if not self._running.settled and (self._surroundings.other_modes or self._surroundings.changed()):
@@ -185,7 +197,7 @@ class Trainer:
 
         ``batches``: this worker's, packed (runtime/movers/batches.py), where it is of the first or the last stage.
         """
-        with self.lifted():
+        with self.lifted(), self.apart():
             self.start()
             self.settle()
             self._framework.model.module.eval()
@@ -215,6 +227,49 @@ class Trainer:
             self._trace.close()
         self.transfers.close()
         self._transport.close()
+
+    # --- a worker that comes back ----------------------------------------------------------------------
+
+    @property
+    def behind(self) -> bool:
+        """Whether this worker has come into a job that trains, and its script is not at one with the others' yet."""
+        return self._newcomer is not None
+
+    def recorded_evaluation(self) -> float | None:
+        """The mean loss of an evaluation that was over before this worker came back; None where it takes part.
+
+        Called in the place of :meth:`evaluate`, before any data is read for that.
+        """
+        return None if self._newcomer is None else self._newcomer.evaluation()
+
+    def apart(self) -> AbstractContextManager:
+        """A context for something that a newcomer's script does not do over again."""
+        return nullcontext() if self._session.startup is None else self._session.startup.apart()
+
+    def on_join(self, callback: Callback, state: Give | None) -> None:
+        """Have ``callback(step, state)`` called in a newcomer before its first step, with what ``state()`` gives at a
+        live worker of its stage.
+        """
+        self._on_join.add(callback, state)
+
+    def state_for_newcomer(self) -> bytes:
+        """What the script hands over to a newcomer of this stage, by ``on_join``.
+
+        Called between two steps that are committed, in the thread that trains, at the lowest live rank of the stage.
+        """
+        return self._on_join.state()
+
+    def joined(self, step: int, state: bytes) -> None:
+        """Go on as a member: the stage's state is here, that after ``step``, and a peer's script gives ``state``.
+
+        Called in a newcomer, in the thread that trains, before its first step.  Raises RecycleError where ``state``
+        does not suit the script.
+        """
+        if self._newcomer is not None:
+            self._evaluated, self._newcomer = self._newcomer.evaluated, None
+        if self._loop is not None:
+            self._loop.count_on(self._evaluated)
+        self._on_join.joined(step, state)
 
     # --- for the framework's own step ----------------------------------------------------------------
 
@@ -254,19 +309,14 @@ class Trainer:
         session, settings, shape = self._session, self._settings, self.topology
         machine = StepMachine(self.step)
         self._store.rewind(machine.stepped, valid_from=0)
-        waits = settings.waits_for_norm(self._framework.clipping)
-        costs, policy = (
-            settings.cost_model(shape, self._framework.micro_batch_size),
-            settings.policy(waits, shape.stages),
-        )
+        waits, costs, policy = self._planning()
         judging = Judging(waits, settings.clip == "validate")
         worker = Worker(self._world, shape, self._store, machine, judging, self.feed.iterator_data, Stopwatch(costs))
         loop = BlockingLoop(
             session, worker, self._world, shape, costs, policy, machine, self._between_steps, settings.max_slowdown
         )
-        member = Member(session.rank, self.seat, self._transport.address, session.host, session.incarnation)
-        session.heartbeats.start(lease_s(settings.deadlines))
-        session.send(Ready(member, machine.stepped, self._job(costs, policy)))
+        loop.count_on(self._evaluated)
+        self._ask()
         loop.start()
         if self._from_checkpoint:
             self._say_fingerprint(machine.stepped)
@@ -278,6 +328,22 @@ class Trainer:
             session, settings, loop, reach, files, self.state, self.run_dir, self._between_steps
         )
         session.between_steps = self._between_steps
+
+    def _ask(self) -> None:
+        """Ask to take part, once."""
+        if self._asked:
+            return
+        self._asked, session, (_, costs, policy) = True, self._session, self._planning()
+        member = Member(session.rank, self.seat, self._transport.address, session.host, session.incarnation)
+        session.heartbeats.start(lease_s(self._settings.deadlines))
+        session.send(Ready(member, self.step, self._job(costs, policy)))
+
+    def _planning(self) -> tuple[bool, CostModel, Policy]:
+        """Whether steps wait for the norm, and what plans are made by."""
+        settings, shape = self._settings, self.topology
+        waits = settings.waits_for_norm(self._framework.clipping)
+        costs = settings.cost_model(shape, self._framework.micro_batch_size)
+        return waits, costs, settings.policy(waits, shape.stages)
 
     def _job(self, costs: CostModel, policy: Policy) -> JobSpec:
         settings, shape, framework = self._settings, self.topology, self._framework
@@ -451,9 +517,12 @@ class Trainer:
         missing.
 
         ``tag`` None: by the step; ``latest``: a file of that name gets the tag; ``files``: instead of the framework's,
-        where the script adds to them.  Raises NotSaved, on all workers, where one can't write it.
+        where the script adds to them.  Raises NotSaved, on all workers, where one can't write it.  A newcomer's script
+        comes by what the others have saved.
         """
-        with self.lifted():
+        if self.behind:
+            return
+        with self.lifted(), self.apart():
             self.start()
             self._checkpoints.conclude()
             self.settle()
@@ -472,6 +541,26 @@ class Trainer:
             self.barrier(place)
             self._worker.forget_committed()
             self._world.reach("load.start")
+
+    def recall_loading(self, place: str) -> Any:
+        """What loading a checkpoint, by the call ``place``, gave the predecessor of this newcomer's script, whose
+        counters and rates are taken over; what else was loaded comes with the state.
+
+        Raises RecycleError where it is not kept.
+        """
+        assert self._session.startup is not None, "groups are made first"
+        self._loadings += 1
+        found, small = self._session.startup.recall(f"{place}, number {self._loadings}")
+        self.state.put(small)
+        return found
+
+    def remember_loading(self, place: str, found: Any = None) -> None:
+        """Keep for a newcomer what loading a checkpoint, by the call ``place``, has given the script."""
+        self._loadings += 1
+        small = self.state.small()
+        small["optimizer"] |= {"state": {}}  # comes with the tensors
+        if self._session.startup is not None:
+            self._session.startup.remember(f"{place}, number {self._loadings}", (found, small))
 
     def loaded(self, whole: bool) -> None:
         """Go on from a checkpoint that is loaded, and from whose step the framework counts.

@@ -1,0 +1,78 @@
+"""What a job's steps and evaluations have given, for the scripts of newcomers, which run through all of them once more.
+
+Of each there is its mean loss, as the coordinator has told it to all; 8 bytes each are kept for as long as the job
+goes on.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from math import nan
+
+from recycle_plugin.core.messages.protocol import Recorded
+
+PIECE = 5_000  # numbers in one message
+ANOTHER_STATE = "the others have loaded a checkpoint while they trained, and a script that comes back can't do so alone"
+
+
+class Recorder:
+    """The record of a job that has begun with the state after ``began`` steps."""
+
+    def __init__(self, began: int = 0) -> None:
+        self._began = began
+        self._losses = array("d")
+        self._unknown: set[int] = set()  # steps between others
+        self._evaluations = array("d")
+        self._refused = ""
+
+    @property
+    def evaluations(self) -> int:
+        """How many evaluations are over."""
+        return len(self._evaluations)
+
+    def lost(self, step: int, losses: Mapping[str, float]) -> None:
+        """Takes the losses of ``step``, by micro-batch; those of a step that is run anew replace what was there."""
+        place = step - self._began
+        if place >= 1 and losses:
+            self._unknown.update(range(self._began + len(self._losses) + 1, step))
+            self._unknown.discard(step)
+            _put(self._losses, place, losses)
+
+    def evaluated(self, number: int, losses: Mapping[str, float]) -> None:
+        """Takes the losses of an evaluation, of which the first one has the number 1."""
+        if losses:
+            _put(self._evaluations, number, losses)
+
+    def rewind(self, step: int) -> None:
+        """Notes that all go on from a checkpoint of ``step``, which was loaded while they trained."""
+        self._refused = f"{ANOTHER_STATE} (of step {step})"
+
+    def told(self, committed: int, steps: int = 0, evaluations: int = 0) -> Iterator[Recorded]:
+        """What a newcomer's script has to know of the steps after ``steps``, up to ``committed``, and of the
+        evaluations after the first ``evaluations``; at least one message.
+        """
+        first = max(steps - self._began, 0)
+        numbers = [
+            *self._losses[first : max(committed - self._began, 0)],
+            *self._evaluations[evaluations:],
+        ]
+        losses = max(min(len(self._losses), committed - self._began) - first, 0)
+        for begin in range(0, max(len(numbers), 1), PIECE):
+            end = min(begin + PIECE, len(numbers))
+            middle = min(max(losses, begin), end)
+            yield Recorded(
+                self._began + first + begin + 1,
+                tuple(numbers[begin:middle]),
+                evaluations + max(begin - losses, 0) + 1,
+                tuple(numbers[middle:end]),
+                committed,
+                tuple(sorted(step for step in self._unknown if step <= committed)),
+                self._refused,
+            )
+
+
+def _put(numbers: array, place: int, losses: Mapping[str, float]) -> None:
+    """Set the number at ``place``, which counts from 1, to the mean loss."""
+    numbers.extend([nan] * (place - len(numbers)))
+    numbers[place - 1] = sum(losses.values()) / len(losses)

@@ -1,0 +1,299 @@
+"""A script's collectives before its first training step, kept for a newcomer, which runs the same script alone.
+
+A worker that comes back has nobody to meet: the others train.  What its script asks for before its first step gives it
+what it gave its predecessor, the first worker of the same rank: everybody keeps that until training begins, and then
+leaves it at the job's store.  It goes by the order of the calls in each group, and in each channel from one member to
+another.  What can't be had this way is refused by the name of the call and its line.
+
+What is written to parameters that are trained is not kept: they are a part of the state that a newcomer gets from its
+peers later.  Of what is too large only a hash is kept; whoever has the same bytes already, as frozen weights that are
+made by a seed or read from a file, needs no more.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.collectives.average import BACKEND
+from recycle_plugin.runtime.collectives.callers import calling_line, named
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.state.fingerprint import fingerprint
+
+MOST = 4 << 20  # bytes that are kept of a worker
+OF_MODELS = MOST // 4  # and of these, of what frameworks send when they build a model
+EACH_CALL = 256  # bytes, beside its values
+ADVICE = 'leave it out, let on_join(callback, state) bring a newcomer what it gives, or set recycle.rejoin to "never"'
+NOT_OVER = "it was under way when training began"
+
+
+@dataclass
+class Kept:
+    """What one collective has given: ``values`` in host memory, or their ``digests``, neither where it has ``arrives``,
+    that is, comes with the stage's state.
+
+    ``called`` is the function of torch.distributed, ``line`` the script's, ``forms`` are the dtypes and shapes of the
+    tensors that it was given.  ``source``: the logical member from whom a receive came.  ``why`` there is nothing.
+    """
+
+    called: str
+    line: str
+    forms: list[str]
+    values: list[torch.Tensor] | None = None
+    digests: list[str] | None = None
+    arrives: bool = False
+    source: int | None = None
+    why: str = NOT_OVER
+
+
+class Startup:
+    """The beginning of one worker's script: kept, or, where ``session`` is a newcomer's, had from its predecessor."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._store: dist.Store | None = None
+        self._lock = threading.Lock()
+        self._calls: dict[str, list[Kept]] = {}  # own ones, or the predecessor's
+        self._remembered: dict[str, bytes] = {}
+        self._next: dict[str, int] = {}  # a newcomer's place in them
+        self._left = {False: MOST - OF_MODELS, True: OF_MODELS}
+        self._read = self._training = self._member = self._apart = False
+        self._arriving: frozenset[int] | None = None  # addresses of what is trained, while a model is built
+        self._awaited: list[tuple[str, torch.Tensor]] = []  # of the call, and what it was to fill
+
+    @property
+    def alone(self) -> bool:
+        """Whether the script runs by itself, in groups of one: it is a newcomer's, and that is no member yet."""
+        return self._session.newcomer and not self._member
+
+    def meet(self, store: dist.Store) -> None:
+        """Leave it at ``store``, that of the first group, or find it there; later calls change nothing."""
+        self._store = self._store or dist.PrefixStore("startup", store)
+
+    @contextmanager
+    def building(self, trained: Iterable[torch.Tensor]) -> Iterator[None]:
+        """A context in which a framework gives all replicas the same model, of which ``trained`` are the parameters
+        that steps change.
+        """
+        self._arriving = frozenset(_address(tensor) for tensor in trained)
+        try:
+            yield
+        finally:
+            self._arriving = None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A context for what a newcomer does not do over again, a checkpoint or an evaluation: calls in it are not
+        kept.
+        """
+        before, self._apart = self._apart, True
+        try:
+            yield
+        finally:
+            self._apart = before
+
+    def begin_training(self, trained: Iterable[torch.Tensor]) -> None:
+        """Note that the first step begins; ``trained``: the parameters that steps change.  Later calls do nothing.
+
+        Raises RecycleError where a newcomer lacks something that does not come with these.
+        """
+        if self._training:
+            return
+        self._training = True
+        if not self._session.newcomer:
+            self._publish()
+            return
+        parameters = list(trained)
+        known = {*map(id, parameters), *map(_address, parameters)}
+        for where, tensor in self._awaited:
+            if not {id(tensor), _address(tensor)} & known:
+                raise RecycleError(
+                    f"{where}, has filled a parameter of shape {tuple(tensor.shape)} that is not trained, and what was "
+                    f"in it is not kept for a newcomer: freeze it before, {ADVICE}"
+                )
+        self._awaited.clear()
+
+    def join(self) -> None:
+        """Note that this worker is a member from now on: its script runs with the others'."""
+        self._member = self._training = True
+        self._calls, self._remembered = {}, {}
+
+    # --- of who starts with the job ----------------------------------------------------------------
+
+    def keep(self, line: str, called: str, tensors: Sequence[torch.Tensor], gives: bool) -> Kept | None:
+        """Make room for what the call ``called`` on ``tensors`` will give them, if it ``gives`` anything; it is the
+        next one of the sequence ``line``.
+
+        None where it is none of the script's beginning, or nothing more is kept.
+        """
+        if self._training or self._apart or self._session.newcomer:
+            return None
+        with self._lock:
+            building = self._arriving is not None
+            if self._left[building] < EACH_CALL:
+                return None
+            self._left[building] -= EACH_CALL
+            kept = Kept(called, calling_line(), _forms(tensors), arrives=gives and self._arrives(tensors))
+            kept.values = None if gives else []
+            self._calls.setdefault(line, []).append(kept)
+        return kept
+
+    def fill(self, kept: Kept, held: Sequence[torch.Tensor], source: int | None, error: BaseException | None) -> None:
+        """Add what it has given: ``held`` in host memory, from logical member ``source``, or ``error``."""
+        with self._lock:
+            if self._training:
+                return
+            kept.source, kept.why = source, "" if error is None else f"it has failed: {error}"
+            if error is not None or kept.arrives or kept.values is not None:
+                return
+            size, building = sum(value.nbytes for value in held), self._arriving is not None
+            if size <= self._left[building]:
+                self._left[building] -= size
+                kept.values = list(held)
+            else:
+                kept.digests = [fingerprint(value) for value in held]
+
+    def remember(self, what: str, value: Any) -> None:
+        """Keep ``value``, named ``what``, for a newcomer, which has it by :meth:`recall`, if it is small and can be
+        pickled.
+        """
+        try:
+            text = pickle.dumps(value)
+        except (pickle.PicklingError, TypeError, AttributeError):
+            return
+        with self._lock:
+            if not self._training and len(text) <= self._left[False]:
+                self._left[False] -= len(text)
+                self._remembered[what] = text
+
+    def _publish(self) -> None:
+        text = io.BytesIO()
+        with self._lock:
+            if self._store is None:
+                return
+            torch.save(([(line, [vars(kept) for kept in calls]) for line, calls in self._calls.items()],
+                        self._remembered), text)  # fmt: skip
+            self._calls, self._remembered = {}, {}
+        bindings: Any = self._store  # which take bytes, whatever torch's stubs say
+        bindings.set(str(self._session.rank), text.getvalue())
+
+    # --- of a newcomer -----------------------------------------------------------------------------
+
+    def replay(self, line: str, called: str, tensors: Sequence[torch.Tensor], ranks: Sequence[int]) -> Kept:
+        """What the call ``called`` on ``tensors``, the next one of the sequence ``line`` in the group of ``ranks``, has
+        given the predecessor; without values nothing is to be written.
+
+        Raises RecycleError where that can't be had.
+        """
+        where = f"torch.distributed.{called} over {named(ranks)}, called at {calling_line()}"
+        if self._training:
+            raise RecycleError(
+                f"{where}, between steps that were over before this worker came back: what it gave then is not kept; "
+                f"call it before the first step, {ADVICE}"
+            )
+        kept = self._of_predecessor(line, where)
+        if kept.called != called or kept.forms != _forms(tensors):
+            raise RecycleError(
+                f"{where}, on {_listed(_forms(tensors))}: in the same place this worker's predecessor called "
+                f"{kept.called} on {_listed(kept.forms)}, at {kept.line}, so a newcomer can't have what it gave: let "
+                f"the script begin as it did then, or {ADVICE}"
+            )
+        if kept.why:
+            raise RecycleError(f"{where}, can't be had again by a newcomer: {kept.why}; {ADVICE}")
+        if kept.arrives and self._arrives(tensors):
+            self._awaited += [(where, tensor) for tensor in tensors]
+        elif kept.values is None and kept.digests != [fingerprint(tensor) for tensor in tensors]:
+            raise RecycleError(
+                f"{where}, gave this worker's predecessor more than is kept for a newcomer ({MOST >> 20} MiB in all), "
+                f"and not what the newcomer has there: let it make or read the same beforehand, or {ADVICE}"
+            )
+        return kept
+
+    def recall(self, what: str) -> Any:
+        """What the predecessor has remembered by the name ``what``; raises RecycleError where it has not."""
+        if self._training:
+            raise RecycleError(
+                f"{what}, called at {calling_line()}, between steps that were over before this worker came back: a "
+                'newcomer can\'t do that alone; call it before the first step, or set recycle.rejoin to "never"'
+            )
+        self._record()
+        text = self._remembered.get(what)
+        if text is None:
+            raise RecycleError(
+                f"{what}, called at {calling_line()}, gave this worker's predecessor something that is not kept for a "
+                f"newcomer ({MOST >> 20} MiB that can be pickled): {ADVICE}"
+            )
+        return pickle.loads(text)
+
+    def _of_predecessor(self, line: str, where: str) -> Kept:
+        calls = self._record().get(line, [])
+        with self._lock:
+            number = self._next.get(line, 0)
+            self._next[line] = number + 1
+        if number < len(calls):
+            return calls[number]
+        raise RecycleError(
+            f"{where}: this worker's predecessor has not called it before its first step, or there was no room "
+            f"to keep what it gave ({MOST >> 20} MiB); let the script begin as it did then, or {ADVICE}"
+        )
+
+    def _record(self) -> dict[str, list[Kept]]:
+        """The predecessor's calls, read from the store at the first question."""
+        with self._lock:
+            key = str(self._session.rank)
+            if not self._read and self._store is not None and self._store.check([key]):
+                calls, self._remembered = torch.load(io.BytesIO(self._store.get(key)), weights_only=True)
+                self._calls = {line: [Kept(**each) for each in of_line] for line, of_line in calls}
+            self._read = True
+            return self._calls
+
+    def _arrives(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether what is written to ``tensors`` comes with the state: they are trained, or look like it."""
+        of_model = self._arriving or frozenset()
+        return bool(tensors) and all(
+            (isinstance(one, torch.nn.Parameter) and one.requires_grad) or _address(one) in of_model for one in tensors
+        )
+
+
+def from_predecessor(stock: Callable[..., None], session: Session) -> Callable[..., None]:
+    """Make of ``stock``, torch.distributed's broadcast_object_list, one by which a newcomer that would send has what
+    its predecessor has sent, as if it received that.
+    """
+
+    @functools.wraps(stock)
+    def broadcast_object_list(*arguments: Any, **named: Any) -> None:
+        given = inspect.signature(stock).bind(*arguments, **named).arguments
+        group = given.get("group")
+        if session.startup is not None and session.startup.alone and dist.get_rank(group) >= 0:
+            others = set(dist.get_process_group_ranks(group)) - {session.rank}
+            if others and dist.get_backend(group) == BACKEND:
+                given.pop("group_src", None)
+                given["src"] = min(others)
+        return stock(**given)
+
+    return broadcast_object_list
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the memory of a tensor begins, which views share."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
+def _forms(tensors: Sequence[torch.Tensor]) -> list[str]:
+    return [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
+
+
+def _listed(forms: list[str]) -> str:
+    shown = ", ".join(forms[:4]) + f" and {len(forms) - 4} more" * (len(forms) > 4)
+    return shown or "nothing"

@@ -1,0 +1,62 @@
+"""The way of a newcomer's script through the steps and evaluations that are over: it is given what they have given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from recycle_plugin.core.messages.protocol import Recorded
+from recycle_plugin.errors import RecycleError
+
+
+class ScriptReplay:
+    """The place of a script among the recorded ``losses`` of steps and means of ``evaluations``, by their numbers.
+
+    ``position``: the last step that the script was given; ``evaluated``: how many evaluations.
+    """
+
+    def __init__(self, losses: Mapping[int, float], evaluations: Mapping[int, float], position: int = 0) -> None:
+        self._losses, self._evaluations = dict(losses), dict(evaluations)
+        self._unknown: set[int] = set()
+        self._refused = ""
+        self.position, self.evaluated = position, 0
+
+    def take(self, losses: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
+        """Take in what is known by now besides."""
+        self._losses.update(losses)
+        self._evaluations.update(evaluations)
+
+    def hear(self, message: Recorded) -> None:
+        """Take in the coordinator's word of what is over."""
+        self._refused = self._refused or message.refused
+        self._unknown |= {*message.unknown}
+        self.take(
+            {step: loss for step, loss in enumerate(message.losses, message.step) if step not in message.unknown},
+            dict(enumerate(message.evaluations, message.evaluation)),
+        )
+
+    def loss(self) -> float | None:
+        """The loss of the script's next step, which the script has then behind it; None as long as it is not known.
+
+        Raises RecycleError where it never will be.
+        """
+        coming = self.position + 1
+        if self._refused:
+            raise RecycleError(f"{self._refused}: step {coming} can't be gone through once more")
+        known = self._losses.pop(coming, None)
+        if known is not None:
+            self.position = coming
+        elif coming in self._unknown or any(step > coming for step in self._losses):
+            raise RecycleError(
+                f"a newcomer's script comes to step {coming}, of which the others have no loss: it has to begin as "
+                "theirs did, with as many steps before its first one"
+            )
+        return known
+
+    def evaluation(self) -> float | None:
+        """The mean loss of the script's next evaluation, which it has then behind it; None as long as it is not
+        known.
+        """
+        known = self._evaluations.pop(self.evaluated + 1, None)
+        if known is not None:
+            self.evaluated += 1
+        return known

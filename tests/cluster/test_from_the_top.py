@@ -1,0 +1,186 @@
+"""A worker that comes back runs its script from the top, alone, and is at the present with what its predecessor saw.
+
+The job is a real one; it waits at its end.  The newcomer is a worker process in whose environment only the coordinator
+is another: one that the test plays, and that tells it what the job's has on record.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recycle_plugin.core.messages.protocol import Crashed, Fatal, Left, Note, Ready, Recorded
+from tests.runtime.conftest import FakeCoordinator
+from tests.support.cluster import Run, WarmLauncher
+from tests.support.jobs import DEEPSPEED, PLAIN, Shape
+
+SCRIPT = "tests/jobs/from_the_top.py"
+OWN = ("pid", "environment", "read", "joined")
+END_S = 120.0
+
+
+class Top:
+    """A job of the script ``pattern`` that has come to its end, and waits there."""
+
+    def __init__(self, launch: Callable[..., Run], folder: Path, pattern: str, **more: Any) -> None:
+        self._folder, self._out = folder, folder / "first"
+        job = {"pattern": pattern, "folder": str(folder), "out": str(self._out), "waits": True}
+        self._job = job | {"load": "", "config": {}, "tied": False} | more
+        self.run = launch(shape=Shape(), script=SCRIPT, RECYCLE_TEST_TOP=json.dumps(self._job))
+        self.run.wait_for(lambda: len([*self._out.glob("*.json")]) == 4, "end of all scripts")
+
+    def saw(self, rank: int, out: Path | None = None) -> dict[str, Any]:
+        return json.loads(((out or self._out) / f"rank{rank}.json").read_text())
+
+    def end(self) -> None:
+        (self._folder / "go").touch()
+        result = self.run.finish()
+        assert result.code == 0 and not result.of("lost") and not result.of("warning"), result.output[-4000:]
+
+
+class Alone:
+    """The newcomer of ``rank`` in the job ``top``, under a coordinator that the test plays."""
+
+    def __init__(self, server: Any, top: Top, rank: int, folder: Path) -> None:
+        self._folder, self._rank = folder, rank
+        folder.mkdir()
+        self.coordinator = FakeCoordinator(incarnation=1)
+        environment = top.saw(rank)["environment"]
+        job = json.loads(environment["RECYCLE_TEST_TOP"]) | {"out": str(folder), "waits": False}
+        host, port = self.coordinator.address
+        more = {"RECYCLE_TEST_TOP": json.dumps(job), "RECYCLE_COORDINATOR": f"{host}:{port}"}
+        with (folder / "output.txt").open("w") as output:
+            self.process = WarmLauncher(server, "recycle_plugin.worker_process", [SCRIPT], environment | more, output)
+        self.coordinator.accept()
+
+    def tell(self, recorded: Recorded) -> None:
+        """Answer its question with what is over; once it is told, it need not ask again."""
+        self.coordinator.hear(Ready)
+        self.coordinator.tell(recorded)
+
+    def saw(self) -> dict[str, Any]:
+        code = self.process.wait(END_S)
+        output = (self._folder / "output.txt").read_text()
+        assert code == 0 and "Traceback" not in output, (code, output[-4000:], self.said(Note))
+        return json.loads((self._folder / f"rank{self._rank}.json").read_text())
+
+    def said(self, kind: type) -> list[Any]:
+        with self.coordinator.news:
+            return [one for one in self.coordinator.heard if isinstance(one, kind)]
+
+    def close(self) -> None:
+        self.coordinator.close()
+        self.process.wait(END_S)
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Alone]]:
+    started: list[Alone] = []
+    yield started
+    for one in started:
+        one.close()
+
+
+def recorded(saw: dict[str, Any], first: int = 0) -> list[Recorded]:
+    """What a coordinator would tell: first some, then all, for the others go on meanwhile."""
+    losses, means = saw["losses"], saw.get("evaluated", [])
+    half = len(losses) // 2
+    return [
+        Recorded(first + 1, tuple(losses[:half]), 1, tuple(means[:1]), first + half),
+        Recorded(first + half + 1, tuple(losses[half:]), 2, tuple(means[1:]), first + len(losses)),
+    ]
+
+
+def assert_as_before(newcomer: dict[str, Any], predecessor: dict[str, Any]) -> None:
+    assert {name: value for name, value in newcomer.items() if name not in OWN} == {
+        name: value for name, value in predecessor.items() if name not in OWN
+    }
+    assert newcomer["pid"] != predecessor["pid"] and len(set(newcomer["losses"])) == len(newcomer["losses"]) > 3
+
+
+@pytest.mark.parametrize("rank", (0, 3))
+@pytest.mark.parametrize("pattern", ("readme", "epochs", "seeds", "global_steps"))
+def test_a_script_comes_to_the_present_with_what_its_predecessor_saw(launch, starts, tmp_path, closing, pattern, rank):
+    """The README's loop; one over epochs, with evaluations and checkpoints; a seed from rank 0; the engine's counts."""
+    top = Top(launch, tmp_path / "run0", pattern)
+    closing.append(newcomer := Alone(starts[0], top, rank, tmp_path / "newcomer"))
+    for each in recorded(top.saw(rank)):
+        newcomer.tell(each)
+    found = newcomer.saw()
+    assert_as_before(found, top.saw(rank))
+    assert "read" not in found, "data was read for steps that are over"
+    assert pattern != "epochs" or found["joined"] == [8, found["names"], False]
+    saved = sorted(path.name for path in Path(top._out).iterdir() if path.is_dir())
+    assert pattern != "epochs" or saved == ["begin ", *(f"epoch{number}" for number in range(4))]
+    assert [path.name for path in (tmp_path / "newcomer").iterdir() if path.is_dir()] == []
+    assert [one.stepped for one in newcomer.said(Ready)] == [0] and len(newcomer.said(Left)) == 1
+    assert not newcomer.said(Fatal) and [one.kind for one in newcomer.said(Note) if one.kind == "warning"] == []
+    output = (tmp_path / "newcomer" / "output.txt").read_text()
+    assert "steps: " not in output, "it reports others' steps"
+    top.end()
+
+
+@pytest.mark.parametrize(
+    "pattern, vehicle", (("global_steps", DEEPSPEED), ("plain", PLAIN)), indirect=["vehicle"], ids=str
+)
+def test_a_job_that_goes_on_from_a_checkpoint_needs_its_files_no_more(launch, starts, tmp_path, closing, pattern):
+    """The newcomer has the path and the client state, the counts and the rates; its state comes from its peers."""
+    first = Top(launch, tmp_path / "run0", pattern)
+    first.end()
+    top = Top(launch, tmp_path / "run1", pattern, load=str(tmp_path / "run0" / "checkpoint"))
+    shutil.rmtree(tmp_path / "run0" / "checkpoint")
+    closing.append(newcomer := Alone(starts[0], top, 2, tmp_path / "newcomer"))
+    predecessor = top.saw(2)
+    began = predecessor["began"] if pattern == "plain" else predecessor["loaded"][2]
+    assert began == {"plain": 6, "global_steps": 4}[pattern]
+    for each in recorded(predecessor, began):
+        newcomer.tell(each)
+    assert_as_before(newcomer.saw(), predecessor)
+    assert [one.stepped for one in newcomer.said(Ready)] == [began]
+    top.end()
+
+
+BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "recycle": {"zero": "replicate"}}
+
+
+@pytest.mark.parametrize("config, tied", ((BF16, False), ({"recycle": {"exact": True}}, True)), ids=("bf16", "tied"))
+def test_a_model_is_built_alone(launch, starts, tmp_path, closing, config, tied):
+    """In bf16, with masters; with a weight that two stages share; what DeepSpeed sends at its start is not awaited."""
+    top = Top(launch, tmp_path / "run0", "readme", config=config, tied=tied)
+    closing.append(newcomer := Alone(starts[0], top, 2, tmp_path / "newcomer"))
+    for each in recorded(top.saw(2)):
+        newcomer.tell(each)
+    assert_as_before(newcomer.saw(), top.saw(2))
+    top.end()
+
+
+def test_a_rate_that_is_not_known_is_refused(launch, starts, tmp_path, closing):
+    """Where steps may have been skipped, a scheduler may be behind the steps; the script asks before it knows."""
+    top = Top(launch, tmp_path / "run0", "global_steps", config={"recycle": {"nonfinite": "skip"}})
+    closing.append(newcomer := Alone(starts[0], top, 2, tmp_path / "newcomer"))
+    for each in recorded(top.saw(2)):
+        newcomer.tell(each)
+    assert newcomer.process.wait(END_S) == 1
+    (said,) = [one.text for one in newcomer.said(Note) if one.kind == "warning"]
+    assert "engine.get_lr() in a worker that has come back" in said and "only when engine.behind is false" in said
+    top.end()
+
+
+def test_a_collective_between_steps_is_refused_by_its_line_and_the_job_goes_on(launch, starts, tmp_path, closing):
+    """The newcomer says why it can't come back, and that is nobody else's business."""
+    top = Top(launch, tmp_path / "run0", "logs_a_mean")
+    closing.append(newcomer := Alone(starts[0], top, 1, tmp_path / "newcomer"))
+    for each in recorded(top.saw(1)):
+        newcomer.tell(each)
+    assert newcomer.process.wait(END_S) == 1
+    (said,) = [one.text for one in newcomer.said(Note) if one.kind == "warning"]
+    assert said.startswith("rank 1, which has come back, can't take part: torch.distributed.all_reduce over ranks 0, 1")
+    assert f"called at {SCRIPT}:" in said
+    assert "between steps that were over before this worker came back: what it gave then is not kept" in said
+    assert not newcomer.said(Fatal) and not newcomer.said(Crashed)
+    top.end()

@@ -1,0 +1,187 @@
+"""Scripts as people write them, run by a job, and then once more from the top by a worker that comes back.
+
+RECYCLE_TEST_TOP holds as JSON: ``pattern``, one of the functions below; ``folder``: of the job, which waits at its end
+for a file ``go`` there, if it ``waits``; ``out``: a folder for what each rank saw; ``load``: a folder of a checkpoint,
+or ""; ``config``: what is otherwise in DeepSpeed's; ``tied``: whether first and last layer share a weight.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from samples import Samples
+
+STEPS, EPOCHS, WIDTH, REPLICAS, PATIENCE_S = 8, 4, 8, 2, 120.0
+job = json.loads(os.environ["RECYCLE_TEST_TOP"])
+RANK, FOLDER = int(os.environ["RANK"]), Path(job["folder"])
+RECYCLE = {"enabled": True, "run_dir": str(FOLDER), "report": False}
+seen: dict[str, Any] = {"rank": RANK, "pid": os.getpid(), "losses": [], "environment": dict(os.environ)}
+
+
+def engine(dataset: Any = None) -> Any:
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    deepspeed.init_distributed()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": 6, "warmup_type": "linear"},
+        },
+        "recycle": RECYCLE | job["config"].pop("recycle", {}),
+        **job["config"],
+    }
+    end = LayerSpec(torch.nn.Linear, WIDTH, WIDTH)
+    if job["tied"]:
+        end = TiedLayerSpec("tied", torch.nn.Linear, WIDTH, WIDTH)
+    layers = [end, LayerSpec(torch.nn.Tanh), LayerSpec(torch.nn.Linear, WIDTH, WIDTH), end]
+    model = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform")
+    made, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config, training_data=dataset
+    )
+    if "bf16" in config:
+        made.set_batch_fn(lambda batch: tuple(each.bfloat16() for each in batch))
+    return made
+
+
+def batches(number: int) -> Iterator[Any]:
+    """Of one epoch; says how many were read of all."""
+    for index in range(1_000):
+        seen["read"] = seen.get("read", 0) + 1
+        made = torch.Generator().manual_seed(1_000 * number + index)
+        yield torch.randn(1, WIDTH, generator=made), torch.randn(1, WIDTH, generator=made)
+
+
+def readme() -> None:
+    """The README's loop."""
+    trained = engine(Samples(WIDTH))
+    for _ in range(STEPS):
+        loss = trained.train_batch()
+        seen["losses"].append(loss.item())
+
+
+def epochs() -> None:
+    """A loop over epochs, each with an iterator, an evaluation and a checkpoint; with an average of weights."""
+    trained = engine()
+    averages = {name: value.detach().clone() for name, value in trained.module.named_parameters()}
+    trained.on_join(lambda step, state: seen.update(joined=[step, sorted(state), trained.behind]), lambda: averages)
+    seen["names"] = sorted(averages)
+    seen["evaluated"] = [trained.eval_batch(batches(-1)).item()]
+    trained.save_checkpoint(job["out"], tag=f"begin {RANK if trained.behind else ''}")
+    for epoch in range(EPOCHS):
+        data_iter = batches(epoch)
+        for _ in range(STEPS // EPOCHS):
+            seen["losses"].append(trained.train_batch(data_iter=data_iter).item())
+        seen["evaluated"].append(trained.eval_batch(batches(100)).item())
+        seen["saved"] = trained.save_checkpoint(job["out"], tag=f"{'newcomer' if trained.behind else 'epoch'}{epoch}")
+    if trained.behind:  # as the worker that lets it in would do
+        trained._trainer.joined(trained.global_steps, trained._trainer.state_for_newcomer())
+
+
+def seeds() -> None:
+    """Rank 0 draws a seed for all; each rank says what it has drawn, and hears the largest of some number."""
+    import deepspeed
+
+    deepspeed.init_distributed()
+    drawn = [secrets.randbelow(1 << 30) if RANK == 0 else None]
+    dist.broadcast_object_list(drawn, 0)
+    torch.manual_seed(drawn[0])
+    trained = engine()
+    everybodys = [None] * dist.get_world_size()
+    dist.all_gather_object(everybodys, secrets.token_hex(4))
+    later = torch.tensor([float(secrets.randbelow(1 << 20))])
+    deepspeed.comm.all_reduce(later, deepspeed.comm.ReduceOp.MAX)
+    dist.barrier()
+    deepspeed.comm.barrier()
+    seen.update(seed=drawn[0], drawn=torch.rand(3).tolist(), everybodys=everybodys, later=later.item())
+    trained.set_data_source(lambda step, replica, micro_batch: tuple(next(batches(drawn[0] + step))))
+    for _ in range(STEPS):
+        seen["losses"].append(trained.train_batch().item())
+
+
+def global_steps() -> None:
+    """Goes on from a checkpoint, where there is one, and counts by the engine's own numbers."""
+    trained = engine(Samples(WIDTH))
+    if job["load"]:
+        path, client = trained.load_checkpoint(job["load"])
+        seen["loaded"] = [path, client["epoch"], trained.global_steps, trained.global_samples, trained.get_lr()]
+    seen["counts"] = []
+    while trained.global_steps < STEPS + (STEPS // 2 if job["load"] else 0):
+        seen["losses"].append(trained.train_batch().item())
+        counts = [trained.global_steps, trained.global_samples, trained.skipped_steps, trained.micro_steps]
+        seen["counts"].append([*counts, trained.get_lr(), trained.lr_scheduler.last_batch_iteration])
+        if not job["load"] and trained.global_steps == STEPS // 2:
+            trained.save_checkpoint(FOLDER / "checkpoint", client_state={"epoch": 3})
+
+
+def logs_a_mean() -> None:
+    """Asks for a mean over all workers between steps, which nobody has kept."""
+    import recycle_plugin
+
+    trained = engine(Samples(WIDTH))
+    for _ in range(STEPS):
+        seen["losses"].append(trained.train_batch().item())
+        dist.barrier(dist.new_group([RANK]))
+        recycle_plugin.mean(torch.ones(1), None)
+
+
+def plain() -> None:
+    """Without DeepSpeed: with a scheduler, evaluations, a checkpoint, and layers that one worker has drawn."""
+    from recycle_plugin.adapters.plain import Pipeline
+
+    dist.init_process_group()
+    drawn = [secrets.randbelow(1 << 30)]
+    dist.broadcast_object_list(drawn, 0)
+    pipeline = Pipeline(
+        layers=[lambda: torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh, lambda: torch.nn.Linear(WIDTH, WIDTH)],
+        loss=torch.nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+        data=lambda step, replica, micro_batch: next(batches(step)),
+        stages=2,
+        micro_batches=2,
+        seed=drawn[0],
+        settings={name: value for name, value in RECYCLE.items() if name != "enabled"},
+    )
+    pipeline.on_join(lambda step, state: None)
+    if job["load"]:
+        pipeline.load(job["load"])
+    seen.update(seed=drawn[0], began=pipeline.steps, evaluated=[], rates=[])
+    while pipeline.steps < STEPS + (2 if job["load"] else 0):
+        seen["losses"].append(pipeline.step())
+        seen["rates"].append(pipeline.scheduler.get_last_lr())
+        if pipeline.steps % 3 == 0:
+            seen["evaluated"].append(pipeline.evaluate(lambda replica, number: next(batches(100 + replica + number))))
+            pipeline.save(Path(job["out"]) / "checkpoint" if pipeline.behind else FOLDER / "checkpoint")
+
+
+def wait_for_go() -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while job["waits"] and not (FOLDER / "go").exists():
+        if time.monotonic() > deadline:
+            sys.exit("nobody lets the job end")
+        time.sleep(0.02)
+
+
+patterns: list[Callable[[], None]] = [readme, epochs, seeds, global_steps, logs_a_mean, plain]
+{pattern.__name__: pattern for pattern in patterns}[job["pattern"]]()
+out = Path(job["out"])
+out.mkdir(parents=True, exist_ok=True)
+part = out / f"rank{RANK}.part"
+part.write_text(json.dumps(seen))
+part.rename(out / f"rank{RANK}.json")
+wait_for_go()

@@ -1,0 +1,366 @@
+"""The collectives of a worker that comes back: before its first step it runs alone, and has what its predecessor got;
+once it is let in, groups have it again.  Two or three real processes over Gloo.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recycle_plugin.runtime.collectives import group
+from recycle_plugin.runtime.collectives.startup import MOST, OF_MODELS, from_predecessor
+from recycle_plugin.runtime.control.connections import connect
+from recycle_plugin.runtime.control.session import Session
+
+from .conftest import FakeCoordinator, generation
+from .test_in_flight import DIED, LONG_S, WAIT_S, Script, result_of
+
+RANKS = 3
+LARGE = MOST // 4 + 1  # numbers of 4 bytes
+
+
+def worker(
+    scenario: Callable[[Script], Any], rank: int, newcomer: bool, coordinator: tuple[str, int], port: int, result: Any
+) -> None:
+    session = Session(connect(coordinator, LONG_S), rank, wait_timeout_s=WAIT_S)
+    session.newcomer = newcomer
+    group.register(session)
+    dist.broadcast_object_list = from_predecessor(dist.broadcast_object_list, session)
+    stores = [dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False) for _ in range(2)]
+    dist.init_process_group("recycle", store=stores[0], rank=rank, world_size=RANKS)
+    script = Script(rank, session, stores[1])
+    session.between_steps = script.recover
+    try:
+        result.send(scenario(script))
+    except Exception as error:
+        result.send(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+class Job:
+    """A job of three ranks, each in a process, whose coordinator is the test."""
+
+    def __init__(self) -> None:
+        self.coordinator, self._started = FakeCoordinator(), []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "recycle_plugin.runtime.collectives.group"])
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def start(self, scenario: Callable[[Script], Any], rank: int, newcomer: bool = False) -> Any:
+        """Where the result of ``scenario`` on ``rank`` will come."""
+        reading, writing = self._context.Pipe(duplex=False)
+        process = self._context.Process(
+            target=worker,
+            args=(scenario, rank, newcomer, self.coordinator.address, self._store.port, writing),
+            daemon=True,
+        )
+        process.start()
+        self._started.append(process)
+        writing.close()
+        self.coordinator.accept()
+        return reading
+
+    def run(self, scenario: Callable[[Script], Any]) -> list[Any]:
+        """What it returns on each rank."""
+        return [result_of(one) for one in [self.start(scenario, rank) for rank in range(RANKS)]]
+
+    def alone(self, scenario: Callable[[Script], Any], rank: int) -> Any:
+        """What it returns in a newcomer."""
+        return result_of(self.start(scenario, rank, newcomer=True))
+
+    def end(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.join(LONG_S)
+        self.coordinator.close()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+# --- before the first step ----------------------------------------------------------------------------
+
+
+def begins(script: Script) -> list[Any]:
+    """All that a script can ask for, of numbers that are drawn anew whenever it runs."""
+    rank, drawn = script.rank, float(secrets.randbelow(1 << 20))
+    pair, own = dist.new_group([0, 2]), [dist.new_group([one]) for one in range(RANKS)][rank]
+    seed, objects, mine = torch.tensor([drawn]), [drawn if rank == 0 else None, "x" * secrets.randbelow(99)], {}
+    dist.broadcast(seed, 0)
+    dist.broadcast_object_list(objects, 0)
+    everybodys = [None] * RANKS
+    dist.all_gather_object(everybodys, {rank: drawn})
+    part, parts = torch.zeros(2), [torch.full((2,), drawn + one) for one in range(RANKS)]
+    dist.scatter(part, parts if rank == 1 else None, 1)
+    given = [None]
+    dist.scatter_object_list(given, [f"{one} {drawn}" for one in range(RANKS)] if rank == 2 else None, 2)
+    total, mean, gathered = torch.tensor([drawn]), torch.tensor([drawn]), torch.zeros(RANKS)
+    dist.reduce(total, 1)
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    dist.all_gather_into_tensor(gathered, seed + drawn)
+    later = torch.tensor([drawn])
+    work = dist.all_reduce(later, dist.ReduceOp.MAX, async_op=True)
+    dist.barrier()
+    received, source = torch.zeros(1), None
+    if rank == 0:
+        source = [dist.recv(received, None), dist.recv(received, None)]
+    else:
+        dist.send(torch.tensor([drawn]), 0)
+    if rank == 2:
+        dist.all_reduce(torch.ones(1), group=pair)
+    elif rank == 0:
+        dist.all_reduce(received, group=pair)
+    alone = torch.tensor([7.0])
+    dist.all_reduce(alone, group=own)
+    work.wait()
+    script.session.startup.begin_training([])
+    mine["reduced"] = total.item() if rank == 1 else None  # elsewhere a script has its own
+    kept = [seed.item(), objects, everybodys, part.tolist(), given, mine, mean.item(), gathered.tolist(), later.item()]
+    return [*kept, received.item(), source, alone.item()]
+
+
+def test_a_newcomer_has_what_its_predecessor_got_and_meets_nobody(job):
+    """Whichever rank comes back, rank 0 too, which drew the seed, and more than once."""
+    first = job.run(begins)
+    assert all(isinstance(each, list) for each in first), first
+    assert first[0][0] == first[1][0] == first[2][0] and sorted(first[0][10]) == [1, 2]
+    for rank in (0, 1, 2, 0):
+        assert job.alone(begins, rank) == first[rank]
+
+
+def other_order(script: Script) -> Any:
+    held = torch.zeros(2)
+    if script.session.newcomer:
+        dist.broadcast(held, 0)
+    dist.all_reduce(held)
+    script.session.startup.begin_training([])
+
+
+def other_shape(script: Script) -> Any:
+    dist.all_reduce(torch.zeros(3 if script.session.newcomer else 2))
+    script.session.startup.begin_training([])
+
+
+def one_more(script: Script) -> Any:
+    for _ in range(2 if script.session.newcomer else 1):
+        dist.all_reduce(torch.zeros(2))
+    script.session.startup.begin_training([])
+
+
+def much(script: Script) -> Any:
+    dist.all_reduce(torch.full((LARGE,), script.rank + 1.0))
+    script.session.startup.begin_training([])
+
+
+def under_way(script: Script) -> Any:
+    held = torch.zeros(1)
+    dist.barrier()
+    if script.rank == 0:
+        work = dist.irecv(held, 1)
+        script.session.startup.begin_training([])
+        script.say("asked")
+        work.wait()
+    elif script.rank == 1:
+        script.hear("asked", 0)
+        dist.send(held, 0)
+        script.session.startup.begin_training([])
+
+
+def between_steps(script: Script) -> Any:
+    script.session.startup.begin_training([])
+    dist.barrier(dist.new_group([script.rank]))
+    dist.barrier()
+
+
+def not_trained(script: Script) -> Any:
+    dist.broadcast(torch.nn.Parameter(torch.zeros(2)), 0)
+    script.session.startup.begin_training([torch.nn.Parameter(torch.zeros(2))])
+
+
+REFUSED = {
+    other_order: "torch.distributed.broadcast over ranks 0, 1, 2, called at {line}, on float32[2]: in the same place "
+    "this worker's predecessor called all_reduce on float32[2], at {file}",
+    other_shape: "on float32[3]: in the same place this worker's predecessor called all_reduce on float32[2]",
+    one_more: "this worker's predecessor has not called it before its first step, or there was no room",
+    much: "gave this worker's predecessor more than is kept for a newcomer (4 MiB in all), and not what the newcomer",
+    under_way: "torch.distributed.recv over ranks 0, 1, 2, called at {line}, can't be had again by a newcomer: it was "
+    "under way when training began",
+    between_steps: "torch.distributed.barrier over ranks 0, 1, 2, called at {line}, between steps that were over "
+    "before this worker came back: what it gave then is not kept; call it before the first step, leave it out",
+    not_trained: "has filled a parameter of shape (2,) that is not trained",
+}
+
+
+@pytest.mark.parametrize("scenario", REFUSED, ids=lambda scenario: scenario.__name__)
+def test_what_cant_be_had_again_is_refused_by_its_line(job, scenario):
+    assert job.run(scenario) == [None] * RANKS
+    said = job.alone(scenario, 0)
+    file, first = scenario.__code__.co_filename, scenario.__code__.co_firstlineno
+    lines = [f"{file}:{line}" for line in range(first, first + 9)]
+    expected = [REFUSED[scenario].format(line=line, file=f"{file}:") for line in lines]
+    assert any(one in said for one in expected) and any(line in said for line in lines), said
+    assert said.startswith("RecycleError: torch.distributed.") and said.endswith(
+        'let on_join(callback, state) bring a newcomer what it gives, or set recycle.rejoin to "never"'
+    )
+
+
+def test_without_a_record_nothing_is_made_up(job):
+    """The predecessor was lost before it trained, or another job's store is there."""
+    assert "this worker's predecessor has not called it before its first step" in job.alone(one_more, 1)
+
+
+def builds(script: Script) -> list[float]:
+    """A model whose first member draws it; what is trained comes with the state, and what is frozen is had here."""
+    newcomer, drawn = script.session.newcomer, float(secrets.randbelow(1 << 20))
+    torch.manual_seed(3)
+    tied = torch.nn.Parameter(torch.full((LARGE,), drawn))
+    weight = torch.nn.Parameter(torch.full((LARGE,), drawn))
+    frozen, small = torch.randn(LARGE), torch.full((2,), drawn)
+    dist.broadcast(tied, 0)
+    with script.session.startup.building([weight]):
+        dist.broadcast(weight.data.view(torch.uint8), 0)
+        dist.broadcast(frozen, 0)
+        dist.broadcast(small, 0)
+    late = torch.tensor([drawn])
+    dist.broadcast(late, 0)
+    script.session.startup.begin_training([weight, tied])
+    assert not newcomer or tied[0] == weight[0] == drawn  # its own, until the state comes
+    return [frozen.sum().item(), small.tolist(), late.item()]
+
+
+def test_a_model_of_any_size_leaves_room_for_the_scripts_own(job):
+    first = job.run(builds)
+    assert isinstance(first[0], list), first
+    for rank in (0, 2):
+        assert job.alone(builds, rank) == first[rank]
+
+
+def many(script: Script) -> Any:
+    """First more than there is room for, of small ones, while a model is built; then one of the script's."""
+    startup = script.session.startup
+    with startup.building([]):
+        for _ in range(24):
+            dist.broadcast(torch.full((OF_MODELS // 64,), script.rank + 1.0), 1)
+    late = torch.tensor([float(secrets.randbelow(1 << 20))])
+    dist.broadcast(late, 1)
+    startup.begin_training([])
+    return late.item(), len(startup._store.get(str(script.rank)))
+
+
+def test_what_is_kept_is_bounded(job):
+    """Rank 1 has made for itself what there was no room for."""
+    first = job.run(many)
+    assert len({late for late, _ in first}) == 1 and all(OF_MODELS / 2 < size < 2 * OF_MODELS for _, size in first)
+    assert job.alone(many, 1) == first[1]
+    assert "more than is kept for a newcomer" in job.alone(many, 0)
+
+
+# --- once it is let in ----------------------------------------------------------------------------------
+
+
+def let_in(script: Script) -> None:
+    """Take over a planned membership, before a step."""
+    script.session.adopt(script.session.wait("to be let in", lambda: script.session.pending, interruptible=False))
+
+
+def goes_on(script: Script) -> list[Any]:
+    """What all do from there on, the newcomer too; it takes the others' counts over in the one or the other call."""
+    total, everybodys = script.value(), [torch.zeros(1) for _ in range(RANKS)]
+    dist.all_reduce(total)
+    dist.all_gather(everybodys, script.value())
+    objects = [{"step": script.rank}]
+    dist.broadcast_object_list(objects, 2)
+    message = torch.zeros(1)
+    match script.rank:
+        case 2:
+            dist.send(torch.tensor([5.0]), 0)
+            dist.recv(message, 1)
+        case 1:
+            dist.send(torch.tensor([6.0]), 2)
+        case 0:
+            assert dist.recv(message) == 2
+    everybody = [each.item() for each in everybodys]
+    return [total.item(), everybody, objects, message.item(), dist.group.WORLD.live_position()]
+
+
+def stays(script: Script) -> Any:
+    """Ranks 0 and 1 call, and begin to call, more than rank 2, which dies, and comes back."""
+    rank = script.rank
+    dist.barrier()
+    if rank:
+        dist.send(script.value(), 0)
+    else:
+        for source in (1, 2):
+            dist.recv(torch.zeros(1), source)
+    script.session.startup.begin_training([])
+    if rank == 2:
+        script.die()
+    script.recover()
+    without = script.value()
+    for _ in range(3):
+        dist.all_reduce(without)
+    awaited, message = script.value(), torch.zeros(1)
+    works = [dist.all_reduce(awaited, dist.ReduceOp.AVG, async_op=True)] if rank == 0 else []
+    works += [dist.irecv(message, 0, tag=5)] if rank else []
+    script.say("has begun")
+    script.hear("has begun", 0, 1)
+    works += [dist.all_reduce(awaited, dist.ReduceOp.AVG, async_op=True)] if rank else []
+    script.say("is about to let it in")
+    let_in(script)
+    found = goes_on(script)
+    works += [] if rank else [dist.isend(torch.tensor([8.0]), 1, tag=5)]
+    for work in works:
+        work.wait()
+    if rank == 1:
+        script.say("has all")
+        script.die()
+    return [without.item(), awaited.item(), *found, *after_another(script)]
+
+
+def comes_back(script: Script) -> Any:
+    dist.barrier()
+    dist.send(script.value(), 0)
+    script.session.startup.begin_training([])
+    script.say("has come")
+    let_in(script)
+    return [*goes_on(script), *after_another(script)]
+
+
+def after_another(script: Script) -> list[float]:
+    """The loss of rank 1 finds rank 0 and the newcomer at the same number of the same sequence."""
+    script.hear("has all", 1)
+    script.recover()
+    totals = [script.value(), script.value()]
+    for total in totals:
+        dist.all_reduce(total)
+    return [total.item() for total in totals]
+
+
+def test_who_is_let_in_counts_on_where_the_others_are(job):
+    """What they had begun before goes on without it, over a link of their own."""
+    members = [job.start(stays, rank) for rank in range(RANKS)]
+    assert result_of(members[2]) == DIED
+    job.coordinator.tell(generation(1, [0, 1]))
+    newcomer, store = job.start(comes_back, 2, newcomer=True), Script(9, None, job._store)
+    store.hear("is about to let it in", 0, 1)
+    store.hear("has come", 2)
+    job.coordinator.tell(generation(2, [0, 1, 2], from_step=5))
+    store.hear("has all", 1)
+    job._started[1].join(LONG_S)
+    job.coordinator.tell(generation(3, [0, 2]))
+    everybody = [6.0, [1.0, 2.0, 3.0], [{"step": 2}]]
+    assert result_of(members[0]) == [12.0, 1.5, *everybody, 5.0, (0, 3), 4.0, 4.0]
+    assert result_of(newcomer) == [*everybody, 6.0, (2, 3), 4.0, 4.0]
