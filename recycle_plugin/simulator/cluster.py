@@ -209,7 +209,7 @@ class Cluster:
             self.watcher.told(whom, message)
             for rank, worker in self.workers.items():
                 addressed = (
-                    worker.control_view.worker not in self.membership.lost
+                    not self.membership.is_apart(worker.control_view.worker)
                     if whom == WORKERS
                     else worker.control_view.worker == whom
                 )
@@ -405,9 +405,7 @@ class Cluster:
                 partial(self._disconnect, rank, WORKER, process),
             )
             exited = Exited(rank, -9, self.now / 1e6, incarnation=process.incarnation)
-            self.later(
-                self.random.randrange(DETECTION_US), partial(self.tell_coordinator, rank, exited, SUPERVISOR)
-            )
+            self.later(self.random.randrange(DETECTION_US), partial(self.tell_coordinator, rank, exited, SUPERVISOR))
 
     def _restart(self, message: Restart) -> None:
         """Starts a process in the place of one that is dead, as its supervisor does."""

@@ -173,12 +173,12 @@ class Pipe:
                 self._cluster.wake(end)
 
 
-def opened(machine: SimulatedMachine, newcomer: WorkerId) -> tuple[str, Pipe]:
-    """A pipe for ``newcomer``, and the name under which it is found."""
+def opened(machine: SimulatedMachine, newcomer: WorkerId) -> tuple[SimulatedState, Pipe, str]:
+    """The state for ``newcomer``, a pipe to it, and the name under which it is found."""
     pipe = Pipe(machine)
     address = f"pipe {len(machine.cluster.pipes)}"
     machine.cluster.pipes[address] = pipe
-    return address, pipe
+    return machine.shared, pipe, address
 
 
 def inlet(machine: SimulatedMachine, serving: Serving) -> Pipe:

@@ -119,7 +119,13 @@ class SimulatedMachine:
         """The message by which this worker, or another ``incarnation`` of its rank, asks to take part."""
         incarnation = self.control_view.incarnation if incarnation is None else incarnation
         return Ready(
-            Member(self.rank, self.seat, f"{self.rank}" + f".{incarnation}" * (incarnation > 0), f"host{self.rank}", incarnation),
+            Member(
+                self.rank,
+                self.seat,
+                f"{self.rank}" + f".{incarnation}" * (incarnation > 0),
+                f"host{self.rank}",
+                incarnation,
+            ),
             0,
             _job(self.cluster.scenario),
         )
@@ -282,8 +288,8 @@ class SimulatedMachine:
             yield PART_US
             self.cpu_s += heavy.computes * PART_US / 1e6
 
-    def open_outlet(self, newcomer: WorkerId) -> tuple[str, Pipe]:
-        """The name of a line to ``newcomer``, and the line."""
+    def open_outlet(self, newcomer: WorkerId) -> tuple[SimulatedState, Pipe, str]:
+        """The state for ``newcomer``, the line to it, and the name of that."""
         return opened(self, newcomer)
 
     def hash_state(self, step: int) -> None:

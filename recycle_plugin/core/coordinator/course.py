@@ -46,7 +46,6 @@ from recycle_plugin.core.messages.protocol import (
     CheckpointLoaded,
     End,
     Exited,
-    Fatal,
     Heartbeat,
     Leaving,
     Left,

@@ -195,15 +195,15 @@ class Joining:
                 and each.in_force_at is not None
                 and (each.stage, each.from_step - 1) == (stage, step)
             ]
-            if all(worker in said for worker in (*(one.worker for one in trusted), *(one.member.worker for one in new))):
+            if all(
+                worker in said for worker in (*(one.worker for one in trusted), *(one.member.worker for one in new))
+            ):
                 self._doubt_no_more(stage, step)
                 yield from compared(step, {member: said[member.worker] for member in trusted})
                 yield from self._judged(step, new, said, {said[member.worker] for member in trusted})
 
     @staticmethod
-    def _judged(
-        step: int, newcomers: list[Newcomer], said: dict[WorkerId, str], right: set[str]
-    ) -> Iterator[Mismatch]:
+    def _judged(step: int, newcomers: list[Newcomer], said: dict[WorkerId, str], right: set[str]) -> Iterator[Mismatch]:
         for each in newcomers:
             if {said[each.member.worker]} == right:
                 each.phase = Phase.EQUAL

@@ -191,6 +191,12 @@ class Membership:
         """Whether the job has started, and goes on without ``worker``, which is no member yet."""
         return self.course.vacancies.is_outside(worker)
 
+    def is_apart(self, worker: WorkerId) -> bool:
+        """Whether ``worker`` does not hear what is said to all: it is lost, or a newcomer that has not asked yet to
+        take part.
+        """
+        return worker in self.lost or (self.is_outside(worker) and self.course.joining.get(worker) is None)
+
     def supervisor(self, rank: int, there: bool, now: float) -> CoordinatorOutput:
         """Handles that the supervisor of ``rank`` has come, or has gone where it is not ``there``."""
         out = CoordinatorOutput()

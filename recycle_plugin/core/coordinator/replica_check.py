@@ -88,9 +88,7 @@ class Fingerprints:
                 step, {member: one.tied[weight] for member, one in told.items() if weight in one.tied}, weight
             )
         for stage in roster.live_stages:
-            yield from compared(
-                step, {member: told[member].digest for member in roster.stage(stage) if member in told}
-            )
+            yield from compared(step, {member: told[member].digest for member in roster.stage(stage) if member in told})
 
 
 def compared(step: int, digests: dict[Member, str], weight: str = "") -> Iterator[Mismatch]:

@@ -38,9 +38,7 @@ class Newcomer:
 
     def start(self) -> Iterator[Any]:
         """Returns when the newcomer knows where the job is.  Raises JobEnded."""
-        yield from self._port.wait(
-            "word of where the job is", lambda: self._view.present or None, interruptible=False
-        )
+        yield from self._port.wait("word of where the job is", lambda: self._view.present or None, interruptible=False)
 
     def train(self, step: int) -> Waits[bool]:
         """Yields until ``step`` is committed by the others, and applied here if need be: True.  False where from this

@@ -154,9 +154,7 @@ class Servings:
         self._say_committed(min(stepped, committed), valid_from)
         if stepped > committed:
             return False
-        return any(
-            [serving.between(stepped, valid_from, summed, waiting) for serving in self._by_newcomer.values()]
-        )
+        return any([serving.between(stepped, valid_from, summed, waiting) for serving in self._by_newcomer.values()])
 
     def before_step(self, stepped: int, valid_from: int) -> None:
         """Gets ready for STEP, where the state is that after the committed step ``stepped``."""

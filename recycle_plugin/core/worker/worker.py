@@ -15,8 +15,8 @@ from functools import partial
 from math import isfinite
 from typing import Any, Protocol, TypeVar
 
-from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages import protocol
+from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.protocol import Contribution, Serve
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, provides
@@ -128,12 +128,8 @@ class Machine(Protocol):
     def undo(self, step: int) -> None:
         """Takes the weights' last step, ``step``, back."""
 
-    @property
-    def shared(self) -> SharedState:
-        """The state of this worker's stage, as newcomers are given it."""
-
-    def open_outlet(self, newcomer: WorkerId) -> tuple[str, Outlet]:
-        """An address at which ``newcomer`` is let in, and the line to it."""
+    def open_outlet(self, newcomer: WorkerId) -> tuple[SharedState, Outlet, str]:
+        """The state of this worker's stage for ``newcomer``, the line to it, and an address at which it is let in."""
 
     def hash_state(self, step: int) -> None:
         """Begins to hash the state after ``step``, beside what else is done; the coordinator is sent the result."""
@@ -205,6 +201,7 @@ class Worker:
 
         A new generation follows, and what comes later is valid from that one.
         """
+        self.servings.close()
         self.store.rewind(step, self._control_view.number + 1)
         if self.iterator_data is not None:
             self.iterator_data.rewind()
@@ -276,8 +273,9 @@ class Worker:
 
     # newcomers
 
-    def serve_now(self, waiting: bool) -> bool:
-        """Does what newcomers ask for, where it may be done now; returns whether there was anything to do.
+    def serve_now(self, waiting: bool) -> bool | None:
+        """Does what newcomers ask for, where it may be done now; returns whether there was anything to do, None where
+        there are none.
 
         ``waiting``: this worker has nothing else to do.
         """
@@ -287,15 +285,15 @@ class Worker:
         if self.hash_at and stepped <= committed:
             self._hash(stepped)
         if not self.servings:
-            return False
+            return None
         return self.servings.between(
             stepped, committed, self.store.valid_from, self._last_sum(stepped + 1) in self.store, waiting
         )
 
     def _serve(self, asked: Serve) -> None:
         """Lets a newcomer come, and hashes the state from which it is served."""
-        address, outlet = self._machine.open_outlet(asked.newcomer)
-        self.servings.add(asked.newcomer, Serving(self._machine.shared, outlet, asked.from_step))
+        state, outlet, address = self._machine.open_outlet(asked.newcomer)
+        self.servings.add(asked.newcomer, Serving(state, outlet, asked.from_step))
         self.hash_after(asked.from_step)
         self._machine.send(protocol.Serving(self._control_view.rank, asked.newcomer, address))
 

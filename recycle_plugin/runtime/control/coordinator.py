@@ -421,15 +421,12 @@ class Coordinator:
         if whom == SUPERVISORS:
             return [*self._supervisors.values(), *filter(None, self._former.values())]
         if whom == WORKERS:  # what is for a lost one that does not read would pile up here
-            return [control for worker, control in self._workers.items() if not self._is_apart(worker)]
+            return [control for worker, control in self._workers.items() if not self._membership.is_apart(worker)]
         if isinstance(whom, SupervisorOf):
             return [self._supervisors[whom.rank]] if whom.rank in self._supervisors else []
         if isinstance(whom, Joiner):
             return [self._joiners[whom.number][1]] if whom.number in self._joiners else []
         return [self._workers[whom]] if isinstance(whom, WorkerId) and whom in self._workers else []
-
-    def _is_apart(self, worker: WorkerId) -> bool:
-        return worker in self._membership.lost or self._membership.is_outside(worker)
 
     def _supervisors_of(self, rank: int) -> list[InLoop]:
         """Of the rank's supervisor, and of those that were so once."""

@@ -46,6 +46,7 @@ NOT_LAUNCHED = (
     "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch "
     "your_script.py …`, or on one host with `python -m recycle_plugin.launch --workers 4 your_script.py …`"
 )
+SERVE_S = 0.01  # between two looks at what newcomers ask for, while somebody waits
 LISTEN_S = 60.0  # how long nothing need be heard; whoever waits for something has a deadline of its own
 
 
@@ -59,6 +60,8 @@ class Session(ControlView):
       of its own.
     * ``work`` is what of a program is being carried out, None between steps, and ``trainer`` the thread that does so
       (runtime/collectives/callers.py); ``group_sums`` is the setting; ``trains``: this process has its trainer.
+    * ``idle(waiting=True)`` is called while the thread that trains waits: it serves newcomers, and returns whether
+      there was anything to do, None where there are none.
     * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py), ``at_end`` when the script is
       through, to go when everybody's last step is committed.
     * ``newcomer``: the process has come into a job that had started, in the place of a lost one, and runs its script
@@ -90,6 +93,7 @@ class Session(ControlView):
         self.when_adopted: Callable[[], None] = lambda: None
         self.at_end: Callable[[], None] = lambda: None
         self.trains = False
+        self.idle: Callable[..., bool | None] = lambda waiting: None
         self.startup: Startup | None = None
         self.heartbeats = Heartbeats(rank, self.send)
         self.given_up: Callable[[str], None] | None = None
@@ -199,7 +203,7 @@ class Session(ControlView):
     def _is_without_me(self, generation: Generation) -> bool:
         """It holds at once, and this worker has not left by itself."""
         outside = not generation.from_step and self.worker not in generation.roster.workers
-        return outside and not self._closed and not self.has_left(generation)
+        return outside and not self.newcomer and not self._closed and not self.has_left(generation)
 
     def _coordinator_gone(self) -> None:
         broken = self._control.broken
@@ -229,24 +233,36 @@ class Session(ControlView):
         """
         self._refuse_forks()
         timeout_s = timeout_s or self.wait_timeout_s
-        deadline = time.monotonic() + timeout_s
-        with self.heartbeats.at(WAITS, what), self.changed:
+        deadline, served = time.monotonic() + timeout_s, None
+        with self.heartbeats.at(WAITS, what):
             while True:
-                self.check_end()
-                if interruptible:
-                    self.check()
-                result = ready()
-                if result is not None:
-                    return result
-                now, cut_off = time.monotonic(), self.heartbeats.lease_until + self.regroup_timeout_s
-                if now >= min(deadline, cut_off):
-                    name = what if isinstance(what, str) else what()
-                    if cut_off < deadline:
-                        self._raise_cut_off(name)
-                    raise WaitTimeout(
-                        f"waited {timeout_s:.0f} s for {name}; raise recycle.wait_timeout_s if it may take longer"
-                    )
-                self.changed.wait(min(deadline, cut_off) - now)
+                with self.changed:
+                    self.check_end()
+                    if interruptible:
+                        self.check()
+                    result = ready()
+                    if result is not None:
+                        return result
+                    now, cut_off = time.monotonic(), self.heartbeats.lease_until + self.regroup_timeout_s
+                    if now >= min(deadline, cut_off):
+                        name = what if isinstance(what, str) else what()
+                        if cut_off < deadline:
+                            self._raise_cut_off(name)
+                        raise WaitTimeout(
+                            f"waited {timeout_s:.0f} s for {name}; raise recycle.wait_timeout_s if it may take longer"
+                        )
+                    if not served:
+                        left = min(deadline, cut_off) - now
+                        self.changed.wait(left if served is None else min(left, SERVE_S))
+                served = self._serve_newcomers()
+
+    def _serve_newcomers(self) -> bool | None:
+        """Do what newcomers ask for, since the thread that trains waits anyway; whether there was something to do now,
+        None where nobody asks for anything.
+        """
+        if self.trainer != threading.get_ident():
+            return None
+        return self.idle(waiting=True)
 
     def await_lease(self, what: object, interruptible: bool = True) -> None:
         """Return once the lease holds, so that nobody goes on without this worker; call it before ``what``, which

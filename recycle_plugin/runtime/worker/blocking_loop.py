@@ -17,6 +17,8 @@ from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.core.worker import training_loop as core
 from recycle_plugin.core.worker.checkpoint_saving import CheckpointFiles, save
 from recycle_plugin.core.worker.evaluation import Evaluations
+from recycle_plugin.core.worker.filled_stage import FilledStage
+from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.planner.forwards import forwards
 from recycle_plugin.runtime.control.session import Session
@@ -50,11 +52,19 @@ class BlockingLoop:
         self._loop = core.TrainingLoop(world, worker, self._planner, topology, worker.seat, machine)
         worker.applied = self._loop.applied
         self._evaluations = Evaluations(world, worker, self._loop, forwards, self._recover_between)
+        self._newcomer = Newcomer(world, self._loop, FilledStage(world, worker.store, machine), world.open_inlet)
         self.machine = machine
 
     def start(self) -> None:
         """Wait for all workers, and take the first membership and plan."""
         _drain(self._loop.start())
+
+    def follow(self, step: int) -> bool:
+        """As a newcomer, wait until ``step`` is over with the others, and followed here if need be: True.  False where
+        from this step on the worker is a member.
+        """
+        _drain(self._newcomer.start())
+        return _drain(self._newcomer.train(step))
 
     def train(self, step: int) -> dict:
         """Train ``step``; returns the loss of each micro-batch of the step."""

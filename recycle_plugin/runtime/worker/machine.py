@@ -14,21 +14,25 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, awaited
-from recycle_plugin.core.messages.protocol import Missing
+from recycle_plugin.core.messages.protocol import Missing, Serving
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, SENDS, STAGE_WIDE, Instruction, Op
 from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.worker.catching_up import Inlet
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.training_loop import StepProgram
 from recycle_plugin.errors import WaitTimeout
+from recycle_plugin.runtime.catch_up.transfers import Transfers
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import There
 from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.movers.mover import Mover
 from recycle_plugin.runtime.stage.operations import Operations
+from recycle_plugin.runtime.state.background_hash import BackgroundHash
+from recycle_plugin.runtime.state.units import Units
 
 T = TypeVar("T")
 OUTWARD = SENDS | STAGE_WIDE  # what a worker that the others have given up must not do
@@ -38,7 +42,8 @@ class TorchMachine:
     """A real worker's machine: ``operations`` compute, ``mover`` moves tensors, ``session`` is with the coordinator.
 
     ``faults`` strike at their instructions and points; ``trace`` is called with each instruction that is over.
-    ``prepare(step)`` is called where a step is computed whose predecessor is committed.
+    ``prepare(step)`` is called where a step is computed whose predecessor is committed.  ``transfers`` have the lines
+    to newcomers, ``hashing`` makes hashes of the state; ``units`` are this worker's own, which a newcomer fills.
     """
 
     def __init__(
@@ -47,6 +52,9 @@ class TorchMachine:
         mover: Mover,
         operations: Operations,
         faults: FaultScript,
+        transfers: Transfers,
+        hashing: BackgroundHash,
+        units: Units,
         trace: Callable[[Span], None] = lambda span: None,
         prepare: Callable[[int], None] = lambda step: None,
     ) -> None:
@@ -57,6 +65,9 @@ class TorchMachine:
         self.compute, self.share, self.norm = operations.compute, operations.share, operations.norm
         self._trace, self._prepare = trace, prepare
         self.undo, self.forget_sums = operations.undo, operations.forget_sums
+        self.open_outlet, self.hash_state, self.finish_hash = transfers.to, hashing.hash_state, hashing.wait
+        self.fill, self.write, self.gathered = units.fill, units.write, units.gathered
+        self._transfers = transfers
 
     # --- lines -------------------------------------------------------------------------------------
 
@@ -95,6 +106,10 @@ class TorchMachine:
             self._takers.add(address)
             value = There(value)  # what is packed (runtime/movers/batches.py) is on the host
         self._mover.send(address, datum, value, valid_from)
+
+    def open_inlet(self, serving: Serving) -> Inlet:
+        """The line from a source, which ``serving`` names."""
+        return self._transfers.come_from(serving.address)
 
     def hear_out(self) -> None:
         """Before a membership change take what lost peers have sent; tells the coordinator where this worker lets

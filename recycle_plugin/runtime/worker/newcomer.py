@@ -13,11 +13,14 @@ class Newcomer:
     """The script of a worker that has come into a job that trains, until it is let in.
 
     ``optimizer`` counts the steps that the script goes through; ``ask()`` asks the coordinator for a place, and for
-    what is over; later calls of it do nothing.
+    what is over; ``follow(step)`` returns True once ``step`` is over, and False where this worker is to train it
+    itself.
     """
 
-    def __init__(self, session: Session, optimizer: Optimizer, ask: Callable[[], None]) -> None:
-        self._session, self._optimizer, self._ask = session, optimizer, ask
+    def __init__(
+        self, session: Session, optimizer: Optimizer, ask: Callable[[], None], follow: Callable[[int], bool]
+    ) -> None:
+        self._session, self._optimizer, self._ask, self._follow = session, optimizer, ask, follow
         self._replay: ScriptReplay | None = None
 
     @property
@@ -31,15 +34,18 @@ class Newcomer:
         Blocks until one of both is known, and raises as Session.wait and ScriptReplay.loss do.
         """
         replay = self._begun
-        loss = self._wait(lambda: f"the loss of step {replay.position + 1}", replay.loss)
-        if loss is not None:
+        coming = replay.position + 1
+        if not self._follow(coming):
+            return None
+        loss = self._wait(f"the loss of step {coming}", replay.loss)
+        if self._optimizer.steps < coming:  # it was not followed, only gone through
             self._optimizer.pass_over()
         return loss
 
-    def evaluation(self) -> float | None:
-        """The mean loss of the script's next evaluation; None where this worker is to take part in it."""
+    def evaluation(self) -> float:
+        """The mean loss of the script's next evaluation, which the others have made, or make now."""
         replay = self._begun
-        return self._wait(lambda: f"the mean of evaluation {replay.evaluated + 1}", replay.evaluation)
+        return self._wait(f"the mean of evaluation {replay.evaluated + 1}", replay.evaluation)
 
     @property
     def _begun(self) -> ScriptReplay:
@@ -49,18 +55,10 @@ class Newcomer:
             self._ask()
         return self._replay
 
-    def _wait(self, what: Callable[[], str], look: Callable[[], float | None]) -> float | None:
-        def news() -> list[float] | None:
+    def _wait(self, what: str, look: Callable[[], float | None]) -> float:
+        def news() -> float | None:
             for message in self._session.take_recorded():
                 self._begun.hear(message)
-            known = look()
-            return [known] if known is not None else [] if self._is_member else None
+            return look()
 
-        found = self._session.wait(lambda: f"{what()}, or a place among the others", news, interruptible=False)
-        return found[0] if found else None
-
-    @property
-    def _is_member(self) -> bool:
-        """Whether a membership with this worker has been made."""
-        made = self._session.pending or self._session.generation
-        return made is not None and self._session.worker in made.roster.workers
+        return self._session.wait(f"{what}, which the others know", news, interruptible=False)

@@ -126,18 +126,22 @@ class Trainer:
         self._trace = TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace else None
         traced = {"trace": self._trace.add} if self._trace is not None else {}
         script, prepare = settings.fault_script(self.seat), self._stepping.prepare
-        self._world = TorchMachine(session, self._transport, operations, script, prepare=prepare, **traced)
+        own = stage_units(framework, self.state, self._gradients)
+        self._world = TorchMachine(
+            session, self._transport, operations, script, self.transfers, self.hash, own, prepare=prepare, **traced
+        )
         self._touch = FirstTouch(self._changed, lambda: self.settled, self.settle)
         os.register_at_fork(before=self._touch.now)
         self._surroundings = Surroundings(
             model.module, model.device.kind, lambda: framework.optimizer.wrapped.param_groups
         )
+        self._waiting_loop: BlockingLoop | None = None  # made, and not begun
         self._loop: BlockingLoop | None = None
         self._worker: Worker  # with the loop
         self._checkpoints: JobCheckpoints
         self._from_checkpoint = False  # from a checkpoint, before training
         self._asked = False
-        self._newcomer = Newcomer(session, framework.optimizer, self._ask) if session.newcomer else None
+        self._newcomer = Newcomer(session, framework.optimizer, self._ask, self._follow) if session.newcomer else None
         self._on_join, self._evaluated, self._loadings = OnJoin(), 0, 0
 
     # --- what scripts call -------------------------------------------------------------------------
@@ -225,6 +229,8 @@ class Trainer:
         )
         if self._trace is not None:
             self._trace.close()
+        if self._waiting_loop is not None:
+            self._worker.serve_now(waiting=True)
         self.transfers.close()
         self._transport.close()
 
@@ -265,10 +271,6 @@ class Trainer:
         Called in a newcomer, in the thread that trains, before its first step.  Raises RecycleError where ``state``
         does not suit the script.
         """
-        if self._newcomer is not None:
-            self._evaluated, self._newcomer = self._newcomer.evaluated, None
-        if self._loop is not None:
-            self._loop.count_on(self._evaluated)
         self._on_join.joined(step, state)
 
     # --- for the framework's own step ----------------------------------------------------------------
@@ -305,29 +307,63 @@ class Trainer:
         """
         if self._loop is not None:
             return
+        loop = self._prepared()
+        self._ask()
+        loop.start()
+        if self._from_checkpoint:
+            self._say_fingerprint(loop.machine.stepped)
+        self._begin(loop)
+
+    def _prepared(self) -> BlockingLoop:
+        """The loop by which this worker trains; made once, before anybody is asked or waited for."""
+        if self._waiting_loop is not None:
+            return self._waiting_loop
         planner.warm()  # so that no failure has to wait for a compiler
         session, settings, shape = self._session, self._settings, self.topology
         machine = StepMachine(self.step)
         self._store.rewind(machine.stepped, valid_from=0)
         waits, costs, policy = self._planning()
         judging = Judging(waits, settings.clip == "validate")
-        worker = Worker(self._world, shape, self._store, machine, judging, self.feed.iterator_data, Stopwatch(costs))
-        loop = BlockingLoop(
-            session, worker, self._world, shape, costs, policy, machine, self._between_steps, settings.max_slowdown
+        self._worker = Worker(
+            self._world, shape, self._store, machine, judging, self.feed.iterator_data, Stopwatch(costs)
         )
+        session.idle = self._worker.serve_now
+        self._waiting_loop = BlockingLoop(
+            session,
+            self._worker,
+            self._world,
+            shape,
+            costs,
+            policy,
+            machine,
+            self._between_steps,
+            settings.max_slowdown,
+        )
+        return self._waiting_loop
+
+    def _begin(self, loop: BlockingLoop) -> None:
+        """Train by ``loop`` from now on."""
+        session, self._loop = self._session, loop
         loop.count_on(self._evaluated)
-        self._ask()
-        loop.start()
-        if self._from_checkpoint:
-            self._say_fingerprint(machine.stepped)
-        self._loop, self._worker = loop, worker
-        if self.seat.replica == 0:  # one of each stage: no other worker knows what is trained there
+        if self.seat.replica == 0 and not session.incarnation:  # one of each stage: nobody else knows what it trains
             session.note("stage", f"stage {self.seat.stage} is built", **described(self._framework))
         files, reach = self._framework.checkpoints, self._world.reach
         self._checkpoints = JobCheckpoints(
-            session, settings, loop, reach, files, self.state, self.run_dir, self._between_steps
+            session, self._settings, loop, reach, files, self.state, self.run_dir, self._between_steps
         )
         session.between_steps = self._between_steps
+
+    def _follow(self, step: int) -> bool:
+        """Whether ``step`` is over with the others, once that is known; where it is not, this worker is a member now,
+        and goes on with its stage's state.
+        """
+        loop = self._prepared()
+        if loop.follow(step):
+            return True
+        assert self._newcomer is not None, "only a newcomer follows"
+        self._evaluated, self._newcomer = self._newcomer.evaluated, None
+        self._begin(loop)
+        return False
 
     def _ask(self) -> None:
         """Ask to take part, once."""
@@ -385,7 +421,7 @@ class Trainer:
 
     def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:
         framework, parameters = self._framework, self._framework.parameters
-        gradients = Gradients(framework.buckets, self._store, parameters, blocks, framework.tied)
+        gradients = self._gradients = Gradients(framework.buckets, self._store, parameters, blocks, framework.tied)
         elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.stage}
         clipping = Clipping(self._store, parameters, framework.norm or TrueNorm(elsewhere), framework.clipping)
         undo = undo_record(self._settings.undo, self.state, gradients)
