@@ -114,7 +114,8 @@ class ControlView:
                     }
             case Committed():
                 self.committed = max(self.committed, message.step)
-                self.news.append((self.generation, message))
+                if not self.newcomer:  # of steps that it has no part in the others tell
+                    self.news.append((self.generation, message))
                 # the others commit steps behind its last one while who leaves may still be at that
                 first = min(message.step, self._leaves_at - 1) if self._leaves_at else message.step
                 self._collected = {key: values for key, values in self._collected.items() if key[0] >= first}
