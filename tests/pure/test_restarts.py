@@ -169,6 +169,16 @@ def test_where_the_guard_is_gone_nobody_is_left_to_start_it():
     assert not orders(out) and kinds(out, "restart", "not_restarted") == ["not_restarted"]
 
 
+def test_a_supervisor_goes_with_a_worker_that_says_that_all_is_well_and_starts_none():
+    membership = job_of()
+    membership.connection_lost(WorkerId(2), 0.0)
+    out = dies(membership, code=0)
+    assert not orders(out) and kinds(out, "restart", "not_restarted") == ["not_restarted"]
+    membership = newcomer()
+    out = dies(membership, 1, code=0)
+    assert not orders(out) and kinds(out, "restart", "not_restarted") == ["not_restarted"]
+
+
 def test_before_the_start_a_death_ends_the_job_as_ever():
     membership = Membership(4)
     membership.receive(Ready(member(2), 0, job(rejoin="always")), 0.0)

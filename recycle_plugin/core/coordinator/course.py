@@ -356,7 +356,7 @@ class Course:
             self._go_on_without(f"death of rank {message.rank}", now, out)
         self.lose(message.worker, Cause.DIED, how, now, message.at, out, by_itself=message.code >= 0)
         if message.worker in self.attendance.lost and self.attendance.started:
-            self.vacancies.lost(message.worker, how, self.is_ending, now, out)
+            self.vacancies.lost(message, how, self.is_ending, now, out)
 
     def unguarded(self, message: Unguarded, out: CoordinatorOutput) -> None:
         """Notes that the process that the launcher had started for a rank is gone: some launchers end the job for that,

@@ -98,18 +98,26 @@ class Vacancies:
 
     # --- vacant, and filled again ----------------------------------------------------------------
 
-    def lost(self, worker: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
-        """Takes in that a lost member is dead, which is said ``how``, and sees to its seat; once for each of them."""
+    def lost(self, message: Exited, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
+        """Takes in that a lost member is dead, ``how`` in words, and sees to its seat; once for each of them."""
+        worker = message.worker
         if worker.rank in self._vacant or worker.incarnation != self._holders.get(worker.rank):
             return
         self._silent.discard(worker.rank)  # its supervisor has been heard
+        self._goes_with(message)
         self._vacant[worker.rank] = Vacancy()
         self._fill(worker, how, ending, now, out)
 
     def died(self, message: Exited, ending: bool, now: float, out: CoordinatorOutput) -> None:
         """Takes in that a process which is no member has ended."""
         if self.is_newcomer(message.worker):
+            self._goes_with(message)
             self._in_vain(message.worker, f"its process {how_ended(message.code)}", ending, now, out)
+
+    def _goes_with(self, message: Exited) -> None:
+        """Note that a supervisor goes with a worker that says that all is well."""
+        if message.code == 0:
+            self._unguarded.add(message.rank)
 
     def _in_vain(self, worker: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
         self._restarts.in_vain(worker.rank)
