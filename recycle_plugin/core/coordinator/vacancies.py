@@ -25,12 +25,13 @@ OVER = "the job is over"
 @dataclass
 class Vacancy:
     """A vacant seat.  ``newcomer``: who is to hold it; ``due``: when its own supervisor starts that, in seconds;
-    ``come``: it has connected.
+    ``come``: it has connected; ``heard``: when its supervisor has last said that its process is there.
     """
 
     newcomer: WorkerId | None = None
     due: float = 0.0
     come: bool = False
+    heard: float | None = None
 
 
 class Vacancies:
@@ -171,6 +172,11 @@ class Vacancies:
         """Takes in that the supervisor of ``rank`` is gone; another may come."""
         self._absent[rank] = now
 
+    def heard(self, worker: WorkerId, now: float) -> None:
+        """Takes in that the supervisor of ``worker`` has said that its process is there."""
+        if self.is_newcomer(worker):
+            self._vacant[worker.rank].heard = now
+
     def silent(self, rank: int) -> None:
         """Notes that nothing is heard of the host of ``rank``."""
         self._silent.add(rank)
@@ -184,8 +190,8 @@ class Vacancies:
         """Lets time pass, which may show that a host is gone.  ``unreachable``: lost workers that are not known to be
         dead.  Costs one look at each vacant seat and at each supervisor that is gone.
         """
-        for worker in self.newcomers if self._absent else ():
-            if self._is_host_gone(worker.rank, now):
+        for worker in self.newcomers:
+            if self._is_host_gone(worker.rank, now) or self._is_silent(worker.rank, now):
                 self._unguarded.add(worker.rank)
                 self._fence(worker, "its host is gone", out)
                 self._in_vain(worker, "its host is gone", ending, now, out)
@@ -195,6 +201,10 @@ class Vacancies:
 
     def _is_host_gone(self, rank: int, now: float) -> bool:
         return rank in self._silent or now - self._absent.get(rank, now) > self._absent_s
+
+    def _is_silent(self, rank: int, now: float) -> bool:
+        heard = self._vacant[rank].heard
+        return heard is not None and now - heard > self._absent_s
 
     def _gone(self, unreachable: Collection[WorkerId], now: float) -> list[int]:
         """The ranks of lost workers whose hosts are gone, and whom nobody follows yet."""
