@@ -53,6 +53,7 @@ from recycle_plugin.core.messages.protocol import (
 )
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
 
 EARLY = (
@@ -102,7 +103,7 @@ class Course:
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)
-        names = {member.rank: str(member) for member in roster}
+        names = {rank: named(rank, seat) for rank, seat in roster.seats_by_rank().items()}
         self.vacancies.begin(job.rejoin, names, roster.workers, job.deadlines.heartbeat_timeout_s)
 
     def resize(self, message: Resized, out: CoordinatorOutput) -> None:

@@ -59,7 +59,7 @@ class Vacancies:
         """
         self._restarts, self._names, self._absent_s = Restarts(rejoin), dict(names), absent_s
         self._members = set(workers)
-        self._holders = {worker.rank: worker.incarnation for worker in workers}
+        self._holders = dict(workers)
 
     # --- who is who ------------------------------------------------------------------------------
 
@@ -209,11 +209,9 @@ class Vacancies:
     def _gone(self, unreachable: Collection[WorkerId], now: float) -> list[int]:
         """The ranks of lost workers whose hosts are gone, and whom nobody follows yet."""
         return sorted(
-            worker.rank
-            for worker in unreachable
-            if worker.rank not in self._vacant
-            and worker.incarnation == self._holders.get(worker.rank)
-            and self._is_host_gone(worker.rank, now)
+            rank
+            for rank, incarnation in unreachable
+            if rank not in self._vacant and incarnation == self._holders.get(rank) and self._is_host_gone(rank, now)
         )
 
     # --- from elsewhere --------------------------------------------------------------------------
