@@ -113,6 +113,7 @@ def overrides(shape: Topology, model: str, step_s: float) -> list[str]:
         "steps=100000",
         "report_every=0",
         "recycle.enabled=true",
+        "recycle.rejoin=never",
         "recycle.trace=true",
     ]
 

@@ -91,10 +91,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def section_of(path: str | None) -> dict[str, Any]:
-    """The settings that the small jobs take from a config.  Raises ValueError."""
+    """The settings that the small jobs take from a config, and by which nobody comes back beside what is measured.
+    Raises ValueError.
+    """
     section = {} if path is None else config_of(path).get(SECTION) or {}
     Settings.from_section(section)
-    return {"enabled": True, **{name: section[name] for name in TOLD if name in section}}
+    return {"enabled": True, "rejoin": "never", **{name: section[name] for name in TOLD if name in section}}
 
 
 def checked(launcher: Sequence[str]) -> list[str]:

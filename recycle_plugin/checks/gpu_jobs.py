@@ -47,6 +47,7 @@ SMALL_GPT = (
     f"steps={STEPS}",
     "report_every=0",
     "recycle.enabled=true",
+    "recycle.rejoin=never",
     "recycle.report=false",
 )
 HALVES = {

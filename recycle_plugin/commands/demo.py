@@ -52,7 +52,10 @@ class DemoScenario(NamedTuple):
 
 SCENARIOS = {
     "worker": DemoScenario(
-        "one worker gets SIGKILL in the middle of a step", 4, ("topology=pp2_dp2",), ("faults=kill_one",)
+        "one worker gets SIGKILL in the middle of a step",
+        4,
+        ("topology=pp2_dp2", "recycle.rejoin=never"),
+        ("faults=kill_one",),
     ),
 }
 

@@ -57,7 +57,9 @@ def one_loss(
 
     Raises RunFailed.
     """
-    with TrainingRun(folder, workers, [*overrides, "recycle.enabled=true", "steps=100000"]) as run:
+    with TrainingRun(
+        folder, workers, [*overrides, "recycle.enabled=true", "recycle.rejoin=never", "steps=100000"]
+    ) as run:
         run.wait_for(lambda: run.committed() >= WARM_UP + steps, f"{steps} fault-free steps", DEADLINE_S)
         run.kill(run.rank_at(str(lost)))
         resume = run.wait_for(lambda: run.resumes()[1:], f"recovery from the loss of {lost}", DEADLINE_S)[0]

@@ -136,7 +136,7 @@ class Settings(BaseModel):
         allow_inf_nan=False,
     )
     rejoin: Rejoin = setting(
-        "never",
+        "always",
         'a whole number, not negative, "always" or "never"',
         "whether the process of a lost worker is started again, to come back: always, until 5 in a row have died "
         "before they were admitted; a number of starts in a row; or never; "

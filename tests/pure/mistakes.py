@@ -22,6 +22,7 @@ from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.regrouping import Regrouping
 from recycle_plugin.core.coordinator.state_dump import load
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
+from recycle_plugin.core.coordinator.vacancies import Vacancies
 from recycle_plugin.core.messages.contributions import NORM
 from recycle_plugin.core.messages.protocol import OfWorker
 from recycle_plugin.core.vocabulary import recovery_plan
@@ -258,6 +259,7 @@ def deaf_unheard(monkeypatch) -> None:
 @mistake("a second process of a rank is heard", seen=1)
 def late_heard(monkeypatch) -> None:
     monkeypatch.setattr(Attendance, "turn_away", lambda self, worker, host, step, out: None)
+    monkeypatch.setattr(Vacancies, "is_outside", lambda self, worker: False)
 
 
 @mistake("all processes of a rank are one worker", seen=1)

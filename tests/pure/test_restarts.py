@@ -169,6 +169,16 @@ def test_where_the_guard_is_gone_nobody_is_left_to_start_it():
     assert not orders(out) and kinds(out, "restart", "not_restarted") == ["not_restarted"]
 
 
+def test_a_supervisor_goes_with_a_worker_that_says_that_all_is_well_and_starts_none():
+    membership = job_of()
+    membership.connection_lost(WorkerId(2), 0.0)
+    out = dies(membership, code=0)
+    assert not orders(out) and kinds(out, "restart", "not_restarted") == ["not_restarted"]
+    membership = newcomer()
+    out = dies(membership, 1, code=0)
+    assert not orders(out) and kinds(out, "restart", "not_restarted") == ["not_restarted"]
+
+
 def test_before_the_start_a_death_ends_the_job_as_ever():
     membership = Membership(4)
     membership.receive(Ready(member(2), 0, job(rejoin="always")), 0.0)
@@ -208,7 +218,6 @@ def test_it_is_welcome_says_when_its_engine_stands_and_is_no_member():
         (Contribution(2, 1, "loss", {"0.0": 1.0}, 1), ""),
         (Left(2, 3), ""),
         (Leaving(2, "SIGTERM"), ""),
-        (SupervisorHeartbeat(2, True), ""),
     ],
     ids=lambda one: type(one).__name__,
 )
@@ -393,6 +402,23 @@ def test_a_newcomer_whose_host_is_gone_leaves_a_seat():
     assert seated(membership.join(1, "x", False, 24.0), 1) == 2
     out = membership.tick(99.0)
     assert not kinds(out, "not_restarted") and not said(out, Fence), "the supervisor that is there now is another one"
+
+
+def test_a_newcomer_of_whose_host_nothing_is_heard_any_more_leaves_a_seat():
+    """Its supervisor's connection stands, since nobody has said that it is broken."""
+    membership = newcomer(heartbeat_timeout_s=3.0)
+    membership.join(1, "x", True, 20.0)
+    for now in (20.0, 22.0, 24.0):
+        membership.receive(SupervisorHeartbeat(2, False, incarnation=1), now)
+        assert seated(membership.tick(now + 1), 1) is None
+    out = membership.tick(27.5)
+    assert (
+        seated(out, 1) == 2
+        and orders(out) == [(2, 2, 0.0)]
+        and (NEXT, Fence) in [(whom, type(one)) for whom, one in out.messages]
+    )
+    membership.receive(SupervisorHeartbeat(2, False, incarnation=1), 30.0)
+    assert not orders(dies(membership, 1)), "its host is back, and the seat is another's"
 
 
 def test_all_of_it_survives_being_written_down():

@@ -144,13 +144,13 @@ class Attendance:
         )
         out.say(
             "late",
-            f"a process on {host} wants to take part as rank {worker.rank}: {why}; nobody has asked for it, and it is "
-            "told to end",
+            f"a process on {host} wants to take part as rank {worker.rank}: {why}; nobody can join yet, and it is told "
+            "to end",
             rank=worker.rank,
             host=host,
             incarnation=worker.incarnation,
         )
-        out.tell(worker, End(0, f"{why}; nobody has asked for another process of rank {worker.rank}", failed=True))
+        out.tell(worker, End(0, f"{why}; nobody can join as rank {worker.rank} yet", failed=True))
 
     def resize(self, micro_batches: int) -> bool:
         """Takes ``micro_batches`` for the number of each replica in a step from now on; returns whether that is

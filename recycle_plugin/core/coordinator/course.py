@@ -60,6 +60,7 @@ from recycle_plugin.core.messages.protocol import (
 )
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.evaluation_route import ended_at
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
 
@@ -111,7 +112,7 @@ class Course:
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)
-        names = {member.rank: str(member) for member in roster}
+        names = {rank: named(rank, seat) for rank, seat in roster.seats_by_rank().items()}
         self.vacancies.begin(job.rejoin, names, roster.workers, job.deadlines.heartbeat_timeout_s)
 
     def resize(self, message: Resized, out: CoordinatorOutput) -> None:
@@ -496,7 +497,7 @@ class Course:
             self._go_on_without(f"death of rank {message.rank}", now, out)
         self.lose(message.worker, Cause.DIED, how, now, message.at, out, by_itself=message.code >= 0)
         if message.worker in self.attendance.lost and self.attendance.started:
-            self.vacancies.lost(message.worker, how, self.is_ending, now, out)
+            self.vacancies.lost(message, how, self.is_ending, now, out)
 
     def unguarded(self, message: Unguarded, out: CoordinatorOutput) -> None:
         """Notes that the process that the launcher had started for a rank is gone: some launchers end the job for that,

@@ -266,6 +266,8 @@ class Membership:
                 self.course.unguarded(message, out)
             case Heartbeat():
                 out.tell(message.worker, Lease(message.number, 0.0))
+            case SupervisorHeartbeat():
+                self.course.vacancies.heard(message.worker, now)
             case Fatal():
                 out.say("warning", f"{who} can't come back: {message.text}", rank=message.rank)
             case Crashed():

@@ -25,12 +25,13 @@ OVER = "the job is over"
 @dataclass
 class Vacancy:
     """A vacant seat.  ``newcomer``: who is to hold it; ``due``: when its own supervisor starts that, in seconds;
-    ``come``: it has connected.
+    ``come``: it has connected; ``heard``: when its supervisor has last said that its process is there.
     """
 
     newcomer: WorkerId | None = None
     due: float = 0.0
     come: bool = False
+    heard: float | None = None
 
 
 class Vacancies:
@@ -59,7 +60,7 @@ class Vacancies:
         """
         self._restarts, self._names, self._absent_s = Restarts(rejoin), dict(names), absent_s
         self._members = set(workers)
-        self._holders = {worker.rank: worker.incarnation for worker in workers}
+        self._holders = dict(workers)
 
     # --- who is who ------------------------------------------------------------------------------
 
@@ -99,21 +100,29 @@ class Vacancies:
 
     # --- vacant, and filled again ----------------------------------------------------------------
 
-    def lost(self, worker: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
-        """Takes in that a lost member is dead, which is said ``how``, and sees to its seat; once for each of them."""
+    def lost(self, message: Exited, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
+        """Takes in that a lost member is dead, ``how`` in words, and sees to its seat; once for each of them."""
+        worker = message.worker
         if worker.rank in self._vacant or worker.incarnation != self._holders.get(worker.rank):
             return
         self._silent.discard(worker.rank)  # its supervisor has been heard
         if worker in self._unproven:
             self._unproven.discard(worker)
             self._restarts.in_vain(worker.rank)
+        self._goes_with(message)
         self._vacant[worker.rank] = Vacancy()
         self._fill(worker, how, ending, now, out)
 
     def died(self, message: Exited, ending: bool, now: float, out: CoordinatorOutput) -> None:
         """Takes in that a process which is no member has ended."""
         if self.is_newcomer(message.worker):
+            self._goes_with(message)
             self._in_vain(message.worker, f"its process {how_ended(message.code)}", ending, now, out)
+
+    def _goes_with(self, message: Exited) -> None:
+        """Note that a supervisor goes with a worker that says that all is well."""
+        if message.code == 0:
+            self._unguarded.add(message.rank)
 
     def _in_vain(self, worker: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
         self._restarts.in_vain(worker.rank)
@@ -173,6 +182,11 @@ class Vacancies:
         """Takes in that the supervisor of ``rank`` is gone; another may come."""
         self._absent[rank] = now
 
+    def heard(self, worker: WorkerId, now: float) -> None:
+        """Takes in that the supervisor of ``worker`` has said that its process is there."""
+        if self.is_newcomer(worker):
+            self._vacant[worker.rank].heard = now
+
     def silent(self, rank: int) -> None:
         """Notes that nothing is heard of the host of ``rank``."""
         self._silent.add(rank)
@@ -186,8 +200,8 @@ class Vacancies:
         """Lets time pass, which may show that a host is gone.  ``unreachable``: lost workers that are not known to be
         dead.  Costs one look at each vacant seat and at each supervisor that is gone.
         """
-        for worker in self.newcomers if self._absent else ():
-            if self._is_host_gone(worker.rank, now):
+        for worker in self.newcomers:
+            if self._is_host_gone(worker.rank, now) or self._is_silent(worker.rank, now):
                 self._unguarded.add(worker.rank)
                 self._fence(worker, "its host is gone", out)
                 self._in_vain(worker, "its host is gone", ending, now, out)
@@ -198,14 +212,16 @@ class Vacancies:
     def _is_host_gone(self, rank: int, now: float) -> bool:
         return rank in self._silent or now - self._absent.get(rank, now) > self._absent_s
 
+    def _is_silent(self, rank: int, now: float) -> bool:
+        heard = self._vacant[rank].heard
+        return heard is not None and now - heard > self._absent_s
+
     def _gone(self, unreachable: Collection[WorkerId], now: float) -> list[int]:
         """The ranks of lost workers whose hosts are gone, and whom nobody follows yet."""
         return sorted(
-            worker.rank
-            for worker in unreachable
-            if worker.rank not in self._vacant
-            and worker.incarnation == self._holders.get(worker.rank)
-            and self._is_host_gone(worker.rank, now)
+            rank
+            for rank, incarnation in unreachable
+            if rank not in self._vacant and incarnation == self._holders.get(rank) and self._is_host_gone(rank, now)
         )
 
     # --- from elsewhere --------------------------------------------------------------------------

@@ -229,11 +229,9 @@ class Coordinator:
             while await control.receive(LISTEN_S) is not None or control.broken is None:
                 pass  # it goes once it has read that
         else:
-            for worker in self._membership.unreachable:  # who was to see to it may have gone before it could
-                if worker.rank == hello.rank:
-                    control.send(
-                        Fence(worker.rank, "the others have gone on without it", incarnation=worker.incarnation)
-                    )
+            for rank, incarnation in self._membership.unreachable:
+                if rank == hello.rank:  # who was to see to it may have gone before it could
+                    control.send(Fence(rank, "the others have gone on without it", incarnation=incarnation))
             before, self._supervisors[hello.rank] = self._supervisors.get(hello.rank), control
             if before is not None:
                 before.close()
