@@ -132,7 +132,7 @@ class Trainer:
         self._worker: Worker  # with the loop
         self._checkpoints: JobCheckpoints
         self._from_checkpoint = False  # from a checkpoint, before training
-        self._asked = False
+        self._asked = self._trains = False
         self._newcomer = Newcomer(session, framework.optimizer, self._ask) if session.newcomer else None
         self._on_join, self._evaluated, self._loadings = OnJoin(), 0, 0
 
@@ -148,8 +148,7 @@ class Trainer:
         A newcomer's script is given the losses of steps that are over, and nothing is computed.
         """
         with self.lifted():
-            if self._session.startup is not None:
-                self._session.startup.begin_training(trained(self._framework.model.module))
+            self._begin_training()
             if self._newcomer is not None and (past := self._newcomer.loss()) is not None:
                 return past
             self._as_started.check()
@@ -323,6 +322,12 @@ class Trainer:
             session, settings, loop, reach, files, self.state, self.run_dir, self._between_steps
         )
         session.between_steps = self._between_steps
+
+    def _begin_training(self) -> None:
+        """Note that the first step begins, once."""
+        startup, begun, self._trains = self._session.startup, self._trains, True
+        if startup is not None and not begun:
+            startup.begin_training(trained(self._framework.model.module))
 
     def _ask(self) -> None:
         """Ask to take part, once."""
