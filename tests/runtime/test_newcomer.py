@@ -14,8 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives import group
-from recycle_plugin.runtime.collectives.startup import MOST, OF_MODELS, from_predecessor
+from recycle_plugin.runtime.collectives.gloo import GlooLink
+from recycle_plugin.runtime.collectives.link import Handle
+from recycle_plugin.runtime.collectives.startup import MOST, OF_MODELS, Startup, from_predecessor
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
 
@@ -312,12 +315,11 @@ def stays(script: Script) -> Any:
     without = script.value()
     for _ in range(3):
         dist.all_reduce(without)
-    awaited, message = script.value(), torch.zeros(1)
-    works = [dist.all_reduce(awaited, dist.ReduceOp.AVG, async_op=True)] if rank == 0 else []
+    awaited, message, start = script.value(), torch.zeros(1), GlooLink.start
+    GlooLink.start = lambda self, operation: Handle("what is under way for long")
+    works = [dist.all_reduce(awaited, dist.ReduceOp.AVG, async_op=True)]
+    GlooLink.start = start
     works += [dist.irecv(message, 0, tag=5)] if rank else []
-    script.say("has begun")
-    script.hear("has begun", 0, 1)
-    works += [dist.all_reduce(awaited, dist.ReduceOp.AVG, async_op=True)] if rank else []
     script.say("is about to let it in")
     let_in(script)
     found = goes_on(script)
@@ -336,7 +338,9 @@ def comes_back(script: Script) -> Any:
     script.session.startup.begin_training([])
     script.say("has come")
     let_in(script)
-    return [*goes_on(script), *after_another(script)]
+    found = [*goes_on(script), *after_another(script)]
+    gaps = [said.after for said in dist.group.WORLD._flight._outcomes._own.values() if said.after]
+    return [*found, gaps]
 
 
 def after_another(script: Script) -> list[float]:
@@ -363,4 +367,100 @@ def test_who_is_let_in_counts_on_where_the_others_are(job):
     job.coordinator.tell(generation(3, [0, 2]))
     everybody = [6.0, [1.0, 2.0, 3.0], [{"step": 2}]]
     assert result_of(members[0]) == [12.0, 1.5, *everybody, 5.0, (0, 3), 4.0, 4.0]
-    assert result_of(newcomer) == [*everybody, 6.0, (2, 3), 4.0, 4.0]
+    assert result_of(newcomer) == [*everybody, 6.0, (2, 3), 4.0, 4.0, []]
+
+
+def receives(script: Script) -> Any:
+    """Rank 1 has asked for a message before rank 2 is let in, and rank 0 sends it after that."""
+    script.session.startup.begin_training([])
+    if script.rank == 2:
+        script.die()
+    script.recover()
+    held = torch.zeros(1)
+    work = dist.irecv(held, 0) if script.rank else None
+    script.say("is about to let it in")
+    let_in(script)
+    work.wait() if work else dist.send(torch.tensor([8.0]), 1)
+    script.say("has all")
+    script.hear("has all", 0, 1)
+    return held.item()
+
+
+def calls_nothing(script: Script) -> None:
+    script.session.startup.begin_training([])
+    script.say("has come")
+    let_in(script)
+    script.hear("has all", 0, 1)
+
+
+def test_two_meet_though_the_newcomer_calls_nothing(job):
+    members = [job.start(receives, rank) for rank in range(RANKS)]
+    assert result_of(members[2]) == DIED
+    job.coordinator.tell(generation(1, [0, 1]))
+    newcomer, store = job.start(calls_nothing, 2, newcomer=True), Script(9, None, job._store)
+    store.hear("is about to let it in", 0, 1)
+    store.hear("has come", 2)
+    job.coordinator.tell(generation(2, [0, 1, 2], from_step=5))
+    assert [result_of(one) for one in (*members[:2], newcomer)] == [0.0, 8.0, None]
+
+
+# --- what is kept beside collectives ---------------------------------------------------------------------
+
+
+def startup_of(coordinator, store: dist.Store, newcomer: bool) -> Startup:
+    session = coordinator.session(0)
+    session.newcomer = newcomer
+    made = Startup(session)
+    made.meet(store)
+    return made
+
+
+def test_what_was_loaded_is_remembered_if_it_can_be(coordinator):
+    """Not what is too large or can't be pickled, and nothing after the first step."""
+    store = dist.HashStore()
+    first = startup_of(coordinator, store, newcomer=False)
+    first.remember("small", {"epoch": 3, "weight": torch.ones(2)})
+    first.remember("large", b"x" * MOST)
+    first.remember("odd", lambda: 0)
+    first.begin_training([])
+    first.remember("late", 1)
+    newcomer = startup_of(coordinator, store, newcomer=True)
+    assert newcomer.recall("small")["epoch"] == 3
+    for what in ("large", "odd", "late"):
+        with pytest.raises(RecycleError, match=f"{what}, called at .* something that is not kept for a newcomer"):
+            newcomer.recall(what)
+    newcomer.begin_training([])
+    with pytest.raises(RecycleError, match="small, called at .*, between steps that were over"):
+        newcomer.recall("small")
+    newcomer.join()
+    assert not newcomer.alone and not first.alone
+
+
+def test_what_a_newcomer_does_not_do_over_again_leaves_no_gap(coordinator):
+    store, held = dist.HashStore(), [torch.ones(1)]
+    first = startup_of(coordinator, store, newcomer=False)
+    with first.apart():
+        assert first.keep("line", "barrier", [], True) is None
+    first.fill(first.keep("line", "all_reduce", held, True), [torch.tensor([5.0])], None, None)
+    first.begin_training([])
+    newcomer = startup_of(coordinator, store, newcomer=True)
+    assert newcomer.replay("line", "all_reduce", held, [0, 1]).values[0].item() == 5.0
+
+
+def test_what_has_failed_is_not_had_again(coordinator):
+    store, held = dist.HashStore(), [torch.ones(1)]
+    first = startup_of(coordinator, store, newcomer=False)
+    first.fill(first.keep("line", "all_reduce", held, True), held, None, ValueError("odd"))
+    first.begin_training([])
+    newcomer = startup_of(coordinator, store, newcomer=True)
+    with pytest.raises(RecycleError, match="can't be had again by a newcomer: it has failed: odd"):
+        newcomer.replay("line", "all_reduce", held, [0, 1])
+
+
+def test_a_newcomer_does_nothing_for_all_before_it_is_a_member(coordinator):
+    session = coordinator.session(0)
+    assert session.is_first
+    session.newcomer = True
+    assert not session.is_first
+    session.adopt(generation(3, [0, 1]))
+    assert session.is_first

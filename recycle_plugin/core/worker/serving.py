@@ -154,7 +154,8 @@ class Servings:
         self._say_committed(min(stepped, committed), valid_from)
         if stepped > committed:
             return False
-        return any([serving.between(stepped, valid_from, summed, waiting) for serving in self._by_newcomer.values()])
+        servings = self._by_newcomer.values()
+        return sum(serving.between(stepped, valid_from, summed, waiting) for serving in servings) > 0
 
     def before_step(self, stepped: int, valid_from: int) -> None:
         """Gets ready for STEP, where the state is that after the committed step ``stepped``."""

@@ -437,6 +437,8 @@ class Flight:
                     call.handle = None
                 if not call.lasts and not call.over:
                     self._end(call, Interrupted(f"the membership has changed during {call.asked.called}"))
+            for which in self._links.keys() - {SCRIPT, SUMS}:  # of some of the members that there were
+                self._links.pop(which)[0].abort()
             self._join()
 
     def go_on(self) -> None:

@@ -170,7 +170,7 @@ class Startup:
         """
         try:
             text = pickle.dumps(value)
-        except (pickle.PicklingError, TypeError, AttributeError):
+        except Exception:  # a script's objects may raise anything
             return
         with self._lock:
             if not self._training and len(text) <= self._left[False]:

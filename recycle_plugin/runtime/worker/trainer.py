@@ -140,7 +140,7 @@ class Trainer:
         self._worker: Worker  # with the loop
         self._checkpoints: JobCheckpoints
         self._from_checkpoint = False  # from a checkpoint, before training
-        self._asked = False
+        self._asked = self._trains = False
         self._newcomer = Newcomer(session, framework.optimizer, self._ask, self._follow) if session.newcomer else None
         self._on_join, self._evaluated, self._loadings = OnJoin(), 0, 0
 
@@ -156,8 +156,7 @@ class Trainer:
         A newcomer's script is given the losses of steps that are over, and nothing is computed.
         """
         with self.lifted():
-            if self._session.startup is not None:
-                self._session.startup.begin_training(trained(self._framework.model.module))
+            self._begin_training()
             if self._newcomer is not None and (past := self._newcomer.loss()) is not None:
                 return past
             self._as_started.check()
@@ -364,6 +363,12 @@ class Trainer:
         self._evaluated, self._newcomer = self._newcomer.evaluated, None
         self._begin(loop)
         return False
+
+    def _begin_training(self) -> None:
+        """Note that the first step begins, once."""
+        startup, begun, self._trains = self._session.startup, self._trains, True
+        if startup is not None and not begun:
+            startup.begin_training(trained(self._framework.model.module))
 
     def _ask(self) -> None:
         """Ask to take part, once."""
