@@ -107,6 +107,7 @@ def put_together(rounds: list[dict[str, Any]], steps: list[dict[str, list[float]
     serving = [[one / usual for one in each["serving"]] for each, usual in zip(steps, alone, strict=True)]
     return {
         "catch_up_s": [round(each["seconds"], 2) for each in rounds],
+        "whole_s": [round(each["whole_s"], 2) for each in rounds],
         "megabytes_of_state": [round(each["state"] / 1e6, 1) for each in rounds],
         "megabytes_of_sums": [round(each["sums"] / 1e6, 1) for each in rounds],
         "step_alone_s": [round(each, 4) for each in alone],
@@ -184,7 +185,8 @@ def compute(made: SteppedWorker, given: argparse.Namespace, step: int, stepped: 
     working = round(INSTRUCTIONS * (1 - given.waiting))
     for _ in range(working):
         time.sleep(given.step_s / INSTRUCTIONS)
-        serve(waiting=False)
+        while serve(waiting=False):
+            pass
     until = time.monotonic() + given.step_s * (1 - working / INSTRUCTIONS)
     while time.monotonic() < until:
         if not serve(waiting=True):

@@ -197,6 +197,18 @@ def test_a_unit_that_was_read_by_half_is_read_anew_once_a_step_has_changed_it():
     }
 
 
+def test_the_memory_of_a_copy_is_used_again_once_it_is_released():
+    worker = SteppedWorker(OPTIMIZERS["adam"])
+    worker.train(1)
+    first = worker.units.read("0.weight", rest=True)
+    kept, memory = whole(first), {tensor.data_ptr() for tensor in first.tensors.values()}
+    worker.train(2)
+    second = worker.units.read("0.weight", rest=True)
+    assert memory.isdisjoint(tensor.data_ptr() for tensor in second.tensors.values()) and same(whole(first), kept)
+    first.release()
+    assert memory == {tensor.data_ptr() for tensor in worker.units.read("0.weight", rest=True).tensors.values()}
+
+
 def test_seconds_of_copying_are_counted():
     worker, spent = SteppedWorker(OPTIMIZERS["adam"]), []
     units = worker.new_units(spent.append)
