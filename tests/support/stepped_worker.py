@@ -105,7 +105,8 @@ class SteppedWorker:
         """A step by gradients of its number.  ``between(summed)`` is called before REDUCE and after."""
         between(False)
         generator = torch.Generator().manual_seed(step)
-        self.reduce(step, [torch.randn(one.shape, generator=generator).mul_(self.scale.value) for one in self.summed])
+        made = [torch.randn(one.shape, generator=generator).mul_(self.scale.value) for one in self.summed]
+        self.reduce(step, [sums.to(one.device) for sums, one in zip(made, self.summed, strict=True)])
         between(True)
         self.step(step, norm, validated)
 
