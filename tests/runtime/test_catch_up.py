@@ -272,6 +272,14 @@ def test_a_source_that_nobody_answers_for_is_broken(ends):
     ends.wait(lambda: inlet.broken, "the end")
 
 
+def test_asking_never_waits_for_who_has_just_come(ends):
+    """A socket with a deadline is waited for by Python, whatever its flags say."""
+    outlet, (here, there) = ends.listener.expect(NEWCOMER), socket.socketpair()
+    here.settimeout(PATIENCE_S)
+    with there:
+        assert outlet.take(here) and here.gettimeout() == 0.0 and not outlet.asked()
+
+
 def test_who_is_announced_again_comes_anew(ends):
     outlet, inlet = ends.line()
     ends.poll(lambda: outlet._connection is not None, "the newcomer")

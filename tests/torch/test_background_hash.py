@@ -12,7 +12,7 @@ import torch
 from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.state.background_hash import BackgroundHash
 from recycle_plugin.runtime.state.stage_state import StageState
-from tests.torch.test_units import OPTIMIZERS, Worker
+from tests.support.stepped_worker import SteppedWorker
 
 PATIENCE_S = 30.0
 
@@ -21,7 +21,7 @@ class Slow:
     """A worker that has trained a step, whose hash takes until it is ``let``."""
 
     def __init__(self, monkeypatch) -> None:
-        self.worker, self.told, self.let = Worker(OPTIMIZERS["adam"]), SimpleQueue(), threading.Event()
+        self.worker, self.told, self.let = SteppedWorker(torch.optim.Adam), SimpleQueue(), threading.Event()
         self.reading = threading.Event()
         self.hash = BackgroundHash(self.worker.state, lambda step, digest: self.told.put((step, digest)))
         self.worker.stepping._await_readers = self.hash.wait
@@ -39,7 +39,7 @@ class Slow:
         return later
 
     def train(self, step: int) -> None:
-        self.worker.train(step, None, False, lambda summed: None)
+        self.worker.train(step)
 
 
 CHANGES = {

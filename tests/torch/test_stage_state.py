@@ -25,7 +25,7 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, TensorForm, of_parameters
 from recycle_plugin.runtime.state.undo import KINDS
-from recycle_plugin.runtime.state.units import Units
+from recycle_plugin.runtime.state.units import Units, UnitValue
 from recycle_plugin.runtime.worker.changed_state import scheduler_part, stage_state, stage_units
 from recycle_plugin.runtime.worker.scaling import LossScale
 from tests.support.optimizers import Make, same
@@ -140,7 +140,7 @@ def fill(target: Units, source: Units) -> None:
     head, weights = pickle.loads(pickle.dumps(source.head()))
     target.fill(head)
     for name in weights:
-        target.write(name, pickle.loads(pickle.dumps(source.read(name, rest=True))))
+        target.write(name, UnitValue(*pickle.loads(pickle.dumps(source.read(name, rest=True)[:3]))))
 
 
 def units(state: StageState) -> Units:

@@ -118,6 +118,7 @@ class TcpOutlet:
         with self._changed:
             if self._connection is not None or self._broken:
                 return False
+            connection.setblocking(False)  # first: with a timeout, Python waits for what may not come
             self._connection = connection
         threading.Thread(target=self._work, name=f"recycle: to {self.newcomer}", daemon=True).start()
         return True
@@ -126,7 +127,6 @@ class TcpOutlet:
         connection = self._connection
         assert connection is not None, "it was taken"
         try:
-            connection.setblocking(False)
             while self._say_next(connection):
                 pass
             self._end()
@@ -152,6 +152,8 @@ class TcpOutlet:
             return self._queue[0] if self._queue and not self._broken else None
 
     def _sent(self, item: Item) -> None:
+        if isinstance(item, Unit):
+            item.value.release()
         with self._changed:
             if self._queue:
                 self._queue.popleft()
@@ -179,9 +181,10 @@ class TcpOutlet:
             data = data.copy()
             data[len(data) // 2] ^= 1
         self._write(connection, [memoryview(frame(chunk)), data.data])
-        rest_s = self._rate.rest_s(time.thread_time() - began)
-        with self._changed:
-            self._changed.wait_for(lambda: self._broken, rest_s)
+        if begin.kind != "sums":  # of which as many come with the next step, however late these are
+            rest_s = self._rate.rest_s(time.thread_time() - began)
+            with self._changed:
+                self._changed.wait_for(lambda: self._broken, rest_s)
 
     def _write(self, connection: socket.socket, parts: list[memoryview]) -> None:
         """Write all of it; raises OSError where the line ends meanwhile."""
