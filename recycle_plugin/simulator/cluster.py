@@ -101,6 +101,7 @@ class Cluster:
         self.over = False
         self._watched = -1
         self._departed: set[int] = set()
+        self._joining: set[WorkerId] = set()
         self._under_way: dict[
             int, tuple[int, int, Callable[[], None]]
         ] = {}  # data, by number: from whom, to whom, and its arrival
@@ -135,19 +136,23 @@ class Cluster:
         heappush(self._agenda, (self.now + after_us, next(self._ticket), happen))
 
     def gone(self) -> set[int]:
-        """The ranks that take part no more: lost, or left as planned, whether they have come to that in their scripts
-        or not.
+        """The ranks that take part no more, lost, or left as planned, whether they have come to that in their scripts or
+        not; and those that have not come back yet.
         """
-        lost = self.membership.lost
+        lost, joining = self.membership.lost, self._joining
         return self._departed | {
             rank
             for rank, worker in self.workers.items()
-            if worker.control_view.worker in lost or worker.reason == LEAVE or worker.control_view.newcomer
+            if worker.control_view.worker in lost | joining or worker.reason == LEAVE or worker.control_view.newcomer
         }
 
     def _note_departures(self) -> None:
-        """Notes who is no member any more, and still runs, as in its script."""
+        """Notes who is no member any more, and still runs, as in its script; and who has no work yet, as long as the job
+        goes on.
+        """
         ended = self.membership.ended
+        if ended is None or not ended.failed:
+            self._joining = {each.worker for each in self.membership.roster if each.joining}
         if self.membership.started and not (ended and ended.failed):
             members = self.membership.roster.workers
             self._departed |= {

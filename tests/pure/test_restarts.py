@@ -24,6 +24,7 @@ from recycle_plugin.core.messages.protocol import (
     Left,
     Note,
     Ready,
+    Recorded,
     Refused,
     Restart,
     Seated,
@@ -202,8 +203,12 @@ def test_it_is_welcome_says_when_its_engine_stands_and_is_no_member():
     membership = newcomer()
     out = membership.receive(Ready(replace(member(2), incarnation=1), 0, job()), 0.0)
     (event,) = out.events
-    assert event.kind == "newcomer" and event.details == {"rank": 2, "incarnation": 1, "host": "h"}
-    assert not out.messages and membership.is_outside(NEXT) and NEXT not in membership.roster.workers
+    assert event.kind == "newcomer" and (event.details["rank"], event.details["incarnation"]) == (2, 1)
+    assert (
+        [(whom, type(told)) for whom, told in out.messages] == [(NEXT, Recorded)]
+        and membership.is_outside(NEXT)
+        and NEXT not in membership.roster.workers
+    )
     assert step(membership, 1, 1, [0, 1, 3]), "and the others go on without it"
 
 

@@ -375,6 +375,9 @@ class Course:
 
     def newcomer(self, ready: Ready, out: CoordinatorOutput) -> None:
         """Takes in that a newcomer's script has come to its first step."""
+        if self.is_ending:
+            out.tell(ready.worker, End(0, "the job is about to end, and nobody can join it any more", failed=False))
+            return
         member = self.joining.add(ready.member).member
         self.joining.tell(self.steps.recorded, self.committed, out)
         out.say(
