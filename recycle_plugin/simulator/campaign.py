@@ -131,7 +131,8 @@ def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:
     are gone, or copies never came.
     """
     shape, ends = cluster.scenario.shape, (0, cluster.scenario.shape.stages - 1)
-    sources = [replica for replica in range(shape.replicas) if not {Seat(replica, stage) for stage in ends} & set(gone)]
+    whole = [replica for replica in range(shape.replicas) if not {Seat(replica, stage) for stage in ends} & set(gone)]
+    sources = set(whole) - cluster.homeless
     by_stage = Counter(seat.stage for seat in gone)
     return (
         not sources

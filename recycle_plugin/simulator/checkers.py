@@ -203,6 +203,7 @@ class Watcher:
                     now,
                     whole={seat.replica for seat in self.shape.seats}
                     - {cluster.workers[rank].seat.replica for rank in cluster.gone()},
+                    homeless=cluster.homeless,
                 )
                 self._follow(self._committed + 1, now)
             live = [cluster.workers[worker.rank] for worker in cluster.membership.roster.workers]

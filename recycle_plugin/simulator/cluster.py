@@ -136,8 +136,8 @@ class Cluster:
         heappush(self._agenda, (self.now + after_us, next(self._ticket), happen))
 
     def gone(self) -> set[int]:
-        """The ranks that take part no more, lost, or left as planned, whether they have come to that in their scripts or
-        not; and those that have not come back yet.
+        """The ranks that take part no more, lost, or left as planned, whether they have come to that in their scripts
+        or not; and those that have not come back yet.
         """
         lost, joining = self.membership.lost, self._joining
         return self._departed | {
@@ -146,9 +146,18 @@ class Cluster:
             if worker.control_view.worker in lost | joining or worker.reason == LEAVE or worker.control_view.newcomer
         }
 
+    @property
+    def homeless(self) -> set[int]:
+        """The replicas with an end whose iterator does not stand at its replica's place."""
+        return {
+            worker.seat.replica
+            for worker in self.workers.values()
+            if worker.iterator_data is not None and not worker.iterator_data.in_place
+        }
+
     def _note_departures(self) -> None:
-        """Notes who is no member any more, and still runs, as in its script; and who has no work yet, as long as the job
-        goes on.
+        """Notes who is no member any more, and still runs, as in its script; and who has no work yet, as long as the
+        job goes on.
         """
         ended = self.membership.ended
         if ended is None or not ended.failed:

@@ -26,6 +26,9 @@ class Samples:
         ] = {}  # by step, micro-batch and stage: the last one counts, which takes a discarded one's place
         self._used: dict[tuple[int, int], tuple[int, MicroBatch]] = {}
         self._committed = 0
+        self._returned: set[int] = (
+            set()
+        )  # replicas that have not always been whole, so that their iterators have rested
 
     def loaded(self, step: int, micro_batch: MicroBatch, stage: int, batch: Batch) -> None:
         """Takes in that ``stage``, an end of the pipeline, has loaded ``batch`` for a micro-batch."""
@@ -43,11 +46,14 @@ class Samples:
         loaded = self._loaded[step]
         return lambda micro_batch: (loaded[micro_batch][0].data[0], loaded[micro_batch][self._shape.stages - 1].data[1])
 
-    def committed(self, last: int, whole: AbstractSet[int]) -> None:
-        """Checks all steps up to ``last``, which are committed.  ``whole``: replicas of which nobody is lost."""
+    def committed(self, last: int, whole: AbstractSet[int], homeless: AbstractSet[int]) -> None:
+        """Checks all steps up to ``last``, which are committed.  ``whole``: replicas of which nobody is lost;
+        ``homeless``: those of them that are no sources, since nobody knows where their iterators stood.
+        """
+        self._returned |= set(range(self._shape.replicas)) - whole
         for step in range(self._committed + 1, last + 1):
             for micro_batch in self._shape.batch:
-                self._check(step, micro_batch, micro_batch.replica in whole)
+                self._check(step, micro_batch, micro_batch.replica in whole - homeless)
         self._committed = max(self._committed, last)
 
     def _check(self, step: int, micro_batch: MicroBatch, own: bool) -> None:
@@ -60,9 +66,8 @@ class Samples:
         if before != (step, micro_batch):
             self._say(f"batch {name[1]} of replica {name[0]}'s iterator is used in steps {before[0]} and {step}")
         usual = (step - 1) * self._shape.micro_batches + micro_batch.index + 1
-        if own and (
-            name[0] != micro_batch.replica or (name[1] != usual and not self._extra(micro_batch.replica, step))
-        ):
+        rested = micro_batch.replica in self._returned or self._extra(micro_batch.replica, step)
+        if own and (name[0] != micro_batch.replica or (name[1] != usual and not rested)):
             self._say(
                 f"micro-batch {micro_batch} of step {step} is batch {name[1]} of replica {name[0]}, both of whose ends "
                 "live"

@@ -196,7 +196,7 @@ def _with_returns(given: Scenario, random: Random) -> Scenario:
     them go meanwhile, newcomers too.
     """
     deaf = any(trouble.kind in ("deafened", "walled") for trouble in given.troubles)
-    if random.random() >= 1 / 3 or given.iterators or deaf:
+    if random.random() >= 1 / 3 or deaf:
         return given
     seat, troubles = random.choice(given.shape.seats), given.troubles
     at = random.randrange(SETTLED_US // 2, CALM_US)

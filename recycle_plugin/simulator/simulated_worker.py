@@ -87,6 +87,8 @@ class SimulatedMachine:
         self.iterator_data = (
             IteratorData(self.store, PlainIterator(seat.replica), self._hand_on, self._say_dealt) if reads else None
         )
+        if self.iterator_data is not None and incarnation:
+            self.iterator_data.in_place = False
         waits = scenario.clip > 0 and scenario.policy.together
         judging, stopwatch = (
             Judging(waits, scenario.clip > 0 and not waits),
@@ -107,7 +109,9 @@ class SimulatedMachine:
         self.loop = TrainingLoop(self, self.worker, cluster.planner, scenario.shape, seat, self.steps)
         self.worker.applied = self.loop.applied
         self.newcomer = (
-            Newcomer(self, self.loop, FilledStage(self, self.store, self.steps), partial(inlet, self))
+            Newcomer(
+                self, self.loop, FilledStage(self, self.store, self.steps), partial(inlet, self), self.worker.skip_to
+            )
             if incarnation
             else None
         )

@@ -175,13 +175,14 @@ class Course:
             self.attendance.failure_detector.rewind(reports.counts[0])
         committed, norm, rejected = self.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)
         self.regrouping.agreed(generation)
+        self.joining.read = reports.read
         if committed > self.committed:
             self._commit(committed, now, out)
         self.attendance.agreed(generation.roster)
         self._come_in_force(out)
         self.attendance.failure_detector.regrouped()
         self.steps.resume(self.roster.workers, committed)
-        out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, reports.held_draws))
+        out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, reports.held_draws, reports.read))
         throughput = self._throughput_floor.throughput(reports.slowest.period_us)
         self._say_resume(reports, committed, throughput, now, out)
         self._end_if_too_slow(throughput, out)

@@ -57,6 +57,15 @@ class Reports:
         """The data of plain iterators that each seat holds, by its text form: what all its shards hold."""
         return self._by_seat(lambda told: drawn_by_all([report.held_draws for report in told]))
 
+    @property
+    def read(self) -> dict[str, int]:
+        """How many batches the plain iterators have given that stand at their replicas' places, by the seat's text
+        form.
+        """
+        roster = self.generation.roster
+        told = {member.seat: self.by_worker[member.worker].read for member in roster if member.worker in self.by_worker}
+        return {str(seat): read for seat, read in told.items() if read is not None}
+
     def _by_seat(self, joined: Callable[[list[SurvivorReport]], Any]) -> dict[str, Any]:
         """The reports of each seat of which somebody has reported, its shards' ``joined`` in their order."""
         roster = self.generation.roster

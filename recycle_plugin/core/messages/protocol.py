@@ -104,7 +104,8 @@ class SurvivorReport(OfWorker):
     takes less than ``bound_us``, and still holds ``held`` (core.vocabulary.dataflow.pack), and of plain iterators' data
     ``held_draws`` (core.vocabulary.iterator_draws.pack).  ``timings``: seconds that it took to notice and to plan.
     ``loaded``: its state is that of a checkpoint that all have loaded.  ``valid_from``: the generation from which data
-    is valid there (core/worker/step_store.py).
+    is valid there (core/worker/step_store.py).  ``read``: batches that its plain iterator has given, None where that
+    does not stand at its replica's place, or there is none.
     """
 
     generation: int
@@ -117,6 +118,7 @@ class SurvivorReport(OfWorker):
     bound_us: int = 0
     held_draws: dict[str, str] = field(default_factory=dict)
     valid_from: int = 0
+    read: int | None = None
 
 
 @dataclass(frozen=True)
@@ -390,7 +392,8 @@ class Resume:
 
     ``held``, ``held_draws``: by the seat's text form, as reported.  ``norm``: where the next step was rejected
     (core/coordinator/step_validation.py), why; ``rejected``: not everybody knew that, so what was computed after it
-    counts nowhere.
+    counts nowhere.  ``read``: how many batches plain iterators have given, by the text form of seats whose iterator
+    stands at its replica's place.
     """
 
     generation: int
@@ -399,6 +402,7 @@ class Resume:
     norm: float | None = None
     rejected: bool = False
     held_draws: dict[str, dict[str, str]] = field(default_factory=dict)
+    read: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -460,7 +464,8 @@ class Recorded:
 
     ``committed``: the last step that is over; ``unknown``: steps whose loss nobody knows.
 
-    ``refused``: why such a script can't come to the present, or empty.
+    ``refused``: why such a script can't come to the present, or empty.  ``read``: how many batches the plain iterator
+    of the other end of its replica has given, as far as is known.
     """
 
     step: int
@@ -470,6 +475,7 @@ class Recorded:
     committed: int
     unknown: tuple[int, ...] = ()
     refused: str = ""
+    read: int | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ stage (the *ends*) call ``next`` once per micro-batch; both ends of a replica ha
   membership changes, and what was once drawn for a micro-batch stays so: ends that have come unequally far in a step
   continue in the same order.
 * Where the copies are gone of what was computed with, the job ends.  It ends too where no source is left.
+* Who comes back brings an iterator that begins anew.  It is read up to where the other end of its replica stands, whose
+  iterator nobody has read meanwhile, and the replica is a source again: it goes on with what nobody has had of it.
+  Where that is not known, since the other end is lost too, the replica has no place in its iterator: it is no source.
 
 Draws of step k are never made after draws of step k+1: who begins k+1 has the gradient sum of k, so that every batch of
 k was used at both ends, and drawn and copied before that.
@@ -62,12 +65,28 @@ class Gone(Exception):
 class IteratorState:
     """The state of plain iterators that everybody knows when a generation goes on: its plan, what each worker holds of
     uncommitted steps (data, and by step the batches drawn), and the recovery plans of those steps.
+
+    ``read``: how many batches the iterator of each end has given that stands at its replica's place; None: all do.
     """
 
     plan: Plan
     held: Held
     held_draws: Mapping[Seat, Mapping[int, Batches]]
     recovery_plans: Mapping[int, RecoveryPlan]
+    read: Mapping[Seat, int] | None = None
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The replicas whose iterators count, because both their first and last stage live and stand at one place, in
+        ascending order.
+        """
+        last = self.plan.stages - 1
+        return tuple(
+            replica
+            for replica in self.plan.view.live_replicas(0)
+            if replica in self.plan.view.live_replicas(last)
+            and (self.read is None or {Seat(replica, 0), Seat(replica, last)} <= self.read.keys())
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +119,6 @@ class Share:
         return {micro_batch: draw for micro_batch, draw in self.draws.items() if draw.source != micro_batch.replica}
 
 
-def sources(view: ClusterView) -> tuple[int, ...]:
-    """The replicas whose iterators still count, because both their first and last stage live, in ascending order."""
-    return tuple(
-        replica for replica in view.live_replicas(0) if replica in view.live_replicas(view.topology.stages - 1)
-    )
-
-
 def share(iterator_state: IteratorState, step: int) -> Share:
     """Shares out the data of ``step``; everybody finds the same.
 
@@ -119,7 +131,7 @@ def share(iterator_state: IteratorState, step: int) -> Share:
     runs = _runs(iterator_state, step)
     traced = _traced(iterator_state, step)
     known = _known(here, step)
-    draws = _deal(plan.view, step, known, sorted({micro_batch for _, micro_batch in runs}), traced)
+    draws = _deal(iterator_state, step, known, sorted({micro_batch for _, micro_batch in runs}), traced)
     transfers = [
         transfer
         for (stage, micro_batch), runner in sorted(runs.items())
@@ -176,9 +188,9 @@ def _traced(iterator_state: IteratorState, step: int) -> AbstractSet[MicroBatch]
 
 
 def _deal(
-    view: ClusterView, step: int, known: Batches, wanted: list[MicroBatch], traced: AbstractSet[MicroBatch]
+    iterator_state: IteratorState, step: int, known: Batches, wanted: list[MicroBatch], traced: AbstractSet[MicroBatch]
 ) -> dict[MicroBatch, Draw]:
-    own, alive = view.topology.micro_batches, sources(view)
+    own, alive = iterator_state.plan.view.topology.micro_batches, iterator_state.sources
     draws = {one: known.get(one, Draw(*one)) for one in wanted if one in known or one.replica in alive}
     orphans = [one for one in wanted if one not in draws]
     lost = [one for one in orphans if one in traced]

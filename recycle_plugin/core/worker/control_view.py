@@ -59,6 +59,7 @@ class ControlView:
         self.departed = False
         self.newcomer = False  # it comes back to a job that has started, and is no member yet
         self.present = False  # a newcomer knows where the job is
+        self.read_by_other_end: int | None = None  # of the batches of a newcomer's replica, as far as is known
         self._sources: list[Serving] = []
         self._serves: list[Serve] = []
         self._leaves_at = 0  # the step that this worker was to leave before, if it was
@@ -124,6 +125,7 @@ class ControlView:
             case Recorded():
                 self.recorded.append(message)
                 self.committed, self.present = max(self.committed, message.committed), True
+                self.read_by_other_end = message.read
             case BarrierPassed():
                 self._barriers_passed[message.place] = message
             case Serving():

@@ -51,6 +51,7 @@ class IteratorData:
         self._taken: IteratorState | None = None
         self._usual: Share | None = None  # of a step of which nobody has anything yet
         self._said: set[int] = set()
+        self.in_place = True  # the iterator stands where its replica does
 
     def held_draws(self) -> dict[str, str]:
         """The draws whose batches are here, by step, packed for the others (core.vocabulary.iterator_draws.pack)."""
@@ -68,6 +69,16 @@ class IteratorData:
     def take_state(self, iterator_state: IteratorState) -> None:
         """Goes by ``iterator_state`` from now on, until the next one comes."""
         self._taken, self._usual = iterator_state, None
+        if not self.in_place:
+            self._find_place(iterator_state)
+
+    def _find_place(self, iterator_state: IteratorState) -> None:
+        """Reads up to where the other end of the replica stands, if that is known."""
+        seat, last = self._store.seat, iterator_state.plan.stages - 1
+        other = Seat(seat.replica, last - seat.stage)
+        if iterator_state.read is not None and other != seat and other in iterator_state.read:
+            self.skip_to(iterator_state.read[other])
+            self.in_place = True
 
     def provide(self, step: int, control_view: ControlView) -> None:
         """Draws what this worker has to draw for ``step``, and sends what others lack, before anything of the step is
@@ -101,6 +112,11 @@ class IteratorData:
     def batches_read(self) -> int:
         """The number of batches that the iterator has given so far."""
         return self._read_in_all
+
+    @property
+    def place(self) -> int | None:
+        """The number of batches that the iterator has given, where it stands at its replica's place."""
+        return self._read_in_all if self.in_place else None
 
     def skip_to(self, read: int) -> None:
         """Brings the iterator to where it stood when it had given ``read`` batches.  Raises ValueError where it is past

@@ -21,14 +21,20 @@ from recycle_plugin.core.worker.training_loop import LoopPort, TrainingLoop
 
 class Newcomer:
     """The worker of ``loop`` before it is a member.  ``open_line``: makes the line to a source (core/messages/protocol:
-    Serving says where).
+    Serving says where).  ``skip(read)``: reads so many batches of its plain iterator before anybody waits for that.
     """
 
     def __init__(
-        self, port: LoopPort, loop: TrainingLoop, state: FilledState, open_line: Callable[[Serving], Inlet]
+        self,
+        port: LoopPort,
+        loop: TrainingLoop,
+        state: FilledState,
+        open_line: Callable[[Serving], Inlet],
+        skip: Callable[[int], None] = lambda read: None,
     ) -> None:
         self._port, self._view, self._loop, self._open = port, port.control_view, loop, open_line
         self._asked = self._said = False
+        self._skip = skip
         self._catching_up = CatchingUp(state)
 
     @property
@@ -81,5 +87,6 @@ class Newcomer:
             return planned  # one that holds at once has taken the place of one that this worker has reported for
         if not self._said:
             self._said = True
+            self._skip(self._view.read_by_other_end or 0)
             self._port.send(CaughtUp(self._view.rank, clock or 0))
         return None

@@ -81,6 +81,12 @@ class StepRunner(Protocol):
     def held_draws(self) -> dict[str, str]:
         """The data of plain iterators that this worker keeps (core.vocabulary.iterator_draws.pack)."""
 
+    @property
+    def read(self) -> int | None:
+        """How many batches this worker's plain iterator has given; None where that does not stand at its replica's
+        place, or there is none.
+        """
+
     def take_state(self, iterator_state: IteratorState) -> None:
         """Takes what everybody knows of plain iterators; it holds from now on, until the next one comes."""
 
@@ -336,6 +342,7 @@ class TrainingLoop:
             plan.bound_us,
             drawn,
             self._runner.valid_from,
+            self._runner.read,
         )
         self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
@@ -382,6 +389,7 @@ class TrainingLoop:
                 counts,
                 {Seat.parse(seat): unpack_drawn(packed) for seat, packed in resume.held_draws.items()},
                 recovery_plans,
+                {Seat.parse(seat): read for seat, read in resume.read.items()},
             )
         )
         self.machine.resume(resume.committed, undo)

@@ -245,6 +245,20 @@ class Worker:
         self._take_arrivals()
         return self.iterator_data.held_draws() if self.iterator_data is not None else {}
 
+    @property
+    def read(self) -> int | None:
+        """How many batches the plain iterator has given; None where that does not stand at its replica's place, or
+        there is none.
+        """
+        return self.iterator_data.place if self.iterator_data is not None else None
+
+    def skip_to(self, read: int) -> None:
+        """Brings a newcomer's plain iterator to where it had given ``read`` batches; there it is not in its place
+        before it is known whether that is its replica's.
+        """
+        if self.iterator_data is not None and self.store.reads_iterator:
+            self.iterator_data.skip_to(read)
+
     def take_state(self, iterator_state: IteratorState) -> None:
         """Takes what everybody knows of plain iterators; it holds from now on, until the next one comes."""
         if self.iterator_data is not None:

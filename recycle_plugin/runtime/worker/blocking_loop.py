@@ -52,7 +52,8 @@ class BlockingLoop:
         self._loop = core.TrainingLoop(world, worker, self._planner, topology, worker.seat, machine)
         worker.applied = self._loop.applied
         self._evaluations = Evaluations(world, worker, self._loop, forwards, self._recover_between)
-        self._newcomer = Newcomer(world, self._loop, FilledStage(world, worker.store, machine), world.open_inlet)
+        filled = FilledStage(world, worker.store, machine)
+        self._newcomer = Newcomer(world, self._loop, filled, world.open_inlet, worker.skip_to)
         self.machine = machine
 
     def start(self) -> None:

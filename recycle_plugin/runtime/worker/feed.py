@@ -41,6 +41,8 @@ class Feed:
         self.iterator_data = (
             IteratorData(store, ScriptsIterator(session, next_batch), hand_on, self._say_dealt) if reads else None
         )
+        if self.iterator_data is not None and session.newcomer:
+            self.iterator_data.in_place = False
         self.source: Source | None = None
         self.settled = False
 

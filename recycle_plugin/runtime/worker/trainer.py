@@ -357,6 +357,7 @@ class Trainer:
         and goes on with its stage's state.
         """
         loop = self._prepared()
+        self.feed.begin()
         if loop.follow(step):
             return True
         assert self._newcomer is not None, "only a newcomer follows"
