@@ -159,6 +159,18 @@ def test_a_model_is_built_alone(launch, starts, tmp_path, closing, config, tied)
     top.end()
 
 
+@pytest.mark.parametrize("vehicle", (PLAIN,), indirect=True, ids=str)
+def test_a_loop_of_the_scripts_own_computes_nothing(launch, starts, tmp_path, closing):
+    top = Top(launch, tmp_path / "run0", "replicas")
+    closing.append(newcomer := Alone(starts[0], top, 1, tmp_path / "newcomer"))
+    for each in recorded(top.saw(1)):
+        newcomer.tell(each)
+    found = newcomer.saw()
+    assert_as_before(found, top.saw(1))
+    assert "read" not in found and not (tmp_path / "newcomer" / "checkpoint").exists()
+    top.end()
+
+
 def test_a_rate_that_is_not_known_is_refused(launch, starts, tmp_path, closing):
     """Where steps may have been skipped, a scheduler may be behind the steps; the script asks before it knows."""
     top = Top(launch, tmp_path / "run0", "global_steps", config={"recycle": {"nonfinite": "skip"}})

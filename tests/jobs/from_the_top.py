@@ -169,6 +169,26 @@ def plain() -> None:
             pipeline.save(Path(job["out"]) / "checkpoint" if pipeline.behind else FOLDER / "checkpoint")
 
 
+def replicas() -> None:
+    """A loop of the script's own, of a model that each worker has drawn for itself."""
+    from recycle_plugin.adapters.plain import Replicas
+
+    model = torch.nn.Linear(WIDTH, WIDTH)
+
+    def compute(step: int, replica: int, micro_batch: int) -> torch.Tensor:
+        seen["read"] = True
+        inputs, labels = Samples(WIDTH)[4 * step + 2 * replica + micro_batch]
+        loss = torch.nn.functional.mse_loss(model(inputs), labels)
+        loss.backward()
+        return loss
+
+    settings = {name: value for name, value in RECYCLE.items() if name != "enabled"}
+    trained = Replicas(model, torch.optim.SGD(model.parameters(), lr=0.1), compute, 2, settings=settings)
+    for _ in range(STEPS):
+        seen["losses"].append(trained.step())
+        trained.save(Path(job["out"]) / "checkpoint" if trained.behind else FOLDER / "checkpoint")
+
+
 def wait_for_go() -> None:
     deadline = time.monotonic() + PATIENCE_S
     while job["waits"] and not (FOLDER / "go").exists():
@@ -177,7 +197,7 @@ def wait_for_go() -> None:
         time.sleep(0.02)
 
 
-patterns: list[Callable[[], None]] = [readme, epochs, seeds, global_steps, logs_a_mean, plain]
+patterns: list[Callable[[], None]] = [readme, epochs, seeds, global_steps, logs_a_mean, plain, replicas]
 {pattern.__name__: pattern for pattern in patterns}[job["pattern"]]()
 out = Path(job["out"])
 out.mkdir(parents=True, exist_ok=True)

@@ -156,12 +156,8 @@ class Outcomes:
         """
         if self._let_in is None or group in self._counted_on:
             return None
-        then, now = self._let_in.roster, self._session.roster.workers
-        others = [
-            member.rank
-            for member in then.members
-            if member.rank in ranks and member.worker in now and member.worker != self._session.worker
-        ]
+        stayed = (self._let_in.roster.workers & self._session.roster.workers) - {self._session.worker}
+        others = sorted({worker.rank for worker in stayed} & {*ranks})
         number = self._let_in.number
         return lambda: self._count_from(group, self.of_others(number, others, group) if others else {})
 
