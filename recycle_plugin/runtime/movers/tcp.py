@@ -155,6 +155,9 @@ class Transport:
     def keep_only(self, members: Iterable[str]) -> None:
         """Send nothing more to anybody but ``members``; broken connections to these are made anew."""
         peers = set(members)
+        with self._session.changed:
+            if self._heard is not None:  # who has come back meanwhile is heard from now on
+                self._heard |= peers
         for address in [address for address, outbox in self._outboxes.items() if address not in peers or outbox.broken]:
             self._outboxes.pop(address).close(linger_s=0)
 
