@@ -165,8 +165,6 @@ def source(rank: int, given: argparse.Namespace, stepped: Any, talk: Connection)
             hear(talk)
         made.step(step)
         stepped[rank] = step
-        if step == hash_at:
-            hashing.hash_state(step)
         served = bool(outlet and outlet._connection) and not outlet.broken
         if step > APART and not held:
             found["serving" if served else "alone"].append(time.monotonic() - began)
@@ -178,9 +176,11 @@ def source(rank: int, given: argparse.Namespace, stepped: Any, talk: Connection)
                 made.servings.add(newcomer, Serving(made.new_units(rate.copied), outlet, step))
                 talk.send("announced")
             elif what == "hash":
-                assert number > step, "it is to be hashed later"
+                assert number >= step, "that state is gone"
                 hash_at = number
             ends |= what == "end"
+        if step == hash_at:
+            hashing.hash_state(step)
     listener.close()
     talk.send(found)
 
@@ -228,7 +228,7 @@ def newcomer(number: int, given: argparse.Namespace, addresses: list[str], stepp
         first = first or (time.monotonic() if any(line.taken["state"] for line in lines) else 0.0)
         catching_up.pump()
         if catching_up.whole and not compared:
-            compared = max(stepped) + 2  # which nobody has begun
+            compared = max(stepped) + 1  # which is under way
             whole = time.monotonic()
             talk.send(compared)
     figures = {name: sum(line.taken[name] for line in lines) for name in ("state", "sums")}
