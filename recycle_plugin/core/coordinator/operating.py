@@ -41,7 +41,8 @@ def _leave(name: str, course: Course, now: float, out: CoordinatorOutput) -> Ans
         return Answer(why, False)
     if members:
         return _go(members, f"recycle leave {name}", course, now, out)
-    if any([course.vacancies.hold_back(rank, f"recycle leave {name}", out) for rank in ranks]):
+    held_back = [course.vacancies.hold_back(rank, f"recycle leave {name}", out) for rank in ranks]
+    if any(held_back):
         return Answer(f"seat {name} was coming back, and stays away", True)
     return Answer(f"nobody holds seat {name}: it is lost, or has left", False)
 
@@ -72,7 +73,9 @@ def _admit(name: str, course: Course, now: float, out: CoordinatorOutput) -> Ans
             how = "is leaving: admit it once it has left" if member.worker in course.attendance.leaving else "is live"
             return Answer(f"{member} {how}", False)
     if not all(map(vacancies.is_vacant, ranks)):
-        return Answer(f"seat {name} is lost, and nobody has seen its process end; once it has, it can be admitted", False)
+        return Answer(
+            f"seat {name} is lost, and nobody has seen its process end; once it has, it can be admitted", False
+        )
     wanted = [rank for rank in sorted(ranks) if not vacancies.is_filled(rank)]
     if not wanted:
         return Answer(f"seat {name} is coming back already", False)

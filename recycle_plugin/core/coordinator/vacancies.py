@@ -356,7 +356,7 @@ class Vacancies:
             host = self._spares.pop(number)
             self._seat(number, host, rank, out)
             return f"a spare on host {host} takes it"
-        if rank in self._unguarded or self._is_host_gone(rank, now):
+        if rank in self._unguarded or rank in self._absent or rank in self._silent:
             return f"nobody is left on host {self._hosts[rank]} to start it, and the next that comes by --join takes it"
         self._start(rank, 0.0, now, out)
         return "its supervisor starts it again"
