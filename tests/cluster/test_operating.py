@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import stat
 import subprocess
 import sys
@@ -40,6 +42,13 @@ def asks(capsys, run: Run, *command: str) -> tuple[int, str]:
     said = capsys.readouterr().out
     assert said.count("\n") == 1
     return code, said.strip()
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def held_job(launch: Launch, folder: Path, *more: str, step: int = HELD, **options: object) -> Run:
@@ -122,8 +131,8 @@ def test_a_host_is_drained_and_its_launcher_ends_alone(server, pair, reference, 
         newcomer = heard(run, "newcomer", seat="1.1")
         pid = heard(run, "worker", rank=newcomer["rank"], incarnation=1)["pid"]
         assert asks("drain", "beta") == (0, "nobody is left on host beta, and nobody is started there")
-        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], 60)
-        run.others["beta"].terminate()
+        run.wait_for(lambda: has_ended(pid), f"end of process {pid}")
+        os.kill(run.others["beta"].pid, signal.SIGTERM)
         run.others["beta"].wait(60)
         (tmp_path / "go40").touch()
         result = run.finish()

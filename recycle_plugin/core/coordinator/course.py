@@ -295,7 +295,7 @@ class Course:
             return
         news = [each.worker for each in wishes if self.attendance.announce(each, out)]
         for worker in news:
-            self.vacancies.stay_away(worker, out)
+            self.vacancies.stay_away(worker.rank, out)
         if news:
             self._plan_change(now, out)
 

@@ -41,8 +41,11 @@ def _leave(name: str, course: Course, now: float, out: CoordinatorOutput) -> Ans
         return Answer(why, False)
     if members:
         return _go(members, f"recycle leave {name}", course, now, out)
-    held_back = [course.vacancies.hold_back(rank, f"recycle leave {name}", out) for rank in ranks]
-    if any(held_back):
+    coming = [rank for rank in sorted(ranks) if course.vacancies.is_filled(rank)]
+    for rank in coming:
+        course.vacancies.stay_away(rank, out)
+        course.vacancies.hold_back(rank, f"recycle leave {name}", out)
+    if coming:
         return Answer(f"seat {name} was coming back, and stays away", True)
     return Answer(f"nobody holds seat {name}: it is lost, or has left", False)
 
@@ -57,7 +60,7 @@ def _drain(host: str, course: Course, now: float, out: CoordinatorOutput) -> Ans
     if why := _cannot_go(members, course):
         return Answer(why, False)
     course.vacancies.drain(host, out)
-    for rank in ranks:
+    for rank in sorted(ranks):
         course.vacancies.hold_back(rank, f"host {host} is drained", out)
     if not members:
         return Answer(f"nobody is left on host {host}, and nobody is started there", True)

@@ -189,8 +189,8 @@ class Vacancies:
         self._absent.pop(rank, None)
         self._silent.discard(rank)
         vacancy = self._vacant.get(rank)
-        if rank in self._away:
-            out.tell(SupervisorOf(rank), Stay(rank, incarnation=self._holders[rank]))
+        if rank in self._away or self._hosts.get(rank) in self._drained:
+            self._say_stay(rank, out)
         if vacancy is not None and vacancy.newcomer is not None and not vacancy.come:
             wait_s = max(0.0, vacancy.due - now)
             out.tell(SupervisorOf(rank), Restart(rank, wait_s, incarnation=vacancy.newcomer.incarnation))
@@ -299,10 +299,15 @@ class Vacancies:
 
     # --- leaving as planned, and coming back from there ------------------------------------------
 
-    def stay_away(self, worker: WorkerId, out: CoordinatorOutput) -> None:
-        """Takes in that a member is to leave as planned: nobody follows it until its rank is admitted."""
-        self._away.add(worker.rank)
-        out.tell(SupervisorOf(worker.rank), Stay(worker.rank, incarnation=worker.incarnation))
+    def stay_away(self, rank: int, out: CoordinatorOutput) -> None:
+        """Takes in that whoever holds the seat of ``rank``, or is to, leaves it as planned: nobody follows until it is
+        admitted.
+        """
+        self._away.add(rank)
+        self._say_stay(rank, out)
+
+    def _say_stay(self, rank: int, out: CoordinatorOutput) -> None:
+        out.tell(SupervisorOf(rank), Stay(rank, incarnation=self._holders[rank]))
 
     def left(self, worker: WorkerId) -> None:
         """Takes in that a member has left as planned."""
@@ -318,20 +323,19 @@ class Vacancies:
         """The hosts on which processes are started, in order."""
         return sorted(set(self._hosts.values()))
 
-    def hold_back(self, rank: int, why: str, out: CoordinatorOutput) -> bool:
-        """Ends the newcomer of ``rank``, which is no member yet, and starts none in its place; returns whether there
-        was one.
-        """
-        vacancy = self._vacant.get(rank)
-        if vacancy is None or vacancy.newcomer is None:
-            return False
-        self._fence(vacancy.newcomer, why, out)
-        self._vacant[rank] = Vacancy()
-        return True
+    def hold_back(self, rank: int, why: str, out: CoordinatorOutput) -> None:
+        """Ends the newcomer of ``rank``, where there is one that is no member yet, and starts none in its place."""
+        if self.is_filled(rank):
+            newcomer = self._vacant[rank].newcomer
+            assert newcomer is not None, "it is filled"
+            self._fence(newcomer, why, out)
+            self._vacant[rank] = Vacancy()
 
     def drain(self, host: str, out: CoordinatorOutput) -> None:
         """Starts nobody on ``host`` from now on, and sends its spares away."""
         self._drained.add(host)
+        for rank in sorted(self.hosted(host)):
+            self._say_stay(rank, out)
         for number in [number for number, its in self._spares.items() if its == host]:
             del self._spares[number]
             out.tell(Joiner(number), Refused(f"host {host} is drained", code=0))
@@ -342,7 +346,8 @@ class Vacancies:
 
     def is_filled(self, rank: int) -> bool:
         """Whether a newcomer is to hold the seat of ``rank``, which is vacant."""
-        return self._vacant[rank].newcomer is not None
+        vacancy = self._vacant.get(rank)
+        return vacancy is not None and vacancy.newcomer is not None
 
     def admit(self, rank: int, now: float, out: CoordinatorOutput) -> str:
         """Has somebody hold the vacant seat of ``rank`` again, for whom nobody is on the way; returns who that will be,

@@ -412,8 +412,8 @@ class Restart(OfWorker):
 
 @dataclass(frozen=True)
 class Stay(OfWorker):
-    """To the supervisor of ``rank``, whose worker of this incarnation is to leave as planned: there may be a next one,
-    so it stays.
+    """To the supervisor of ``rank``: when the process of this incarnation has ended, as planned mostly, there may still
+    be a next one, and so it stays; but nobody is on the way, and it may be ended.
     """
 
 

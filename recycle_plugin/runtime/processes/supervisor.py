@@ -122,8 +122,7 @@ class Supervisor:
         self._started = place.worker is not None  # whether the process of this incarnation was
         self._orders: asyncio.Queue[Restart] = asyncio.Queue()
         self._fenced = -1  # the last incarnation that is to do nothing
-        self._leaving = -1  # the last incarnation that was to leave as planned
-        self._is_away = False  # the worker has left as planned, and there is no next one yet
+        self._leaving = -1  # the last incarnation that nobody follows for now: it leaves as planned, mostly
         self._exited: Exited | None = None  # the worker, once it has
         self._answered = asyncio.Event()  # the news of the worker's end have got there
 
@@ -145,7 +144,8 @@ class Supervisor:
         """Deal with a signal.  Where the worker has left as planned that is no word on the job, but for the guard by
         which the whole job is stopped.
         """
-        if self._is_away and self._environment.get("RANK") != "0":
+        nobody = self._worker is None or self._fenced >= self._incarnation
+        if nobody and self._leaving >= self._incarnation and self._environment.get("RANK") != "0":
             if not self._over.done():
                 self._over.set_result(0)
         else:
@@ -323,7 +323,6 @@ class Supervisor:
         order = await self._first_of(self._ordered(), gone)
         if order is None:
             return False
-        self._is_away = False
         self._incarnation, self._started, self._exited = order.incarnation, False, None
         self._answered.clear()
         self._place.next(self._rank, self._incarnation)
@@ -383,8 +382,7 @@ class Supervisor:
         """
         if not self._over.done():
             await self._is_answered()
-        self._is_away = self._leaving == self._incarnation and not self._over.done()
-        return self._is_away
+        return self._leaving >= self._incarnation and not self._over.done()
 
     async def _end_worker(self, worker: Process, exit_code: asyncio.Task) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
