@@ -330,6 +330,7 @@ class Vacancies:
             assert newcomer is not None, "it is filled"
             self._fence(newcomer, why, out)
             self._vacant[rank] = Vacancy()
+            out.say("held_back", f"{self._names[rank]} was coming back, and stays away: {why}", rank=rank)
 
     def drain(self, host: str, out: CoordinatorOutput) -> None:
         """Starts nobody on ``host`` from now on, and sends its spares away."""
