@@ -96,6 +96,7 @@ class Coordinator:
         self._exits: dict[WorkerId, Exited] = {}
         self._ended: set[int] = set()  # ranks whose supervisor has said that its worker is no more
         self._strangers: set[str] = set()  # addresses that nonsense has come from
+        self._refused: set[str] = set()  # addresses of operators that did not know the token
         self._regroup_timeout_s = 120.0
         self.run_dir = f"runs/{self._welcome.job_id}"  # unless workers say another one
         self._watched = -1
@@ -260,15 +261,19 @@ class Coordinator:
         """Answer an operator's requests, which come one after another, each soon."""
         control.send(RunFolder(os.path.abspath(self.run_dir) if self._membership.started else ""))
         while (request := await control.receive(HELLO_S)) is not None:
-            control.send(self._answer_to(request, who))
+            control.send(self._answer_to(request, who, control))
         self._complain_of_stranger(who, control)
 
-    def _answer_to(self, request: object, who: str) -> Answer:
+    def _answer_to(self, request: object, who: str, control: InLoop) -> Answer:
         if not isinstance(request, Ask):
             return Answer("that is no request", False)
         told, token = (each.encode(errors="surrogatepass") for each in (request.token, self._token))
         if not token or not compare_digest(told, token):
-            self._say(Event("warning", f"{who} asks for something with a wrong token: refused"), time.time())
+            host = control.there[0] if control.there else ""
+            if host not in self._refused:  # once for each address: whoever guesses comes more often
+                self._refused.add(host)
+                text = f"{who} asks for something without this job's token, and is refused"
+                self._say(Event("warning", text), time.time())
             return Answer("refused: the token is not this job's, which is in its run folder, for its own user", False)
         said, output = self._membership.asked(request, time.time())
         self._act(output)
