@@ -75,6 +75,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "lost": {"seat": text, "rank": count, "how": text, "seen_at": moment},
     "confirmed": {"rank": count, "how": text},
     "resume": {"committed": count, "throughput": number},
+    "catching_up": {"rank": count, "share": number, "bytes": count, "bytes_per_s": number},
     "leaving": {"seat": text, "why": text},
     "left": {"rank": count},
     "batch": {"step": count, "batch": positive, "micro_batches": positive},

@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from recycle_plugin.core.messages.protocol import CatchUp, CaughtUp, Generation, Serving
+from recycle_plugin.core.messages.protocol import CatchUp, CaughtUp, Generation, Note, Serving
+from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.catching_up import CatchingUp, FilledState, Inlet
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.training_loop import LoopPort, TrainingLoop
+
+PROGRESS_S = 1.0  # between two words on how far it has come
 
 
 class Newcomer:
@@ -36,6 +39,7 @@ class Newcomer:
         self._asked = self._said = False
         self._skip = skip
         self._catching_up = CatchingUp(state)
+        self._progress: tuple[float, int] | None = None  # when it was told of last, and the bytes that had come by then
 
     @property
     def catching_up(self) -> CatchingUp:
@@ -84,6 +88,7 @@ class Newcomer:
         if end is not None and end.step and self._view.committed >= end.step - 1:
             raise JobEnded(end.reason, end.failed, end.code)
         if not self._catching_up.whole:
+            self._tell_progress()
             return None
         if clock is not None and clock >= step:
             return True
@@ -94,3 +99,17 @@ class Newcomer:
             self._skip(self._view.read_by_other_end or 0)
             self._port.send(CaughtUp(self._view.rank, clock or 0))
         return None
+
+    def _tell_progress(self) -> None:
+        """Says how far it has come, every so often."""
+        now, taken, share = self._port.clock(), self._catching_up.taken, self._catching_up.progress
+        if self._progress is None:
+            self._progress = now, taken
+        at, before = self._progress
+        if now - at < PROGRESS_S:
+            return
+        self._progress, rate = (now, taken), (taken - before) / (now - at)
+        who = named(self._view.rank, self._loop.seat)
+        text = f"{who} has {share:.0%} of its stage's state, {taken / 1e6:.1f} MB have come, {rate / 1e6:.1f} MB/s"
+        details = {"seat": str(self._loop.seat), "share": share, "bytes": taken, "bytes_per_s": rate}
+        self._port.send(Note(self._view.rank, "catching_up", text, details))
