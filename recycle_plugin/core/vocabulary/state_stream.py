@@ -56,9 +56,11 @@ class Sums:
 
 @dataclass(frozen=True)
 class Marker:
-    """``step`` is committed, and was applied with regard to ``norm``; what follows is of the state after it, or
-    later.  ``begins``: the first one of its stream, whose step's sums have not come with it.  ``valid_from``: the
-    generation from which the source's data is valid (core/worker/step_store.py).
+    """The word that ``step`` is committed, and was applied with regard to ``norm``; what follows is of the state after
+    it, or later.
+
+    ``begins``: the first one of its stream, whose step's sums have not come with it.  ``valid_from``: the generation
+    from which the source's data is valid (core/worker/step_store.py).
     """
 
     step: int

@@ -59,6 +59,11 @@ class _Stream:
     sums: dict[int, dict[str, Any]] = field(default_factory=dict)  # by step
     markers: dict[int, Marker] = field(default_factory=dict)  # by step
 
+    def fetch(self) -> bool:
+        """Takes what is in the line; returns whether there was anything."""
+        self.items.extend(self.inlet.items())
+        return bool(self.items)
+
     def has_passed(self, step: int) -> bool:
         return self.at is not None and self.at >= step
 
@@ -87,6 +92,11 @@ class CatchingUp:
     def whole(self) -> bool:
         """Whether all of the state is here."""
         return self.clock is not None and len(self._here) == len(self._weights)
+
+    @property
+    def deserted(self) -> bool:
+        """Whether there is no source left."""
+        return not self._streams
 
     @property
     def progress(self) -> float:
@@ -122,9 +132,13 @@ class CatchingUp:
     # --- what comes --------------------------------------------------------------------------------
 
     def _hear(self, source: WorkerId, stream: _Stream) -> bool:
-        """Takes in what has come from a source; returns whether the line stands."""
-        stream.items.extend(stream.inlet.items())
-        while stream.items and self._take(source, stream, stream.items[0]):
+        """Takes in what has come from a source, as far as that goes; returns whether the line stands.
+
+        What is of a later state stays in the line, which is bounded.
+        """
+        while stream.items or stream.fetch():
+            if not self._take(source, stream, stream.items[0]):
+                return True
             stream.items.popleft()
         return not stream.inlet.broken
 

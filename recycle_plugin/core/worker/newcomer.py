@@ -75,7 +75,11 @@ class Newcomer:
         """True once ``step`` is followed; the generation that is to be entered before it; None before that."""
         for serving in self._view.take_sources():
             self._catching_up.add_source(serving.worker, self._open(serving))
+        had = not self._catching_up.deserted
         self._catching_up.pump()
+        if had and self._catching_up.deserted:  # lines may break between two that live
+            self._said = False
+            self._port.send(CatchUp(self._view.rank))
         clock, end, planned = self._catching_up.clock, self._view.end, self._view.pending
         if end is not None and end.step and self._view.committed >= end.step - 1:
             raise JobEnded(end.reason, end.failed, end.code)

@@ -76,11 +76,13 @@ class Serving:
             self._wants_head |= asked.head
             self._wanted.extend(asked.units)
             self._handed.difference_update(asked.units)
-        if stepped < self._from_step or not (self._wants_head or self._wanted or self._reading):
+        if stepped < self._from_step:
             return False
-        if self._at is None:
+        if self._at is None:  # also where nothing is asked of this source: the newcomer waits for its markers
             self._at = stepped
             self.outlet.send(Marker(stepped, begins=True, valid_from=valid_from))
+        if not (self._wants_head or self._wanted or self._reading):
+            return False
         if self._wants_head:
             self._wants_head = False
             self.outlet.send(Head(stepped, *self._state.head()))
@@ -133,8 +135,8 @@ class Servings:
         return bool(self._by_newcomer)
 
     def add(self, newcomer: WorkerId, serving: Serving) -> None:
-        """Serves one more, in the place of whoever had its rank before."""
-        self.end([other for other in self._by_newcomer if other.rank == newcomer.rank])
+        """Serves one more, or one that has lost its line by another line."""
+        self.end([newcomer])
         self._by_newcomer[newcomer] = serving
 
     def end(self, newcomers: Iterable[WorkerId]) -> None:

@@ -34,7 +34,6 @@ from recycle_plugin.core.vocabulary.iterator_draws import IteratorState
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan, surviving, unfinished, without_later
-from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from recycle_plugin.core.worker.executor import Interrupted, Waits
@@ -352,7 +351,7 @@ class TrainingLoop:
         self._port.reach("recovery.resume")
         self._take_up(plan, resume)
         self._runner.keep_only(generation.roster.addresses)
-        if any(one.seat.stage == self.seat.stage for one in self._begin_to_join(generation)):
+        if self._somebody_begins_to_join(generation):
             self._runner.hash_after(resume.committed)
         self._control_view.adopt(generation)
         self._loaded = False
@@ -360,9 +359,10 @@ class TrainingLoop:
             self._port.send(Stepped(self._control_view.rank, generation.number, self.machine.stepped))
         self._plan = plan
 
-    def _begin_to_join(self, generation: Generation) -> list[Member]:
-        """The members that are joining since this generation."""
-        return [one for one in generation.roster.joins(self._control_view.roster) if one.joining]
+    def _somebody_begins_to_join(self, generation: Generation) -> bool:
+        """Whether a member of this stage is joining since this generation."""
+        joining = generation.roster.joining(self.seat.stage)
+        return bool(set(joining) - set(self._control_view.roster.joining(self.seat.stage)))
 
     def _take_up(self, plan: Plan, resume: Resume) -> None:
         """Works out what is left of the unfinished steps, and takes the last one back where that is in the way."""

@@ -332,7 +332,8 @@ class Worker:
         drops the sums of committed steps.
         """
         self._control_view.check()
-        self.serve_now(waiting=False)
+        while self.serve_now(waiting=False):
+            pass
         self.store.drop_sums(min(self._control_view.committed, self.running.step - 1))
 
     def now_us(self) -> int:

@@ -22,7 +22,6 @@ from recycle_plugin.runtime.catch_up.wire import (
     Mark,
     check,
     digest,
-    fill,
     frame,
     item,
     marker,
@@ -30,7 +29,7 @@ from recycle_plugin.runtime.catch_up.wire import (
 )
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.devices.port import Device
-from recycle_plugin.runtime.movers.tcp import Nonsense
+from recycle_plugin.runtime.movers.tcp import Nonsense, end, fill
 from recycle_plugin.runtime.processes import forked
 
 CONNECT_S = 10.0  # how long the source may take to answer
@@ -188,7 +187,4 @@ class TcpInlet:
 
     def _shut(self) -> None:
         if self._connection is not None:
-            try:
-                self._connection.shutdown(socket.SHUT_RDWR)
-            except OSError:  # it has ended already
-                pass
+            end(self._connection)

@@ -20,7 +20,7 @@ from recycle_plugin.core.messages.encoding import HEAD, LIMIT, Language
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Sums, Unit
-from recycle_plugin.runtime.movers.tcp import DTYPES, Nonsense
+from recycle_plugin.runtime.movers.tcp import DTYPES, Nonsense, exactly
 from recycle_plugin.runtime.state.stage_state import pieces
 from recycle_plugin.runtime.state.units import UnitValue
 
@@ -129,22 +129,6 @@ def receive(connection: socket.socket, kind: type[T], limit: int = LIMIT) -> T:
     if not isinstance(message, kind):
         raise Nonsense(f"a {type(message).__name__} where it should be something else")
     return message
-
-
-def exactly(connection: socket.socket, size: int) -> bytearray:
-    """So many bytes.  Raises EOFError where the other end closes before."""
-    received = bytearray(size)
-    fill(connection, memoryview(received))
-    return received
-
-
-def fill(connection: socket.socket, target: memoryview) -> None:
-    """Read into all of ``target``.  Raises EOFError where the other end closes before."""
-    while target:
-        count = connection.recv_into(target, 0, socket.MSG_WAITALL)
-        if not count:
-            raise EOFError
-        target = target[count:]
 
 
 def _size(head: bytearray, limit: int) -> int:

@@ -61,8 +61,8 @@ class BlockingLoop:
         _drain(self._loop.start())
 
     def follow(self, step: int) -> bool:
-        """As a newcomer, wait until ``step`` is over with the others, and followed here if need be: True.  False where
-        from this step on the worker is a member.
+        """Wait, as a newcomer does, until ``step`` is over with the others, and followed here if need be: True.  False
+        where from this step on the worker is a member.
         """
         _drain(self._newcomer.start())
         return _drain(self._newcomer.train(step))
