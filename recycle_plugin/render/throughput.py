@@ -71,7 +71,8 @@ def draw(
     )
     _draw_moment(axes, 0.0, f"{seat} gets\nSIGKILL", DEATH, top, "right")
     _draw_moment(axes, stretches[-1].end_s, f"{seat} has\nwork again", BACK, top, "left")
-    axes.text(first_s, usual, " without a failure", ha="left", va="bottom", fontsize=9, color=INK, zorder=4)
+    middle = stretches[-1].end_s / 2  # where the line is low
+    axes.text(middle, 1.02 * usual, "without a failure", ha="center", va="bottom", fontsize=9, color=INK, zorder=4)
     axes.set(xlim=(first_s, last_s), ylim=(0, top))
     axes.set_xlabel("time since the kill (s)", color=INK, fontsize=9.5)
     axes.set_ylabel("samples/s, step by step", color=INK, fontsize=9.5)
