@@ -427,6 +427,8 @@ class Course:
                 seat=str(newcomer.member.seat),
                 rank=newcomer.member.rank,
                 step=message.step,
+                bytes=message.bytes,
+                followed_bytes=message.followed,
             )
             self._plan_change(now, out)
 

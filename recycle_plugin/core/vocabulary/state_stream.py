@@ -44,10 +44,14 @@ class Unit:
 
 @dataclass(frozen=True)
 class Sums:
-    """What the workers of the stage have exchanged in ``step`` for the units that this source has handed out."""
+    """What the workers of the stage have exchanged in ``step`` for the units that this source has handed out.
+
+    ``bytes``: how many have come, where it has come over a line.
+    """
 
     step: int
     values: Mapping[str, Any] = field(default_factory=dict)
+    bytes: int = 0
 
 
 @dataclass(frozen=True)

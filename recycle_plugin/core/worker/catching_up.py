@@ -86,6 +86,7 @@ class CatchingUp:
         self.clock: int | None = None
         self.damaged = 0  # units that had to be read again
         self.taken = 0  # bytes of units that have come, also of those that came again
+        self.followed = 0  # bytes of sums that have come
 
     @property
     def whole(self) -> bool:
@@ -149,6 +150,7 @@ class CatchingUp:
                 if not item.begins:
                     stream.markers[item.step] = item
             case Sums():
+                self.followed += item.bytes
                 stream.sums.setdefault(item.step, {}).update(item.values)
             case Head():
                 if self.clock is None:

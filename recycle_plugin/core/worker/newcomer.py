@@ -97,7 +97,8 @@ class Newcomer:
         if not self._said:
             self._said = True
             self._skip(self._view.read_by_other_end or 0)
-            self._port.send(CaughtUp(self._view.rank, clock or 0))
+            taken, followed = self._catching_up.taken, self._catching_up.followed
+            self._port.send(CaughtUp(self._view.rank, clock or 0, taken, followed))
         return None
 
     def _tell_progress(self) -> None:

@@ -205,7 +205,7 @@ def item(begin: Begin, tensors: list[torch.Tensor] | None) -> Item | None:
     if tensors is None:
         return None
     if begin.kind == "sums":
-        return Sums(begin.step, {begin.name: tuple(tensors)})
+        return Sums(begin.step, {begin.name: tuple(tensors)}, begin.nbytes)
     named = {part.name: tensor for part, tensor in zip(begin.parts, tensors, strict=True)}
     if named.keys() != {VALUE, UNITS}:
         raise Nonsense(f"a head of {', '.join(named)[:80]!r}")
