@@ -95,7 +95,7 @@ class SimulatedMachine:
             Stopwatch(scenario.costs) if scenario.rebalances else None,
         )
         self.worker = Worker(self, scenario.shape, self.store, self.steps, judging, self.iterator_data, stopwatch)
-        self.script = FaultScript(scenario.faults if not incarnation else (), seat)
+        self.script = FaultScript(scenario.faults, seat, incarnation)
         self.shared = SimulatedState(self)
         self.fill, self.write, self.gathered = self.shared.fill, self.shared.write, self.shared.gathered
         self.alive = self.runs = True

@@ -125,7 +125,7 @@ class Trainer:
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._trace = TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace else None
         traced = {"trace": self._trace.add} if self._trace is not None else {}
-        script, prepare = settings.fault_script(self.seat), self._stepping.prepare
+        script, prepare = settings.fault_script(self.seat, session.incarnation), self._stepping.prepare
         own = stage_units(framework, self.state, self._gradients)
         self._world = TorchMachine(
             session, self._transport, operations, script, self.transfers, self.hash, own, prepare=prepare, **traced
