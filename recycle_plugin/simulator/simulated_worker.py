@@ -297,6 +297,10 @@ class SimulatedMachine:
         """The state for ``newcomer``, the line to it, and the name of that."""
         return opened(self, newcomer)
 
+    def script_state(self) -> bytes:
+        """Nothing: a simulated script has nothing of its own."""
+        return b""
+
     def hash_state(self, step: int) -> None:
         """Sends the hash of the state after ``step``."""
         self.send(StateHash(self.rank, step, self.shared.digest()))

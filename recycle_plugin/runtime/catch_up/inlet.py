@@ -155,8 +155,8 @@ class TcpInlet:
             self._deliver(made, found.nbytes)
         if not whole:
             self._note(f"{found.kind} {found.name}, step {found.step}, was damaged on its way; it is sent again")
-        if found.kind == "head" and not whole:
-            self.ask(Asked(head=True))
+        if found.kind in ("head", "script") and not whole:
+            self.ask(Asked(head=found.kind == "head", script=found.kind == "script"))
 
     def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:
