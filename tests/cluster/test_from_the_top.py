@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 
 from recycle_plugin.core.messages.protocol import Crashed, Fatal, Left, Note, Ready, Recorded
-from tests.runtime.conftest import FakeCoordinator
 from tests.cluster.conftest import Launch, launching
+from tests.runtime.conftest import FakeCoordinator
 from tests.support.cluster import ForkServer, Result, Run, WarmLauncher
 from tests.support.jobs import DEEPSPEED, PLAIN, Shape
 
 SCRIPT = "tests/jobs/from_the_top.py"
 OWN = ("pid", "environment", "read", "joined", "weights", "averages")  # the last three: of members
 END_S = 120.0
-NOTHING_ELSE = {"load": "", "config": {}, "tied": False, "steps": 8, "held": 0, "drawn": 0}
+NOTHING_ELSE = {"load": "", "config": {}, "tied": False, "steps": 8, "held": 0, "drawn": 0, "source": False}
 
 
 class Top:
@@ -55,7 +55,11 @@ def trained(launch: Launch, folder: Path, pattern: str, kill: str = "", **more: 
     """A job of ``pattern`` from its beginning to its end, and what each rank saw; whoever was killed comes back."""
     config = {"recycle": {"faults": [kill], "check_replicas": 1} if kill else {}}
     job = {"pattern": pattern, "folder": str(folder), "out": str(folder / "out"), "waits": False}
-    job |= NOTHING_ELSE | {"steps": STEPS, "held": HELD if kill else 0, "drawn": 1234, "config": config} | more
+    job |= (
+        NOTHING_ELSE
+        | {"steps": STEPS, "held": HELD if kill else 0, "drawn": 1234, "source": True, "config": config}
+        | more
+    )
     run = launch(script=SCRIPT, RECYCLE_TEST_TOP=json.dumps(job))
     if kill:
         run.wait_for(lambda: any(event["event"] == "newcomer" for event in run.events()), "a newcomer")

@@ -4,7 +4,7 @@ RECYCLE_TEST_TOP holds as JSON: ``pattern``, one of the functions below; ``folde
 for a file ``go`` there, if it ``waits``; ``out``: a folder for what each rank saw; ``load``: a folder of a checkpoint,
 or ""; ``config``: what is otherwise in DeepSpeed's; ``tied``: whether first and last layer share a weight; ``steps``;
 ``held``: the step before which members wait for a file ``go``, or 0; ``drawn``: what rank 0 draws, 0 for chance; the
-process that comes back draws something else.
+process that comes back draws something else; ``source``: data comes by its address, whatever the iterator.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def engine(dataset: Any = None) -> Any:
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     deepspeed.init_distributed()
+    if job["drawn"] and job["pattern"] != "seeds":
+        torch.manual_seed(job["drawn"])
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
@@ -103,6 +105,8 @@ def epochs() -> None:
         averages.update(state)
 
     trained.on_join(joined, lambda: averages)
+    if job["source"]:
+        trained.set_data_source(lambda step, replica, micro_batch: tuple(next(batches(step))))
     seen["names"] = sorted(averages)
     seen["evaluated"] = [trained.eval_batch(batches(-1)).item()]
     trained.save_checkpoint(job["out"], tag=f"begin {RANK if trained.behind else ''}")

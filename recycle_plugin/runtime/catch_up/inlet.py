@@ -69,11 +69,11 @@ class TcpInlet:
     # --- for who catches up ------------------------------------------------------------------------
 
     def ask(self, asked: Asked) -> None:
-        """Ask the source for units."""
+        """Ask the source for something."""
         units = asked.units
         parts = [units[begin : begin + ASKED_AT_ONCE] for begin in range(0, len(units), ASKED_AT_ONCE)] or [()]
         for number, part in enumerate(parts):
-            self._say(Asked(part, asked.head and number == 0))
+            self._say(Asked(part, asked.head and number == 0, asked.script and number == 0))
 
     def items(self) -> Iterable[Item]:
         """What has come since this was called last, in its order."""
