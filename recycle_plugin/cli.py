@@ -35,13 +35,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"recycle_plugin {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    demo = commands.add_parser(
-        "demo", help="train a small GPT on this machine, kill workers, compare with the run without"
-    )
+    demo = commands.add_parser("demo", help="train on this machine, kill a worker, compare with the run without")
     demo.add_argument("--out", metavar="DIR", default=None, help="run folder (default: runs/demo)")
-    demo.add_argument("--scenario", metavar="NAME", default="worker", help="what fails (default: worker)")
     demo.add_argument(
-        "--steps", metavar="N", type=int, default=30, help="optimizer steps of each of the two runs (default: 30)"
+        "--scenario",
+        metavar="NAME",
+        default="worker",
+        help="worker: one is killed (default); rejoin: it also comes back",
+    )
+    demo.add_argument(
+        "--steps",
+        metavar="N",
+        type=int,
+        default=None,
+        help="optimizer steps of each of the two runs (default: 30; of rejoin 90)",
     )
     demo.set_defaults(run=_demo)
 

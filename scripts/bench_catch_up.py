@@ -20,6 +20,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +93,9 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         hashes = {rounds[-1].pop("hash"), *(hear(one) for one in said)}
         assert len(hashes) == 1, "the states differ"
         rounds[-1]["seconds"] = time.monotonic() - rounds[-1].pop("first")
+        for one in said:
+            one.send("go on")
+        print(f"round {number}: {rounds[-1]}", flush=True)
         process.join(PATIENCE_S)
     steps = []
     for one in said:
@@ -136,12 +140,14 @@ def source(rank: int, given: argparse.Namespace, stepped: Any, talk: Connection)
     """Trains until it is told to end; serves whom it is told to."""
     made = worker(given, seed=0)
     sums = [torch.full_like(one, 1e-3) for one in made.summed]  # nobody changes them, so they are those of each step
-    session = SimpleNamespace(rank=rank, own_address="127.0.0.1", job_id="bench", note=lambda kind, text: print(text))
+    session = SimpleNamespace(
+        rank=rank, own_address="127.0.0.1", job_id="bench", note=lambda kind, text: print(text, flush=True)
+    )
     rate = Rate()
     listener = StateListener(session, None, rate)
     found: dict[str, list[float]] = {"alone": [], "serving": []}
-    digests: list[str] = []
-    hashing = BackgroundHash(made.state, lambda step, digest: digests.append(digest))
+    digests: SimpleQueue[str] = SimpleQueue()
+    hashing = BackgroundHash(made.state, lambda step, digest: digests.put(digest))
     made.stepping._await_readers = hashing.wait
     talk.send(listener.address)
     step, hash_at, outlet, ends = 0, 0, None, False
@@ -151,16 +157,17 @@ def source(rank: int, given: argparse.Namespace, stepped: Any, talk: Connection)
         compute(made, given, step, stepped)
         made.reduce(step, sums)
         await_committed(stepped, step - 1)
+        held = step - 1 == hash_at > 0
+        if held:  # the newcomer would be a member of this step, and come to it only now
+            made.servings.between(step - 1, step - 1, 0, True, True)
+            hashing.wait()
+            talk.send(digests.get(timeout=PATIENCE_S))
+            hear(talk)
         made.step(step)
         stepped[rank] = step
-        if step == hash_at:
-            hashing.hash_state(step)
         served = bool(outlet and outlet._connection) and not outlet.broken
-        if step > APART:
+        if step > APART and not held:
             found["serving" if served else "alone"].append(time.monotonic() - began)
-        if digests and hashing.hash_done():
-            talk.send(digests.pop())
-            hash_at = 0
         while step > APART and talk.poll():
             what, number = talk.recv()
             if what == "serve":
@@ -169,9 +176,11 @@ def source(rank: int, given: argparse.Namespace, stepped: Any, talk: Connection)
                 made.servings.add(newcomer, Serving(made.new_units(rate.copied), outlet, step))
                 talk.send("announced")
             elif what == "hash":
-                assert number > step, "it is to be hashed later"
+                assert number >= step, "that state is gone"
                 hash_at = number
             ends |= what == "end"
+        if step == hash_at:
+            hashing.hash_state(step)
     listener.close()
     talk.send(found)
 
@@ -219,7 +228,7 @@ def newcomer(number: int, given: argparse.Namespace, addresses: list[str], stepp
         first = first or (time.monotonic() if any(line.taken["state"] for line in lines) else 0.0)
         catching_up.pump()
         if catching_up.whole and not compared:
-            compared = max(stepped) + 2  # which nobody has begun
+            compared = max(stepped) + 1  # which is under way
             whole = time.monotonic()
             talk.send(compared)
     figures = {name: sum(line.taken[name] for line in lines) for name in ("state", "sums")}

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from recycle_plugin import planner
+from recycle_plugin.commands import rejoined
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.span import Span
@@ -34,6 +35,7 @@ from recycle_plugin.render import curves, gantt, perfetto
 
 TOLERANCE = 5e-6  # largest difference between the losses of the two runs
 FEWEST_STEPS = 10  # the failure comes half-way: fewer leave no steps to take a median of
+FEWEST_STEPS_BACK = 36  # those before the kill, those until the next process is there, and some after that
 DEADLINE_S = 300.0  # of one run; a machine with two cores needs about 45 s
 POLL_S = 0.05
 FAULT_FREE, FAILED = "fault_free", "with_failure"
@@ -42,20 +44,45 @@ EVENT_LINE = re.compile(r"\[recycle +[\d.]+\] (\w+): .*")
 
 
 class DemoScenario(NamedTuple):
-    """What fails in the demo.  ``overrides``: those of the run with the failure, beside those that both runs have."""
+    """What fails in the demo, and what is trained on what, with how many ``steps`` by default.
+
+    ``overrides``: those of the run with the failure, beside those that both runs have; "{early}" stands for a step at a
+    fifth of them. ``returns``: whether the worker comes back.
+    """
 
     what: str
+    data: str
     workers: int
+    steps: int
+    fewest_steps: int
     both: tuple[str, ...]
     overrides: tuple[str, ...]
+    returns: bool = False
+
+    def with_failure(self, steps: int) -> tuple[str, ...]:
+        """The overrides of the run with the failure, of that many steps."""
+        return tuple(override.format(early=steps // 5) for override in self.overrides)
 
 
 SCENARIOS = {
     "worker": DemoScenario(
         "one worker gets SIGKILL in the middle of a step",
+        "real text",
         4,
-        ("topology=pp2_dp2", "recycle.rejoin=never"),
+        30,
+        FEWEST_STEPS,
+        ("experiment=gpt_tiny", "topology=pp2_dp2", "recycle.rejoin=never"),
         ("faults=kill_one",),
+    ),
+    "rejoin": DemoScenario(
+        "one worker gets SIGKILL, and its next process comes back",
+        "emulated layers",
+        4,
+        90,
+        FEWEST_STEPS_BACK,
+        ("experiment=emulated_pp4_dp2", "topology=pp2_dp2", "optimizer=adam", "model.width=8192", "recycle.trace=true"),
+        ('recycle.faults=["kill 0.1 before 1F0.1@{early}"]',),
+        returns=True,
     ),
 }
 
@@ -109,7 +136,8 @@ def report(fault_free: RunOutcome, failed: RunOutcome, spans: Sequence[Span], st
         raise RunFailed("no worker got to the end of the training script")
     live = survivors(failed, killed)
     before = step_times(failed.commits, WARM_UP + 1, killed[0].step - 1)
-    after = step_times(failed.commits, killed[-1].step + 1, steps)
+    back = min((absence.back_step for absence in failed.returns), default=steps + 1)
+    after = step_times(failed.commits, killed[-1].step + 1, back - 1)
     worst = as_report(max(killed, key=lambda failure: failure.stall_s))
     found = {
         "topology": {key: job[key] for key in ("replicas", "stages", "micro_batches")},
@@ -214,16 +242,19 @@ def _us(seconds: float) -> int:
 # --- running -----------------------------------------------------------------------------------------
 
 
-def run(out: str | None, scenario: str, steps: int) -> int:
+def run(out: str | None, scenario: str, steps: int | None) -> int:
     """Run the demo; returns the exit code: 0 when the losses agree and nobody was restarted, 130 when interrupted.
 
-    Raises ValueError for an unknown scenario or too few steps.
+    ``steps``: of each run; None: as the scenario has them. Raises ValueError for an unknown scenario or too few steps.
     """
     if scenario not in SCENARIOS:
         raise ValueError(f"--scenario {scenario}: no such scenario; there is {', '.join(SCENARIOS)}")
-    if steps < FEWEST_STEPS:
+    chosen = SCENARIOS[scenario]
+    steps = chosen.steps if steps is None else steps
+    if steps < chosen.fewest_steps:
         raise ValueError(
-            f"--steps {steps}: give at least {FEWEST_STEPS}, so that there are step times before and after the failure"
+            f"--steps {steps}: give at least {chosen.fewest_steps}, so that there are step times before and after the "
+            "failure"
         )
     console = Console(highlight=False, soft_wrap=True)
     try:
@@ -241,22 +272,28 @@ def _demo(out: Path, name: str, steps: int, console: Console) -> int:
     began, scenario = time.monotonic(), SCENARIOS[name]
     cores = len(os.sched_getaffinity(0))
     console.print(
-        f"recycle demo: {scenario.what}; {scenario.workers} workers on {cores} cores, {steps} steps on real text, "
-        f"folder {out}",
+        f"recycle demo: {scenario.what}; {scenario.workers} workers on {cores} cores, {steps} steps on "
+        f"{scenario.data}, folder {out}",
         markup=False,
     )
-    overrides = ["experiment=gpt_tiny", *scenario.both, f"steps={steps}", "report_every=0"]
+    overrides, more = [*scenario.both, f"steps={steps}", "report_every=0"], scenario.with_failure(steps)
     said: set[str] = set()
     console.print("\nrun 1 of 2, without a failure (starting four processes takes about half a minute)", style="bold")
     fault_free = _train(out / FAULT_FREE, scenario.workers, overrides, console, said)
-    console.print(f"\nrun 2 of 2, with {' '.join(scenario.overrides)}", style="bold")
-    failed = _train(out / FAILED, scenario.workers, [*overrides, *scenario.overrides], console, said)
+    console.print(f"\nrun 2 of 2, with {' '.join(more)}", style="bold")
+    failed = _train(out / FAILED, scenario.workers, [*overrides, *more], console, said)
     spans = read_traces(out / FAILED / "trace")
     found = report(fault_free, failed, spans, steps) | {"scenario": name, "seconds": round(time.monotonic() - began, 1)}
+    if scenario.returns:
+        found["rejoined"] = rejoined.figures(failed, failures(failed))
+        rejoined.draw(out / "throughput.png", fault_free, failed, failures(failed))
     write(out, found, spans, failures(failed))
     console.print("\n" + summary(found, out), markup=False)
+    came_back = ", the lost worker came back" if scenario.returns else ""
     verdict = (
-        "passed: same losses, no survivor restarted" if found["passed"] else f"failed: {'; '.join(found['problems'])}"
+        f"passed: same losses, no survivor restarted{came_back}"
+        if found["passed"]
+        else f"failed: {'; '.join(found['problems'])}"
     )
     console.print(f"recycle demo: {verdict}", style="bold green" if found["passed"] else "bold red", markup=False)
     return 0 if found["passed"] else 1
@@ -310,6 +347,7 @@ def summary(found: Mapping, out: Path) -> str:
             f"{found['measured_ratio']:.2f}, "
             f"planned {found['predicted_ratio']:.2f}{shared}",
         ),
+        *([("back", rejoined.told(found["rejoined"]))] if "rejoined" in found else []),
         (
             "survivors",
             ", ".join(f"{one['seat']} is process {one['pid_at_end']}" for one in live)
@@ -317,8 +355,9 @@ def summary(found: Mapping, out: Path) -> str:
         ),
         (
             "files",
-            f"{out}: report.json, losses.csv, gantt.png (schedule before and after), trace.json (for "
-            f"https://ui.perfetto.dev), {FAILED}/report.html",
+            f"{out}: report.json, losses.csv, gantt.png (schedule before and after), "
+            f"{'throughput.png, ' * ('rejoined' in found)}trace.json (for https://ui.perfetto.dev), "
+            f"{FAILED}/report.html",
         ),
         ("took", f"{found['seconds']:.0f} s"),
     ]

@@ -28,7 +28,9 @@ STYLES = {
     UNWRITTEN: "yellow",
     WRITTEN: "green",
     "fault": "magenta",
+    "not_restarted": "yellow",
     "resume": "bold green",
+    "rejoined": "bold green",
     "finished": "green",
 }
 STEPS = {"committed", "loss", "recovery_plan"}  # what the log may lack and still tell how the job went

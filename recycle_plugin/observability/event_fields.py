@@ -76,7 +76,11 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "confirmed": {"rank": count, "how": text},
     "resume": {"committed": count, "throughput": number},
     "catching_up": {"rank": count, "share": number, "bytes": count, "bytes_per_s": number},
-    "leaving": {"seat": text, "why": text},
+    "restart": {"rank": count},
+    "newcomer": {"rank": count},
+    "caught_up": {"rank": count, "bytes": count, "followed_bytes": count},
+    "rejoined": {"rank": count, "seat": text, "step": count},
+    "leaving": {"seat": text, "rank": count, "why": text},
     "left": {"rank": count},
     "batch": {"step": count, "batch": positive, "micro_batches": positive},
     "stage": {"stage": count, "layers": texts, "parameters": count, "precision": text},
@@ -116,8 +120,8 @@ def _check(event: Mapping[str, Any], fields: Mapping[str, Check]) -> None:
 
 
 def _check_member(event: Mapping[str, Any], ranks: Mapping[str, int]) -> None:
-    """Raise ValueError where someone is lost, or leaves, who is not among the job's workers."""
-    if event["event"] in ("lost", "leaving") and event["seat"] not in ranks:
+    """Raise ValueError where someone is lost, leaves or comes back, who is not among the job's workers."""
+    if event["event"] in ("lost", "leaving", "rejoined") and event["seat"] not in ranks:
         raise ValueError(f"its {event['event']} event names seat {event['seat']}, which its start event has not")
     if event["event"] == "left" and event["rank"] not in ranks.values():
         raise ValueError(f"its left event names rank {event['rank']}, which its start event has not")

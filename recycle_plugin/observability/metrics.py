@@ -37,11 +37,12 @@ class Metrics:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.registry = CollectorRegistry()
         self._stages: dict[int, int] = {}  # by rank, of live workers
+        self._away: dict[int, tuple[int, str]] = {}  # by rank, stage and state of those that were lost or have left
         self._recoveries = Recoveries()
         self._training = TrainingTime(clock)
         self._batch = 0
         self._workers = self._gauge(
-            "recycle_workers", "Workers by what has become of them; those that were lost or have left stay so.", "state"
+            "recycle_workers", "Workers by what has become of them; those that come back are live again.", "state"
         )
         self._live = self._gauge("recycle_stage_live_workers", "Live workers of a stage; at 0 the job ends.", "stage")
         self._step = self._gauge("recycle_step", "The last committed step.")
@@ -60,6 +61,9 @@ class Metrics:
         )
         self._failures = self._counter(
             "recycle_failures_total", "Workers lost, by what they were given up for.", "cause"
+        )
+        self._returns = self._counter(
+            "recycle_rejoins_total", "Workers that came back after they were lost or had left."
         )
         self._suspicions = self._counter(
             "recycle_suspicions_total", "Workers suspected, by what of; most go on.", "cause"
@@ -101,6 +105,8 @@ class Metrics:
                 self._gone(details["rank"], LOST if event.kind == "lost" else LEFT)
                 if event.kind == "lost":
                     self._failures.labels(details["cause"]).inc()
+            case "rejoined":
+                self._back(details["rank"])
             case "suspected":
                 self._suspicions.labels(details["cause"]).inc()
             case "committed":
@@ -145,9 +151,18 @@ class Metrics:
     def _gone(self, rank: int, state: str) -> None:
         stage = self._stages.pop(rank, None)
         if stage is not None:
+            self._away[rank] = stage, state
             self._workers.labels(LIVE).dec()
             self._workers.labels(state).inc()
             self._count_stage(stage)
+
+    def _back(self, rank: int) -> None:
+        self._returns.inc()
+        stage, state = self._away.pop(rank)
+        self._stages[rank] = stage
+        self._workers.labels(state).dec()
+        self._workers.labels(LIVE).inc()
+        self._count_stage(stage)
 
     def _count_stage(self, stage: int) -> None:
         self._live.labels(stage).set(list(self._stages.values()).count(stage))

@@ -14,6 +14,7 @@ from pathlib import Path
 from recycle_plugin import folders
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.span import Span, run_again
 from recycle_plugin.observability import measured_costs
 from recycle_plugin.observability.console import QUIET, STYLES, event_line
@@ -71,7 +72,7 @@ def summary(history: RunHistory) -> Iterator[tuple[str, str]]:
     yield (
         "workers",
         f"{len(history.view.live)} of {len(history.shape.seats)} left"
-        + "".join(f"; {name}: {why}" for name, why in gone(history)),
+        + "".join(f"; {name}: {text}" for name, text in (*gone(history), *back(history))),
     )
     yield "throughput", throughput(history)
     yield from facts(history)
@@ -80,6 +81,14 @@ def summary(history: RunHistory) -> Iterator[tuple[str, str]]:
 def gone(history: RunHistory) -> list[tuple[str, str]]:
     """Who is gone from the run, named as in the events, and why."""
     return [(named(history.seats[seat], seat), why) for seat, why in history.gone.items()]
+
+
+def back(history: RunHistory) -> list[tuple[str, str]]:
+    """Who has come back to the run, named as in the events, and after how long."""
+    return [
+        (named(absence.rank, str(absence.seat)), f"back after {seconds(absence.lasted_s)}")
+        for absence in history.returns
+    ]
 
 
 def throughput(history: RunHistory) -> str:
@@ -91,7 +100,7 @@ def throughput(history: RunHistory) -> str:
         if isfinite(before)
         else "not known: too few steps before the first failure"
     )
-    if history.gone and isfinite(now):
+    if history.absences and isfinite(now):
         share = f"{rates[1] / rates[0]:.0%}, " if isfinite(before) else ""
         predicted = f"predicted {history.predicted:.0%}" if history.predicted else "and then none"
         text += f"; at the end {rates[1]:.4g} samples/s, {now:.3g} s a step: {share}{predicted}"
@@ -99,9 +108,8 @@ def throughput(history: RunHistory) -> str:
 
 
 def charts(history: RunHistory) -> Iterator[Chart]:
-    """Throughput, loss and waiting over the committed steps, with the losses of workers marked."""
-    commits = history.commits
-    marks = {step: f"{these(seats)} lost" for step, seats in lost_by_step(history).items()}
+    """Throughput, loss and waiting over the committed steps, with the losses and returns of workers marked."""
+    commits, marks = history.commits, _marks(history)
     rates = {step: history.rate(spent, step) for step, spent in history.took.items()}
     shares = {step: 100 * share for step, share in history.shares("bubble_share").items()}
     first, last = min(commits, default=0), max(commits, default=0)
@@ -115,6 +123,17 @@ def charts(history: RunHistory) -> Iterator[Chart]:
             yield Chart(title, points, first, last, marks, unit, from_zero)
 
 
+def _marks(history: RunHistory) -> dict[int, str]:
+    """Who was lost and who came back, by step."""
+    back: dict[int, tuple[Seat, ...]] = {}
+    for absence in history.returns:
+        back[absence.back_step] = (*back.get(absence.back_step, ()), absence.seat)
+    marks = {step: f"{these(seats)} lost" for step, seats in lost_by_step(history).items()}
+    for step, seats in back.items():
+        marks[step] = "; ".join(filter(None, (marks.get(step), f"{these(seats)} back")))
+    return dict(sorted(marks.items()))
+
+
 def failures(history: RunHistory) -> Table:
     """A row for each lost worker: why, and how long until it was known, all had regrouped, a step was committed."""
     redone = {event["time"]: event.get("redone_share", 0.0) for event in history.of("committed")}
@@ -125,9 +144,9 @@ def failures(history: RunHistory) -> Table:
         stall = f"{failure.stall_s:.3f} s" if failure.committed_at else UNKNOWN if history.went_on else "the job ended"
         share = redone.get(failure.committed_at)
         again = f"{share:.1%}" if number(share) else UNKNOWN if history.went_on else "never committed"
-        rows.append(
-            (str(failure.seat), history.gone[str(failure.seat)], str(failure.step), notice, regrouped, stall, again)
-        )
+        absence = failure.absence
+        back = f"{absence.lasted_s:.3g} s, step {absence.back_step}" if absence.is_over else "no"
+        rows.append((str(failure.seat), absence.why, str(failure.step), notice, regrouped, stall, again, back))
     head = (
         "seat",
         "why",
@@ -136,6 +155,7 @@ def failures(history: RunHistory) -> Table:
         "known to regrouped",
         "to the next commit",
         "compute of that step that was run again",
+        "back after",
     )
     return Table(head, rows)
 
@@ -199,7 +219,7 @@ def planned(history: RunHistory, before: Measured | None, after: Measured | None
 def _assumptions(history: RunHistory, before: Measured | None, after: Measured | None) -> str:
     """What of the drawn plans was measured, and what was not."""
     known = [("before the first failure" if history.failures else "measured", before)]
-    if history.failures:
+    if history.gone:
         known.append(("after the last", after))
     told = [
         f"{when} {', '.join(f'{us / 1000:.3g}' for us in measured.micro_batch_us)} ms (steps {measured.first} to "

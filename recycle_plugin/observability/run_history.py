@@ -24,6 +24,7 @@ from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.observability.absences import Absence, absences
 from recycle_plugin.observability.event_fields import check, number
 
 T = TypeVar("T")
@@ -48,14 +49,15 @@ class Failure:
     """One lost worker, the step that its loss interrupted, and when what happened.
 
     Times are seconds since the epoch, as the events have them, None where it did not come to that.  ``pid``: None where
-    the log does not have it.  ``fault``: what was injected, if that was it.  ``struck_at``: when that struck, else as
-    ``seen_at``; ``seen_at``: the coordinator knew; ``resumed_at``: the survivors had agreed where to go on;
-    ``committed_at``: the step that they went on with was committed.
+    the log does not have it.  ``absence``: how long the seat had nobody.  ``fault``: what was injected, if that was it.
+    ``struck_at``: when that struck, else as ``seen_at``; ``seen_at``: the coordinator knew; ``resumed_at``: the
+    survivors had agreed where to go on; ``committed_at``: the step that they went on with was committed.
     """
 
     seat: Seat
     pid: int | None
     how: str
+    absence: Absence
     fault: Fault | None
     step: int
     struck_at: float
@@ -234,19 +236,23 @@ class RunHistory:
         return {event["rank"]: event["pid"] for event in reversed(self.of("worker"))}
 
     @cached_property
-    def gone(self) -> dict[str, str]:
-        """Seats that are lost or have left before the end, and why."""
-        confirmed = {event["rank"]: f"{event['how']}, says its supervisor" for event in self.of("confirmed")}
-        lost = {event["seat"]: self._why(event, confirmed.get(event["rank"], "")) for event in self.of("lost")}
-        early = {event["seat"]: event["why"] for event in self.of("leaving")}
-        at = {rank: seat for seat, rank in self.seats.items()}
-        left = {at[event["rank"]] for event in self.of("left")}
-        return lost | {seat: why for seat, why in early.items() if seat in left}
+    def _absences(self) -> dict[int, Absence]:
+        return absences(self.events)
 
-    @staticmethod
-    def _why(lost: dict, confirmed: str) -> str:
-        """Why a worker is lost; a broken connection says less than what the supervisor has seen."""
-        return "; ".join(filter(None, ("" if lost["how"] == BROKEN and confirmed else lost["how"], confirmed)))
+    @property
+    def absences(self) -> tuple[Absence, ...]:
+        """When seats had nobody before the end, in the order of the losses and planned leaves."""
+        return tuple(self._absences.values())
+
+    @cached_property
+    def gone(self) -> dict[str, str]:
+        """Seats that are lost or have left before the end, and have nobody since, and why."""
+        return {str(absence.seat): absence.why for absence in self.absences if not absence.is_over}
+
+    @property
+    def returns(self) -> tuple[Absence, ...]:
+        """The absences that are over, in their order."""
+        return tuple(absence for absence in self.absences if absence.is_over)
 
     @property
     def unmanned(self) -> tuple[int, ...]:
@@ -270,8 +276,9 @@ class RunHistory:
         step = resumed["committed"] + 1 if resumed else max(Commits.of(self.events[:place]).at, default=0) + 1
         return Failure(
             Seat.parse(lost["seat"]),
-            self.pids.get(lost["rank"]),
+            self._process(lost["rank"], place),
             lost["how"],
+            self._absences[place],
             fault,
             step,
             struck_at,
@@ -279,6 +286,13 @@ class RunHistory:
             resumed and resumed["time"],
             _first_commit(after, step) if resumed else None,
         )
+
+    def _process(self, rank: int, place: int) -> int | None:
+        """The last process of ``rank`` before an event, as far as the log has it."""
+        pids = [
+            event["pid"] for event in self.events[:place] if (event["event"], event.get("rank")) == ("worker", rank)
+        ]
+        return pids[-1] if pids else None
 
     def _fault(self, lost: dict) -> tuple[Fault | None, float]:
         """What was injected that explains this loss, if that was it, and when it struck; else when the loss was seen.
@@ -331,14 +345,27 @@ class RunHistory:
     @property
     def now_s(self) -> float:
         """Median seconds of the last steps, none of which was interrupted; nan where there are none since the last
-        failure.
+        failure, or since somebody came back.
         """
         begins = [
             self.last - RECENT + 1,
             self.batch_from(self.last)[0],
             *(failure.step + 1 for failure in self.failures),
+            *(absence.back_step + 1 for absence in self.returns),
         ]
         return self._committed.median_s(max(begins), self.last)
+
+    @property
+    def meanwhile_s(self) -> float:
+        """Median seconds of the steps without workers who have come back since; nan where there are none.  The
+        interrupted ones don't count.
+        """
+        without: set[int] = set()
+        for absence in self.returns:
+            since = sorted(step for step, at in self.commits.items() if at > absence.gone_at)
+            without.update(step for step in since[1:] if step < absence.back_step)
+        taken = [self.took[step] for step in without & self.took.keys()]
+        return median(taken) if taken else nan
 
     @property
     def predicted(self) -> float | None:

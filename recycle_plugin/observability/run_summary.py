@@ -8,7 +8,7 @@ from itertools import groupby
 from math import isfinite
 
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.observability.run_history import KILLED, NO_REASON, RunHistory
+from recycle_plugin.observability.run_history import KILLED, NO_REASON, Failure, RunHistory
 
 UNKNOWN = "not in the log"
 PLANNED = "all workers have left"  # how the text of a "finished" event begins where no other cause is known
@@ -21,10 +21,16 @@ def sentence(history: RunHistory) -> str:
     lost = history.failures
     if not lost:
         return f"{said}; no worker was lost."
-    where = ", ".join(f"{failure.seat} in step {failure.step}" for failure in lost[:3])
+    where = ", ".join(f"{failure.seat} in step {failure.step}{_back(failure)}" for failure in lost[:3])
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-    were = "was" if len(lost) == 1 else "were"
-    return f"{said}; {len(lost)} of {len(history.seats)} workers {were} lost ({where}{more}): {cost(history)}."
+    seats = len({failure.seat for failure in lost})
+    times = f", {len(lost)} times in all" if seats < len(lost) else ""
+    were = f"{'was' if seats == 1 else 'were'} lost{times}"
+    return f"{said}; {seats} of {len(history.seats)} workers {were} ({where}{more}): {cost(history)}."
+
+
+def _back(failure: Failure) -> str:
+    return f", back after {seconds(failure.absence.lasted_s)}" if failure.absence.is_over else ""
 
 
 def _subject(history: RunHistory) -> str:
@@ -74,9 +80,18 @@ def cost(history: RunHistory) -> str:
     if isfinite(before):
         told += f", where an undisturbed step took {seconds(before)}"
     if isfinite(before) and isfinite(now):
-        rates = history.rate(before, history.last_before), history.rate(now, history.last)
-        told += f", and throughput went from {rates[0]:.4g} to {rates[1]:.4g} samples/s ({rates[1] / rates[0]:.0%})"
+        told += f", and throughput went from {_rates(history, before, now)}"
     return told
+
+
+def _rates(history: RunHistory, before: float, now: float) -> str:
+    """Samples a second before the first failure and at the end; where all are back, also while they were not."""
+    usual, last = history.rate(before, history.last_before), history.rate(now, history.last)
+    meanwhile = history.rate(history.meanwhile_s, history.last)
+    if history.gone or not isfinite(meanwhile):
+        return f"{usual:.4g} to {last:.4g} samples/s ({last / usual:.0%})"
+    low = f"{usual:.4g} to {meanwhile:.4g} samples/s ({meanwhile / usual:.0%})"
+    return f"{low} and back to {last:.4g} ({last / usual:.0%})"
 
 
 def end(history: RunHistory) -> str | None:

@@ -26,7 +26,8 @@ ASKED_FOR = (
     "step_s_before",
     "step_s_after",
 )
-STEPS = 10
+STEPS, STEPS_BACK = 10, 60
+STATE_BYTES = 3 * 4 * 8192 + 4  # of the layer's weights and Adam's two moments of them, and its count of steps
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,28 @@ def test_demo(warm, tmp_path, capsys):
     assert (out / "with_failure" / "report.html").exists(), "the demo is over when it is written"
     kinds = [event["ph"] for event in json.loads((out / "trace.json").read_text())["traceEvents"]]
     assert kinds.count("s") == kinds.count("f") > 0 and kinds.count("i") == 3
+
+
+@pytest.mark.timeout(400)
+def test_the_demo_of_a_return(warm, tmp_path, capsys):
+    """Of emulated layers: the losses are those without the kill, also the newcomer's, and nobody else was started."""
+    out = tmp_path / "back"
+    code = main(["demo", "--out", str(out), "--scenario", "rejoin", "--steps", str(STEPS_BACK)])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    found = json.loads((out / "report.json").read_text())
+    assert found["passed"] and found["max_loss_difference"] <= 5e-6 and found["survivors_restarted"] == 0
+    assert [(one["seat"], one["instruction"]) for one in found["killed"]] == [("0.1", f"1F0.1@{STEPS_BACK // 5}")]
+    back = found["rejoined"]
+    assert back["seat"] == "0.1" and STEPS_BACK // 5 < back["step"] < STEPS_BACK
+    assert back["start_up_s"] > 0 and 0 < back["catch_up_s"] < back["away_s"] and back["peer_step_ratio"] > 0
+    assert back["bytes"] == STATE_BYTES
+    assert found["step_s_after"] > back["step_s_since"] > 0, "one worker did the work of two meanwhile"
+    assert "rejoined: seat 0.1" in said and "the lost worker came back" in said
+    picture_opens(out / "gantt.png")
+    assert (out / "throughput.png").read_bytes().startswith(b"\x89PNG")
+    report = (out / "with_failure" / "report.html").read_text()
+    assert "0.1 back" in report and f"(0.1 in step {STEPS_BACK // 5}, back after " in report
 
 
 def picture_opens(path: Path) -> None:

@@ -17,9 +17,10 @@ def test_it_is_short():
 def test_links_and_commands_lead_somewhere():
     linked = [target for target in re.findall(r"\]\(([^)]+)\)", README) if not target.startswith("https://")]
     named = re.findall(r"(?:scripts|tests)/[\w/.]*\w", README)
-    assert "scripts/pictures/failure.png" in linked and {"scripts/demo", "scripts/test"} <= set(named)
+    assert {"scripts/pictures/failure.png", "scripts/pictures/rejoin.png"} <= set(linked)
+    assert {"scripts/demo", "scripts/test"} <= set(named)
     assert [name for name in {*linked, *named} if not (ROOT / name).exists()] == []
 
 
-def test_the_picture_is_small():
-    assert (ROOT / "scripts/pictures/failure.png").stat().st_size < 300_000
+def test_the_pictures_are_small():
+    assert [path.name for path in (ROOT / "scripts/pictures").iterdir() if path.stat().st_size > 300_000] == []

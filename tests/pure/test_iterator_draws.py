@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
-from recycle_plugin.core.vocabulary.iterator_draws import Draw, Gone, IteratorState, pack, share, sources, unpack
+from recycle_plugin.core.vocabulary.iterator_draws import Draw, Gone, IteratorState, pack, share, unpack
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Torn
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
@@ -106,7 +106,7 @@ class Ends:
         draws = {one: self.kept[route[0, one]][one] for one in batch}
         assert draws == {one: self.kept[route[last, one]][one] for one in batch}, "an input meets another draw's label"
         assert len(set(draws.values())) == len(batch), "a draw is used twice"
-        alive = sources(self.view)
+        alive = self.iterator_state.sources
         assert all(draws[one] == Draw(*one) for one in batch if one.replica in alive)
         for one in set().union(*self.traces.values()):
             assert draws[one] == self.traced_with[one], f"{one} was computed with another draw"
@@ -142,7 +142,7 @@ def test_any_losses_at_any_point(topology: Topology, one_a_step: bool, drawn: st
             for seat in drawn.draw(st.permutations(ends.ends)):
                 ends.provide(seat)
         except Gone as gone:
-            if sources(ends.view):
+            if ends.iterator_state.sources:
                 assert not one_a_step and "everybody who kept" in str(gone)
             return
         ends.check()

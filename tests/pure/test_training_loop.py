@@ -62,6 +62,10 @@ class Worker:
     def held_draws(self) -> dict:
         return {}
 
+    @property
+    def read(self) -> None:
+        return None
+
     def clock(self) -> float:
         return 0.0
 

@@ -24,9 +24,13 @@ from recycle_plugin.runtime.catch_up.inlet import TcpInlet
 from recycle_plugin.runtime.catch_up.listener import DAMAGE, StateListener
 from recycle_plugin.runtime.catch_up.outlet import TcpOutlet
 from recycle_plugin.runtime.catch_up.rate import ALONE, BURST_S, COPYING, LEAST, Rate
+from recycle_plugin.runtime.catch_up.transfers import Transfers
 from recycle_plugin.runtime.catch_up.wire import Arrival, Mark, frame, mark, receive
+from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.state.units import UnitValue
 from tests.support.descriptors import none_left
+
+from .conftest import generation
 
 NEWCOMER = WorkerId(3, 1)
 PATIENCE_S = 30.0
@@ -415,6 +419,28 @@ def test_who_sends_takes_what_is_idle():
 
     assert share(4.0) == 1.0 and share(1.0) == 0.5 and share(0.0) == pytest.approx(LEAST)
     assert share(4.0, alone=True) == ALONE and share(0.0, alone=True) == pytest.approx(LEAST * ALONE)
+
+
+# --- all of a worker's ------------------------------------------------------------------------------
+
+
+def test_a_worker_has_what_it_takes_to_serve_and_to_be_served(coordinator):
+    """And no listener before it is needed."""
+    source, newcomer = coordinator.session(0), coordinator.session(1)
+    for session in (source, newcomer):
+        session.adopt(generation(1, [0, 1]))
+    told: list[Callable] = []
+    transfers = [Transfers(session, 0, None, CPU, lambda spent: told.append(spent)) for session in (source, newcomer)]
+    assert transfers[0]._listener is None
+    units, outlet, address = transfers[0].to(newcomer.worker)
+    assert units is None and told == [transfers[0]._rate.copied]
+    inlet = transfers[1].come_from(address)
+    outlet.send(Marker(4))
+    with newcomer.changed:
+        assert newcomer.changed.wait_for(lambda: list(inlet.items()) == [Marker(4)], PATIENCE_S)
+    inlet.close()
+    for each in transfers:
+        each.close()
 
 
 # --- the interface -----------------------------------------------------------------------------------

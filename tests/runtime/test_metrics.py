@@ -93,6 +93,20 @@ def test_workers_by_state_and_stage(fed):
     assert workers() == (2, 1, 1, 1, 1)
 
 
+def test_who_comes_back_is_live_again(fed):
+    def workers() -> tuple:
+        return tuple(fed.value("recycle_workers", state=state) for state in ("live", "lost", "left"))
+
+    fed.lost("0.1", 1.0)
+    fed.say("left", 1.5, rank=1)
+    assert workers() == (2, 1, 1) and fed.value("recycle_rejoins_total") == 0
+    fed.say("rejoined", 2.0, seat="0.1", rank=2, step=7)
+    assert workers() == (3, 0, 1) and fed.value("recycle_stage_live_workers", stage="1") == 2
+    fed.say("rejoined", 3.0, seat="1.0", rank=1, step=8)
+    fed.lost("0.1", 4.0)
+    assert workers() == (3, 1, 0) and fed.value("recycle_rejoins_total") == 2
+
+
 def test_failures_and_suspicions_by_cause(fed):
     fed.say("suspected", 1.0, seat="0.1", rank=2, cause="stuck", for_s=3.0)
     fed.say("cleared", 2.0, seat="0.1", rank=2)

@@ -24,6 +24,7 @@ the seat of a lost one (core/coordinator/vacancies.py).
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.barriers import Barriers
@@ -401,11 +402,14 @@ class Course:
             step=self.committed + 1,
         )
 
-    def catch_up(self, message: CatchUp, out: CoordinatorOutput) -> None:
-        """Takes in that a newcomer asks for the state of its stage."""
+    def catch_up(self, message: CatchUp, now: float, out: CoordinatorOutput) -> None:
+        """Takes in that a newcomer asks for the state of its stage, again perhaps, since it has lost all lines."""
         newcomer = self.joining.get(message.worker)
-        if newcomer is not None and newcomer.phase is Phase.BEHIND:
-            self.joining.catch_up(newcomer, self.roster, self.committed, out)
+        if newcomer is None or newcomer.phase in (Phase.ENTERED, Phase.EQUAL):
+            return
+        before = replace(newcomer)
+        self.joining.catch_up(newcomer, self.roster, self.committed, out)
+        self._call_off(before, now, out)
 
     def serving(self, message: Serving, out: CoordinatorOutput) -> None:
         """Takes in that a worker serves a newcomer, which is told."""
@@ -423,6 +427,8 @@ class Course:
                 seat=str(newcomer.member.seat),
                 rank=newcomer.member.rank,
                 step=message.step,
+                bytes=message.bytes,
+                followed_bytes=message.followed,
             )
             self._plan_change(now, out)
 
@@ -486,12 +492,12 @@ class Course:
             self._call_off(newcomer, now, out)
 
     def _call_off(self, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
-        """Takes a newcomer that is gone out of a generation to come: by another one to come, or where its step may
+        """Takes a newcomer that can't enter out of a generation to come: by another one to come, or where its step may
         have come, by one that holds at once.
         """
         if newcomer.phase is not Phase.ANNOUNCED or self.ending.failed:
             return
-        cause = f"loss of {newcomer.member.seat}, which was coming back"
+        cause = f"{newcomer.member.seat} not back yet"
         if newcomer.in_force_at is None and not self.regrouping.has_come(self.committed):
             self.regroup(cause, now, out, from_step=unstarted(self.committed))
         elif not self.halted:

@@ -103,7 +103,7 @@ class Joining:
 
     def catch_up(self, newcomer: Newcomer, roster: Roster, committed: int, out: CoordinatorOutput) -> None:
         """Has the stage's workers serve a newcomer, and hash their state.  Costs a message to each of them."""
-        newcomer.phase, step = Phase.CATCHING_UP, unstarted(committed)
+        newcomer.phase, newcomer.in_force_at, step = Phase.CATCHING_UP, None, unstarted(committed)
         for source in self._compare(newcomer.stage, step, roster):
             out.tell(source, Serve(newcomer.member.worker, step))
 

@@ -265,7 +265,7 @@ class Membership:
             case Exited():
                 self.course.newcomer_died(message, now, out)
             case CatchUp():
-                self.course.catch_up(message, out)
+                self.course.catch_up(message, now, out)
             case CaughtUp():
                 self.course.caught_up(message, now, out)
             case SurvivorReport():

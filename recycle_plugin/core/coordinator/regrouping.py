@@ -62,9 +62,8 @@ class Reports:
         """How many batches the plain iterators have given that stand at their replicas' places, by the seat's text
         form.
         """
-        roster = self.generation.roster
-        told = {member.seat: self.by_worker[member.worker].read for member in roster if member.worker in self.by_worker}
-        return {str(seat): read for seat, read in told.items() if read is not None}
+        told = self._by_seat(lambda reports: reports[0].read)
+        return {seat: read for seat, read in told.items() if read is not None}
 
     def _by_seat(self, joined: Callable[[list[SurvivorReport]], Any]) -> dict[str, Any]:
         """The reports of each seat of which somebody has reported, its shards' ``joined`` in their order."""

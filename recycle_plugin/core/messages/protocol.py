@@ -83,9 +83,14 @@ class Serving(OfWorker):
 
 @dataclass(frozen=True)
 class CaughtUp(OfWorker):
-    """A newcomer has the state after ``step``, follows the others' steps, and asks to take part."""
+    """A newcomer has the state after ``step``, follows the others' steps, and asks to take part.
+
+    ``bytes``: how many of its stage's state it has taken from the others; ``followed``: how many of the sums since.
+    """
 
     step: int
+    bytes: int
+    followed: int
 
 
 @dataclass(frozen=True)

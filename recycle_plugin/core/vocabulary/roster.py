@@ -188,6 +188,10 @@ class Roster:
         """The members that are live in ``stage``, in the order of the ranks."""
         return self._by_stage.get(stage, ())
 
+    def joining(self, stage: int) -> Group:
+        """The members of ``stage`` that are still joining.  Costs time in proportion to the stage's members."""
+        return tuple(member for member in self.stage(stage) if member.joining)
+
     def is_last(self, member: Member) -> bool:
         """Whether no other seat of ``member``'s stage is at work, so that only this one is known to have its state.
         Costs time in proportion to the stage's members.

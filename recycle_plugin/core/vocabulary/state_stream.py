@@ -17,11 +17,12 @@ from typing import Any
 @dataclass(frozen=True)
 class Asked:
     """What a newcomer asks a source for: its ``units``, by name, in this order; with ``head`` first what goes by value,
-    and the list of all units.
+    and the list of all units; with ``script``, once the newcomer enters, what the source's script hands over.
     """
 
     units: tuple[str, ...] = ()
     head: bool = False
+    script: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,23 @@ class Unit:
 
 @dataclass(frozen=True)
 class Sums:
-    """What the workers of the stage have exchanged in ``step`` for the units that this source has handed out."""
+    """What the workers of the stage have exchanged in ``step`` for the units that this source has handed out.
+
+    ``bytes``: how many have come, where it has come over a line.
+    """
 
     step: int
     values: Mapping[str, Any] = field(default_factory=dict)
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Marker:
-    """``step`` is committed, and was applied with regard to ``norm``; what follows is of the state after it, or
-    later.  ``begins``: the first one of its stream, whose step's sums have not come with it.  ``valid_from``: the
-    generation from which the source's data is valid (core/worker/step_store.py).
+    """The word that ``step`` is committed, and was applied with regard to ``norm``; what follows is of the state after
+    it, or later.
+
+    ``begins``: the first one of its stream, whose step's sums have not come with it.  ``valid_from``: the generation
+    from which the source's data is valid (core/worker/step_store.py).
     """
 
     step: int
@@ -63,5 +70,13 @@ class Marker:
     valid_from: int = 0
 
 
-Item = Head | Unit | Sums | Marker
+@dataclass(frozen=True)
+class Handed:
+    """What the source's script hands over to the newcomer's, ``value``, where ``step`` is its last one."""
+
+    step: int
+    value: bytes
+
+
+Item = Head | Unit | Sums | Marker | Handed
 """What comes over a stream."""

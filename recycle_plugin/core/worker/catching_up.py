@@ -11,12 +11,12 @@ where it is older than the clock, or where its source has gone, from whom no sum
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Sums, Unit
+from recycle_plugin.core.vocabulary.state_stream import Asked, Handed, Head, Item, Marker, Sums, Unit
 
 
 class Inlet(Protocol):
@@ -59,6 +59,11 @@ class _Stream:
     sums: dict[int, dict[str, Any]] = field(default_factory=dict)  # by step
     markers: dict[int, Marker] = field(default_factory=dict)  # by step
 
+    def fetch(self) -> bool:
+        """Takes what is in the line; returns whether there was anything."""
+        self.items.extend(self.inlet.items())
+        return bool(self.items)
+
     def has_passed(self, step: int) -> bool:
         return self.at is not None and self.at >= step
 
@@ -69,10 +74,13 @@ class _Stream:
 
 
 class CatchingUp:
-    """The catching up of one newcomer, whose ``state`` is to be filled."""
+    """The catching up of one newcomer, whose ``state`` is to be filled.  ``wants_script()``: its script asks its peers'
+    for what is theirs alone.
+    """
 
-    def __init__(self, state: FilledState) -> None:
-        self._state = state
+    def __init__(self, state: FilledState, wants_script: Callable[[], bool] = lambda: False) -> None:
+        self._state, self._wants_script = state, wants_script
+        self._handed: Handed | None = None
         self._streams: dict[WorkerId, _Stream] = {}
         self._lead: WorkerId | None = None  # who was asked for the head
         self._weights: Mapping[str, int] = {}
@@ -81,11 +89,17 @@ class CatchingUp:
         self.clock: int | None = None
         self.damaged = 0  # units that had to be read again
         self.taken = 0  # bytes of units that have come, also of those that came again
+        self.followed = 0  # bytes of sums that have come
 
     @property
     def whole(self) -> bool:
         """Whether all of the state is here."""
         return self.clock is not None and len(self._here) == len(self._weights)
+
+    @property
+    def deserted(self) -> bool:
+        """Whether there is no source left."""
+        return not self._streams
 
     @property
     def progress(self) -> float:
@@ -98,8 +112,24 @@ class CatchingUp:
         if source in self._streams:
             self._drop(source)
         self._streams[source] = _Stream(inlet)
+        if self._wants_script():
+            inlet.ask(Asked(script=True))
         if self.clock is not None:
             self._share_out()
+
+    def handed(self, giver: WorkerId) -> bytes | None:
+        """What ``giver``'s script hands over, after the last step here; None while it may still come, b"" where it
+        won't.  Nothing else that comes is taken in any more.
+        """
+        stream = self._streams.get(giver)
+        gone = stream is None or stream.inlet.broken
+        if stream is not None:
+            stream.items.extend(stream.inlet.items())
+            for item in stream.items:
+                self._handed = item if isinstance(item, Handed) else self._handed
+        if self._handed is not None and self._handed.step == self.clock:
+            return self._handed.value
+        return b"" if gone else None
 
     def close(self) -> None:
         """Takes from nobody any more."""
@@ -121,9 +151,13 @@ class CatchingUp:
     # --- what comes --------------------------------------------------------------------------------
 
     def _hear(self, source: WorkerId, stream: _Stream) -> bool:
-        """Takes in what has come from a source; returns whether the line stands."""
-        stream.items.extend(stream.inlet.items())
-        while stream.items and self._take(source, stream, stream.items[0]):
+        """Takes in what has come from a source, as far as that goes; returns whether the line stands.
+
+        What is of a later state stays in the line, which is bounded.
+        """
+        while stream.items or stream.fetch():
+            if not self._take(source, stream, stream.items[0]):
+                return True
             stream.items.popleft()
         return not stream.inlet.broken
 
@@ -135,6 +169,7 @@ class CatchingUp:
                 if not item.begins:
                     stream.markers[item.step] = item
             case Sums():
+                self.followed += item.bytes
                 stream.sums.setdefault(item.step, {}).update(item.values)
             case Head():
                 if self.clock is None:
@@ -143,6 +178,8 @@ class CatchingUp:
                 if self.clock is None or item.step > self.clock:
                     return False
                 self._take_unit(source, stream, item)
+            case Handed():
+                self._handed = item
         return True
 
     def _begin(self, head: Head) -> None:

@@ -25,6 +25,8 @@ PROGRESS_S = 1.0  # between two words on how far it has come
 class Newcomer:
     """The worker of ``loop`` before it is a member.  ``open_line``: makes the line to a source (core/messages/protocol:
     Serving says where).  ``skip(read)``: reads so many batches of its plain iterator before anybody waits for that.
+    ``wants_script()``: its script asks a peer's for what is theirs alone; ``handed`` is that, once it is a member, b""
+    where the peer has gone before it was there.
     """
 
     def __init__(
@@ -34,12 +36,15 @@ class Newcomer:
         state: FilledState,
         open_line: Callable[[Serving], Inlet],
         skip: Callable[[int], None] = lambda read: None,
+        wants_script: Callable[[], bool] = lambda: False,
     ) -> None:
         self._port, self._view, self._loop, self._open = port, port.control_view, loop, open_line
         self._asked = self._said = False
         self._skip = skip
-        self._catching_up = CatchingUp(state)
+        self._wants_script = wants_script
+        self._catching_up = CatchingUp(state, wants_script)
         self._progress: tuple[float, int] | None = None  # when it was told of last, and the bytes that had come by then
+        self.handed = b""
 
     @property
     def catching_up(self) -> CatchingUp:
@@ -65,8 +70,20 @@ class Newcomer:
             if followed is True:
                 return True
             if isinstance(followed, Generation) and (yield from self._enter(followed)):
+                if self._wants_script():
+                    yield from self._await_script(followed)
                 self._catching_up.close()
                 return False
+
+    def _await_script(self, generation: Generation) -> Iterator[Any]:
+        """Waits for what a peer's script hands over: that of the stage's first worker, which had a part before."""
+        stage = self._loop.seat.stage
+        giver = next(member for member in generation.roster.stage(stage) if not member.joining)
+        self.handed = yield from self._port.wait(
+            f"what the script of {giver} hands over by on_join",
+            lambda: self._catching_up.handed(giver.worker),
+            interruptible=False,
+        )
 
     def _enter(self, generation: Generation) -> Waits[bool]:
         """Enters the generation; returns whether it is in force here, and has not been replaced by one without this
@@ -79,7 +96,11 @@ class Newcomer:
         """True once ``step`` is followed; the generation that is to be entered before it; None before that."""
         for serving in self._view.take_sources():
             self._catching_up.add_source(serving.worker, self._open(serving))
+        had = not self._catching_up.deserted
         self._catching_up.pump()
+        if had and self._catching_up.deserted:  # lines may break between two that live
+            self._said = False
+            self._port.send(CatchUp(self._view.rank))
         clock, end, planned = self._catching_up.clock, self._view.end, self._view.pending
         if end is not None and end.step and self._view.committed >= end.step - 1:
             raise JobEnded(end.reason, end.failed, end.code)
@@ -93,7 +114,8 @@ class Newcomer:
         if not self._said:
             self._said = True
             self._skip(self._view.read_by_other_end or 0)
-            self._port.send(CaughtUp(self._view.rank, clock or 0))
+            taken, followed = self._catching_up.taken, self._catching_up.followed
+            self._port.send(CaughtUp(self._view.rank, clock or 0, taken, followed))
         return None
 
     def _tell_progress(self) -> None:

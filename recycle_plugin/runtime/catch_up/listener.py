@@ -19,7 +19,7 @@ from recycle_plugin.runtime.catch_up.outlet import TcpOutlet, damaged_chunks
 from recycle_plugin.runtime.catch_up.rate import Rate
 from recycle_plugin.runtime.catch_up.wire import LONGEST_HELLO, Arrival, receive
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.movers.tcp import Nonsense
+from recycle_plugin.runtime.movers.tcp import Nonsense, end
 from recycle_plugin.runtime.processes import forked
 from recycle_plugin.runtime.processes.accepting import Refusals
 
@@ -61,10 +61,7 @@ class StateListener:
     def close(self) -> None:
         """Let nobody in any more, and end all lines once what was sent has got there."""
         self._closed.set()
-        try:
-            self._listener.shutdown(socket.SHUT_RDWR)
-        except OSError:  # not everywhere is a listener shut so; it is closed below
-            pass
+        end(self._listener)
         self._thread.join(END_S)
         self._listener.close()
         with self._lock:

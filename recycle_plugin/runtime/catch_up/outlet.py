@@ -21,7 +21,7 @@ from recycle_plugin.runtime.catch_up.rate import Rate
 from recycle_plugin.runtime.catch_up.wire import Begin, Chunk, begun, chunks, digest, frame, mark, taken
 from recycle_plugin.runtime.devices.kinds import order_of
 from recycle_plugin.runtime.devices.port import Order
-from recycle_plugin.runtime.movers.tcp import Nonsense
+from recycle_plugin.runtime.movers.tcp import Nonsense, end
 from recycle_plugin.runtime.state.stage_state import raw
 
 ROOM = 64 << 20  # bytes of units that may wait
@@ -212,10 +212,7 @@ class TcpOutlet:
         if first and why:
             self._note(f"the state is not sent any more to {self.newcomer}, which catches up: {why}")
         if connection is not None and first:
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:  # it has ended already
-                pass
+            end(connection)
 
 
 def damaged_chunks(numbers: Collection[int]) -> Callable[[], bool]:

@@ -202,11 +202,11 @@ class Transport:
             outbox.close(max(0.0, deadline - time.monotonic()))
         self._outboxes.clear()
         self._closed.set()
-        _end(self._listener)
+        end(self._listener)
         self._accepting.join(LINGER_S)
         self._listener.close()
         for connection in list(self._accepted):
-            _end(connection)
+            end(connection)
         for reader in list(self._readers):
             reader.join(LINGER_S)
 
@@ -285,7 +285,7 @@ class Transport:
             MemoryError,
         ) as error:  # torch's own words on a shape that can't be, or on one for which there is no room
             raise Nonsense(f"a tensor of shape {str(shape)[:80]}: {str(error)[:200]}") from None
-        _fill(connection, target)
+        fill(connection, target)
         return tensor
 
     def _deliver(self, sender: str, datum: Datum, valid_from: int, tensors: Tensors) -> None:
@@ -373,7 +373,7 @@ class Outbox:
             self._changed.wait_for(lambda: self.broken or not self._waiting, linger_s)
             self._break_off()
             if self._connection is not None:
-                _end(self._connection)
+                end(self._connection)
 
     def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
         """Write what the socket takes at once; returns what is left."""
@@ -462,8 +462,8 @@ class Outbox:
 
 def _receive_header(connection: socket.socket, kind: type[T]) -> T:
     """Read a header; raises Nonsense where something else comes."""
-    size = LANGUAGE.size(_receive(connection, HEAD.size), LONGEST_HEADER)
-    header = size if isinstance(size, Unreadable) else LANGUAGE.message(bytes(_receive(connection, size)))
+    size = LANGUAGE.size(exactly(connection, HEAD.size), LONGEST_HEADER)
+    header = size if isinstance(size, Unreadable) else LANGUAGE.message(bytes(exactly(connection, size)))
     if not isinstance(header, kind):
         raise Nonsense(str(header)[:200])
     return header
@@ -474,14 +474,15 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _receive(connection: socket.socket, length: int) -> bytearray:
+def exactly(connection: socket.socket, length: int) -> bytearray:
     """Exactly ``length`` bytes; EOFError when the peer closes first."""
     received = bytearray(length)
-    _fill(connection, memoryview(received))
+    fill(connection, memoryview(received))
     return received
 
 
-def _fill(connection: socket.socket, target: memoryview) -> None:
+def fill(connection: socket.socket, target: memoryview) -> None:
+    """Read into all of ``target``; EOFError when the peer closes first."""
     while target:
         received = connection.recv_into(target, 0, socket.MSG_WAITALL)
         if not received:
@@ -489,7 +490,7 @@ def _fill(connection: socket.socket, target: memoryview) -> None:
         target = target[received:]
 
 
-def _end(connection: socket.socket) -> None:
+def end(connection: socket.socket) -> None:
     """Shut a connection, which wakes whoever is blocked on it."""
     try:
         connection.shutdown(socket.SHUT_RDWR)

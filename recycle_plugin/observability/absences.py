@@ -1,0 +1,93 @@
+"""When workers were away from their seats, and how they came back, as an event log tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import nan
+from typing import Any, Self
+
+from recycle_plugin.core.vocabulary.describe import BROKEN
+from recycle_plugin.core.vocabulary.ids import Seat
+
+
+@dataclass(frozen=True)
+class Absence:
+    """A worker was lost or has left, and perhaps another process has taken its seat since.
+
+    ``how``: as it was first said; ``confirmed``: what its supervisor has seen.  Times are seconds since the epoch, None
+    where it did not come to that: ``restarted_at``, its next process was ordered; ``came_at``, that one's script had
+    come to its first step; ``caught_up_at``, it had the state of its stage, ``bytes`` of it, and ``followed_bytes`` of
+    gradients since; ``back_at``, it was given work, from step ``back_step`` on.
+    """
+
+    seat: Seat
+    rank: int
+    how: str
+    gone_at: float
+    confirmed: str = ""
+    restarted_at: float | None = None
+    came_at: float | None = None
+    caught_up_at: float | None = None
+    bytes: int = 0
+    followed_bytes: int = 0
+    back_at: float | None = None
+    back_step: int = 0
+
+    @property
+    def why(self) -> str:
+        """Why it is gone; a broken connection says less than what the supervisor has seen."""
+        if not self.confirmed:
+            return self.how
+        confirmed = f"{self.confirmed}, says its supervisor"
+        return confirmed if self.how == BROKEN else f"{self.how}; {confirmed}"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the seat has a worker again."""
+        return self.back_at is not None
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds until the seat had a worker again; NaN where it has none."""
+        return (self.back_at or nan) - self.gone_at
+
+    def heard(self, event: Mapping[str, Any]) -> Self:
+        """The same, with what ``event`` says of its rank; of several newcomers the last one counts."""
+        match event["event"]:
+            case "confirmed":
+                return replace(self, confirmed=event["how"])
+            case "restart":
+                return replace(self, restarted_at=event["time"], came_at=None, caught_up_at=None)
+            case "newcomer":
+                return replace(self, came_at=event["time"], caught_up_at=None)
+            case "caught_up":
+                taken, followed = event["bytes"], event["followed_bytes"]
+                return replace(self, caught_up_at=event["time"], bytes=taken, followed_bytes=followed)
+            case "rejoined":
+                return replace(self, back_at=event["time"], back_step=event["step"])
+        return self
+
+
+def absences(events: Sequence[Mapping[str, Any]]) -> dict[int, Absence]:
+    """All absences before the end, by the place in ``events`` of the loss, or of the planned leave."""
+    found: dict[int, Absence] = {}
+    under_way: dict[int, int] = {}  # by rank: the place of its absence
+    leaving: dict[int, Mapping[str, Any]] = {}  # by rank: that it said so
+    for place, event in enumerate(events):
+        rank = event.get("rank", -1)
+        if event["event"] == "lost":
+            leaving.pop(rank, None)
+            found[place] = Absence(Seat.parse(event["seat"]), rank, event["how"], event["time"])
+            under_way[rank] = place
+        elif event["event"] == "leaving":
+            leaving[rank] = event
+        elif event["event"] == "left" and rank in leaving:
+            said = leaving.pop(rank)
+            found[place] = Absence(Seat.parse(said["seat"]), rank, said["why"], event["time"])
+            under_way[rank] = place
+        elif rank in under_way:
+            heard = found[under_way[rank]] = found[under_way[rank]].heard(event)
+            if heard.is_over:
+                del under_way[rank]
+    return found
