@@ -47,5 +47,6 @@ def comings(events: Iterable[dict]) -> list[Coming]:
             figures = event["share"], event["bytes"], event["bytes_per_s"]
             found[rank] = Coming(rank, CATCHES_UP, since, *figures)
         elif kind == "caught_up" and rank in found:
-            found[rank] = replace(found[rank], phase=FOLLOWS, since=event["time"], share=1.0, bytes_per_s=None)
+            there = {"share": 1.0, "bytes": event["bytes"], "bytes_per_s": None}
+            found[rank] = replace(found[rank], phase=FOLLOWS, since=event["time"], **there)
     return [found[rank] for rank in sorted(found)]

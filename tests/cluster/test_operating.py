@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
@@ -21,7 +20,7 @@ from tests.support.cluster import Run
 from tests.support.hosts import HostsRun
 from tests.support.jobs import WRAPPED, after_step, assert_same_training, difference, held
 
-STEPS, HELD = 60, 12  # the others wait at this step until the test has seen what it asked for
+STEPS = 60
 
 
 def heard(run: Run, kind: str, **details: object) -> dict:
@@ -51,11 +50,6 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def held_job(launch: Launch, folder: Path, *more: str, step: int = HELD, **options: object) -> Run:
-    wrap = json.dumps(held(folder, step, "go"))
-    return launch(f"steps={STEPS}", *more, script=WRAPPED, RECYCLE_TEST_WRAP=wrap, **options)
-
-
 @pytest.mark.plain_too
 def test_a_seat_leaves_and_is_admitted_again(launch: Launch, reference, tmp_path, capsys):
     """The job is held at a step before it leaves, and at one before it is back."""
@@ -73,6 +67,11 @@ def test_a_seat_leaves_and_is_admitted_again(launch: Launch, reference, tmp_path
     assert asks(capsys, run, "admit", "1.1") == (0, "seat 1.1: its supervisor starts it again")
     assert asks(capsys, run, "admit", "1.1") == (1, "seat 1.1 is coming back already")
     heard(run, "newcomer", rank=3)
+    access = OperatorAccess.read(run.folder)
+    assert access is not None and main(["status", "{}:{}".format(*access.address), "--json"]) == 0, "by its address"
+    known = json.loads(capsys.readouterr().out)
+    assert known["live"] == ["0.0", "0.1", "1.0"] and known["copies"] == {"0": 2, "1": 1}
+    assert [(each["seat"], each["rank"]) for each in known["joining"]] == [("1.1", 3)]
     (tmp_path / "second" / "go").touch()
     result = run.finish()
     whole = reference(f"steps={STEPS}")
@@ -89,7 +88,7 @@ def test_a_seat_leaves_and_is_admitted_again(launch: Launch, reference, tmp_path
 
 @pytest.mark.plain_too(deepspeed=False)
 def test_only_the_jobs_own_user_can_ask(launch: Launch, reference, tmp_path, capsys):
-    run = held_job(launch, tmp_path)
+    run = launch(f"steps={STEPS}", script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(held(tmp_path, 12, "go")))
     after_step(run, 3)
     access = OperatorAccess.read(run.folder)
     assert access is not None

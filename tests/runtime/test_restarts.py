@@ -18,6 +18,7 @@ import pytest
 
 from recycle_plugin.core.coordinator import restarts
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
+from recycle_plugin.core.messages.protocol import AskAdmit, AskLeave
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.experiments.runs import free_port
@@ -226,6 +227,36 @@ def test_who_keeps_dying_is_given_up(job):
 
     job.play(scene)
     assert [event.details["in_vain"] for event in job.of("restart")] == [0, 1, 2, 3, 4]
+
+
+def test_who_has_left_as_planned_is_started_again_by_the_next_supervisor_too(job):
+    """Which was not there when somebody asked for that first."""
+    job.start("never")
+
+    def asked(kind: type) -> str:
+        answer, out = job.coordinator._membership.asked(kind("", "1.0"), 0.0)
+        job.coordinator._act(out)
+        return answer.text
+
+    async def scene() -> None:
+        await job.begun()
+        assert asked(AskLeave) == "seat 1.0 (rank 1) leaves at the next commit"
+        await job.hear("left", rank=1)
+        before = job.child(job.guards[1], "recycle-super")
+        os.kill(before.pid, signal.SIGSTOP)
+        job.coordinator._supervisors[1].close()
+        while 1 not in job.vacancies._absent:
+            await asyncio.sleep(0)
+        assert asked(AskAdmit).startswith("seat 1.0: nobody is left on host h to start it")
+        before.kill()
+        while 1 in job.vacancies._absent:
+            await asyncio.sleep(0.01)
+        assert asked(AskAdmit) == "seat 1.0: its supervisor starts it again"
+        await job.hear("newcomer", rank=1, incarnation=1)
+        assert await job.over() == [0, 0]
+
+    job.play(scene)
+    assert len(job.of("left", rank=1)) == 1 and not job.of("lost")
 
 
 def test_the_next_supervisor_starts_the_next_worker(job):

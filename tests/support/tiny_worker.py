@@ -1,5 +1,5 @@
 """A worker that trains nothing, and needs no torch: ``python -m tests.support.tiny_worker FOLDER REJOIN [what]`` takes
-part in a job of one stage.
+part in a job of one stage.  It leaves as planned as soon as it is to.
 
 What it finds in its environment is in FOLDER/rankR.I.json.  ``what`` newcomers do: "die" at once, with code 1, or wait
 until they are ended, as all others do.
@@ -48,6 +48,9 @@ def main(folder: str, rejoin: str, what: str = "") -> int:
     )
     control.send(Ready(replace(member(rank, replicas=ranks), incarnation=incarnation), 0, wanted), PATIENCE_S)
     while (message := control.receive(PATIENCE_S)) is not None or control.broken is None:
+        if isinstance(message, Generation) and rank not in message.roster.ranks:
+            control.send(Left(rank, planned=True, incarnation=incarnation), PATIENCE_S)
+            return 0
         if isinstance(message, Generation):
             control.send(SurvivorReport(rank, message.number, 0, "plan", {}, incarnation=incarnation), PATIENCE_S)
         if isinstance(message, End):

@@ -53,6 +53,7 @@ class Vacancies:
         self._unguarded: set[int] = set()  # ranks that nobody is left to start a process of
         self._spares: dict[int, str] = {}  # by their numbers, the hosts of those that wait for a seat
         self._away: set[int] = set()  # ranks that are to leave as planned, or have, until they are admitted
+        self._staying: set[int] = set()  # ranks whose supervisors are to stay, whatever their last process has said
         self._hosts: dict[int, str] = {}  # by rank, where its processes are started
         self._drained: set[str] = set()  # hosts on which nobody is started
         self._over = False
@@ -156,6 +157,7 @@ class Vacancies:
 
     def _start(self, rank: int, after_s: float, now: float, out: CoordinatorOutput) -> None:
         number = self._unused(rank)
+        self._staying.discard(rank)
         self._holders[rank] = self._numbers[rank] = number
         self._vacant[rank] = Vacancy(WorkerId(rank, number), now + after_s)
         out.tell(SupervisorOf(rank), Restart(rank, after_s, incarnation=number))
@@ -189,7 +191,7 @@ class Vacancies:
         self._absent.pop(rank, None)
         self._silent.discard(rank)
         vacancy = self._vacant.get(rank)
-        if rank in self._away or self._hosts.get(rank) in self._drained:
+        if rank in self._staying:
             self._say_stay(rank, out)
         if vacancy is not None and vacancy.newcomer is not None and not vacancy.come:
             wait_s = max(0.0, vacancy.due - now)
@@ -307,6 +309,7 @@ class Vacancies:
         self._say_stay(rank, out)
 
     def _say_stay(self, rank: int, out: CoordinatorOutput) -> None:
+        self._staying.add(rank)
         out.tell(SupervisorOf(rank), Stay(rank, incarnation=self._holders[rank]))
 
     def left(self, worker: WorkerId) -> None:
