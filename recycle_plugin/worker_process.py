@@ -88,10 +88,11 @@ def main(command: list[str]) -> int:
 
 
 def _say_end(session: Session, why: Fatal | Crashed) -> None:
-    """Tell the coordinator with what error the script ends, which is nobody else's business while it is a newcomer's,
-    and that no member.
+    """Tell the coordinator with what error the script ends, which is nobody else's business while it is a newcomer's
+    that has no work yet.
     """
-    if session.newcomer and session.generation is None:
+    own = session.roster.member(session.worker)
+    if session.newcomer or (own is not None and own.joining):
         text = why.text if isinstance(why, Fatal) else f"its script has ended with {why.error}"
         session.note("warning", f"rank {session.rank}, which has come back, can't take part: {text}")
     else:

@@ -9,18 +9,23 @@ from collections.abc import Iterator
 from math import isfinite, nan
 from pathlib import Path
 
+from recycle_plugin.commands.running_job import folder_of
 from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.observability.comings import comings
 from recycle_plugin.observability.run_history import EVENTS, RunHistory, read_events
 from recycle_plugin.observability.run_summary import end, facts, sentence
 
 DESCRIPTION = """\
-Say where a job is: first in one sentence, then why it has ended, steps, live workers, who is lost and why, throughput
-now and before, what the planner predicts, model, batch, precision, hosts, times, checkpoints.  Reads events.jsonl of
-the run folder (recycle.run_dir; the line "start" names it) and asks no process; on the coordinator's host it sees
-whether that is there.
+Say where a job is: first in one sentence, then why it has ended, steps, live workers, who is lost and why, who is
+coming back and how far each has come, how many copies of its state each stage has, throughput now and before, what the
+planner predicts, model, batch, precision, hosts, times, checkpoints.  Reads events.jsonl of the run folder
+(recycle.run_dir; the line "start" names it) and asks no process; on the coordinator's host it sees whether that is
+there.  The coordinator's address will do too, where the run folder can be read.
 
 recycle status runs/train
+recycle status node1:29500
 """
+MOST_NAMED = 24  # seats in a line
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -31,17 +36,18 @@ def add(commands: argparse._SubParsersAction) -> None:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("folder", metavar="RUN_DIR", type=Path, help="the job's run folder")
+    made.add_argument("job", metavar="RUN_DIR|ADDRESS", help="the job's run folder, or its coordinator's host and port")
     made.add_argument("--json", action="store_true", help="the same as data")
     made.set_defaults(run=run)
 
 
 def run(found: argparse.Namespace) -> int:
-    """Print where the job of ``found.folder`` is, as text or as JSON; return the exit code."""
-    if early := ended_early(found.folder):
+    """Print where the job that ``found.job`` names is, as text or as JSON; return the exit code."""
+    folder = folder_of(found.job)
+    if early := ended_early(folder):
         print(json.dumps({"state": "end", "end": early}, indent=1) if found.json else f"{'state':<11}{early}")
         return 0
-    known = status(RunHistory.read(found.folder), time.time())
+    known = status(RunHistory.read(folder), time.time())
     if found.json:
         print(json.dumps(known, indent=1))
     else:
@@ -75,11 +81,18 @@ def status(history: RunHistory, now: float) -> dict:
         "step": step,
         "loss": _number(history.curve.get(history.last, nan), 12),
         "workers": {"live": len(history.view.live), "of": len(history.shape.seats)},
+        "live": [str(seat) for seat in sorted(history.view.live)],
+        "joining": [] if end(history) is not None else _joining(history, now),
+        "copies": {str(stage): len(history.view.live_replicas(stage)) for stage in range(history.shape.stages)},
         "gone": [
             {"seat": seat, "rank": history.seats[seat], "why": why, "before_s": round(now - lost_at[seat], 1)}
             for seat, why in history.gone.items()
         ],
-        "step_s": {"now": _number(current), "before": _number(before)},
+        "step_s": {
+            "now": _number(current),
+            "before": _number(before),
+            "predicted": _number(before / history.predicted) if history.predicted else None,
+        },
         "samples_per_s": {
             "now": _number(history.rate(current, history.last)),
             "before": _number(history.rate(before, history.last_before)),
@@ -102,21 +115,56 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
         "none committed yet" if known["step"] is None else f"{known['step']}" + _if(known["loss"], ", loss {:.6f}"),
     )
     yield "workers", f"{workers['live']} of {workers['of']}"
+    if 0 < len(known["live"]) <= MOST_NAMED:
+        yield "live", ", ".join(known["live"])
+    yield "copies", f"of each stage's state: {', '.join(map(str, known['copies'].values()))}"
     for one in known["gone"]:
         yield "gone", f"{named(one['rank'], one['seat'])}, {one['before_s']:.0f} s ago: {one['why']}"
+    for one in known["joining"]:
+        yield "joining", f"{named(one['rank'], one['seat'])}: {one['phase']}, for {one['for_s']:.0f} s" + _moved(one)
     if speed["now"] is not None:
         yield "now", f"{rate['now']:.4g} samples/s, {speed['now']:.3f} s a step"
     if speed["before"] is not None and known["gone"]:
         yield "before", f"{rate['before']:.4g} samples/s, {speed['before']:.3f} s a step"
     yield (
         "predicted",
-        _predicted(known["predicted_throughput"], known["unmanned_stages"]) + _if(known["margin"], "; {}"),
+        _predicted(known["predicted_throughput"], known["unmanned_stages"])
+        + _if(speed["predicted"], ", {:.3f} s a step")
+        + _if(known["margin"], "; {}"),
     )
     yield from known["facts"].items()
     if known["metrics"] and known["state"] == "running":
         yield "metrics", known["metrics"]
     if known["coordinator"] and known["state"] == "running":
         yield "to stop it", "kill {stop} on host {host} ends the job at a commit".format(**known["coordinator"])
+
+
+def _joining(history: RunHistory, now: float) -> list[dict]:
+    """Who is coming back, as data."""
+    at = {rank: seat for seat, rank in history.seats.items()}
+    return [
+        {
+            "seat": at[one.rank],
+            "rank": one.rank,
+            "phase": one.phase,
+            "for_s": round(now - one.since, 1),
+            "share": one.share,
+            "bytes": one.bytes,
+            "bytes_per_s": one.bytes_per_s,
+        }
+        for one in comings(history.events)
+        if one.rank in at
+    ]
+
+
+def _moved(coming: dict) -> str:
+    """How much of the state has come, in words; empty where that is not known."""
+    if coming["bytes"] is None:
+        return ""
+    share, rate = coming["share"], coming["bytes_per_s"]
+    return f", with {share:.0%} of its stage's state, {coming['bytes'] / 1e6:.1f} MB" + (
+        "" if rate is None else f" at {rate / 1e6:.1f} MB/s"
+    )
 
 
 def _predicted(throughput: float | None, unmanned: list[int]) -> str:

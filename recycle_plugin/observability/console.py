@@ -34,7 +34,15 @@ STYLES = {
     "finished": "green",
 }
 STEPS = {"committed", "loss", "recovery_plan"}  # what the log may lack and still tell how the job went
-QUIET = {"committed", "loss", "peak", "recovery_plan", "stage", "worker"}  # in the log, but no line of their own
+QUIET = {
+    "catching_up",
+    "committed",
+    "loss",
+    "peak",
+    "recovery_plan",
+    "stage",
+    "worker",
+}  # in the log, but no line of their own
 
 
 def event_line(event: Event, now: float) -> str:

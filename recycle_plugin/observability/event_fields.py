@@ -75,6 +75,7 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "lost": {"seat": text, "rank": count, "how": text, "seen_at": moment},
     "confirmed": {"rank": count, "how": text},
     "resume": {"committed": count, "throughput": number},
+    "catching_up": {"rank": count, "share": number, "bytes": count, "bytes_per_s": number},
     "restart": {"rank": count},
     "newcomer": {"rank": count},
     "caught_up": {"rank": count, "bytes": count, "followed_bytes": count},

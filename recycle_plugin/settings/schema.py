@@ -349,9 +349,9 @@ class Settings(BaseModel):
         """The faults to inject, parsed."""
         return tuple(map(Fault.parse, self.faults))
 
-    def fault_script(self, seat: Seat) -> FaultScript:
-        """The faults that strike ``seat``."""
-        return FaultScript(self.fault_list, seat)
+    def fault_script(self, seat: Seat, incarnation: int = 0) -> FaultScript:
+        """The faults that strike the ``incarnation``-th process at ``seat``."""
+        return FaultScript(self.fault_list, seat, incarnation)
 
     def cost_model(self, shape: Topology, samples: int) -> CostModel:
         """Costs in microseconds for a job of ``shape`` with micro-batches of ``samples``.

@@ -144,8 +144,7 @@ class Exercised(Counter[ProtocolRule]):
             self[ProtocolRule.REJECTED] += event.kind == "rejected"
             self[ProtocolRule.TURNED_AWAY] += event.kind == "late"
             self[ProtocolRule.RETURNED] += event.kind == "rejoined"
-            self[ProtocolRule.NEWCOMER_LOST] += event.kind == "newcomer_lost"
-            self[ProtocolRule.CALLED_OFF] += "not back in time" in event.text
+            self[ProtocolRule.NEWCOMER_LOST] += event.kind in ("restart", "not_restarted") and event.details["in_vain"]
             self[ProtocolRule.REBALANCED] += event.kind == "rebalance"
             self[ProtocolRule.LOSSES_GONE] += event.text.startswith("the loss of step")
             self[ProtocolRule.SUSPECTED] += event.kind == "suspected"
@@ -165,6 +164,7 @@ class Exercised(Counter[ProtocolRule]):
             self[ProtocolRule.CHANGED_AGAIN] += changing
             self[ProtocolRule.PLAN_LOST] += self._planned
             self[ProtocolRule.END_LOST] += membership.ended is not None
+        self[ProtocolRule.CALLED_OFF] += "not back" in generation.cause
         self._planned = generation.from_step > 0
 
     def delivered(self, message: object, control_view: ControlView, store: StepStore) -> None:

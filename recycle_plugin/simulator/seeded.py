@@ -192,11 +192,11 @@ def _with_deafness(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_returns(given: Scenario, random: Random) -> Scenario:
-    """Lets lost workers come back in one job of three, while the others train on for longer; in half of these more of
+    """Lets lost workers come back in one job of six, while the others train on for longer; in half of these more of
     them go meanwhile, newcomers too.
     """
     deaf = any(trouble.kind in ("deafened", "walled") for trouble in given.troubles)
-    if random.random() >= 1 / 3 or deaf:
+    if random.random() >= 1 / 6 or deaf:
         return given
     seat, troubles = random.choice(given.shape.seats), given.troubles
     at = random.randrange(SETTLED_US // 2, CALM_US)
@@ -209,7 +209,7 @@ def _with_returns(given: Scenario, random: Random) -> Scenario:
     return replace(
         given,
         troubles=troubles,
-        steps=given.steps + random.choice((24, 36, 48)),
+        steps=given.steps + random.choice((24, 36)),
         damaged_share=random.choice((0.0, 0.0, 0.3)),
         rejoin=random.choice(("always", "always", 1, 3)),
     )

@@ -95,7 +95,7 @@ class SimulatedMachine:
             Stopwatch(scenario.costs) if scenario.rebalances else None,
         )
         self.worker = Worker(self, scenario.shape, self.store, self.steps, judging, self.iterator_data, stopwatch)
-        self.script = FaultScript(scenario.faults if not incarnation else (), seat)
+        self.script = FaultScript(scenario.faults, seat, incarnation)
         self.shared = SimulatedState(self)
         self.fill, self.write, self.gathered = self.shared.fill, self.shared.write, self.shared.gathered
         self.alive = self.runs = True
@@ -296,6 +296,10 @@ class SimulatedMachine:
     def open_outlet(self, newcomer: WorkerId) -> tuple[SimulatedState, Pipe, str]:
         """The state for ``newcomer``, the line to it, and the name of that."""
         return opened(self, newcomer)
+
+    def script_state(self) -> bytes:
+        """Nothing: a simulated script has nothing of its own."""
+        return b""
 
     def hash_state(self, step: int) -> None:
         """Sends the hash of the state after ``step``."""

@@ -1,7 +1,8 @@
 """A worker that comes back runs its script from the top, alone, and is at the present with what its predecessor saw.
 
-The job is a real one; it waits at its end.  The newcomer is a worker process in whose environment only the coordinator
-is another: one that the test plays, and that tells it what the job's has on record.
+First whole jobs, in which a worker is killed and comes back.  Then newcomers under a coordinator that the test plays:
+the job is a real one that waits at its end, and the newcomer a worker process that is told what that job has on record,
+so that it trains nothing.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from recycle_plugin.core.messages.protocol import Crashed, Fatal, Left, Note, Ready, Recorded
+from tests.cluster.conftest import Launch, launching
 from tests.runtime.conftest import FakeCoordinator
-from tests.support.cluster import Run, WarmLauncher
+from tests.support.cluster import ForkServer, Result, Run, WarmLauncher
 from tests.support.jobs import DEEPSPEED, PLAIN, Shape
 
 SCRIPT = "tests/jobs/from_the_top.py"
-OWN = ("pid", "environment", "read", "joined")
+OWN = ("pid", "environment", "read", "joined", "weights", "averages")  # the last three: of members
 END_S = 120.0
+NOTHING_ELSE = {"load": "", "config": {}, "tied": False, "steps": 8, "held": 0, "drawn": 0, "source": False}
 
 
 class Top:
@@ -30,7 +34,7 @@ class Top:
     def __init__(self, launch: Callable[..., Run], folder: Path, pattern: str, **more: Any) -> None:
         self._folder, self._out = folder, folder / "first"
         job = {"pattern": pattern, "folder": str(folder), "out": str(self._out), "waits": True}
-        self._job = job | {"load": "", "config": {}, "tied": False} | more
+        self._job = job | NOTHING_ELSE | more
         self.run = launch(shape=Shape(), script=SCRIPT, RECYCLE_TEST_TOP=json.dumps(self._job))
         self.run.wait_for(lambda: len([*self._out.glob("*.json")]) == 4, "end of all scripts")
 
@@ -41,6 +45,72 @@ class Top:
         (self._folder / "go").touch()
         result = self.run.finish()
         assert result.code == 0 and not result.of("lost") and not result.of("warning"), result.output[-4000:]
+
+
+STEPS, HELD = 60, 12
+PATTERNS = ("readme", "epochs", "seeds", "global_steps")
+
+
+def trained(launch: Launch, folder: Path, pattern: str, kill: str = "", **more: Any) -> tuple[Result, dict[int, dict]]:
+    """A job of ``pattern`` from its beginning to its end, and what each rank saw; whoever was killed comes back."""
+    config = {"recycle": {"faults": [kill], "check_replicas": 1} if kill else {}}
+    job = {"pattern": pattern, "folder": str(folder), "out": str(folder / "out"), "waits": False}
+    job |= (
+        NOTHING_ELSE
+        | {"steps": STEPS, "held": HELD if kill else 0, "drawn": 1234, "source": True, "config": config}
+        | more
+    )
+    run = launch(script=SCRIPT, RECYCLE_TEST_TOP=json.dumps(job))
+    if kill:
+        run.wait_for(lambda: any(event["event"] == "newcomer" for event in run.events()), "a newcomer")
+        (folder / "go").touch()
+    result = run.finish()
+    assert result.code == 0, result.output[-6000:]
+    seats = [kill.split()[1]] if kill else []
+    assert seats == [event["seat"] for event in result.of("lost")] == [event["seat"] for event in result.of("rejoined")]
+    return result, {rank: json.loads((folder / "out" / f"rank{rank}.json").read_text()) for rank in range(4)}
+
+
+@pytest.fixture(scope="module")
+def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[int, dict]]:
+    """``calm(pattern)``: what each rank sees where nobody dies."""
+
+    @cache
+    def run(pattern: str) -> dict[int, dict]:
+        folder = tmp_path_factory.mktemp(pattern)
+        with launching(server, folder) as launch:
+            return trained(launch, folder / "run0", pattern)[1]
+
+    return run
+
+
+def numbers(saw: dict[str, Any], what: str) -> list[float]:
+    found = saw[what]
+    return [each for name in sorted(found) for each in found[name]] if isinstance(found, dict) else found
+
+
+@pytest.mark.parametrize("kill", ("kill 1.1 before 1F1.0@5", "kill 0.0 before 0REDUCE@5"))
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_script_that_comes_back_trains_on_as_if_nothing_had_been(launch, calm, tmp_path, pattern, kill):
+    """The README's loop; one over epochs, with evaluations, checkpoints and an average of weights; a seed that rank 0
+    has drawn, also where that one is killed; one that goes by the engine's counts.
+    """
+    result, saw = trained(launch, tmp_path / "run0", pattern, kill)
+    (back,) = [rank for rank, each in saw.items() if each["environment"].get("RECYCLE_INCARNATION", "0") != "0"]
+    assert result.seat_of(back) == kill.split()[1]
+    for rank, each in calm(pattern).items():
+        for what in ("losses", "evaluated", "weights", "averages"):
+            assert (what in saw[rank]) == (what in each)
+            assert what not in each or numbers(saw[rank], what) == pytest.approx(numbers(each, what), abs=5e-6), what
+        for what in ("seed", "drawn", "counts", "names", "saved"):
+            assert saw[rank].get(what) == each.get(what), what
+    assert not result.of("warning"), result.of("warning")
+    if pattern == "epochs":
+        step, names, behind = saw[back]["joined"]
+        assert HELD < step < STEPS and names == saw[back]["names"] and not behind
+        assert [rank for rank, each in saw.items() if "joined" in each] == [back]
+        saved = sorted(path.name for path in (tmp_path / "run0" / "out").iterdir() if path.is_dir())
+        assert saved == ["begin ", *(f"epoch{number}" for number in range(4))]
 
 
 class Alone:
@@ -86,14 +156,10 @@ def closing() -> Iterator[list[Alone]]:
         one.close()
 
 
-def recorded(saw: dict[str, Any], first: int = 0) -> list[Recorded]:
-    """What a coordinator would tell: first some, then all, for the others go on meanwhile."""
+def recorded(saw: dict[str, Any], first: int = 0) -> Recorded:
+    """What a coordinator would tell."""
     losses, means = saw["losses"], saw.get("evaluated", [])
-    half = len(losses) // 2
-    return [
-        Recorded(first + 1, tuple(losses[:half]), 1, tuple(means[:1]), first + half),
-        Recorded(first + half + 1, tuple(losses[half:]), 2, tuple(means[1:]), first + len(losses)),
-    ]
+    return Recorded(first + 1, tuple(losses), 1, tuple(means), first + len(losses))
 
 
 def assert_as_before(newcomer: dict[str, Any], predecessor: dict[str, Any]) -> None:
@@ -104,20 +170,19 @@ def assert_as_before(newcomer: dict[str, Any], predecessor: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("rank", (0, 3))
-@pytest.mark.parametrize("pattern", ("readme", "epochs", "seeds", "global_steps"))
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_script_comes_to_the_present_with_what_its_predecessor_saw(launch, starts, tmp_path, closing, pattern, rank):
     """The README's loop; one over epochs, with evaluations and checkpoints; a seed from rank 0; the engine's counts."""
     top = Top(launch, tmp_path / "run0", pattern)
     closing.append(newcomer := Alone(starts[0], top, rank, tmp_path / "newcomer"))
-    for each in recorded(top.saw(rank)):
-        newcomer.tell(each)
+    newcomer.tell(recorded(top.saw(rank)))
     found = newcomer.saw()
     assert_as_before(found, top.saw(rank))
     assert "read" not in found, "data was read for steps that are over"
-    assert pattern != "epochs" or found["joined"] == [8, found["names"], False]
     saved = sorted(path.name for path in Path(top._out).iterdir() if path.is_dir())
     assert pattern != "epochs" or saved == ["begin ", *(f"epoch{number}" for number in range(4))]
     assert [path.name for path in (tmp_path / "newcomer").iterdir() if path.is_dir()] == []
+    newcomer.coordinator.hear(Left)
     assert [one.stepped for one in newcomer.said(Ready)] == [0] and len(newcomer.said(Left)) == 1
     assert not newcomer.said(Fatal) and [one.kind for one in newcomer.said(Note) if one.kind == "warning"] == []
     output = (tmp_path / "newcomer" / "output.txt").read_text()
@@ -138,8 +203,7 @@ def test_a_job_that_goes_on_from_a_checkpoint_needs_its_files_no_more(launch, st
     predecessor = top.saw(2)
     began = predecessor["began"] if pattern == "plain" else predecessor["loaded"][2]
     assert began == {"plain": 6, "global_steps": 4}[pattern]
-    for each in recorded(predecessor, began):
-        newcomer.tell(each)
+    newcomer.tell(recorded(predecessor, began))
     assert_as_before(newcomer.saw(), predecessor)
     assert [one.stepped for one in newcomer.said(Ready)] == [began]
     top.end()
@@ -153,8 +217,7 @@ def test_a_model_is_built_alone(launch, starts, tmp_path, closing, config, tied)
     """In bf16, with masters; with a weight that two stages share; what DeepSpeed sends at its start is not awaited."""
     top = Top(launch, tmp_path / "run0", "readme", config=config, tied=tied)
     closing.append(newcomer := Alone(starts[0], top, 2, tmp_path / "newcomer"))
-    for each in recorded(top.saw(2)):
-        newcomer.tell(each)
+    newcomer.tell(recorded(top.saw(2)))
     assert_as_before(newcomer.saw(), top.saw(2))
     top.end()
 
@@ -163,8 +226,7 @@ def test_a_model_is_built_alone(launch, starts, tmp_path, closing, config, tied)
 def test_a_loop_of_the_scripts_own_computes_nothing(launch, starts, tmp_path, closing):
     top = Top(launch, tmp_path / "run0", "replicas")
     closing.append(newcomer := Alone(starts[0], top, 1, tmp_path / "newcomer"))
-    for each in recorded(top.saw(1)):
-        newcomer.tell(each)
+    newcomer.tell(recorded(top.saw(1)))
     found = newcomer.saw()
     assert_as_before(found, top.saw(1))
     assert "read" not in found and not (tmp_path / "newcomer" / "checkpoint").exists()
@@ -175,8 +237,7 @@ def test_a_rate_that_is_not_known_is_refused(launch, starts, tmp_path, closing):
     """Where steps may have been skipped, a scheduler may be behind the steps; the script asks before it knows."""
     top = Top(launch, tmp_path / "run0", "global_steps", config={"recycle": {"nonfinite": "skip"}})
     closing.append(newcomer := Alone(starts[0], top, 2, tmp_path / "newcomer"))
-    for each in recorded(top.saw(2)):
-        newcomer.tell(each)
+    newcomer.tell(recorded(top.saw(2)))
     assert newcomer.process.wait(END_S) == 1
     (said,) = [one.text for one in newcomer.said(Note) if one.kind == "warning"]
     assert "engine.get_lr() in a worker that has come back" in said and "only when engine.behind is false" in said
@@ -187,8 +248,7 @@ def test_a_collective_between_steps_is_refused_by_its_line_and_the_job_goes_on(l
     """The newcomer says why it can't come back, and that is nobody else's business."""
     top = Top(launch, tmp_path / "run0", "logs_a_mean")
     closing.append(newcomer := Alone(starts[0], top, 1, tmp_path / "newcomer"))
-    for each in recorded(top.saw(1)):
-        newcomer.tell(each)
+    newcomer.tell(recorded(top.saw(1)))
     assert newcomer.process.wait(END_S) == 1
     (said,) = [one.text for one in newcomer.said(Note) if one.kind == "warning"]
     assert said.startswith("rank 1, which has come back, can't take part: torch.distributed.all_reduce over ranks 0, 1")

@@ -13,8 +13,11 @@ import pytest
 
 import recycle_plugin
 from recycle_plugin.cli import main
+from recycle_plugin.commands import running_job
 from recycle_plugin.commands.status import lines, status
+from recycle_plugin.experiments.runs import free_port
 from recycle_plugin.observability import report
+from recycle_plugin.observability.comings import OVER, comings
 from recycle_plugin.observability.run_history import EVENTS, RENAMED, RunHistory, place, read_events
 from tests.support.run_folder import WHY, Read
 
@@ -25,7 +28,9 @@ def test_status(folder, capsys):
     assert lines["step"] == "9, loss 4.100000" and lines["workers"] == "3 of 4" and lines["checkpoint"] == "none"
     assert lines["gone"].startswith("seat 0.1 (rank 2), ") and lines["gone"].endswith(f" s ago: {WHY}")
     assert lines["now"] == "20 samples/s, 0.400 s a step" and lines["before"] == "34.78 samples/s, 0.230 s a step"
-    assert lines["predicted"] == "60% of the throughput with everybody there"
+    assert lines["predicted"] == "60% of the throughput with everybody there, 0.383 s a step"
+    assert lines["live"] == "0.0, 1.0, 1.1" and lines["copies"] == "of each stage's state: 2, 1"
+    assert "joining" not in lines
 
 
 def test_status_as_data(folder, capsys):
@@ -45,11 +50,51 @@ def test_status_as_data(folder, capsys):
     assert main(["status", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["end"], found["step"], found["workers"]) == ("running", None, 9, {"live": 3, "of": 4})
-    assert found["step_s"] == {"now": 0.4, "before": 0.23} and found["samples_per_s"] == {
+    assert found["step_s"] == {"now": 0.4, "before": 0.23, "predicted": 0.3833} and found["samples_per_s"] == {
         "now": 20.0,
         "before": 34.7826,
     }
     assert found["checkpoint"] == "saved/global_step9" and found["margin"].startswith("one more loss")
+
+
+BACK = (
+    ({"event": "restart"}, "its process is started, for 95 s"),
+    ({"event": "worker", "pid": 9, "incarnation": 1}, "its process is started, for 95 s"),
+    ({"event": "newcomer"}, "its script runs from the top, for 95 s"),
+    (
+        {"event": "catching_up", "share": 0.25, "bytes": 4_000_000, "bytes_per_s": 2e6},
+        "it catches up, for 95 s, with 25% of its stage's state, 4.0 MB at 2.0 MB/s",
+    ),
+    (
+        {"event": "catching_up", "share": 0.5, "bytes": 8_000_000, "bytes_per_s": 4e6, "time": 105.0},
+        "it catches up, for 95 s, with 50% of its stage's state, 8.0 MB at 4.0 MB/s",
+    ),
+    (
+        {"event": "caught_up"},
+        "it follows the others, and waits to be let in, for 95 s, with 100% of its stage's state, 8.0 MB",
+    ),
+)
+
+
+@pytest.mark.parametrize("count", range(1, len(BACK) + 1))
+def test_status_says_how_far_those_have_come_who_come_back(folder, count):
+    joining = without_end(folder, *({"rank": 2} | event for event, _ in BACK[:count]))["joining"]
+    assert joining == f"seat 0.1 (rank 2): {BACK[count - 1][1]}"
+
+
+@pytest.mark.parametrize("kind", OVER)
+def test_nobody_is_coming_who_is_there_or_was_given_up(kind):
+    events = [{"time": 1.0, "rank": 2} | event for event, _ in BACK]
+    assert [one.rank for one in comings(events)] == [2]
+    assert comings([*events, {"event": kind, "rank": 2, "time": 2.0}]) == []
+    assert [one.rank for one in comings([*events, {"event": kind, "rank": 1, "time": 2.0}])] == [2]
+
+
+def test_status_of_an_address_where_nobody_answers_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(running_job, "CONNECT_S", 0.1)
+    assert main(["status", f"127.0.0.1:{free_port()}"]) == 2
+    said = capsys.readouterr().err
+    assert "is no run folder, and nobody answers there: no coordinator at 127.0.0.1:" in said and said.count("\n") == 1
 
 
 def test_status_says_where_metrics_are_while_the_job_runs(folder):

@@ -2,7 +2,9 @@
 
 RECYCLE_TEST_TOP holds as JSON: ``pattern``, one of the functions below; ``folder``: of the job, which waits at its end
 for a file ``go`` there, if it ``waits``; ``out``: a folder for what each rank saw; ``load``: a folder of a checkpoint,
-or ""; ``config``: what is otherwise in DeepSpeed's; ``tied``: whether first and last layer share a weight.
+or ""; ``config``: what is otherwise in DeepSpeed's; ``tied``: whether first and last layer share a weight; ``steps``;
+``held``: the step before which members wait for a file ``go``, or 0; ``drawn``: what rank 0 draws, 0 for chance; the
+process that comes back draws something else; ``source``: data comes by its address, whatever the iterator.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import torch
 import torch.distributed as dist
 from samples import Samples
 
-STEPS, EPOCHS, WIDTH, REPLICAS, PATIENCE_S = 8, 4, 8, 2, 120.0
+EPOCHS, WIDTH, REPLICAS, PATIENCE_S = 4, 8, 2, 120.0
 job = json.loads(os.environ["RECYCLE_TEST_TOP"])
+STEPS, INCARNATION = job["steps"], int(os.environ.get("RECYCLE_INCARNATION", "0"))
 RANK, FOLDER = int(os.environ["RANK"]), Path(job["folder"])
 RECYCLE = {"enabled": True, "run_dir": str(FOLDER), "report": False}
 seen: dict[str, Any] = {"rank": RANK, "pid": os.getpid(), "losses": [], "environment": dict(os.environ)}
@@ -32,6 +35,8 @@ def engine(dataset: Any = None) -> Any:
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     deepspeed.init_distributed()
+    if job["drawn"] and job["pattern"] != "seeds":
+        torch.manual_seed(job["drawn"])
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
@@ -66,30 +71,57 @@ def batches(number: int) -> Iterator[Any]:
         yield torch.randn(1, WIDTH, generator=made), torch.randn(1, WIDTH, generator=made)
 
 
+def draw() -> int:
+    return job["drawn"] + INCARNATION if job["drawn"] else secrets.randbelow(1 << 30)
+
+
+def train(trained: Any, data_iter: Any = None) -> None:
+    """A step, before which members may have to wait for the test."""
+    if len(seen["losses"]) + 1 == job["held"] and not trained.behind:
+        wait_for_go()
+    seen["losses"].append(trained.train_batch(data_iter=data_iter).item())
+
+
 def readme() -> None:
     """The README's loop."""
     trained = engine(Samples(WIDTH))
     for _ in range(STEPS):
-        loss = trained.train_batch()
-        seen["losses"].append(loss.item())
+        train(trained)
+    if not trained.behind:
+        seen["weights"] = weights(trained)
+
+
+def weights(trained: Any) -> dict[str, list[float]]:
+    return {name: value.detach().flatten().tolist() for name, value in trained.module.named_parameters()}
 
 
 def epochs() -> None:
     """A loop over epochs, each with an iterator, an evaluation and a checkpoint; with an average of weights."""
     trained = engine()
     averages = {name: value.detach().clone() for name, value in trained.module.named_parameters()}
-    trained.on_join(lambda step, state: seen.update(joined=[step, sorted(state), trained.behind]), lambda: averages)
+
+    def joined(step: int, state: dict[str, torch.Tensor]) -> None:
+        seen["joined"] = [step, sorted(state), trained.behind]
+        averages.update(state)
+
+    trained.on_join(joined, lambda: averages)
+    if job["source"]:
+        trained.set_data_source(lambda step, replica, micro_batch: tuple(next(batches(step))))
     seen["names"] = sorted(averages)
     seen["evaluated"] = [trained.eval_batch(batches(-1)).item()]
     trained.save_checkpoint(job["out"], tag=f"begin {RANK if trained.behind else ''}")
     for epoch in range(EPOCHS):
         data_iter = batches(epoch)
         for _ in range(STEPS // EPOCHS):
-            seen["losses"].append(trained.train_batch(data_iter=data_iter).item())
+            train(trained, data_iter)
+            if not trained.behind:
+                for name, value in trained.module.named_parameters():
+                    averages[name].lerp_(value.detach(), 0.1)
         seen["evaluated"].append(trained.eval_batch(batches(100)).item())
         seen["saved"] = trained.save_checkpoint(job["out"], tag=f"{'newcomer' if trained.behind else 'epoch'}{epoch}")
-    if trained.behind:  # as the worker that lets it in would do
-        trained._trainer.joined(trained.global_steps, trained._trainer.state_for_newcomer())
+    if not trained.behind:
+        seen["weights"] = weights(trained)
+        seen["averages"] = {name: value.flatten().tolist() for name, value in averages.items()}
 
 
 def seeds() -> None:
@@ -97,7 +129,7 @@ def seeds() -> None:
     import deepspeed
 
     deepspeed.init_distributed()
-    drawn = [secrets.randbelow(1 << 30) if RANK == 0 else None]
+    drawn = [draw() if RANK == 0 else None]
     dist.broadcast_object_list(drawn, 0)
     torch.manual_seed(drawn[0])
     trained = engine()
@@ -110,7 +142,9 @@ def seeds() -> None:
     seen.update(seed=drawn[0], drawn=torch.rand(3).tolist(), everybodys=everybodys, later=later.item())
     trained.set_data_source(lambda step, replica, micro_batch: tuple(next(batches(drawn[0] + step))))
     for _ in range(STEPS):
-        seen["losses"].append(trained.train_batch().item())
+        train(trained)
+    if not trained.behind:
+        seen["weights"] = weights(trained)
 
 
 def global_steps() -> None:
@@ -121,11 +155,13 @@ def global_steps() -> None:
         seen["loaded"] = [path, client["epoch"], trained.global_steps, trained.global_samples, trained.get_lr()]
     seen["counts"] = []
     while trained.global_steps < STEPS + (STEPS // 2 if job["load"] else 0):
-        seen["losses"].append(trained.train_batch().item())
+        train(trained)
         counts = [trained.global_steps, trained.global_samples, trained.skipped_steps, trained.micro_steps]
         seen["counts"].append([*counts, trained.get_lr(), trained.lr_scheduler.last_batch_iteration])
         if not job["load"] and trained.global_steps == STEPS // 2:
             trained.save_checkpoint(FOLDER / "checkpoint", client_state={"epoch": 3})
+    if not trained.behind:
+        seen["weights"] = weights(trained)
 
 
 def logs_a_mean() -> None:
@@ -191,7 +227,7 @@ def replicas() -> None:
 
 def wait_for_go() -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while job["waits"] and not (FOLDER / "go").exists():
+    while not (FOLDER / "go").exists():
         if time.monotonic() > deadline:
             sys.exit("nobody lets the job end")
         time.sleep(0.02)
@@ -204,4 +240,5 @@ out.mkdir(parents=True, exist_ok=True)
 part = out / f"rank{RANK}.part"
 part.write_text(json.dumps(seen))
 part.rename(out / f"rank{RANK}.json")
-wait_for_go()
+if job["waits"]:
+    wait_for_go()

@@ -179,7 +179,7 @@ def deaf(monkeypatch) -> None:
 # --- membership ---------------------------------------------------------------------------------------
 
 
-@mistake("a step is committed when one worker has applied it")
+@mistake("a step is committed when one worker has applied it", seen=0)
 def committed_by_one(monkeypatch) -> None:
     def step(self, stepped, now, out) -> None:
         for number in range(self.committed + 1, stepped.step + 1):
@@ -198,12 +198,12 @@ def stale_report(monkeypatch) -> None:
     )
 
 
-@mistake("what a lost worker says counts", seen=1)
+@mistake("what a lost worker says counts", seen=488)
 def lost_heard(monkeypatch) -> None:
     monkeypatch.setattr(attendance, "OF_MEMBERS", ())
 
 
-@mistake("whoever goes while the membership changes is waited for", seen=215)
+@mistake("whoever goes while the membership changes is waited for", seen=64)
 def gone_waited_for(monkeypatch) -> None:
     monkeypatch.setattr(Course, "_await_without", lambda self, member, early, now, out: None)
 
@@ -233,7 +233,7 @@ def first_report(monkeypatch) -> None:
     changed(monkeypatch, Regrouping, "complete", complete)
 
 
-@mistake("what a broken line has lost is not sent again", seen=176)
+@mistake("what a broken line has lost is not sent again", seen=2)
 def never_again(monkeypatch) -> None:
     monkeypatch.setattr(Membership, "_send_again", lambda self, missing, now, out: None)
 
@@ -409,7 +409,7 @@ def forgetful(monkeypatch, goes: Callable[[StepStore], list[Datum]]) -> None:
     changed(monkeypatch, StepStore, "held", held)
 
 
-@mistake("tensors do not say of which step they are")
+@mistake("tensors do not say of which step they are", seen=0)
 def no_step(monkeypatch) -> None:
     def arrive(self, before, target, datum, value, valid_from) -> None:
         before(self, target, datum, value, valid_from)
@@ -421,7 +421,7 @@ def no_step(monkeypatch) -> None:
 # --- exact mode -----------------------------------------------------------------------------------------
 
 
-@mistake("blocks are added in the order in which they come")
+@mistake("blocks are added in the order in which they come", seen=0)
 def order_of_arrival(monkeypatch) -> None:
     def total(self, before, brought):
         totals = [total for part in brought for total in part.values()]
@@ -655,7 +655,7 @@ def loss_at_the_end(monkeypatch) -> None:
     changed(monkeypatch, Course, "lose", lose)
 
 
-@mistake("who is cut off waits for the planned end", seen=27)
+@mistake("who is cut off waits for the planned end", seen=82)
 def waits_for_the_end(monkeypatch) -> None:
     lose = ControlView.lose_coordinator
     monkeypatch.setattr(ControlView, "lose_coordinator", lambda self: self.end is None and lose(self))

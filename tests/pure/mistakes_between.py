@@ -250,6 +250,6 @@ def still_awaited(monkeypatch) -> None:
     monkeypatch.setattr(Course, "_give_up_going_on", give_up_going_on)
 
 
-@mistake("a change that is planned makes a worker forget where the one before goes on", seen=321)
+@mistake("a change that is planned makes a worker forget where the one before goes on", seen=91)
 def forgotten(monkeypatch) -> None:
     monkeypatch.setattr(ControlView, "_is_certain", lambda self, pending: self.interruption() is not None)

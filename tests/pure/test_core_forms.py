@@ -29,7 +29,9 @@ def instructions(draw: st.DrawFn) -> Instruction:
 def faults(draw: st.DrawFn) -> Fault:
     when = draw(st.sampled_from(("before", "after", "at")))
     where = draw(st.sampled_from(POINTS)) if when == "at" else str(draw(instructions()))
-    return Fault(draw(st.sampled_from(KINDS)), draw(seats), when, where, draw(st.integers(1, 9)))
+    return Fault(
+        draw(st.sampled_from(KINDS)), draw(seats), when, where, draw(st.integers(1, 9)), draw(st.integers(0, 2))
+    )
 
 
 @given(instructions())

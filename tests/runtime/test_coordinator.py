@@ -13,6 +13,9 @@ import pytest
 
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.protocol import (
+    Answer,
+    AskAdmit,
+    AskLeave,
     Committed,
     End,
     Exited,
@@ -23,6 +26,7 @@ from recycle_plugin.core.messages.protocol import (
     Over,
     Ready,
     Resume,
+    RunFolder,
     Stepped,
     SupervisorHeartbeat,
     SurvivorReport,
@@ -36,6 +40,7 @@ from tests.support.descriptors import none_left
 from tests.support.membership import job, member
 
 PATIENCE_S = 10.0
+TOKEN = "0123456789abcdef"
 
 
 class Player(InLoop):
@@ -59,9 +64,9 @@ class Player(InLoop):
 
 
 @asynccontextmanager
-async def serving(said: list, ranks: int = 4):
+async def serving(said: list, ranks: int = 4, token: str = ""):
     """A coordinator that listens, at a port that it does not say."""
-    coordinator = Coordinator(ranks, 1, lambda event, now: said.append(event))
+    coordinator = Coordinator(ranks, 1, lambda event, now: said.append(event), token)
     await coordinator.start("127.0.0.1", 0)
     try:
         yield coordinator
@@ -70,9 +75,9 @@ async def serving(said: list, ranks: int = 4):
 
 
 @asynccontextmanager
-async def four_workers(said: list):
+async def four_workers(said: list, token: str = ""):
     """(coordinator, workers) of a job that has started."""
-    async with serving(said) as coordinator:
+    async with serving(said, token=token) as coordinator:
         workers = [Player(coordinator, rank) for rank in range(4)]
         for rank, worker in enumerate(workers):
             assert (await worker.hear(Welcome)).incarnation == 0
@@ -237,6 +242,54 @@ def test_who_is_none_of_this_jobs_is_hung_up_on(hello):
     assert event.text.startswith(
         f"a connection from this process says that it is {hello.role} {hello.rank}, and this job has 4 ranks"
     )
+
+
+def test_operators_are_answered_who_know_the_token():
+    """Each request in its order; others hear so each time, and the user of them once."""
+    said = []
+
+    async def play() -> None:
+        async with four_workers(said, TOKEN) as (coordinator, workers):
+            operator = Player(coordinator, -1, "operator")
+            assert (await operator.hear(RunFolder)).path == os.path.abspath("r")
+            wrong = ("", "x", TOKEN[:-1], "\ud800")
+            for request in (*(AskLeave(token, "0.1") for token in wrong), Over(0)):
+                operator.send(request)
+            answers = [await operator.hear(Answer) for _ in (*wrong, Over)]
+            assert not any(answer.done for answer in answers)
+            assert {answer.text for answer in answers[:-1]} == {
+                "refused: the token is not this job's, which is in its run folder, for its own user"
+            }
+            assert [event.kind for event in said].count("warning") == 1 and not leaving(said)
+            operator.send(AskAdmit(TOKEN, "0.1"))
+            operator.send(AskLeave(TOKEN, "0.1"))
+            assert await operator.hear(Answer) == Answer("seat 0.1 (rank 2) is live", False)
+            assert await operator.hear(Answer) == Answer("seat 0.1 (rank 2) leaves at the next commit", True)
+            assert 2 not in [each.rank for each in (await workers[0].hear(Generation)).members]
+            operator.close()
+
+    asyncio.run(play())
+    assert len(leaving(said)) == 1
+
+
+def leaving(said: list) -> list:
+    return [event for event in said if event.kind == "leaving"]
+
+
+def test_where_there_is_no_token_nobody_knows_it():
+    said = []
+
+    async def play() -> None:
+        async with serving(said) as coordinator:
+            operator = Player(coordinator, -1, "operator")
+            assert (await operator.hear(RunFolder)).path == "", "before the start"
+            operator.send(AskLeave("", "0.1"))
+            assert not (await operator.hear(Answer)).done
+            operator.send(Hello(0, "operator", 1, "h"))
+            assert (await operator.hear(Answer)).text == "that is no request"
+            operator.close()
+
+    asyncio.run(play())
 
 
 def test_over_a_network_it_says_from_where(monkeypatch):

@@ -7,6 +7,8 @@ import signal
 import socket
 from contextlib import asynccontextmanager
 
+import pytest
+
 from recycle_plugin.core.messages.protocol import (
     Exited,
     Fence,
@@ -14,7 +16,9 @@ from recycle_plugin.core.messages.protocol import (
     Lease,
     Over,
     Restart,
+    Stay,
     SupervisorHeartbeat,
+    Terminate,
     Welcome,
 )
 from recycle_plugin.experiments.runs import free_port
@@ -66,8 +70,8 @@ async def hear(far: InLoop, kind: type) -> object:
 
 
 @asynccontextmanager
-async def supervised(monkeypatch):
-    """(coordinator, connection, worker, running supervisor)."""
+async def supervised(monkeypatch, place: str = "1"):
+    """(coordinator, connection, worker, running supervisor); ``place``: the launcher's number of it."""
     worker = Worker()
 
     async def spawn(*_: object) -> Worker:
@@ -79,10 +83,10 @@ async def supervised(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
         coordinator = Coordinator(listener)
-        environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-        running = asyncio.create_task(
-            supervisor.Supervisor(["train.py"], environment, "deepspeed", worker_keeper.Here()).run()
-        )
+        environment = {"RANK": place, "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        here = worker_keeper.Here()
+        here.rank = 1
+        running = asyncio.create_task(supervisor.Supervisor(["train.py"], environment, "deepspeed", here).run())
         far = await coordinator.accept()
         await hear(far, SupervisorHeartbeat)
         yield coordinator, far, worker, running
@@ -266,6 +270,60 @@ def test_the_jobs_end_comes_before_the_next_start(monkeypatch):
             far.send(Over(1))
             assert await asyncio.wait_for(running, PATIENCE_S) == 3, "its script's own error, as ever"
             assert starts.started.empty()
+            far.close()
+
+    asyncio.run(play())
+
+
+def test_who_has_left_as_planned_may_come_back(monkeypatch):
+    """... again and again: its supervisor stays, and knows that it is to before it hears the answer."""
+
+    async def play() -> None:
+        async with supervised(monkeypatch) as (_, far, worker, running):
+            starts = Starts(monkeypatch)
+            for incarnation in range(3):
+                far.send(Stay(1, incarnation=incarnation))
+                await end(worker, far, incarnation, code=0)
+                far.send(Restart(1, 0.0, incarnation=incarnation + 1))
+                worker = await starts.next(incarnation + 1)
+            await end(worker, far, 3, code=0)
+            assert await asyncio.wait_for(running, PATIENCE_S) == 0, "its script is through"
+            far.close()
+
+    asyncio.run(play())
+
+
+def test_who_has_left_as_planned_goes_with_the_job(monkeypatch):
+    async def play() -> None:
+        async with supervised(monkeypatch) as (_, far, worker, running):
+            far.send(Stay(1))
+            await end(worker, far, 0, code=0)
+            far.send(Over(0))
+            assert await asyncio.wait_for(running, PATIENCE_S) == 0
+            far.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("rank, goes", [("1", True), ("0", False)])
+def test_a_signal_ends_a_supervisor_whose_worker_has_left_alone(monkeypatch, rank, goes):
+    """But for the launcher's first process, by which people stop the job; and before it has left it is the job's."""
+    handlers: list = []
+    monkeypatch.setattr(worker_keeper.Here, "on_signal", lambda self, told: handlers.append(told))
+
+    async def play() -> None:
+        async with supervised(monkeypatch, place=rank) as (_, far, worker, running):
+            far.send(Stay(1))
+            (told,) = handlers
+            told("SIGTERM")
+            assert (await hear(far, Terminate)).rank == 1
+            await end(worker, far, 0, code=0)
+            await asyncio.wait_for(told.__self__._answered.wait(), PATIENCE_S)
+            told("SIGTERM")
+            if not goes:
+                assert (await hear(far, Terminate)).rank == 1
+                far.send(Over(0))
+            assert await asyncio.wait_for(running, PATIENCE_S) == 0
             far.close()
 
     asyncio.run(play())

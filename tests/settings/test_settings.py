@@ -412,6 +412,14 @@ def test_faults_of_a_seat():
     assert settings.fault_list == (Fault.parse(text),)
     assert settings.fault_script(Seat(0, 1)).due("before", "1F0.2@5") == Fault.parse(text)
     assert settings.fault_script(Seat(0, 0)).due("before", "1F0.2@5") is None
+    assert settings.fault_script(Seat(0, 1), incarnation=1).due("before", "1F0.2@5") is None
+
+
+def test_a_fault_strikes_the_process_that_it_names():
+    first, second = "kill 0.1 before 1F0.2@5", "kill 0.1#2 before 1F0.2@5"
+    settings = Settings.from_section({"enabled": True, "faults": [first, second]})
+    found = [settings.fault_script(Seat(0, 1), number).due("before", "1F0.2@5") for number in range(4)]
+    assert found == [Fault.parse(first), None, Fault.parse(second), None]
 
 
 def test_costs_default_to_one_millisecond_each():

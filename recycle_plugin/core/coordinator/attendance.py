@@ -112,6 +112,15 @@ class Attendance:
         """The name of the worker of ``rank`` for people, wherever that worker is by now."""
         return named(rank, self._seats.get(rank))
 
+    def ranks(self, seat: Seat) -> frozenset[int]:
+        """The ranks whose workers hold ``seat``, or did so.  Costs one look at each rank."""
+        return frozenset(rank for rank, its in self._seats.items() if its == seat)
+
+    @property
+    def seats(self) -> list[Seat]:
+        """The seats of the job, in order."""
+        return sorted(set(self._seats.values()))
+
     def is_gone(self, worker: WorkerId) -> bool:
         """Whether ``worker`` is gone, in whatever way; that it goes once more is no news."""
         return worker in self.lost | self.left | self.late

@@ -23,6 +23,7 @@ the seat of a lost one (core/coordinator/vacancies.py).
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from recycle_plugin.core.coordinator.attendance import Attendance
@@ -115,7 +116,8 @@ class Course:
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)
         names = {rank: named(rank, seat) for rank, seat in roster.seats_by_rank().items()}
-        self.vacancies.begin(job.rejoin, names, roster.workers, job.deadlines.heartbeat_timeout_s)
+        hosts = {member.rank: member.host for member in roster}
+        self.vacancies.begin(job.rejoin, names, hosts, roster.workers, job.deadlines.heartbeat_timeout_s)
 
     def resize(self, message: Resized, out: CoordinatorOutput) -> None:
         """Takes another number of micro-batches.  The first worker who says it says it for all."""
@@ -288,9 +290,14 @@ class Course:
 
     # --- leaving ---------------------------------------------------------------------------------
 
-    def leave(self, message: Leaving, now: float, out: CoordinatorOutput) -> None:
-        """Takes in that a member wants to leave, and plans for it."""
-        if self.ending.ended is None and self.attendance.announce(message, out):
+    def leave(self, wishes: Collection[Leaving], now: float, out: CoordinatorOutput) -> None:
+        """Takes in that members want to leave, or are to, and plans for it."""
+        if self.ending.ended is not None:
+            return
+        news = [each.worker for each in wishes if self.attendance.announce(each, out)]
+        for worker in news:
+            self.vacancies.stay_away(worker.rank, out)
+        if news:
             self._plan_change(now, out)
 
     def _plan_change(self, now: float, out: CoordinatorOutput) -> None:
@@ -323,6 +330,8 @@ class Course:
         worker, member = message.worker, self.roster.member(message.worker)
         self.joining.forget(worker)
         early = message.planned and not self._through
+        if early:
+            self.vacancies.left(worker)
         if member is not None and not message.planned and self.ending.ended is None:
             self._script_ended(member, message.step, out)
         self.attendance.leave(worker)
@@ -623,6 +632,7 @@ class Course:
         any more.
         """
         self.attendance.leave(worker)
+        self.vacancies.left(worker)
         out.say(
             "left",
             f"{self.attendance.named(worker.rank)} has left after step {self.committed} as planned, without a word",

@@ -19,12 +19,15 @@ from __future__ import annotations
 from dataclasses import asdict
 from math import isfinite
 
+from recycle_plugin.core.coordinator import operating
 from recycle_plugin.core.coordinator.complaints import Complaints
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.enrolment import Enrolment, weak_points
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput, Event
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import (
+    Answer,
+    Ask,
     BarrierPassed,
     BarrierReached,
     CatchUp,
@@ -150,7 +153,7 @@ class Membership:
             case Fingerprint():
                 self.course.steps.add_fingerprint(message)
             case Leaving():
-                self.course.leave(message, now, out)
+                self.course.leave([message], now, out)
             case Left():
                 self.course.goodbye(message, now, out)
             case Exited():
@@ -218,6 +221,11 @@ class Membership:
     def joiner_gone(self, number: int) -> None:
         """Handles that a supervisor is gone which has asked for a seat, and has none."""
         self.course.vacancies.joiner_gone(number)
+
+    def asked(self, request: Ask, now: float) -> tuple[Answer, CoordinatorOutput]:
+        """Handles an operator's request."""
+        out = CoordinatorOutput()
+        return operating.answer(request, self.course, now, out), out
 
     def fail(self, text: str) -> CoordinatorOutput:
         """Ends the job, since nobody can go on, for a reason that is no worker's."""

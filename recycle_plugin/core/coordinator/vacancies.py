@@ -4,6 +4,8 @@
   it, or else its own supervisor starts the next process, as core/coordinator/restarts.py decides.
 * Who comes from elsewhere (``--join``) gets a vacant seat, or one of a host that is gone; one that its own supervisor
   is about to fill only where no other is free.  Else it waits as a *spare*.
+* Who leaves as planned stays away, and its supervisor stays, until an operator admits the seat again
+  (core/coordinator/operating.py); its seat is nobody's until then.  On a host that is drained nobody is started.
 * Each newcomer has an incarnation that nobody has had.  Until it is admitted it is no member, and nothing that it does
   costs the others anything; where it dies, the seat is vacant again.
 """
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 
 from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput, Joiner, SupervisorOf
 from recycle_plugin.core.coordinator.restarts import Restarts
-from recycle_plugin.core.messages.protocol import Exited, Fence, Refused, Restart, Seated
+from recycle_plugin.core.messages.protocol import Exited, Fence, Refused, Restart, Seated, Stay
 from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
@@ -50,15 +52,24 @@ class Vacancies:
         self._silent: set[int] = set()  # ranks whose hosts are gone without a word
         self._unguarded: set[int] = set()  # ranks that nobody is left to start a process of
         self._spares: dict[int, str] = {}  # by their numbers, the hosts of those that wait for a seat
+        self._away: set[int] = set()  # ranks that are to leave as planned, or have, until they are admitted
+        self._hosts: dict[int, str] = {}  # by rank, where its processes are started
+        self._drained: set[str] = set()  # hosts on which nobody is started
         self._over = False
 
     def begin(
-        self, rejoin: str | int, names: Mapping[int, str], workers: Collection[WorkerId], absent_s: float
+        self,
+        rejoin: str | int,
+        names: Mapping[int, str],
+        hosts: Mapping[int, str],
+        workers: Collection[WorkerId],
+        absent_s: float,
     ) -> None:
-        """Starts with ``workers`` as members.  ``names``: of all ranks, for people; ``absent_s``: where a supervisor is
-        gone for so many seconds, so is its host.
+        """Starts with ``workers`` as members.  ``names``: of all ranks, for people; ``hosts``: of all ranks;
+        ``absent_s``: where a supervisor is gone for so many seconds, so is its host.
         """
         self._restarts, self._names, self._absent_s = Restarts(rejoin), dict(names), absent_s
+        self._hosts = dict(hosts)
         self._members = set(workers)
         self._holders = dict(workers)
 
@@ -121,7 +132,7 @@ class Vacancies:
 
     def _goes_with(self, message: Exited) -> None:
         """Note that a supervisor goes with a worker that says that all is well."""
-        if message.code == 0:
+        if message.code == 0 and message.rank not in self._away:
             self._unguarded.add(message.rank)
 
     def _in_vain(self, worker: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
@@ -131,9 +142,13 @@ class Vacancies:
 
     def _fill(self, before: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
         rank = before.rank
+        if rank in self._away:
+            return
         if self._spares and not ending:
             number = next(iter(self._spares))
             self._seat(number, self._spares.pop(number), rank, out)
+            return
+        if self._hosts[rank] in self._drained:
             return
         after_s = self._restarts.decide(before, self._names[rank], how, ending, rank in self._unguarded, out)
         if after_s is not None:
@@ -174,6 +189,8 @@ class Vacancies:
         self._absent.pop(rank, None)
         self._silent.discard(rank)
         vacancy = self._vacant.get(rank)
+        if rank in self._away or self._hosts.get(rank) in self._drained:
+            self._say_stay(rank, out)
         if vacancy is not None and vacancy.newcomer is not None and not vacancy.come:
             wait_s = max(0.0, vacancy.due - now)
             out.tell(SupervisorOf(rank), Restart(rank, wait_s, incarnation=vacancy.newcomer.incarnation))
@@ -253,7 +270,7 @@ class Vacancies:
         """The ranks of seats that are free, those first that nobody else is about to fill."""
         vacant = sorted(self._vacant.items())
         return [
-            *(rank for rank, vacancy in vacant if vacancy.newcomer is None),
+            *(rank for rank, vacancy in vacant if vacancy.newcomer is None and rank not in self._away),
             *self._gone(unreachable, now),
             *(rank for rank, vacancy in vacant if vacancy.newcomer and not vacancy.come and now < vacancy.due),
         ]
@@ -267,6 +284,7 @@ class Vacancies:
         if before is not None and before.newcomer is not None:
             self._fence(before.newcomer, f"host {host} takes its seat", out)
         self._restarts.admitted(rank)
+        self._hosts[rank] = host
         for gone in self._unguarded, self._silent:
             gone.discard(rank)
         self._absent.pop(rank, None)
@@ -278,6 +296,76 @@ class Vacancies:
     def _fence(worker: WorkerId, why: str, out: CoordinatorOutput) -> None:
         for whom in (SUPERVISORS, worker):
             out.tell(whom, Fence(worker.rank, why, incarnation=worker.incarnation))
+
+    # --- leaving as planned, and coming back from there ------------------------------------------
+
+    def stay_away(self, rank: int, out: CoordinatorOutput) -> None:
+        """Takes in that whoever holds the seat of ``rank``, or is to, leaves it as planned: nobody follows until it is
+        admitted.
+        """
+        self._away.add(rank)
+        self._say_stay(rank, out)
+
+    def _say_stay(self, rank: int, out: CoordinatorOutput) -> None:
+        out.tell(SupervisorOf(rank), Stay(rank, incarnation=self._holders[rank]))
+
+    def left(self, worker: WorkerId) -> None:
+        """Takes in that a member has left as planned."""
+        if worker.incarnation == self._holders.get(worker.rank):
+            self._vacant.setdefault(worker.rank, Vacancy())
+
+    def hosted(self, host: str) -> frozenset[int]:
+        """The ranks whose processes are started on ``host``.  Costs one look at each rank."""
+        return frozenset(rank for rank, its in self._hosts.items() if its == host)
+
+    @property
+    def hosts(self) -> list[str]:
+        """The hosts on which processes are started, in order."""
+        return sorted(set(self._hosts.values()))
+
+    def hold_back(self, rank: int, why: str, out: CoordinatorOutput) -> None:
+        """Ends the newcomer of ``rank``, where there is one that is no member yet, and starts none in its place."""
+        if self.is_filled(rank):
+            newcomer = self._vacant[rank].newcomer
+            assert newcomer is not None, "it is filled"
+            self._fence(newcomer, why, out)
+            self._vacant[rank] = Vacancy()
+            out.say("held_back", f"{self._names[rank]} was coming back, and stays away: {why}", rank=rank)
+
+    def drain(self, host: str, out: CoordinatorOutput) -> None:
+        """Starts nobody on ``host`` from now on, and sends its spares away."""
+        self._drained.add(host)
+        for rank in sorted(self.hosted(host)):
+            self._say_stay(rank, out)
+        for number in [number for number, its in self._spares.items() if its == host]:
+            del self._spares[number]
+            out.tell(Joiner(number), Refused(f"host {host} is drained", code=0))
+
+    def is_vacant(self, rank: int) -> bool:
+        """Whether nobody holds the seat of ``rank``, as far as is known for certain."""
+        return rank in self._vacant
+
+    def is_filled(self, rank: int) -> bool:
+        """Whether a newcomer is to hold the seat of ``rank``, which is vacant."""
+        vacancy = self._vacant.get(rank)
+        return vacancy is not None and vacancy.newcomer is not None
+
+    def admit(self, rank: int, now: float, out: CoordinatorOutput) -> str:
+        """Has somebody hold the vacant seat of ``rank`` again, for whom nobody is on the way; returns who that will be,
+        in words.
+        """
+        self._away.discard(rank)
+        self._drained.discard(self._hosts[rank])
+        self._restarts.admitted(rank)
+        if self._spares:
+            number = next(iter(self._spares))
+            host = self._spares.pop(number)
+            self._seat(number, host, rank, out)
+            return f"a spare on host {host} takes it"
+        if rank in self._unguarded or rank in self._absent or rank in self._silent:
+            return f"nobody is left on host {self._hosts[rank]} to start it, and the next that comes by --join takes it"
+        self._start(rank, 0.0, now, out)
+        return "its supervisor starts it again"
 
     # --- ending ----------------------------------------------------------------------------------
 

@@ -42,8 +42,8 @@ class Hello:
     """The first message of every connection.
 
     ``role`` is ``worker`` or ``supervisor``, or ``placing``: a supervisor that has no rank of its own yet; or
-    ``joining``: one that asks for a lost worker's, and waits for one if it ``waits``.  ``incarnation``: which process
-    of its rank a worker was started as.
+    ``joining``: one that asks for a lost worker's, and waits for one if it ``waits``; or ``operator``: somebody at a
+    terminal, who has no rank.  ``incarnation``: which process of its rank a worker was started as.
     """
 
     rank: int
@@ -321,7 +321,53 @@ class Note(OfWorker):
     details: dict[str, Any] = field(default_factory=dict)
 
 
+# --- from an operator ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ask:
+    """An operator's request.  ``token``: by which the job knows its own user."""
+
+    token: str
+
+
+@dataclass(frozen=True)
+class AskLeave(Ask):
+    """The holder of ``seat`` is to leave as planned."""
+
+    seat: str
+
+
+@dataclass(frozen=True)
+class AskDrain(Ask):
+    """All seats on ``host`` are to leave as planned, and nobody is to be started there."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class AskAdmit(Ask):
+    """Somebody is to hold ``seat`` again, which has left as planned, or was given up."""
+
+    seat: str
+
+
 # --- from the coordinator ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The coordinator's answer to an operator's Hello: the whole path of the run folder, empty before the start."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The coordinator's answer to an operator's request, in a sentence: what is done, or why it is not ``done``."""
+
+    text: str
+    done: bool
 
 
 @dataclass(frozen=True)
@@ -367,6 +413,13 @@ class Restart(OfWorker):
     """
 
     after_s: float
+
+
+@dataclass(frozen=True)
+class Stay(OfWorker):
+    """To the supervisor of ``rank``: when the process of this incarnation has ended, as planned mostly, there may still
+    be a next one, and so it stays; but nobody is on the way, and it may be ended.
+    """
 
 
 @dataclass(frozen=True)
@@ -558,4 +611,11 @@ MESSAGES = (
     End,
     Over,
     Recorded,
+    Stay,
+    # from an operator, and to one
+    AskLeave,
+    AskDrain,
+    AskAdmit,
+    RunFolder,
+    Answer,
 )

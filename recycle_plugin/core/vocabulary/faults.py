@@ -2,7 +2,8 @@
 
 ``kill 0.1 before 1F0.2@5``: the worker of seat 0.1 dies when it is about to run stage 1's forward of micro-batch 0.2 in
 step 5.  ``kill 0.1 at recovery.report``: it dies when its recovery reaches that point for the first time
-(``recovery.report:2``: for the second time).
+(``recovery.report:2``: for the second time).  ``kill 0.1#1 at recovery.report``: the worker that has come back in its
+place does, while without a number it is the first process of the seat.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ POINTS = (
     "resize",
 )
 _FORM = re.compile(
-    r"(?P<kind>\w+) (?P<seat>\d+\.\d+) (?P<when>before|after|at) (?P<where>[\w.<>@-]+)(?::(?P<count>\d+))?"
+    r"(?P<kind>\w+) (?P<seat>\d+\.\d+)(?:#(?P<incarnation>\d+))? (?P<when>before|after|at) "
+    r"(?P<where>[\w.<>@-]+)(?::(?P<count>\d+))?"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A fault to inject: ``kind`` strikes the worker at ``seat`` when it is ``when`` (before, after or at) ``where``
-    for the ``count``-th time.  ``where`` is the text of an instruction, or one of POINTS after "at".  Raises ValueError
-    for an unknown kind or point, and for no instruction.
+    for the ``count``-th time.  ``where`` is the text of an instruction, or one of POINTS after "at"; ``incarnation``:
+    which process of the seat's.  Raises ValueError for an unknown kind or point, and for no instruction.
     """
 
     kind: str
@@ -47,6 +49,7 @@ class Fault:
     when: str
     where: str
     count: int = 1
+    incarnation: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -58,7 +61,9 @@ class Fault:
             Instruction.parse(self.where)
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.seat} {self.when} {self.where}" + (f":{self.count}" if self.count > 1 else "")
+        process = f"#{self.incarnation}" if self.incarnation else ""
+        times = f":{self.count}" if self.count > 1 else ""
+        return f"{self.kind} {self.seat}{process} {self.when} {self.where}{times}"
 
     @classmethod
     def parse(cls, text: str) -> Fault:
@@ -71,14 +76,15 @@ class Fault:
                 f"{text!r} is no fault: write 'kill 0.1 before 1F0.2@5', 'kill 0.1 after 1STEP@5' or 'kill 0.1 at "
                 "recovery.report'"
             )
-        return cls(match["kind"], Seat.parse(match["seat"]), match["when"], match["where"], int(match["count"] or 1))
+        count, incarnation = int(match["count"] or 1), int(match["incarnation"] or 0)
+        return cls(match["kind"], Seat.parse(match["seat"]), match["when"], match["where"], count, incarnation)
 
 
 class FaultScript:
-    """The faults of one seat, each of which strikes once."""
+    """The faults of one process, the ``incarnation``-th at ``seat``, each of which strikes once."""
 
-    def __init__(self, faults: tuple[Fault, ...], seat: Seat) -> None:
-        self._pending = [fault for fault in faults if fault.seat == seat]
+    def __init__(self, faults: tuple[Fault, ...], seat: Seat, incarnation: int = 0) -> None:
+        self._pending = [fault for fault in faults if fault.seat == seat and fault.incarnation == incarnation]
         self._seen: dict[tuple[str, str], int] = {}
 
     def due(self, when: str, where: str) -> Fault | None:

@@ -17,11 +17,12 @@ from typing import Any
 @dataclass(frozen=True)
 class Asked:
     """What a newcomer asks a source for: its ``units``, by name, in this order; with ``head`` first what goes by value,
-    and the list of all units.
+    and the list of all units; with ``script``, once the newcomer enters, what the source's script hands over.
     """
 
     units: tuple[str, ...] = ()
     head: bool = False
+    script: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,5 +70,13 @@ class Marker:
     valid_from: int = 0
 
 
-Item = Head | Unit | Sums | Marker
+@dataclass(frozen=True)
+class Handed:
+    """What the source's script hands over to the newcomer's, ``value``, where ``step`` is its last one."""
+
+    step: int
+    value: bytes
+
+
+Item = Head | Unit | Sums | Marker | Handed
 """What comes over a stream."""

@@ -11,12 +11,12 @@ where it is older than the clock, or where its source has gone, from whom no sum
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Sums, Unit
+from recycle_plugin.core.vocabulary.state_stream import Asked, Handed, Head, Item, Marker, Sums, Unit
 
 
 class Inlet(Protocol):
@@ -74,10 +74,13 @@ class _Stream:
 
 
 class CatchingUp:
-    """The catching up of one newcomer, whose ``state`` is to be filled."""
+    """The catching up of one newcomer, whose ``state`` is to be filled.  ``wants_script()``: its script asks its peers'
+    for what is theirs alone.
+    """
 
-    def __init__(self, state: FilledState) -> None:
-        self._state = state
+    def __init__(self, state: FilledState, wants_script: Callable[[], bool] = lambda: False) -> None:
+        self._state, self._wants_script = state, wants_script
+        self._handed: Handed | None = None
         self._streams: dict[WorkerId, _Stream] = {}
         self._lead: WorkerId | None = None  # who was asked for the head
         self._weights: Mapping[str, int] = {}
@@ -109,8 +112,24 @@ class CatchingUp:
         if source in self._streams:
             self._drop(source)
         self._streams[source] = _Stream(inlet)
+        if self._wants_script():
+            inlet.ask(Asked(script=True))
         if self.clock is not None:
             self._share_out()
+
+    def handed(self, giver: WorkerId) -> bytes | None:
+        """What ``giver``'s script hands over, after the last step here; None while it may still come, b"" where it
+        won't.  Nothing else that comes is taken in any more.
+        """
+        stream = self._streams.get(giver)
+        gone = stream is None or stream.inlet.broken
+        if stream is not None:
+            stream.items.extend(stream.inlet.items())
+            for item in stream.items:
+                self._handed = item if isinstance(item, Handed) else self._handed
+        if self._handed is not None and self._handed.step == self.clock:
+            return self._handed.value
+        return b"" if gone else None
 
     def close(self) -> None:
         """Takes from nobody any more."""
@@ -159,6 +178,8 @@ class CatchingUp:
                 if self.clock is None or item.step > self.clock:
                     return False
                 self._take_unit(source, stream, item)
+            case Handed():
+                self._handed = item
         return True
 
     def _begin(self, head: Head) -> None:

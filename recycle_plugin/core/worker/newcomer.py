@@ -12,16 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from recycle_plugin.core.messages.protocol import CatchUp, CaughtUp, Generation, Serving
+from recycle_plugin.core.messages.protocol import CatchUp, CaughtUp, Generation, Note, Serving
+from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.catching_up import CatchingUp, FilledState, Inlet
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.training_loop import LoopPort, TrainingLoop
 
+PROGRESS_S = 1.0  # between two words on how far it has come
+
 
 class Newcomer:
     """The worker of ``loop`` before it is a member.  ``open_line``: makes the line to a source (core/messages/protocol:
     Serving says where).  ``skip(read)``: reads so many batches of its plain iterator before anybody waits for that.
+    ``wants_script()``: its script asks a peer's for what is theirs alone; ``handed`` is that, once it is a member, b""
+    where the peer has gone before it was there.
     """
 
     def __init__(
@@ -31,11 +36,15 @@ class Newcomer:
         state: FilledState,
         open_line: Callable[[Serving], Inlet],
         skip: Callable[[int], None] = lambda read: None,
+        wants_script: Callable[[], bool] = lambda: False,
     ) -> None:
         self._port, self._view, self._loop, self._open = port, port.control_view, loop, open_line
         self._asked = self._said = False
         self._skip = skip
-        self._catching_up = CatchingUp(state)
+        self._wants_script = wants_script
+        self._catching_up = CatchingUp(state, wants_script)
+        self._progress: tuple[float, int] | None = None  # when it was told of last, and the bytes that had come by then
+        self.handed = b""
 
     @property
     def catching_up(self) -> CatchingUp:
@@ -61,8 +70,20 @@ class Newcomer:
             if followed is True:
                 return True
             if isinstance(followed, Generation) and (yield from self._enter(followed)):
+                if self._wants_script():
+                    yield from self._await_script(followed)
                 self._catching_up.close()
                 return False
+
+    def _await_script(self, generation: Generation) -> Iterator[Any]:
+        """Waits for what a peer's script hands over: that of the stage's first worker, which had a part before."""
+        stage = self._loop.seat.stage
+        giver = next(member for member in generation.roster.stage(stage) if not member.joining)
+        self.handed = yield from self._port.wait(
+            f"what the script of {giver} hands over by on_join",
+            lambda: self._catching_up.handed(giver.worker),
+            interruptible=False,
+        )
 
     def _enter(self, generation: Generation) -> Waits[bool]:
         """Enters the generation; returns whether it is in force here, and has not been replaced by one without this
@@ -84,6 +105,7 @@ class Newcomer:
         if end is not None and end.step and self._view.committed >= end.step - 1:
             raise JobEnded(end.reason, end.failed, end.code)
         if not self._catching_up.whole:
+            self._tell_progress()
             return None
         if clock is not None and clock >= step:
             return True
@@ -95,3 +117,17 @@ class Newcomer:
             taken, followed = self._catching_up.taken, self._catching_up.followed
             self._port.send(CaughtUp(self._view.rank, clock or 0, taken, followed))
         return None
+
+    def _tell_progress(self) -> None:
+        """Says how far it has come, every so often."""
+        now, taken, share = self._port.clock(), self._catching_up.taken, self._catching_up.progress
+        if self._progress is None:
+            self._progress = now, taken
+        at, before = self._progress
+        if now - at < PROGRESS_S:
+            return
+        self._progress, rate = (now, taken), (taken - before) / (now - at)
+        who = named(self._view.rank, self._loop.seat)
+        text = f"{who} has {share:.0%} of its stage's state, {taken / 1e6:.1f} MB have come, {rate / 1e6:.1f} MB/s"
+        details = {"seat": str(self._loop.seat), "share": share, "bytes": taken, "bytes_per_s": rate}
+        self._port.send(Note(self._view.rank, "catching_up", text, details))

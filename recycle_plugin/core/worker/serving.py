@@ -9,11 +9,11 @@ goes after the unit.  Sums go out as soon as they are made, markers once the com
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Sums, Unit
+from recycle_plugin.core.vocabulary.state_stream import Asked, Handed, Head, Item, Marker, Sums, Unit
 
 
 class SharedState(Protocol):
@@ -64,6 +64,8 @@ class Serving:
         self._handed: set[str] = set()
         self._at: int | None = None  # the last marker's step
         self._reading: tuple[str, int] | None = None  # a unit that is half read, and of which step
+        self._script: Handed | None = None
+        self._wants_script = False
 
     def between(self, stepped: int, valid_from: int, summed: bool, waiting: bool) -> bool:
         """Hands out what may be now, a unit or a part of one, where the state is that after the committed step
@@ -72,10 +74,7 @@ class Serving:
         ``valid_from``: of this worker's data; ``summed``: the sum of the next step is there; ``waiting``: this worker
         has nothing else to do.
         """
-        for asked in self.outlet.asked():
-            self._wants_head |= asked.head
-            self._wanted.extend(asked.units)
-            self._handed.difference_update(asked.units)
+        self._hear()
         if stepped < self._from_step:
             return False
         if self._at is None:  # also where nothing is asked of this source: the newcomer waits for its markers
@@ -90,6 +89,23 @@ class Serving:
         if not self.outlet.has_room(waiting):
             return False
         return self._read(stepped, summed, rest=False)
+
+    def _hear(self) -> None:
+        for asked in self.outlet.asked():
+            self._wants_head |= asked.head
+            self._wanted.extend(asked.units)
+            self._handed.difference_update(asked.units)
+            if asked.script:
+                self._wants_script = True
+                if self._script is not None:  # it was damaged on its way
+                    self.outlet.send(self._script)
+
+    def hand_over(self, step: int, state: Callable[[], bytes]) -> None:
+        """Sends what this worker's script hands over, if the newcomer has asked for that; ``step`` is its last one."""
+        self._hear()
+        if self._wants_script:
+            self._script = Handed(step, state())
+            self.outlet.send(self._script)
 
     def before_step(self, stepped: int) -> None:
         """Reads the rest of a unit of which some was read, since STEP changes it."""
@@ -138,6 +154,11 @@ class Servings:
         """Serves one more, or one that has lost its line by another line."""
         self.end([newcomer])
         self._by_newcomer[newcomer] = serving
+
+    def hand_over(self, newcomer: WorkerId, step: int, state: Callable[[], bytes]) -> None:
+        """Hands over to a newcomer's script, where it is served here; as :meth:`Serving.hand_over` does."""
+        if newcomer in self._by_newcomer:
+            self._by_newcomer[newcomer].hand_over(step, state)
 
     def end(self, newcomers: Iterable[WorkerId]) -> None:
         """Serves these no more."""

@@ -34,6 +34,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import IteratorState
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan, surviving, unfinished, without_later
+from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from recycle_plugin.core.worker.executor import Interrupted, Waits
@@ -105,6 +106,9 @@ class StepRunner(Protocol):
 
     def keep_only(self, members: Iterable[str]) -> None:
         """Drops the connections to all workers but those at these addresses, which are left."""
+
+    def hand_over(self, newcomer: WorkerId, step: int) -> None:
+        """Sends a newcomer what this worker's script hands over after ``step``, if it has asked for that."""
 
     def hash_after(self, step: int) -> None:
         """Has the state after ``step`` hashed for the coordinator, once that is committed."""
@@ -351,18 +355,27 @@ class TrainingLoop:
         self._port.reach("recovery.resume")
         self._take_up(plan, resume)
         self._runner.keep_only(generation.roster.addresses)
-        if self._somebody_begins_to_join(generation):
+        joining = self._begin_to_join(generation)
+        if joining:
             self._runner.hash_after(resume.committed)
+            self._hand_over(joining, generation)
         self._control_view.adopt(generation)
         self._loaded = False
         if self.machine.stepped > self.machine.committed:
             self._port.send(Stepped(self._control_view.rank, generation.number, self.machine.stepped))
         self._plan = plan
 
-    def _somebody_begins_to_join(self, generation: Generation) -> bool:
-        """Whether a member of this stage is joining since this generation."""
-        joining = generation.roster.joining(self.seat.stage)
-        return bool(set(joining) - set(self._control_view.roster.joining(self.seat.stage)))
+    def _begin_to_join(self, generation: Generation) -> list[Member]:
+        """The members of this worker's stage that are joining since this generation."""
+        before = self._control_view.roster.workers
+        return [one for one in generation.roster.joining(self.seat.stage) if one.worker not in before]
+
+    def _hand_over(self, joining: list[Member], generation: Generation) -> None:
+        """Gives newcomers what is its script's alone, as one worker of the stage does, the first that has it."""
+        giver = next(one for one in generation.roster.stage(self.seat.stage) if not one.joining)
+        if giver.worker == self._control_view.worker:
+            for one in joining:
+                self._runner.hand_over(one.worker, self.machine.stepped)
 
     def _take_up(self, plan: Plan, resume: Resume) -> None:
         """Works out what is left of the unfinished steps, and takes the last one back where that is in the way."""

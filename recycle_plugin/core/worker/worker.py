@@ -131,6 +131,9 @@ class Machine(Protocol):
     def open_outlet(self, newcomer: WorkerId) -> tuple[SharedState, Outlet, str]:
         """The state of this worker's stage for ``newcomer``, the line to it, and an address at which it is let in."""
 
+    def script_state(self) -> bytes:
+        """What this worker's script hands over to a newcomer's."""
+
     def hash_state(self, step: int) -> None:
         """Begins to hash the state after ``step``, beside what else is done; the coordinator is sent the result."""
 
@@ -310,6 +313,10 @@ class Worker:
         self.servings.add(asked.newcomer, Serving(state, outlet, asked.from_step))
         self.hash_after(asked.from_step)
         self._machine.send(protocol.Serving(self._control_view.rank, asked.newcomer, address))
+
+    def hand_over(self, newcomer: WorkerId, step: int) -> None:
+        """Sends a newcomer what this worker's script hands over after ``step``, if it has asked for that."""
+        self.servings.hand_over(newcomer, step, self._machine.script_state)
 
     def hash_after(self, step: int) -> None:
         """Has the state after ``step`` hashed, once that is committed."""

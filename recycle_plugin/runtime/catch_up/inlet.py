@@ -68,11 +68,11 @@ class TcpInlet:
     # --- for who catches up ------------------------------------------------------------------------
 
     def ask(self, asked: Asked) -> None:
-        """Ask the source for units."""
+        """Ask the source for something."""
         units = asked.units
         parts = [units[begin : begin + ASKED_AT_ONCE] for begin in range(0, len(units), ASKED_AT_ONCE)] or [()]
         for number, part in enumerate(parts):
-            self._say(Asked(part, asked.head and number == 0))
+            self._say(Asked(part, asked.head and number == 0, asked.script and number == 0))
 
     def items(self) -> Iterable[Item]:
         """What has come since this was called last, in its order."""
@@ -154,8 +154,8 @@ class TcpInlet:
             self._deliver(made, found.nbytes)
         if not whole:
             self._note(f"{found.kind} {found.name}, step {found.step}, was damaged on its way; it is sent again")
-        if found.kind == "head" and not whole:
-            self.ask(Asked(head=True))
+        if found.kind in ("head", "script") and not whole:
+            self.ask(Asked(head=found.kind == "head", script=found.kind == "script"))
 
     def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         try:

@@ -19,7 +19,7 @@ import torch
 from recycle_plugin.core.messages.encoding import HEAD, LIMIT, Language
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Sums, Unit
+from recycle_plugin.core.vocabulary.state_stream import Asked, Handed, Head, Item, Marker, Sums, Unit
 from recycle_plugin.runtime.movers.tcp import DTYPES, Nonsense, exactly
 from recycle_plugin.runtime.state.stage_state import pieces
 from recycle_plugin.runtime.state.units import UnitValue
@@ -94,7 +94,7 @@ class Mark:
 
 
 LANGUAGE = Language((Arrival, Asked, Begin, Chunk, Mark))
-KINDS = ("head", "unit", "sums")
+KINDS = ("head", "unit", "sums", "script")
 
 
 # --- frames --------------------------------------------------------------------------------------
@@ -179,12 +179,15 @@ def marker(found: Mark) -> Marker:
     return Marker(found.step, norm, found.begins, found.valid_from)
 
 
-def begun(item: Head | Unit | Sums) -> Iterator[tuple[Begin, list[torch.Tensor]]]:
+def begun(item: Head | Unit | Sums | Handed) -> Iterator[tuple[Begin, list[torch.Tensor]]]:
     """What is sent of an item: what begins, and its tensors; sums go unit by unit."""
     if isinstance(item, Sums):
         for name, values in item.values.items():
             parts = tuple(_part(str(number), value) for number, value in enumerate(values))
             yield Begin("sums", item.step, name, parts), list(values)
+        return
+    if isinstance(item, Handed):
+        yield _begin("script", item.step, "", {VALUE: _as_tensor(item.value)})
         return
     if isinstance(item, Head):
         tensors = {VALUE: _as_tensor(item.value), UNITS: _as_tensor(json.dumps(dict(item.units)).encode())}
@@ -207,6 +210,8 @@ def item(begin: Begin, tensors: list[torch.Tensor] | None) -> Item | None:
     if begin.kind == "sums":
         return Sums(begin.step, {begin.name: tuple(tensors)}, begin.nbytes)
     named = {part.name: tensor for part, tensor in zip(begin.parts, tensors, strict=True)}
+    if begin.kind == "script" and named.keys() == {VALUE}:
+        return Handed(begin.step, _as_bytes(named[VALUE]))
     if named.keys() != {VALUE, UNITS}:
         raise Nonsense(f"a head of {', '.join(named)[:80]!r}")
     return Head(begin.step, _as_bytes(named[VALUE]), json.loads(_as_bytes(named[UNITS])))

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from hmac import compare_digest
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import (
@@ -27,6 +28,8 @@ from recycle_plugin.core.coordinator.output import (
 )
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.protocol import (
+    Answer,
+    Ask,
     Exited,
     Fence,
     Hello,
@@ -36,6 +39,7 @@ from recycle_plugin.core.messages.protocol import (
     Placed,
     Ready,
     Refused,
+    RunFolder,
     Seated,
     Terminate,
     Welcome,
@@ -61,10 +65,11 @@ BACKLOG = 4096
 class Coordinator:
     """The coordinator's server for a job of ``ranks`` workers; ``say(event, now)`` gets every event.
 
-    ``store_port`` is that of the job's key-value store; ``run_dir`` the run folder, once workers have said which.
+    ``store_port`` is that of the job's key-value store; ``run_dir`` the run folder, once workers have said which;
+    ``token``: what operators have to know, empty where there are to be none.
     """
 
-    def __init__(self, ranks: int, store_port: int, say: Callable[[Event, float], None]) -> None:
+    def __init__(self, ranks: int, store_port: int, say: Callable[[Event, float], None], token: str = "") -> None:
         self._gone = asyncio.Event()
         self._over = asyncio.Event()
         self._last_word: Over | None = None
@@ -76,6 +81,7 @@ class Coordinator:
             store_port, f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}", ranks=ranks
         )  # several jobs may start in one second
         self._say = say
+        self._token = token
         self._come: set[int] = set()  # ranks of which a worker has
         self._workers: dict[WorkerId, InLoop] = {}
         self._supervisors: dict[int, InLoop] = {}  # by rank
@@ -90,6 +96,7 @@ class Coordinator:
         self._exits: dict[WorkerId, Exited] = {}
         self._ended: set[int] = set()  # ranks whose supervisor has said that its worker is no more
         self._strangers: set[str] = set()  # addresses that nonsense has come from
+        self._refused: set[str] = set()  # addresses of operators that did not know the token
         self._regroup_timeout_s = 120.0
         self.run_dir = f"runs/{self._welcome.job_id}"  # unless workers say another one
         self._watched = -1
@@ -195,6 +202,8 @@ class Coordinator:
             self._complain_of_stranger(who, control)
         elif joins:
             await self._attend_joiner(hello, control)
+        elif hello.role == "operator":
+            await self._attend_operator(who, control)
         elif hello.role not in roles or not 0 <= hello.rank < self._ranks:
             text = (
                 f"{who} says that it is {hello.role[:20]} {hello.rank}, and this job has {self._ranks} ranks: "
@@ -245,6 +254,30 @@ class Coordinator:
             self._act(self._membership.supervisor(rank, False, time.time()))
         self._former = {who: None if its is control else its for who, its in self._former.items()}
         self._see_who_is_gone()
+
+    # --- operators -------------------------------------------------------------------------------
+
+    async def _attend_operator(self, who: str, control: InLoop) -> None:
+        """Answer an operator's requests, which come one after another, each soon."""
+        control.send(RunFolder(os.path.abspath(self.run_dir) if self._membership.started else ""))
+        while (request := await control.receive(HELLO_S)) is not None:
+            control.send(self._answer_to(request, who, control))
+        self._complain_of_stranger(who, control)
+
+    def _answer_to(self, request: object, who: str, control: InLoop) -> Answer:
+        if not isinstance(request, Ask):
+            return Answer("that is no request", False)
+        told, token = (each.encode(errors="surrogatepass") for each in (request.token, self._token))
+        if not token or not compare_digest(told, token):
+            host = control.there[0] if control.there else ""
+            if host not in self._refused:  # once for each address: whoever guesses comes more often
+                self._refused.add(host)
+                text = f"{who} asks for something without this job's token, and is refused"
+                self._say(Event("warning", text), time.time())
+            return Answer("refused: the token is not this job's, which is in its run folder, for its own user", False)
+        said, output = self._membership.asked(request, time.time())
+        self._act(output)
+        return said
 
     # --- who comes from elsewhere ----------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from recycle_plugin.core.messages.protocol import (
     Refused,
     Restart,
     Seated,
+    Stay,
     SupervisorHeartbeat,
     Terminate,
     Unguarded,
@@ -46,6 +47,7 @@ from recycle_plugin.observability.exporter import Exporter
 from recycle_plugin.runtime.control import supervisor_heartbeat
 from recycle_plugin.runtime.control.connections import InLoop, InProcess
 from recycle_plugin.runtime.control.coordinator import Coordinator
+from recycle_plugin.runtime.control.operator_access import OperatorAccess
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.guard import Pipe
 from recycle_plugin.runtime.processes.spawn import Process, spawn
@@ -120,6 +122,7 @@ class Supervisor:
         self._started = place.worker is not None  # whether the process of this incarnation was
         self._orders: asyncio.Queue[Restart] = asyncio.Queue()
         self._fenced = -1  # the last incarnation that is to do nothing
+        self._leaving = -1  # the last incarnation that nobody follows for now: it leaves as planned, mostly
         self._exited: Exited | None = None  # the worker, once it has
         self._answered = asyncio.Event()  # the news of the worker's end have got there
 
@@ -138,7 +141,15 @@ class Supervisor:
                 self._fence()
 
     def _told_to_end(self, what: str) -> None:
-        self._tell(Terminate(self._rank, what, socket.gethostname()))
+        """Deal with a signal.  Where the worker has left as planned that is no word on the job, but for the guard by
+        which the whole job is stopped.
+        """
+        nobody = self._worker is None or self._fenced >= self._incarnation
+        if nobody and self._leaving >= self._incarnation and self._environment.get("RANK") != "0":
+            if not self._over.done():
+                self._over.set_result(0)
+        else:
+            self._tell(Terminate(self._rank, what, socket.gethostname()))
 
     async def _connect(self) -> InLoop:
         if self._hosted is not None:
@@ -266,7 +277,7 @@ class Supervisor:
 
         A worker that ends by itself while the plugin was never enabled ends its supervisor with its
         own code: then the launcher does what it always does.  So does one that hears nothing of the
-        coordinator, where its supervisor doesn't either.
+        coordinator, where its supervisor doesn't either, and one whose script is through.
         """
         code = -signal.SIGKILL  # that of the last worker
         while True:
@@ -278,7 +289,9 @@ class Supervisor:
                 if code == CutOff.code and not await self._is_answered():
                     return code
                 if code == 0:
-                    return await self._over if self._over.done() else 0
+                    job_code = self._over.result() if self._over.done() else 0
+                    if not await self._is_to_stay():
+                        return job_code
             if not await self._next_has_started(gone):
                 break
         if gone.done():
@@ -363,6 +376,14 @@ class Supervisor:
         heard.cancel()
         return self._answered.is_set()
 
+    async def _is_to_stay(self) -> bool:
+        """Whether the worker has left as planned, so that its seat may be admitted again.  The word of that has come
+        before the answer to the news of its end.
+        """
+        if not self._over.done():
+            await self._is_answered()
+        return self._leaving >= self._incarnation and not self._over.done()
+
     async def _end_worker(self, worker: Process, exit_code: asyncio.Task) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             done, _ = await asyncio.wait({exit_code}, timeout=END_S)
@@ -408,6 +429,8 @@ class Supervisor:
                     self._fence()
             if isinstance(message, Restart):
                 self._orders.put_nowait(message)
+            if isinstance(message, Stay):
+                self._leaving = max(self._leaving, message.incarnation)
             if isinstance(message, Lease) and message.number == self._incarnation:
                 self._answered.set()
             if isinstance(message, Over) and not self._over.done():
@@ -445,9 +468,17 @@ class Supervisor:
 class Hosted:
     """The coordinator and the store's process, which rank 0's guard, or the launcher for one host, hosts."""
 
-    def __init__(self, coordinator: Coordinator, store: Process, announcer: Announcer, exporter: Exporter) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        store: Process,
+        access: OperatorAccess,
+        announcer: Announcer,
+        exporter: Exporter,
+    ) -> None:
         self._coordinator = coordinator
         self._store = store
+        self._access = access
         self._announcer = announcer
         self._exporter = exporter
         self._closing = False
@@ -472,11 +503,14 @@ class Hosted:
 
         def say(event: Event, now: float) -> None:
             announcer.say(event, now, coordinator.run_dir)
+            if event.kind == "start" and (refused := access.write(Path(coordinator.run_dir))):
+                announcer.say(Event("warning", refused), now)
             told(event)
             exporter.take(event, now)
 
         exporter = Exporter(lambda event: say(event, time.time()))
-        coordinator = Coordinator(ranks, listener.getsockname()[1], say)
+        access = OperatorAccess.to(address)
+        coordinator = Coordinator(ranks, listener.getsockname()[1], say, access.token)
         try:
             await coordinator.start("0.0.0.0", address[1])
         except OSError as error:
@@ -492,7 +526,7 @@ class Hosted:
             keep_fd=listener.fileno(),
         )
         listener.close()
-        return cls(coordinator, store, announcer, exporter)
+        return cls(coordinator, store, access, announcer, exporter)
 
     def connect(self) -> InProcess:
         """A connection to the coordinator from within this process."""
@@ -527,6 +561,7 @@ class Hosted:
         folder = self._announcer.folder if self._announcer.wants_report else None
         if folder is not None:
             self._announcer.say(Event("report", f"{folder / 'report.html'} is being written"), time.time())
+        self._access.remove()
         self._announcer.close()
         self._exporter.close()
         if folder is not None:

@@ -42,9 +42,10 @@ class BlockingLoop:
         machine: StepMachine,
         recover: Callable[[], None],
         max_slowdown: float | None = None,
+        wants_script: Callable[[], bool] = lambda: False,
     ) -> None:
         """Make the loop; ``recover()`` is called after a membership change between steps, where the script's own
-        changes have to be put aside.
+        changes have to be put aside; ``wants_script()``: a newcomer's script asks its peers' for what is theirs alone.
         """
         self._session, self._recover = session, recover
         self._planner = _Planner(costs, policy, session, max_slowdown)
@@ -53,7 +54,7 @@ class BlockingLoop:
         worker.applied = self._loop.applied
         self._evaluations = Evaluations(world, worker, self._loop, forwards, self._recover_between)
         filled = FilledStage(world, worker.store, machine)
-        self._newcomer = Newcomer(world, self._loop, filled, world.open_inlet, worker.skip_to)
+        self._newcomer = Newcomer(world, self._loop, filled, world.open_inlet, worker.skip_to, wants_script)
         self.machine = machine
 
     def start(self) -> None:
@@ -66,6 +67,11 @@ class BlockingLoop:
         """
         _drain(self._newcomer.start())
         return _drain(self._newcomer.train(step))
+
+    @property
+    def handed(self) -> bytes:
+        """What a peer's script has handed over to this newcomer's."""
+        return self._newcomer.handed
 
     def train(self, step: int) -> dict:
         """Train ``step``; returns the loss of each micro-batch of the step."""

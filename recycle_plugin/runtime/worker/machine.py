@@ -43,7 +43,8 @@ class TorchMachine:
 
     ``faults`` strike at their instructions and points; ``trace`` is called with each instruction that is over.
     ``prepare(step)`` is called where a step is computed whose predecessor is committed.  ``transfers`` have the lines
-    to newcomers, ``hashing`` makes hashes of the state; ``units`` are this worker's own, which a newcomer fills.
+    to newcomers, ``hashing`` makes hashes of the state; ``units`` are this worker's own, which a newcomer fills;
+    ``script_state()`` is what the script hands over to a newcomer's.
     """
 
     def __init__(
@@ -57,13 +58,14 @@ class TorchMachine:
         units: Units,
         trace: Callable[[Span], None] = lambda span: None,
         prepare: Callable[[int], None] = lambda step: None,
+        script_state: Callable[[], bytes] = lambda: b"",
     ) -> None:
         self.control_view = self._session = session
         self._mover, self.operations, self._faults = mover, operations, faults
         self._takers: set[str] = set()  # of batches that were drawn here
         self.send, self.arrivals, self.keep_only, self.clock = session.send, mover.arrivals, mover.keep_only, time.time
         self.compute, self.share, self.norm = operations.compute, operations.share, operations.norm
-        self._trace, self._prepare = trace, prepare
+        self._trace, self._prepare, self.script_state = trace, prepare, script_state
         self.undo, self.forget_sums = operations.undo, operations.forget_sums
         self.open_outlet, self.hash_state, self.finish_hash = transfers.to, hashing.hash_state, hashing.wait
         self.fill, self.write, self.gathered = units.fill, units.write, units.gathered

@@ -22,6 +22,9 @@ class OnJoin:
     def __init__(self) -> None:
         self._given: list[tuple[Callback, Give | None]] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._given)
+
     def add(self, callback: Callback, state: Give | None) -> None:
         """Add a pair of functions: ``state()`` gives what ``callback(step, state)`` gets.  Raises RecycleError for what
         can't be called.
@@ -50,7 +53,11 @@ class OnJoin:
         """Hand over ``state``, from a peer's script, after ``step``.  Raises RecycleError where it can't be."""
         if not self._given:
             return
-        found = torch.load(io.BytesIO(state), weights_only=False) if state else {"error": "nothing has come"}
+        found = (
+            torch.load(io.BytesIO(state), weights_only=False)
+            if state
+            else {"error": "it is gone, and nothing has come"}
+        )
         if "error" in found:
             raise RecycleError(
                 f"on_join: a peer's state= has failed, so there is nothing to go on with: {found['error']}"

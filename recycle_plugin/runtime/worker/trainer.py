@@ -125,11 +125,11 @@ class Trainer:
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._trace = TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace else None
         traced = {"trace": self._trace.add} if self._trace is not None else {}
-        script, prepare = settings.fault_script(self.seat), self._stepping.prepare
-        own = stage_units(framework, self.state, self._gradients)
-        self._world = TorchMachine(
-            session, self._transport, operations, script, self.transfers, self.hash, own, prepare=prepare, **traced
-        )
+        script, prepare = settings.fault_script(self.seat, session.incarnation), self._stepping.prepare
+        own, self._on_join = stage_units(framework, self.state, self._gradients), OnJoin()
+        lines = self._transport, operations, script, self.transfers
+        given = {"prepare": prepare, "script_state": self.state_for_newcomer, **traced}
+        self._world = TorchMachine(session, *lines, self.hash, own, **given)
         self._touch = FirstTouch(self._changed, lambda: self.settled, self.settle)
         os.register_at_fork(before=self._touch.now)
         self._surroundings = Surroundings(
@@ -142,7 +142,7 @@ class Trainer:
         self._from_checkpoint = False  # from a checkpoint, before training
         self._asked = self._trains = False
         self._newcomer = Newcomer(session, framework.optimizer, self._ask, self._follow) if session.newcomer else None
-        self._on_join, self._evaluated, self._loadings = OnJoin(), 0, 0
+        self._evaluated, self._loadings = 0, 0
 
     # --- what scripts call -------------------------------------------------------------------------
 
@@ -337,6 +337,7 @@ class Trainer:
             machine,
             self._between_steps,
             settings.max_slowdown,
+            lambda: bool(self._on_join),
         )
         return self._waiting_loop
 
@@ -363,6 +364,7 @@ class Trainer:
         assert self._newcomer is not None, "only a newcomer follows"
         self._evaluated, self._newcomer = self._newcomer.evaluated, None
         self._begin(loop)
+        self.joined(step - 1, loop.handed)
         return False
 
     def _begin_training(self) -> None:

@@ -1,0 +1,68 @@
+"""The job that a command is about, by its run folder, or by its coordinator's address."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from recycle_plugin.core.messages.protocol import Answer, Ask, Hello, RunFolder
+from recycle_plugin.observability.run_history import EVENTS, RunHistory
+from recycle_plugin.observability.run_summary import end
+from recycle_plugin.runtime.control.connections import SocketControl, connect
+from recycle_plugin.runtime.control.operator_access import OperatorAccess
+
+CONNECT_S = 5.0  # how long the coordinator may take to be reached
+ANSWER_S = 30.0  # how long it may take to answer
+
+
+def folder_of(job: str) -> Path:
+    """The run folder of ``job``, which is that, or the address of the coordinator, as in node1:29500.  Raises
+    ValueError where there is neither.
+    """
+    host, _, port = job.rpartition(":")
+    if Path(job).exists() or not host or not port.isdecimal() or "/" in job:
+        return Path(job)
+    try:
+        control, folder = _connected((host, int(port)))
+    except OSError as error:
+        raise ValueError(f"{job} is no run folder, and nobody answers there: {error}") from None
+    control.close()
+    if not folder:
+        raise ValueError(f"the job at {job} has not started training yet")
+    if not (Path(folder) / EVENTS).is_file():
+        raise ValueError(f"the run folder of the job at {job}, {folder}, can't be read here: ask on a host that has it")
+    return Path(folder)
+
+
+def ask(folder: Path, make: type[Ask], what: str) -> Answer:
+    """The answer to a request of kind ``make`` about ``what``, of the job whose run folder it is.  Raises ValueError
+    and OSError where there is no such job.
+    """
+    access = OperatorAccess.read(folder)
+    why = end(RunHistory.read(folder))
+    if why is not None:
+        return Answer(f"the job is over: {why}", False)
+    if access is None:
+        return Answer(f"the job of {folder} takes no requests: it has left no way to it there", False)
+    try:
+        control, _ = _connected(access.address)
+    except OSError as error:
+        return Answer(f"the job of {folder} can't be reached, if it runs at all: {error}", False)
+    control.send(make(access.token, what), ANSWER_S)
+    said = control.receive(ANSWER_S)
+    control.close()
+    if not isinstance(said, Answer):
+        return Answer(f"the coordinator has given no answer within {ANSWER_S:.0f} s, and may have done it", False)
+    return said
+
+
+def _connected(address: tuple[str, int]) -> tuple[SocketControl, str]:
+    """A connection to the coordinator at ``address``, and the run folder that it names.  Raises ConnectionError."""
+    control = connect(address, CONNECT_S)
+    control.send(Hello(-1, "operator", os.getpid(), socket.gethostname()), ANSWER_S)
+    said = control.receive(ANSWER_S)
+    if not isinstance(said, RunFolder):
+        control.close()
+        raise ConnectionError("{}:{} answers, but is no coordinator of a job".format(*address))
+    return control, said.path

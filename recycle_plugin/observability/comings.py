@@ -1,0 +1,51 @@
+"""Who is coming back to a run, and how far each has come, as the event log tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+STARTED, RUNS, CATCHES_UP, FOLLOWS = (
+    "its process is started",
+    "its script runs from the top",
+    "it catches up",
+    "it follows the others, and waits to be let in",
+)
+OVER = ("rejoined", "not_restarted", "held_back", "lost")  # kinds of events after which nobody is coming
+
+
+@dataclass(frozen=True)
+class Coming:
+    """The way back to the seat of ``rank``: the last process of that rank, its ``phase`` in words, and since when, in
+    seconds since the epoch.  ``share`` of its stage's state is there, ``bytes`` have come, lately ``bytes_per_s``; None
+    before it catches up.
+    """
+
+    rank: int
+    phase: str
+    since: float
+    share: float | None = None
+    bytes: int | None = None
+    bytes_per_s: float | None = None
+
+
+def comings(events: Iterable[dict]) -> list[Coming]:
+    """Who is coming back after ``events``, in the order of the ranks."""
+    found: dict[int, Coming] = {}
+    for event in events:
+        rank, kind = event.get("rank"), event["event"]
+        if rank is None:
+            continue
+        if kind in OVER:
+            found.pop(rank, None)
+        elif kind in ("restart", "joined") or (kind == "worker" and event.get("incarnation")):
+            found[rank] = Coming(rank, STARTED, event["time"])
+        elif kind == "newcomer":
+            found[rank] = Coming(rank, RUNS, event["time"])
+        elif kind == "catching_up":
+            since = found[rank].since if rank in found and found[rank].phase == CATCHES_UP else event["time"]
+            figures = event["share"], event["bytes"], event["bytes_per_s"]
+            found[rank] = Coming(rank, CATCHES_UP, since, *figures)
+        elif kind == "caught_up" and rank in found:
+            found[rank] = replace(found[rank], phase=FOLLOWS, since=event["time"], share=1.0, bytes_per_s=None)
+    return [found[rank] for rank in sorted(found)]

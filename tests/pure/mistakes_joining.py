@@ -1,0 +1,143 @@
+"""Mistakes about workers that come back.
+
+As tests/pure/mistakes.py.  What gives a newcomer a wrong state is planted together with a coordinator that takes every
+hash for equal: else the comparison finds it, and nothing wrong gets in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from recycle_plugin.core.coordinator.course import Course
+from recycle_plugin.core.coordinator.joining import Joining
+from recycle_plugin.core.vocabulary.roster import Roster
+from recycle_plugin.core.worker.catching_up import CatchingUp
+from recycle_plugin.core.worker.filled_stage import FilledStage
+from recycle_plugin.core.worker.iterator_data import IteratorData
+from recycle_plugin.core.worker.newcomer import Newcomer
+from recycle_plugin.core.worker.serving import Serving, Servings
+from recycle_plugin.simulator.simulated_state import Pipe
+from recycle_plugin.simulator.simulated_worker import SimulatedMachine
+from tests.pure.mistakes import mistake
+
+
+def all_hashes_are_equal(monkeypatch) -> None:
+    add_hash = Joining.add_hash
+    monkeypatch.setattr(
+        Joining, "add_hash", lambda self, message, stage: add_hash(self, replace(message, digest="equal"), stage)
+    )
+
+
+def wrong_weights(monkeypatch) -> None:
+    send = Pipe.send
+
+    def changed(self, item):
+        send(self, replace(item, value=item.value + 1) if getattr(item, "name", "") == "weight" else item)
+
+    monkeypatch.setattr(Pipe, "send", changed)
+
+
+@mistake("a newcomer enters a step too early", seen=14)
+def too_early(monkeypatch) -> None:
+    followed = Newcomer._followed
+
+    def sooner(self, step):
+        planned, clock = self._view.pending, self._catching_up.clock
+        if planned is not None and clock == planned.from_step - 2 and self._catching_up.whole:
+            return planned
+        return followed(self, step)
+
+    monkeypatch.setattr(Newcomer, "_followed", sooner)
+
+
+@mistake("a newcomer misses an update", seen=14)
+def missed(monkeypatch) -> None:
+    all_hashes_are_equal(monkeypatch)
+    follow = FilledStage.follow
+
+    def without_one(self, marker, sums):
+        first = min(sums, default=None)
+        follow(self, marker, {name: value for name, value in sums.items() if name != first or marker.step % 3})
+
+    monkeypatch.setattr(FilledStage, "follow", without_one)
+
+
+@mistake("a damaged unit is taken as it is", seen=14)
+def damaged(monkeypatch) -> None:
+    all_hashes_are_equal(monkeypatch)
+    wrong_weights(monkeypatch)
+
+
+@mistake("what may be taken back is served", seen=14)
+def uncommitted(monkeypatch) -> None:
+    all_hashes_are_equal(monkeypatch)
+    between = Servings.between
+    monkeypatch.setattr(
+        Servings,
+        "between",
+        lambda self, stepped, committed, *more: between(self, stepped, max(stepped, committed), *more),
+    )
+
+
+@mistake("a newcomer applies steps without regard to their norm", seen=14)
+def without_norm(monkeypatch) -> None:
+    all_hashes_are_equal(monkeypatch)
+    follow = FilledStage.follow
+    monkeypatch.setattr(
+        FilledStage, "follow", lambda self, marker, sums: follow(self, replace(marker, norm=None), sums)
+    )
+
+
+@mistake("the sum of a unit that is read after it goes nowhere", seen=74)
+def sum_lost(monkeypatch) -> None:
+    all_hashes_are_equal(monkeypatch)
+    between = Serving.between
+    monkeypatch.setattr(
+        Serving,
+        "between",
+        lambda self, stepped, valid_from, summed, waiting: between(self, stepped, valid_from, False, waiting),
+    )
+    monkeypatch.setattr(CatchingUp, "_ask_again", lambda self, names: None)
+
+
+@mistake("what a lost source has given is kept as it was", seen=74)
+def source_lost(monkeypatch) -> None:
+    all_hashes_are_equal(monkeypatch)
+
+    def drop(self, source):
+        self._streams.pop(source).inlet.close()
+        for name in [name for name, whom in self._from.items() if whom == source and name not in self._here]:
+            del self._from[name]
+        self._share_out()
+
+    monkeypatch.setattr(CatchingUp, "_drop", drop)
+    monkeypatch.setattr(CatchingUp, "_ask_again", lambda self, names: None)
+
+
+@mistake("a newcomer has work before its state is compared", seen=69)
+def work_at_once(monkeypatch) -> None:
+    wrong_weights(monkeypatch)
+    monkeypatch.setattr(Roster, "working", property(lambda self: frozenset(self.seats)))
+
+
+@mistake("a newcomer begins its iterator anew", seen=317)
+def cursor(monkeypatch) -> None:
+    monkeypatch.setattr(IteratorData, "skip_to", lambda self, read: None)
+
+
+@mistake("a newcomer takes what was computed with rejected weights", seen=125)
+def valid_from(monkeypatch) -> None:
+    follow = FilledStage.follow
+    monkeypatch.setattr(
+        FilledStage, "follow", lambda self, marker, sums: follow(self, replace(marker, valid_from=0), sums)
+    )
+
+
+@mistake("a newcomer that has gone stays in the generation to come", seen=225)
+def not_called_off(monkeypatch) -> None:
+    monkeypatch.setattr(Course, "_call_off", lambda self, newcomer, now, out: None)
+
+
+@mistake("whoever came back is not heard where its predecessor was not", seen=745)
+def unheard(monkeypatch) -> None:
+    monkeypatch.setattr(SimulatedMachine, "keep_only", lambda self, members: None)
