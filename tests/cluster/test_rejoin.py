@@ -5,15 +5,20 @@ run without a failure.
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import pytest
 
 from tests.cluster.conftest import Launch
 from tests.support.cluster import Result, Run
-from tests.support.jobs import SQUARE, WRAPPED, Shape, difference, faults, held
+from tests.support.jobs import SQUARE, WRAPPED, Shape, after_step, difference, faults, held
 
 pytestmark = pytest.mark.plain_too
+SPACE = 50  # steps of a cycle
 STEPS, HELD = 60, 12  # the others wait at this step until the newcomer's process is there
 
 
@@ -63,3 +68,44 @@ def test_in_exact_mode_it_has_the_same_bits(launch: Launch, reference, tmp_path)
     whole = reference(f"steps={STEPS}", *more)
     assert_came_back(result, whole, "1.1")
     assert difference(result, whole).loss == difference(result, whole).parameters == 0.0
+
+
+class Size(NamedTuple):
+    threads: int
+    descriptors: int
+    resident: int
+
+
+def size(pid: int) -> Size:
+    process = psutil.Process(pid)
+    return Size(process.num_threads(), process.num_fds(), process.memory_info().rss)
+
+
+def of(run: Run, kind: str) -> list[dict]:
+    return [event for event in run.events() if event["event"] == kind]
+
+
+@pytest.mark.plain_too(deepspeed=False)
+def test_it_leaves_and_returns_many_times_and_nothing_grows(launch: Launch, reference, tmp_path, request):
+    """Twice, or 20 times with --all-kills; a peer's threads, descriptors and memory stay what they were."""
+    cycles = 20 if request.config.getoption("--all-kills") else 2
+    steps = f"steps={SPACE * cycles + 20}"
+    gates = [held(tmp_path, SPACE * number + HELD, f"go{number}") for number in range(cycles)]
+    run = launch(steps, "recycle.rejoin=always", script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(gates))
+    sizes = []
+    for number in range(cycles):
+        after_step(run, SPACE * number + 3)
+        os.kill([event["pid"] for event in of(run, "worker") if event["rank"] == 3][-1], signal.SIGKILL)
+        run.wait_for(lambda: of(run, "newcomer")[number:], f"newcomer {number + 1}")
+        (tmp_path / f"go{number}").touch()
+        run.wait_for(lambda: of(run, "rejoined")[number:], f"return {number + 1}")
+        sizes.append(size(next(event["pid"] for event in of(run, "worker") if event["rank"] == 1)))
+    result = run.finish()
+    assert result.code == 0, result.output[-6000:]
+    assert len(result.of("rejoined")) == cycles == len(result.of("lost"))
+    assert difference(result, reference(steps)).tolerated
+    print(sizes)
+    first, last = sizes[0], sizes[-1]
+    assert max(each.threads for each in sizes) <= first.threads + 2
+    assert max(each.descriptors for each in sizes) <= first.descriptors + 4
+    assert last.resident <= first.resident + (32 << 20)
