@@ -23,6 +23,12 @@ class Counted:
     def pass_over(self) -> None:
         self.steps += 1
 
+    def get(self) -> int:
+        return self.steps
+
+    def put(self, steps: int) -> None:
+        self.steps = steps
+
 
 # --- steps and evaluations ----------------------------------------------------------------------------
 
@@ -66,25 +72,38 @@ def test_a_loss_that_nobody_has_is_not_made_up(message, said):
 
 
 def test_the_way_ends_where_this_worker_is_a_member(coordinator):
-    """It asks once, counts what it goes through, and waits for either with a deadline that names both."""
+    """It asks once, counts what it goes through, and waits with a deadline that names what for."""
     session, counted, asked = coordinator.session(0, wait_timeout_s=0.2), Counted(), []
-    newcomer = Newcomer(session, counted, lambda: asked.append(counted.steps))
+    newcomer = Newcomer(session, counted, counted, lambda: asked.append(counted.steps), lambda step: step < 7)
     coordinator.tell(Recorded(4, (0.5, 0.25), 1, (), 5))
     coordinator.tell(Recorded(6, (), 1, (7.0,), 5))
     with session.changed:
         assert session.changed.wait_for(lambda: len(session.recorded) == 2, 10)
     assert [newcomer.loss(), newcomer.evaluation(), newcomer.loss(), newcomer.evaluated] == [0.5, 7.0, 0.25, 1]
     assert counted.steps == 5
-    with pytest.raises(WaitTimeout, match="waited 0 s for the loss of step 6, or a place among the others"):
+    with pytest.raises(WaitTimeout, match="waited 0 s for the loss of step 6, which the others know"):
         newcomer.loss()
-    with pytest.raises(WaitTimeout, match="for the mean of evaluation 2, or a place among the others"):
+    with pytest.raises(WaitTimeout, match="for the mean of evaluation 2, which the others know"):
         newcomer.evaluation()
-    coordinator.tell(generation(1, [1, 2], from_step=9))
-    coordinator.tell(generation(2, [0, 1, 2], from_step=9))
-    with session.changed:
-        assert session.changed.wait_for(lambda: session.pending is not None and session.pending.number == 2, 10)
-    assert newcomer.loss() is None and newcomer.evaluation() is None and counted.steps == 5
+    coordinator.tell(Recorded(6, (0.125,), 1, (), 6))
+    assert newcomer.loss() == 0.125 and newcomer.loss() is None and counted.steps == 6
     assert asked == [3]
+
+
+def test_a_script_counts_its_own_steps_where_the_state_is_further(coordinator):
+    """The state may come as it is some steps on, or have followed several at once."""
+    session, counted, followed = coordinator.session(0), Counted(), []
+
+    def follow(step: int) -> bool:
+        followed.append(step)
+        counted.steps = max(counted.steps, 6)
+        return step < 8
+
+    newcomer = Newcomer(session, counted, counted, lambda: None, follow)
+    coordinator.tell(Recorded(4, (0.5, 0.25, 0.125, 0.0625), 1, (), 7))
+    found = [(newcomer.loss(), counted.steps) for _ in range(5)]
+    assert found == [(0.5, 4), (0.25, 5), (0.125, 6), (0.0625, 7), (None, 7)]
+    assert followed == [4, 7, 8], "more was followed while the script was behind"
 
 
 # --- on_join ------------------------------------------------------------------------------------------

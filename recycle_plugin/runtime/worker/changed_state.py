@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -61,6 +61,22 @@ def summed(framework: Framework) -> dict[str, torch.nn.Parameter]:
     masters = framework.masters
     trained = {name: one for name, one in framework.model.module.named_parameters() if one.requires_grad}
     return trained if masters is None else {name: masters.of(weight) for name, weight in trained.items()}
+
+
+class Counts:
+    """What goes by value of a ``state`` and belongs to no parameter: counts of steps, schedulers, learning rates."""
+
+    def __init__(self, state: StageState) -> None:
+        self._state = state
+
+    def get(self) -> dict[str, Any]:
+        """A copy of all of it."""
+        return self._state.small() | {"optimizer": self._state.optimizer.shared()}
+
+    def put(self, counts: Mapping[str, Any]) -> None:
+        """Set it to a copy; tensors, and what the optimizer keeps for parameters, stay as they are."""
+        self._state.put({name: value for name, value in counts.items() if name != "optimizer"})
+        self._state.optimizer.set_shared(counts["optimizer"])
 
 
 def scheduler_part(current: Callable[[], Any]) -> StatePart:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.worker.ports import Optimizer
 from recycle_plugin.runtime.worker.script_replay import ScriptReplay
+
+
+class Counts(Protocol):
+    """What a script sees of its steps: how many there were, and the learning rates."""
+
+    def get(self) -> Any:
+        """A copy of all of it."""
+
+    def put(self, counts: Any) -> None:
+        """Goes back, or on, to a copy."""
 
 
 class Newcomer:
@@ -14,13 +25,20 @@ class Newcomer:
 
     ``optimizer`` counts the steps that the script goes through; ``ask()`` asks the coordinator for a place, and for
     what is over; ``follow(step)`` returns True once ``step`` is over, and False where this worker is to train it
-    itself.
+    itself.  The state here may be further than the script: until that has come there, it sees its own ``counts``.
     """
 
     def __init__(
-        self, session: Session, optimizer: Optimizer, ask: Callable[[], None], follow: Callable[[int], bool]
+        self,
+        session: Session,
+        optimizer: Optimizer,
+        counts: Counts,
+        ask: Callable[[], None],
+        follow: Callable[[int], bool],
     ) -> None:
         self._session, self._optimizer, self._ask, self._follow = session, optimizer, ask, follow
+        self._counts = counts
+        self._further: tuple[int, Any] | None = None  # the state's step, and its counts
         self._replay: ScriptReplay | None = None
 
     @property
@@ -35,12 +53,24 @@ class Newcomer:
         """
         replay = self._begun
         coming = replay.position + 1
-        if not self._follow(coming):
+        if self._further is None and not self._is_over(coming):
             return None
         loss = self._wait(f"the loss of step {coming}", replay.loss)
-        if self._optimizer.steps < coming:  # it was not followed, only gone through
+        if self._further is not None and self._further[0] == coming:
+            self._counts.put(self._further[1])
+            self._further = None
+        elif self._optimizer.steps < coming:  # it was not followed, only gone through
             self._optimizer.pass_over()
         return loss
+
+    def _is_over(self, coming: int) -> bool:
+        """Whether step ``coming`` is over; waits until that is known.  Counts stay the script's."""
+        before = self._counts.get()
+        over = self._follow(coming)
+        if over and self._optimizer.steps > coming:
+            self._further = self._optimizer.steps, self._counts.get()
+            self._counts.put(before)
+        return over
 
     def evaluation(self) -> float:
         """The mean loss of the script's next evaluation, which the others have made, or make now."""

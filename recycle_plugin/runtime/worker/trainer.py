@@ -55,7 +55,7 @@ from recycle_plugin.runtime.state.fingerprint import fingerprint
 from recycle_plugin.runtime.state.surroundings import AsStarted, Surroundings
 from recycle_plugin.runtime.state.touch import FirstTouch
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
-from recycle_plugin.runtime.worker.changed_state import stage_state, stage_units
+from recycle_plugin.runtime.worker.changed_state import Counts, stage_state, stage_units
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.machine import TorchMachine
@@ -141,7 +141,10 @@ class Trainer:
         self._checkpoints: JobCheckpoints
         self._from_checkpoint = False  # from a checkpoint, before training
         self._asked = self._trains = False
-        self._newcomer = Newcomer(session, framework.optimizer, self._ask, self._follow) if session.newcomer else None
+        self._newcomer = None
+        if session.newcomer:
+            counts = Counts(self.state)
+            self._newcomer = Newcomer(session, framework.optimizer, counts, self._ask, self._follow)
         self._evaluated, self._loadings = 0, 0
 
     # --- what scripts call -------------------------------------------------------------------------
