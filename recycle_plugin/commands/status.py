@@ -144,7 +144,7 @@ def _joining(history: RunHistory, now: float) -> list[dict]:
     at = {rank: seat for seat, rank in history.seats.items()}
     return [
         {
-            "seat": at[one.rank],
+            "seat": seat,
             "rank": one.rank,
             "phase": one.phase,
             "for_s": round(now - one.since, 1),
@@ -153,7 +153,7 @@ def _joining(history: RunHistory, now: float) -> list[dict]:
             "bytes_per_s": one.bytes_per_s,
         }
         for one in comings(history.events)
-        if one.rank in at
+        if (seat := at.get(one.rank)) is not None
     ]
 
 

@@ -166,7 +166,7 @@ def test_a_killed_worker_is_started_again_by_its_own_supervisor(job):
             started = await job.hear("worker", rank=1, incarnation=incarnation)
             if incarnation:
                 back = await job.hear("newcomer", rank=1, incarnation=incarnation)
-                assert back.text == "seat 1.0 (rank 1) is back on host h, and waits to be admitted"
+                assert back.text.startswith("seat 1.0 (rank 1) on h comes back, as process")
             os.kill(started.details["pid"], signal.SIGKILL)
             again = await job.hear("restart", incarnation=incarnation)
             assert again.details == {"rank": 1, "incarnation": incarnation, "after_s": 0.0, "in_vain": incarnation}

@@ -116,7 +116,7 @@ class Course:
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)
         names = {rank: named(rank, seat) for rank, seat in roster.seats_by_rank().items()}
-        hosts = {member.rank: member.host for member in roster}
+        hosts = roster.hosts_by_rank()
         self.vacancies.begin(job.rejoin, names, hosts, roster.workers, job.deadlines.heartbeat_timeout_s)
 
     def resize(self, message: Resized, out: CoordinatorOutput) -> None:
@@ -435,8 +435,9 @@ class Course:
     def state_hash(self, message: StateHash, now: float, out: CoordinatorOutput) -> None:
         """Takes in the hash of a worker's state that was asked for."""
         newcomer, member = self.joining.get(message.worker), self.roster.member(message.worker)
-        if member is not None or newcomer is not None:
-            self.joining.add_hash(message, newcomer.stage if newcomer is not None else member.seat.stage)
+        seated = newcomer.member if newcomer is not None else member
+        if seated is not None:
+            self.joining.add_hash(message, seated.seat.stage)
             if self._compare_newcomers(now, out):
                 self._plan_change(now, out)
 

@@ -36,7 +36,7 @@ def _leave(name: str, course: Course, now: float, out: CoordinatorOutput) -> Ans
     if why := _not_now(course) or _no_seat(name, course):
         return Answer(why, False)
     ranks = course.attendance.ranks(Seat.parse(name))
-    members = [member for member in course.roster if member.rank in ranks]
+    members = course.roster.of_ranks(ranks)
     if why := _cannot_go(members, course):
         return Answer(why, False)
     if members:
@@ -56,7 +56,7 @@ def _drain(host: str, course: Course, now: float, out: CoordinatorOutput) -> Ans
     ranks = course.vacancies.hosted(host)
     if not ranks:
         return Answer(f"no seat is on host {host}: the job's are on {', '.join(course.vacancies.hosts)}", False)
-    members = [member for member in course.roster if member.rank in ranks]
+    members = course.roster.of_ranks(ranks)
     if why := _cannot_go(members, course):
         return Answer(why, False)
     course.vacancies.drain(host, out)
@@ -71,10 +71,9 @@ def _admit(name: str, course: Course, now: float, out: CoordinatorOutput) -> Ans
     if why := _not_now(course) or _no_seat(name, course):
         return Answer(why, False)
     ranks, vacancies = course.attendance.ranks(Seat.parse(name)), course.vacancies
-    for member in course.roster:
-        if member.rank in ranks:
-            how = "is leaving: admit it once it has left" if member.worker in course.attendance.leaving else "is live"
-            return Answer(f"{member} {how}", False)
+    for member in course.roster.of_ranks(ranks):
+        how = "is leaving: admit it once it has left" if member.worker in course.attendance.leaving else "is live"
+        return Answer(f"{member} {how}", False)
     if not all(map(vacancies.is_vacant, ranks)):
         return Answer(
             f"seat {name} is lost, and nobody has seen its process end; once it has, it can be admitted", False

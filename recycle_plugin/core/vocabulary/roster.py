@@ -157,6 +157,14 @@ class Roster:
         """The members that hold ``seat``, in the order of their shards; nobody where it is lost."""
         return self._by_seat.get(seat, ())
 
+    def of_ranks(self, ranks: Collection[int]) -> Group:
+        """The members that have any of ``ranks``, in their order.  Costs one pass over the members."""
+        return tuple(member for member in self.members if member.rank in ranks)
+
+    def hosts_by_rank(self) -> dict[int, str]:
+        """The host of each rank, in one pass over the members."""
+        return {member.rank: member.host for member in self.members}
+
     def holder(self, seat: Seat, shard: int = 0) -> Member | None:
         """The member that holds ``shard`` of ``seat``, whose counterparts at other seats send to it and receive from
         it; None where it is lost.  Costs one step for each shard of the seat.

@@ -215,7 +215,8 @@ class CatchingUp:
         sources = sorted(self._streams.keys() - {but}) or sorted(self._streams)
         if not sources:
             return
-        load, asked = dict.fromkeys(sources, 0), {source: [] for source in sources}
+        load = dict.fromkeys(sources, 0)
+        asked: dict[WorkerId, list[str]] = {source: [] for source in sources}
         for name, source in self._from.items():
             if source in load and name not in self._here:
                 load[source] += self._weights[name]

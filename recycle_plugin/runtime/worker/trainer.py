@@ -124,12 +124,19 @@ class Trainer:
         operations = Operations(session, self._stage, self._stepping, self.feed.batch, self._applied)
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._trace = TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace else None
-        traced = {"trace": self._trace.add} if self._trace is not None else {}
-        script, prepare = settings.fault_script(self.seat, session.incarnation), self._stepping.prepare
-        own, self._on_join = stage_units(framework, self.state, self._gradients), OnJoin()
-        lines = self._transport, operations, script, self.transfers
-        given = {"prepare": prepare, "script_state": self.state_for_newcomer, **traced}
-        self._world = TorchMachine(session, *lines, self.hash, own, **given)
+        self._on_join = OnJoin()
+        self._world = TorchMachine(
+            session,
+            self._transport,
+            operations,
+            settings.fault_script(self.seat, session.incarnation),
+            self.transfers,
+            self.hash,
+            stage_units(framework, self.state, self._gradients),
+            self._trace.add if self._trace is not None else lambda span: None,
+            self._stepping.prepare,
+            self.state_for_newcomer,
+        )
         self._touch = FirstTouch(self._changed, lambda: self.settled, self.settle)
         os.register_at_fork(before=self._touch.now)
         self._surroundings = Surroundings(
