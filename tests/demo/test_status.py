@@ -70,7 +70,7 @@ BACK = (
         "it catches up, for 95 s, with 50% of its stage's state, 8.0 MB at 4.0 MB/s",
     ),
     (
-        {"event": "caught_up"},
+        {"event": "caught_up", "bytes": 8_000_000, "followed_bytes": 0},
         "it follows the others, and waits to be let in, for 95 s, with 100% of its stage's state, 8.0 MB",
     ),
 )
