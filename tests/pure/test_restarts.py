@@ -15,6 +15,7 @@ from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.protocol import (
     Contribution,
     Crashed,
+    End,
     Exited,
     Fatal,
     Fence,
@@ -201,7 +202,7 @@ def newcomer(**more: object) -> Membership:
 
 def test_it_is_welcome_says_when_its_engine_stands_and_is_no_member():
     membership = newcomer()
-    out = membership.receive(Ready(replace(member(2), incarnation=1), 0, job()), 0.0)
+    out = membership.receive(Ready(replace(member(2), incarnation=1), 0, job(rejoin="always")), 0.0)
     (event,) = out.events
     assert event.kind == "newcomer" and (event.details["rank"], event.details["incarnation"]) == (2, 1)
     assert (
@@ -210,6 +211,15 @@ def test_it_is_welcome_says_when_its_engine_stands_and_is_no_member():
         and NEXT not in membership.roster.workers
     )
     assert step(membership, 1, 1, [0, 1, 3]), "and the others go on without it"
+
+
+def test_who_comes_back_with_other_settings_is_told_which_and_ends():
+    membership = newcomer()
+    out = membership.receive(Ready(replace(member(2), incarnation=1), 0, job(rejoin="always", seed=5)), 0.0)
+    (event,) = out.events
+    assert event.kind == "warning" and "seed is 0 in the job and 5 there" in event.text
+    assert [(whom, type(told)) for whom, told in out.messages] == [(NEXT, End)] and out.messages[0][1].failed
+    assert membership.ended is None and not membership.course.joining
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from dataclasses import replace
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.ending import Ending
+from recycle_plugin.core.coordinator.enrolment import unlike
 from recycle_plugin.core.coordinator.failure_detector import Suspicion
 from recycle_plugin.core.coordinator.joining import Joining, Newcomer, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
@@ -82,6 +83,7 @@ class Course:
         self.steps = StepLedger()
         self.ending = Ending()
         self.joining = Joining()
+        self._job: JobSpec | None = None
         self.vacancies = Vacancies()
         self._barriers = Barriers()
         self._throughput_floor = ThroughputFloor()
@@ -112,6 +114,7 @@ class Course:
         steps.
         """
         self.attendance.begin(roster, job)
+        self._job = job
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)
@@ -389,6 +392,12 @@ class Course:
         """Takes in that a newcomer's script has come to its first step."""
         if self.is_ending:
             out.tell(ready.worker, End(0, "the job is about to end, and nobody can join it any more", failed=False))
+            return
+        assert self._job is not None, "a newcomer comes to a job that has started"
+        if other := unlike(self._job, ready.job):
+            text = f"{ready.member} wants to come back with other settings: {other}; start it with those of the job"
+            out.say("warning", text, rank=ready.member.rank, seat=str(ready.member.seat))
+            out.tell(ready.worker, End(0, text, failed=True))
             return
         member = self.joining.add(ready.member).member
         self.joining.tell(self.steps.recorded, self.committed, out)

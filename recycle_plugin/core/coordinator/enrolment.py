@@ -53,6 +53,17 @@ class Enrolment:
         return f"workers were started with different recycle settings or from different checkpoints: {found}"
 
 
+CHANGES = frozenset({"micro_batches", "batch"})  # while a job goes on
+WHERE = frozenset({"run_dir", "metrics.address", "metrics.port", "metrics"})  # the job's own counts
+
+
+def unlike(job: JobSpec, newcomers: JobSpec) -> str:
+    """What a newcomer wants otherwise than the job that it comes back to, in words; empty where it wants the same."""
+    ours, theirs = _flat(asdict(job)), _flat(asdict(newcomers))
+    names = [name for name in ours | theirs if name not in CHANGES | WHERE and ours.get(name) != theirs.get(name)]
+    return "; ".join(f"{name} is {ours.get(name)} in the job and {theirs.get(name)} there" for name in names)
+
+
 def _flat(record: dict, prefix: str = "") -> dict:
     """Nested fields by dotted names."""
     flat: dict = {}
