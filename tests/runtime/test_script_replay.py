@@ -11,8 +11,6 @@ from recycle_plugin.runtime.worker.newcomer import Newcomer
 from recycle_plugin.runtime.worker.on_join import OnJoin
 from recycle_plugin.runtime.worker.script_replay import ScriptReplay
 
-from .conftest import generation
-
 
 class Counted:
     """An optimizer that has begun at a checkpoint of step 3."""

@@ -75,11 +75,13 @@ class Serving:
         has nothing else to do.
         """
         self._hear()
-        if stepped < self._from_step or not (self._wants_head or self._wanted or self._reading):
+        if stepped < self._from_step:
             return False
-        if self._at is None:
+        if self._at is None:  # also where nothing is asked for: the newcomer goes on when all its sources have
             self._at = stepped
             self.outlet.send(Marker(stepped, begins=True, valid_from=valid_from))
+        if not (self._wants_head or self._wanted or self._reading):
+            return False
         if self._wants_head:
             self._wants_head = False
             self.outlet.send(Head(stepped, *self._state.head()))
