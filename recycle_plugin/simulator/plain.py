@@ -18,6 +18,10 @@ class PlainIterator:
         self._given += 1
         return None if draw is None else Batch(sampled(MicroBatch(self._replica, self._given), 0), draw, self._given)
 
+    def skip(self, number: int, until: int) -> None:
+        """Reads a batch that its replica has had."""
+        self._given += 1
+
     def draw_of(self, batch: Batch) -> Draw:
         """The draw that ``batch`` came from."""
         return batch.drawn

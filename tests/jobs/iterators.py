@@ -2,13 +2,16 @@
 
 Sample n of replica r's iterator is the number r × EACH + n, its label a function of it that the loss checks.  The
 iterators, of both ends of a replica, are generators: they can't be read again.  RECYCLE_TEST_ITERATORS: {"folder",
-"faults", "steps", "replicas", "stages", "case"}; each rank writes its rows, losses and how many batches it has read.
+"faults", "steps", "replicas", "stages", "case", "held"}; each rank writes its rows, losses and how many batches it has
+read.  Before step ``held`` members wait for a file ``go`` in the folder.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+import time
 
 import deepspeed
 import torch
@@ -16,7 +19,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.utils import RepeatingLoader
 
-MICRO_BATCHES, SIZE = 2, 2
+MICRO_BATCHES, SIZE, EPOCH, PATIENCE_S = 2, 2, 3, 120.0
 job = json.loads(os.environ["RECYCLE_TEST_ITERATORS"])
 EACH = 2 * MICRO_BATCHES * SIZE * job["steps"] * job["replicas"]
 
@@ -46,10 +49,10 @@ def loss(outputs, labels) -> torch.Tensor:
 
 
 class Samples(torch.utils.data.Dataset):
-    """A replica's, ``length`` of them."""
+    """A replica's, ``length`` of them, from the one with the number ``begins`` on."""
 
-    def __init__(self, replica: int, length: int) -> None:
-        self.first, self.length = replica * EACH, length
+    def __init__(self, replica: int, length: int, begins: int = 0) -> None:
+        self.first, self.length = replica * EACH + begins, length - begins
 
     def __len__(self) -> int:
         return self.length
@@ -62,10 +65,11 @@ class Samples(torch.utils.data.Dataset):
 reads = 0
 
 
-def iterator(replica: int):
-    """What the case has for this replica."""
-    length = {"short": 5, "not a multiple": 4 * SIZE + 1}.get(job["case"], EACH)
-    loader = torch.utils.data.DataLoader(Samples(replica, length), batch_size=SIZE)
+def iterator(replica: int, begins: int = 0):
+    """What the case has for this replica; ``begins``: its first sample."""
+    again = int(os.environ.get("RECYCLE_INCARNATION", "0")) > 0
+    length = {"short": 5, "short again": 8 if again else EACH, "not a multiple": 4 * SIZE + 1}.get(job["case"], EACH)
+    loader = torch.utils.data.DataLoader(Samples(replica, length, begins), batch_size=SIZE)
     return RepeatingLoader(loader) if job["case"] in ("repeating", "not a multiple") else counted(iter(loader))
 
 
@@ -123,6 +127,13 @@ if job["case"] == "loader":
     batches = torch.utils.data.DataLoader(Samples(replica, EACH))
 losses = []
 for step in range(1, job["steps"] + 1):
+    deadline = time.monotonic() + PATIENCE_S
+    while step == job.get("held") and not engine.behind and not os.path.exists(f"{job['folder']}/go"):
+        if time.monotonic() > deadline:
+            sys.exit("nobody lets the job go on")
+        time.sleep(0.02)
+    if job["case"] == "epochs" and step in (EPOCH, 2 * EPOCH):
+        batches = iterator(replica, step * MICRO_BATCHES * SIZE)
     if (job["case"], step) == ("another batch size", 4):
         engine.set_train_batch_size(2 * engine.train_batch_size())
     losses.append(engine.train_batch(data_iter=batches).item())

@@ -31,6 +31,9 @@ class Numbers:
         self.read_of.append((step, position))
         return draw
 
+    def skip(self, number: int, until: int) -> None:
+        self.read_of.append((0, number - 1))
+
     def draw_of(self, batch: Draw) -> Draw:
         return batch
 
@@ -109,3 +112,23 @@ def test_it_does_not_go_back(end):
 def test_who_gives_what_this_worker_does_not_draw(end):
     iterator_data, *_ = end
     assert iterator_data.giver(Datum("drawn", 0, MicroBatch(1, 2), 1)) == Seat(1, 0)
+
+
+@pytest.mark.parametrize(
+    "iterators, read, why",
+    [
+        (1, {}, "does not know how far its iterator was read, as seat 0.1 was lost too"),
+        (2, {Seat(0, 1): 6}, "was given 2 iterators by its script"),
+        (1, {Seat(0, 1): 6}, None),
+    ],
+)
+def test_a_newcomers_iterator_finds_its_place_or_says_why_not(end, iterators, read, why):
+    """It says so once, and reads no further than it may."""
+    _, store, iterator, *_ = end
+    said: list[str] = []
+    newcomer = IteratorData(store, iterator, lambda *given: None, lambda *given: None, said.append)
+    newcomer.in_place, newcomer.iterators = False, iterators
+    for _ in range(2):
+        newcomer.take_state(IteratorState(plan(SHAPE.full(), CostModel.uniform(2), Policy()), {}, {}, {}, read))
+    assert newcomer.in_place is (why is None) and len(iterator.read_of) == (6 if why is None else 0)
+    assert [each.startswith(why) for each in said] == [True] if why else not said

@@ -85,6 +85,7 @@ class Feeding:
                 "never"
             )
         self._feed.source, self._has_dataset = None, False
+        self._feed.given(data_iter)
         self._engine.set_dataiterator(data_iter)
 
     def next_batch(self, what: str) -> tuple[Any, Any]:
@@ -95,7 +96,7 @@ class Feeding:
             batch = self._next_batch()
         except StopIteration:
             raise RecycleError(
-                f"the data iterator of seat {self._engine.seat} has ended in {what}: wrap its loader in "
+                f"the data iterator of seat {self._engine.seat} has ended {what}: wrap its loader in "
                 "deepspeed.utils.RepeatingLoader; "
                 "after a loss the survivors' iterators give the lost replica's share as well"
             ) from None

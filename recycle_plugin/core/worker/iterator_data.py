@@ -27,6 +27,9 @@ class DataIterator(Protocol):
         ``draw`` is None where nobody needs it.
         """
 
+    def skip(self, number: int, until: int) -> None:
+        """Reads batch ``number``, which its replica has had, on the way to batch ``until``."""
+
     def draw_of(self, batch: Any) -> Draw:
         """The draw that ``batch`` came from."""
 
@@ -35,7 +38,7 @@ class IteratorData:
     """The iterator data of the worker whose ``store`` it is.
 
     ``hand_on(datum, batch, taker)`` gives a copy to a peer; ``say(step, retired, dealt)`` tells the user which replicas
-    are no sources any more, and what is drawn in their place.
+    are no sources any more, and what is drawn in their place; ``stays_out(why)``: that a newcomer's is none.
     """
 
     def __init__(
@@ -44,7 +47,10 @@ class IteratorData:
         iterator: DataIterator,
         hand_on: Callable[[Datum, Any, Seat], None],
         say: Callable[[int, set[int], Batches], None],
+        stays_out: Callable[[str], None] = lambda why: None,
     ) -> None:
+        self._stays_out = stays_out
+        self.iterators = 1  # which the script has given, one after the other
         self._store, self._iterator, self._hand_on, self._say = store, iterator, hand_on, say
         self._read_so_far: dict[int, int] = {}  # how often the iterator was asked in a step
         self._read_in_all = 0
@@ -52,6 +58,7 @@ class IteratorData:
         self._usual: Share | None = None  # of a step of which nobody has anything yet
         self._said: set[int] = set()
         self.in_place = True  # the iterator stands where its replica does
+        self._said_out = False
 
     def held_draws(self) -> dict[str, str]:
         """The draws whose batches are here, by step, packed for the others (core.vocabulary.iterator_draws.pack)."""
@@ -69,16 +76,26 @@ class IteratorData:
     def take_state(self, iterator_state: IteratorState) -> None:
         """Goes by ``iterator_state`` from now on, until the next one comes."""
         self._taken, self._usual = iterator_state, None
-        if not self.in_place:
+        if not self.in_place and self._store.reads_iterator:
             self._find_place(iterator_state)
 
     def _find_place(self, iterator_state: IteratorState) -> None:
         """Reads up to where the other end of the replica stands, if that is known."""
         seat, last = self._store.seat, iterator_state.plan.stages - 1
         other = Seat(seat.replica, last - seat.stage)
-        if iterator_state.read is not None and other != seat and other in iterator_state.read:
+        if self.iterators > 1:
+            why = f"was given {self.iterators} iterators by its script, and nobody knows how far the last was read"
+        elif other == seat:
+            why = "is both ends of its replica, and nobody else knows how far its iterator was read"
+        elif iterator_state.read is None or other not in iterator_state.read:
+            why = f"does not know how far its iterator was read, as seat {other} was lost too"
+        else:
             self.skip_to(iterator_state.read[other])
             self.in_place = True
+            return
+        if not self._said_out:
+            self._said_out = True
+            self._stays_out(why)
 
     def provide(self, step: int, control_view: ControlView) -> None:
         """Draws what this worker has to draw for ``step``, and sends what others lack, before anything of the step is
@@ -128,7 +145,7 @@ class IteratorData:
                 f"and is to stand behind {read}: it can't be read again; pass one that begins anew"
             )
         while self._read_in_all < read:
-            self._iterator.read(0, self._read_in_all, None)
+            self._iterator.skip(self._read_in_all + 1, read)
             self._read_in_all += 1
 
     def rewind(self) -> None:

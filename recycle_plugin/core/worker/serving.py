@@ -77,7 +77,7 @@ class Serving:
         self._hear()
         if stepped < self._from_step:
             return False
-        if self._at is None:  # also where nothing is asked of this source: the newcomer waits for its markers
+        if self._at is None:  # also where nothing is asked for: the newcomer goes on when all its sources have
             self._at = stepped
             self.outlet.send(Marker(stepped, begins=True, valid_from=valid_from))
         if not (self._wants_head or self._wanted or self._reading):

@@ -74,10 +74,16 @@ class ScriptsIterator:
 
     def read(self, step: int, position: int, draw: Draw | None) -> Tensors | None:
         """Read the next batch, packed with ``draw``, which says for whom it is; with None it is skipped."""
-        what = f"step {step}, at its micro-batch {position}"
-        with self._session.heartbeats.at(ELSEWHERE, "the data iterator"), self._session.at_work(f"the data of {what}"):
-            batch = self._next_batch(what)
+        batch = self._read(f"in step {step}, at its micro-batch {position}")
         return None if draw is None else packed(batch, draw)
+
+    def skip(self, number: int, until: int) -> None:
+        """Read a batch that its replica has had before this worker came."""
+        self._read(f"at batch {number} of the {until} that its replica has had before this worker came back")
+
+    def _read(self, what: str) -> Any:
+        with self._session.heartbeats.at(ELSEWHERE, "the data iterator"), self._session.at_work(f"the data {what}"):
+            return self._next_batch(what)
 
     def draw_of(self, batch: Tensors) -> Draw:
         """The draw that a packed batch belongs to."""

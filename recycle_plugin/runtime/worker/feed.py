@@ -39,10 +39,13 @@ class Feed:
         self._session, self._store = session, store
         self.reads = reads
         self.iterator_data = (
-            IteratorData(store, ScriptsIterator(session, next_batch), hand_on, self._say_dealt) if reads else None
+            IteratorData(store, ScriptsIterator(session, next_batch), hand_on, self._say_dealt, self._say_stays_out)
+            if reads
+            else None
         )
         if self.iterator_data is not None and session.newcomer:
             self.iterator_data.in_place = False
+        self._last_given: object = None
         self.source: Source | None = None
         self.settled = False
 
@@ -58,10 +61,25 @@ class Feed:
             )
         self.settled = True
 
+    def given(self, data_iter: object) -> None:
+        """Note which iterator the script gives for a step."""
+        if self.iterator_data is not None and self._last_given is not None and self._last_given is not data_iter:
+            self.iterator_data.iterators += 1
+        self._last_given = data_iter
+
     def batch(self, step: int, micro_batch: MicroBatch) -> Any:
         """The batch of a micro-batch, from the source (ports.Source)."""
         assert self.source is not None, "the iterator is read"
         return self.source(step, micro_batch)
+
+    def _say_stays_out(self, why: str) -> None:
+        seat = self._store.seat
+        self._session.note(
+            "data",
+            f"seat {seat}, which has come back, {why}: replica {seat.replica} stays no source of data, and the others' "
+            "iterators give its share; engine.set_data_source() has no such limit",
+            seat=str(seat),
+        )
 
     def _say_dealt(self, step: int, retired: set[int], dealt: Batches) -> None:
         names, by = (
