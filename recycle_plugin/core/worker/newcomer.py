@@ -59,8 +59,8 @@ class Newcomer:
         """Yields until ``step`` is committed by the others, and applied here if need be: True.  False where from this
         step on the worker is a member.  Raises JobEnded.
         """
-        if not self._asked and step <= self._view.committed:
-            return True
+        if not self._asked and step < self._view.committed:
+            return True  # not the last one: behind that the script may end, with a state that it does not have
         if not self._asked:
             self._asked = True
             self._port.send(CatchUp(self._view.rank))

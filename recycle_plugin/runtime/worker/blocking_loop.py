@@ -61,6 +61,12 @@ class BlockingLoop:
         """Wait for all workers, and take the first membership and plan."""
         _drain(self._loop.start())
 
+    @property
+    def followed(self) -> int | None:
+        """The step after which this newcomer has its stage's state; None as long as it has not all of it."""
+        catching_up = self._newcomer.catching_up
+        return catching_up.clock if catching_up.whole else None
+
     def follow(self, step: int) -> bool:
         """Wait, as a newcomer does, until ``step`` is over with the others, and followed here if need be: True.  False
         where from this step on the worker is a member.

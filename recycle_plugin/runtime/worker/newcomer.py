@@ -42,6 +42,11 @@ class Newcomer:
         self._replay: ScriptReplay | None = None
 
     @property
+    def position(self) -> int:
+        """The last step that the script has gone through."""
+        return self._begun.position
+
+    @property
     def evaluated(self) -> int:
         """How many evaluations the script has gone through."""
         return 0 if self._replay is None else self._replay.evaluated

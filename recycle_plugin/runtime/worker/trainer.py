@@ -137,7 +137,7 @@ class Trainer:
             self._stepping.prepare,
             self.state_for_newcomer,
         )
-        self._touch = FirstTouch(self._changed, lambda: self.settled, self.settle)
+        self._touch = FirstTouch(self._changed, lambda: self.settled and self._in_step, self._show)
         os.register_at_fork(before=self._touch.now)
         self._surroundings = Surroundings(
             model.module, model.device.kind, lambda: framework.optimizer.wrapped.param_groups
@@ -256,6 +256,24 @@ class Trainer:
         Called in the place of :meth:`evaluate`, before any data is read for that.
         """
         return None if self._newcomer is None else self._newcomer.evaluation()
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether the state is that of the script's step; a newcomer's is not before it has caught up."""
+        if self._newcomer is None:
+            return True
+        return self._waiting_loop is not None and self._waiting_loop.followed == self._newcomer.position
+
+    def _show(self) -> None:
+        """Let the script touch parameters.  Raises RecycleError where they are not those of its step."""
+        if not self._in_step:
+            assert self._newcomer is not None, "a member's are"
+            raise RecycleError(
+                f"the script of a worker that comes back touches parameters after step {self._newcomer.position}, "
+                "which are not here yet: leave that out while engine.behind, and let engine.on_join bring what it "
+                'needs, or set recycle.rejoin to "never"'
+            )
+        self.settle()
 
     def apart(self) -> AbstractContextManager:
         """A context for something that a newcomer's script does not do over again."""
