@@ -134,6 +134,25 @@ def test_evaluations_and_checkpoints_after_each_step(launch, calm, tmp_path, kil
     assert len(result.of("checkpoint")) == STEPS + 1
 
 
+def test_who_was_to_hand_over_dies(launch, tmp_path):
+    """The newcomer has nothing to go on with, says so, and comes once more; the others train on."""
+    folder, kills = tmp_path / "run0", ["kill 2.1 before 1F2.0@5", "kill 0.1 at recovery.resume:3"]
+    job = {"pattern": "epochs", "folder": str(folder), "out": str(folder / "out"), "waits": False}
+    job |= NOTHING_ELSE | {"steps": 10 * STEPS, "held": HELD, "drawn": 1234, "source": True}
+    job["config"] = {"recycle": {"faults": kills}}
+    run = launch(shape=Shape(3), script=SCRIPT, RECYCLE_TEST_TOP=json.dumps(job))
+    run.wait_for(lambda: any(event["event"] == "newcomer" for event in run.events()), "a newcomer")
+    (folder / "go").touch()
+    result = run.finish()
+    assert result.code == 0, result.output[-6000:]
+    (said,) = [event["text"] for event in result.of("warning") if "on_join" in event["text"]]
+    assert "rank 5, which has come back, can't take part: on_join: a peer's state= has failed" in said
+    assert {event["seat"] for event in result.of("lost")} == {"2.1", "0.1"}
+    saw = [json.loads(path.read_text()) for path in (folder / "out").glob("rank*.json")]
+    averages = {tuple(numbers(each, "averages")) for each in saw if "averages" in each}
+    assert len(averages) == 2, "one for each stage"
+
+
 class Alone:
     """The newcomer of ``rank`` in the job ``top``, under a coordinator that the test plays."""
 
