@@ -207,6 +207,10 @@ class Roster:
         """
         return self.stage(stage)[0]
 
+    def first_working(self, stage: int) -> Member:
+        """The member of the lowest rank in ``stage`` that is not joining; StopIteration where there is none."""
+        return next(member for member in self.stage(stage) if not member.joining)
+
     def stages(self, stages: Collection[int]) -> Group:
         """The members that are live in any of ``stages``, in the order of the ranks.  Costs their number, times the
         logarithm of that.
