@@ -25,7 +25,16 @@ from tests.support.jobs import DEEPSPEED, PLAIN, Shape
 SCRIPT = "tests/jobs/from_the_top.py"
 OWN = ("pid", "environment", "read", "joined", "weights", "averages")  # the last three: of members
 END_S = 120.0
-NOTHING_ELSE = {"load": "", "config": {}, "tied": False, "steps": 8, "held": 0, "drawn": 0, "source": False}
+NOTHING_ELSE = {
+    "load": "",
+    "config": {},
+    "tied": False,
+    "steps": 8,
+    "epochs": 4,
+    "held": 0,
+    "drawn": 0,
+    "source": False,
+}
 
 
 class Top:
@@ -72,14 +81,14 @@ def trained(launch: Launch, folder: Path, pattern: str, kill: str = "", **more: 
 
 
 @pytest.fixture(scope="module")
-def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[int, dict]]:
-    """``calm(pattern)``: what each rank sees where nobody dies."""
+def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[int, dict]]:
+    """``calm(pattern, epochs)``: what each rank sees where nobody dies."""
 
     @cache
-    def run(pattern: str) -> dict[int, dict]:
+    def run(pattern: str, epochs: int = 4) -> dict[int, dict]:
         folder = tmp_path_factory.mktemp(pattern)
         with launching(server, folder) as launch:
-            return trained(launch, folder / "run0", pattern)[1]
+            return trained(launch, folder / "run0", pattern, epochs=epochs)[1]
 
     return run
 
@@ -111,6 +120,37 @@ def test_a_script_that_comes_back_trains_on_as_if_nothing_had_been(launch, calm,
         assert [rank for rank, each in saw.items() if "joined" in each] == [back]
         saved = sorted(path.name for path in (tmp_path / "run0" / "out").iterdir() if path.is_dir())
         assert saved == ["begin ", *(f"epoch{number}" for number in range(4))]
+
+
+@pytest.mark.parametrize("kill", ("kill 1.1 before 1F1.0@5", "kill 0.0 before 0REDUCE@5"))
+def test_evaluations_and_checkpoints_after_each_step(launch, calm, tmp_path, kill):
+    """So also while the newcomer follows, and while it is a member that has no work yet."""
+    result, saw = trained(launch, tmp_path / "run0", "epochs", kill, epochs=STEPS)
+    for rank, each in calm("epochs", STEPS).items():
+        for what in ("losses", "evaluated", "weights", "averages"):
+            assert numbers(saw[rank], what) == pytest.approx(numbers(each, what), abs=5e-6), (rank, what)
+    saved = {path.name for path in (tmp_path / "run0" / "out").iterdir() if path.is_dir()}
+    assert saved == {"begin ", *(f"epoch{number}" for number in range(STEPS))}
+    assert len(result.of("checkpoint")) == STEPS + 1
+
+
+def test_who_was_to_hand_over_dies(launch, tmp_path):
+    """The newcomer has nothing to go on with, says so, and comes once more; the others train on."""
+    folder, kills = tmp_path / "run0", ["kill 2.1 before 1F2.0@5", "kill 0.1 at recovery.resume:3"]
+    job = {"pattern": "epochs", "folder": str(folder), "out": str(folder / "out"), "waits": False}
+    job |= NOTHING_ELSE | {"steps": 10 * STEPS, "held": HELD, "drawn": 1234, "source": True}
+    job["config"] = {"recycle": {"faults": kills}}
+    run = launch(shape=Shape(3), script=SCRIPT, RECYCLE_TEST_TOP=json.dumps(job))
+    run.wait_for(lambda: any(event["event"] == "newcomer" for event in run.events()), "a newcomer")
+    (folder / "go").touch()
+    result = run.finish()
+    assert result.code == 0, result.output[-6000:]
+    (said,) = [event["text"] for event in result.of("warning") if "on_join" in event["text"]]
+    assert "rank 5, which has come back, can't take part: on_join: a peer's state= has failed" in said
+    assert {event["seat"] for event in result.of("lost")} == {"2.1", "0.1"}
+    saw = [json.loads(path.read_text()) for path in (folder / "out").glob("rank*.json")]
+    averages = {tuple(numbers(each, "averages")) for each in saw if "averages" in each}
+    assert len(averages) == 2, "one for each stage"
 
 
 class Alone:

@@ -2,9 +2,10 @@
 
 RECYCLE_TEST_TOP holds as JSON: ``pattern``, one of the functions below; ``folder``: of the job, which waits at its end
 for a file ``go`` there, if it ``waits``; ``out``: a folder for what each rank saw; ``load``: a folder of a checkpoint,
-or ""; ``config``: what is otherwise in DeepSpeed's; ``tied``: whether first and last layer share a weight; ``steps``;
-``held``: the step before which members wait for a file ``go``, or 0; ``drawn``: what rank 0 draws, 0 for chance; the
-process that comes back draws something else; ``source``: data comes by its address, whatever the iterator.
+or ""; ``config``: what is otherwise in DeepSpeed's; ``tied``: whether first and last layer share a weight; ``steps``,
+``epochs``: how many; ``held``: the step before which members wait for a file ``go``, or 0; ``drawn``: what rank 0
+draws, 0 for chance; the process that comes back draws something else; ``source``: data comes by its address, whatever
+the iterator.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import torch
 import torch.distributed as dist
 from samples import Samples
 
-EPOCHS, WIDTH, REPLICAS, PATIENCE_S = 4, 8, 2, 120.0
+WIDTH, REPLICAS, PATIENCE_S = 8, 2, 120.0
 job = json.loads(os.environ["RECYCLE_TEST_TOP"])
-STEPS, INCARNATION = job["steps"], int(os.environ.get("RECYCLE_INCARNATION", "0"))
+STEPS, EPOCHS, INCARNATION = job["steps"], job["epochs"], int(os.environ.get("RECYCLE_INCARNATION", "0"))
 RANK, FOLDER = int(os.environ["RANK"]), Path(job["folder"])
 RECYCLE = {"enabled": True, "run_dir": str(FOLDER), "report": False}
 seen: dict[str, Any] = {"rank": RANK, "pid": os.getpid(), "losses": [], "environment": dict(os.environ)}

@@ -21,7 +21,8 @@ stage (the *ends*) call ``next`` once per micro-batch; both ends of a replica ha
 * Where the copies are gone of what was computed with, the job ends.  It ends too where no source is left.
 * Who comes back brings an iterator that begins anew.  It is read up to where the other end of its replica stands, whose
   iterator nobody has read meanwhile, and the replica is a source again: it goes on with what nobody has had of it.
-  Where that is not known, since the other end is lost too, the replica has no place in its iterator: it is no source.
+  Where that is not known, since the other end is lost too, or the script has given several iterators by then, the
+  replica has no place in its iterator: it is no source.
 
 Draws of step k are never made after draws of step k+1: who begins k+1 has the gradient sum of k, so that every batch of
 k was used at both ends, and drawn and copied before that.

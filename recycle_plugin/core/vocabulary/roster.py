@@ -200,10 +200,6 @@ class Roster:
         """The members of ``stage`` that are still joining.  Costs time in proportion to the stage's members."""
         return tuple(member for member in self.stage(stage) if member.joining)
 
-    def first_at_work(self, stage: int) -> Member:
-        """The member of the lowest rank in ``stage`` that is not joining.  Raises StopIteration where there is none."""
-        return next(member for member in self.stage(stage) if not member.joining)
-
     def is_last(self, member: Member) -> bool:
         """Whether no other seat of ``member``'s stage is at work, so that only this one is known to have its state.
         Costs time in proportion to the stage's members.
@@ -222,6 +218,10 @@ class Roster:
         nobody is left.
         """
         return self.stage(stage)[0]
+
+    def first_working(self, stage: int) -> Member:
+        """The member of the lowest rank in ``stage`` that is not joining; StopIteration where there is none."""
+        return next(member for member in self.stage(stage) if not member.joining)
 
     def stages(self, stages: Collection[int]) -> Group:
         """The members that are live in any of ``stages``, in the order of the ranks.  Costs their number, times the

@@ -77,8 +77,7 @@ class Newcomer:
 
     def _await_script(self, generation: Generation) -> Iterator[Any]:
         """Waits for what a peer's script hands over: that of the stage's first worker, which had a part before."""
-        stage = self._loop.seat.stage
-        giver = generation.roster.first_at_work(stage)
+        giver = generation.roster.first_working(self._loop.seat.stage)
         self.handed = yield from self._port.wait(
             f"what the script of {giver} hands over by on_join",
             lambda: self._catching_up.handed(giver.worker),

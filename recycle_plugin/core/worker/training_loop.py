@@ -372,7 +372,7 @@ class TrainingLoop:
 
     def _hand_over(self, joining: list[Member], generation: Generation) -> None:
         """Gives newcomers what is its script's alone, as one worker of the stage does, the first that has it."""
-        giver = generation.roster.first_at_work(self.seat.stage)
+        giver = generation.roster.first_working(self.seat.stage)
         if giver.worker == self._control_view.worker:
             for one in joining:
                 self._runner.hand_over(one.worker, self.machine.stepped)
