@@ -197,9 +197,9 @@ def closing() -> Iterator[list[Alone]]:
 
 
 def recorded(saw: dict[str, Any], first: int = 0) -> Recorded:
-    """What a coordinator would tell."""
+    """What a coordinator would tell; one more step is committed, since behind the last one the state has to be here."""
     losses, means = saw["losses"], saw.get("evaluated", [])
-    return Recorded(first + 1, tuple(losses), 1, tuple(means), first + len(losses))
+    return Recorded(first + 1, tuple(losses), 1, tuple(means), first + len(losses) + 1)
 
 
 def assert_as_before(newcomer: dict[str, Any], predecessor: dict[str, Any]) -> None:
