@@ -206,7 +206,8 @@ class Watcher:
                     homeless=cluster.homeless,
                 )
                 self._follow(self._committed + 1, now)
-            live = [cluster.workers[worker.rank] for worker in cluster.membership.roster.workers]
+            roster = cluster.membership.roster  # who is joining may be a step behind, until it has entered
+            live = [cluster.workers[member.rank] for member in roster if not member.joining]
             for step in range(self._committed + 1, now + 1):
                 self._alike([worker.seat for worker in live], step)
             self._committed = now
