@@ -341,7 +341,7 @@ class Watcher:
                 and worker.control_view.worker not in cluster.membership.lost
                 and worker.reason in at_the_end
                 and not worker.runs
-                and not worker.control_view.newcomer
+                and not worker.control_view.outside
             ):
                 self._right_weights(worker, last)
         if (ended is None or not ended.failed) and self._committed < last:

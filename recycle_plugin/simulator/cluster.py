@@ -143,7 +143,7 @@ class Cluster:
         return self._departed | {
             rank
             for rank, worker in self.workers.items()
-            if worker.control_view.worker in lost | joining or worker.reason == LEAVE or worker.control_view.newcomer
+            if worker.control_view.worker in lost | joining or worker.reason == LEAVE or worker.control_view.outside
         }
 
     @property
@@ -170,7 +170,7 @@ class Cluster:
                 if worker.alive
                 and worker.runs
                 and worker.control_view.worker not in members
-                and not worker.control_view.newcomer
+                and not worker.control_view.outside
             }
 
     # --- the coordinator and its lines --------------------------------------------------------------
@@ -252,7 +252,7 @@ class Cluster:
         """Whether the others go on without a worker that has been a newcomer, and entered too late."""
         view = worker.control_view
         outside = view.worker not in generation.roster.workers and not generation.from_step
-        return outside and view.incarnation > 0 and not view.newcomer and not view.has_left(generation)
+        return outside and view.incarnation > 0 and not view.outside and not view.has_left(generation)
 
     def _tell_supervisors(self, message: object) -> None:
         if isinstance(message, Fence):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,3 +86,10 @@ def generation(
         Member(rank, Seat(rank, 0), (addresses or {}).get(rank, f"tcp://127.0.0.1:{rank + 1}"), "h") for rank in ranks
     )
     return Generation(number, members, from_step, "test", 0.0)
+
+
+NO_STATE = (
+    SimpleNamespace(to=None, come_from=None),
+    SimpleNamespace(hash_state=None, wait=None),
+    SimpleNamespace(fill=None, write=None, gathered=None),
+)  # the lines, hashes and units of a worker whose state nobody asks for

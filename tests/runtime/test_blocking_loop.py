@@ -17,7 +17,7 @@ from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.machine import TorchMachine
 
-from .conftest import generation
+from .conftest import NO_STATE, generation
 
 
 class Nothing:
@@ -31,7 +31,7 @@ def loop_of(session) -> BlockingLoop:
     """Of a worker that has applied step 1."""
     steps, shape = StepMachine(0), Topology(2, 1, 1)
     steps.applied(1)
-    machine = TorchMachine(session, Nothing(), Nothing(), FaultScript((), Seat(0, 0)))
+    machine = TorchMachine(session, Nothing(), Nothing(), FaultScript((), Seat(0, 0)), *NO_STATE)
     worker = Worker(machine, shape, StepStore(Seat(0, 0), 1), steps, Judging())
     return BlockingLoop(
         session, worker, machine, shape, CostModel((1000,), (1000,), (1000,)), Policy(), steps, lambda: None

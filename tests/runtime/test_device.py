@@ -31,7 +31,7 @@ from recycle_plugin.runtime.worker.tiers import AsMade, Host
 from tests.support.late_device import LateDevice
 from tests.support.moved import Inbox, act
 
-from .conftest import generation
+from .conftest import NO_STATE, generation
 
 WAIT_S = 30.0
 DEVICES = {"the host": Cpu, "one whose copies are late": LateDevice}
@@ -376,7 +376,7 @@ def test_what_arrives_is_read_into_room_of_the_devices(pair, late, coordinator, 
 def test_what_is_drawn_for_a_peer_travels_as_it_is_packed(pair, coordinator):
     sender, receiver = pair
     sender._session.adopt(generation(1, [0, 1], addresses={0: sender.address, 1: receiver.address}))
-    machine = TorchMachine(sender._session, sender, Nothing(), FaultScript((), Seat(0, 0)))
+    machine = TorchMachine(sender._session, sender, Nothing(), FaultScript((), Seat(0, 0)), *NO_STATE)
     drawn = act(0)._replace(kind="drawn")
     machine.transfer(drawn, packed((torch.arange(3.0), None)), Seat(1, 0), 0)
     assert unpacked(Inbox(receiver).wait(drawn))[0].tolist() == [0, 1, 2]

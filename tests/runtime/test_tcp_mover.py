@@ -31,7 +31,7 @@ from recycle_plugin.runtime.worker.tiers import Host
 from tests.support.descriptors import none_left
 from tests.support.moved import Inbox, act
 
-from .conftest import generation
+from .conftest import NO_STATE, generation
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_the_coordinator_hears_what_does_not_come(pair, coordinator):
     session = pair[1]._session
     session.wait_timeout_s = 0.05
     operations = Operations(session, Nothing(), None, None, None)
-    machine = TorchMachine(session, pair[1], operations, FaultScript((), Seat(0, 1)))
+    machine = TorchMachine(session, pair[1], operations, FaultScript((), Seat(0, 1)), *NO_STATE)
     with pytest.raises(WaitTimeout, match=r"act of stage 0, micro-batch 0\.0, step 1 from seat 0\.0, once more"):
         next(machine.wait_for(act(0), Seat(0, 0), lambda: None))
     assert Missing(1, 0, str(act(0)), "0.0") in coordinator.hear(Missing)
@@ -219,7 +219,7 @@ def test_who_lets_nobody_in_says_so_when_something_does_not_come_and_when_all_me
     session.adopt(Generation(3, (Member(1, Seat(0, 1), receiver.address, "h"),), 0, "start", 0.0))
     session.wait_timeout_s = 0.05
     machine = TorchMachine(
-        session, receiver, Operations(session, Nothing(), None, None, None), FaultScript((), Seat(0, 1))
+        session, receiver, Operations(session, Nothing(), None, None, None), FaultScript((), Seat(0, 1)), *NO_STATE
     )
     for name in ("CONNECT_S", "DEATH_S"):
         monkeypatch.setattr(tcp, name, 0.2)

@@ -44,7 +44,7 @@ class ControlView:
     adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force,
     ``news`` how commits were said, and ``recorded`` what a newcomer's script was told, for whoever takes them from
     there, ``end`` the job's; ``departed``: the others go on without this worker, since it was to leave; ``newcomer``:
-    it comes back to a job that has started, and is no member yet.
+    it has come back to a job that had started.
     """
 
     def __init__(self, rank: int, incarnation: int = 0) -> None:
@@ -57,7 +57,7 @@ class ControlView:
         self.recorded: list[Recorded] = []
         self.end: End | None = None
         self.departed = False
-        self.newcomer = False  # it comes back to a job that has started, and is no member yet
+        self.newcomer = False  # it has come back to a job that had started
         self.present = False  # a newcomer knows where the job is
         self.read_by_other_end: int | None = None  # of the batches of a newcomer's replica, as far as is known
         self._sources: list[Serving] = []
@@ -79,6 +79,11 @@ class ControlView:
         return named(self.rank) if member is None else str(member)
 
     @property
+    def outside(self) -> bool:
+        """Whether this worker is a newcomer that is no member yet."""
+        return self.newcomer and self.generation is None
+
+    @property
     def is_first(self) -> bool:
         """Whether this worker does what one does for all; before the start the one of rank 0 does."""
         return self.rank == 0 if self.generation is None else self.worker == self.roster.first.worker
@@ -95,7 +100,7 @@ class ControlView:
 
     def take(self, message: object) -> None:
         """Takes in one message of the coordinator's."""
-        if isinstance(message, Generation) and self.newcomer and self.worker not in message.roster.workers:
+        if isinstance(message, Generation) and self.outside and self.worker not in message.roster.workers:
             self.pending = self._next = None  # the others go on, and have not waited for this worker
             return
         if isinstance(message, Generation):
@@ -115,7 +120,7 @@ class ControlView:
                     }
             case Committed():
                 self.committed = max(self.committed, message.step)
-                if not self.newcomer:  # of steps that it has no part in the others tell
+                if not self.outside:  # of steps that it has no part in the others tell
                     self.news.append((self.generation, message))
                 # the others commit steps behind its last one while who leaves may still be at that
                 first = min(message.step, self._leaves_at - 1) if self._leaves_at else message.step
@@ -231,7 +236,7 @@ class ControlView:
 
     def adopt(self, generation: Generation) -> None:
         """Makes ``generation`` the membership in force from now on."""
-        self.generation, self.newcomer = generation, False
+        self.generation = generation
         self.since = self._resume.committed if self._resume is not None else 0
         if self.pending is generation:
             self.pending, self._next = self._next, None

@@ -120,7 +120,7 @@ class Session(ControlView):
     @property
     def is_first(self) -> bool:
         """Whether this worker does what one does for all; a newcomer never before it is a member."""
-        return not (self.newcomer and self.generation is None) and super().is_first
+        return not self.outside and super().is_first
 
     @property
     def own_address(self) -> str:
@@ -203,7 +203,7 @@ class Session(ControlView):
     def _is_without_me(self, generation: Generation) -> bool:
         """It holds at once, and this worker has not left by itself."""
         outside = not generation.from_step and self.worker not in generation.roster.workers
-        return outside and not self.newcomer and not self._closed and not self.has_left(generation)
+        return outside and not self.outside and not self._closed and not self.has_left(generation)
 
     def _coordinator_gone(self) -> None:
         broken = self._control.broken
