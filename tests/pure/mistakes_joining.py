@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recycle_plugin.core.coordinator.course import Course
+from recycle_plugin.core.coordinator import returns
 from recycle_plugin.core.coordinator.joining import Joining
 from recycle_plugin.core.vocabulary.roster import Roster
 from recycle_plugin.core.worker.catching_up import CatchingUp
@@ -135,7 +135,7 @@ def valid_from(monkeypatch) -> None:
 
 @mistake("a newcomer that has gone stays in the generation to come", seen=225)
 def not_called_off(monkeypatch) -> None:
-    monkeypatch.setattr(Course, "_call_off", lambda self, newcomer, now, out: None)
+    monkeypatch.setattr(returns, "_call_off", lambda course, newcomer, now, out: None)
 
 
 @mistake("whoever came back is not heard where its predecessor was not", seen=745)

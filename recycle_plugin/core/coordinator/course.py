@@ -17,21 +17,20 @@
 The facts, and the rules on them alone, are in parts that know nothing of each other: who takes part
 (core/coordinator/attendance.py), what a generation's members say (core/coordinator/regrouping.py), what is known of
 steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who waits at which barrier
-(core/coordinator/barriers.py), who takes
-the seat of a lost one (core/coordinator/vacancies.py).
+(core/coordinator/barriers.py), who takes the seat of a lost one (core/coordinator/vacancies.py), how far those are who
+come back (core/coordinator/joining.py).  What the latter lead to is in core/coordinator/returns.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
+from recycle_plugin.core.coordinator import returns
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.ending import Ending
-from recycle_plugin.core.coordinator.enrolment import unlike
 from recycle_plugin.core.coordinator.failure_detector import Suspicion
-from recycle_plugin.core.coordinator.joining import Joining, Newcomer, Phase
+from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.regrouping import Regrouping, Reports
 from recycle_plugin.core.coordinator.replica_check import Mismatch
@@ -45,19 +44,13 @@ from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import (
     TRY_AGAIN,
     BarrierReached,
-    CatchUp,
-    CaughtUp,
     CheckpointLoaded,
-    End,
     Exited,
     Heartbeat,
     Leaving,
     Left,
-    Ready,
     Resized,
     Resume,
-    Serving,
-    StateHash,
     Stepped,
     SurvivorReport,
     Unguarded,
@@ -83,7 +76,7 @@ class Course:
         self.steps = StepLedger()
         self.ending = Ending()
         self.joining = Joining()
-        self._job: JobSpec | None = None
+        self.job: JobSpec | None = None
         self.vacancies = Vacancies()
         self._barriers = Barriers()
         self._throughput_floor = ThroughputFloor()
@@ -114,7 +107,7 @@ class Course:
         steps.
         """
         self.attendance.begin(roster, job)
-        self._job = job
+        self.job = job
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)
@@ -152,7 +145,7 @@ class Course:
     def report(self, message: SurvivorReport, now: float, out: CoordinatorOutput) -> None:
         """Takes in a survivor's report, and goes on once everybody has reported who still can."""
         self.attendance.failure_detector.ran(message.worker)
-        self._enter(message, out)
+        returns.enter(self, message, out)
         if self.regrouping.add(message):
             self._end_if_stranded(out)
             self._complete(now, out)
@@ -177,7 +170,7 @@ class Course:
     def _go_on(self, reports: Reports, now: float, out: CoordinatorOutput) -> None:
         generation, held = reports.generation, reports.holdings
         if reports.loaded:
-            self._send_away("a checkpoint was loaded", out)
+            returns.send_away(self, "a checkpoint was loaded", out)
             self.steps.rewind(reports.counts[0], out)
             self.attendance.failure_detector.rewind(reports.counts[0])
         committed, norm, rejected = self.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)
@@ -186,15 +179,15 @@ class Course:
         if committed > self.committed:
             self._commit(committed, now, out)
         self.attendance.agreed(generation.roster)
-        self._come_in_force(out)
+        returns.come_in_force(self, out)
         self.attendance.failure_detector.regrouped()
         self.steps.resume(self.roster.workers, committed)
         out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, reports.held_draws, reports.read))
         throughput = self._throughput_floor.throughput(reports.slowest.period_us)
         self._say_resume(reports, committed, throughput, now, out)
         self._end_if_too_slow(throughput, out)
-        self._compare_newcomers(now, out)
-        self._plan_change(now, out)
+        returns.compare(self, now, out)
+        self.plan_change(now, out)
         self._compare_replicas(now, out)
 
     def _say_resume(
@@ -252,9 +245,10 @@ class Course:
         ends.
         """
         for mismatch in self.steps.mismatches(self.roster):
-            self._act_on_mismatch(mismatch, now, out)
+            self.act_on_mismatch(mismatch, now, out)
 
-    def _act_on_mismatch(self, mismatch: Mismatch, now: float, out: CoordinatorOutput) -> None:
+    def act_on_mismatch(self, mismatch: Mismatch, now: float, out: CoordinatorOutput) -> None:
+        """Gives up who differs, or ends the job where nobody knows who is right."""
         if not mismatch.majority:
             self.end(f"{mismatch}. {self.ending.safe_point}", out)
             return
@@ -301,9 +295,9 @@ class Course:
         for worker in news:
             self.vacancies.stay_away(worker.rank, out)
         if news:
-            self._plan_change(now, out)
+            self.plan_change(now, out)
 
-    def _plan_change(self, now: float, out: CoordinatorOutput) -> None:
+    def plan_change(self, now: float, out: CoordinatorOutput) -> None:
         """Announces a generation without those who leave, and with those who come back, for a step that nobody can
         have started.
 
@@ -386,145 +380,13 @@ class Course:
         else:
             self.regroup(f"planned leave of {member.seat}", now, out)
 
-    # --- coming back -----------------------------------------------------------------------------
-
-    def newcomer(self, ready: Ready, out: CoordinatorOutput) -> None:
-        """Takes in that a newcomer's script has come to its first step."""
-        if self.is_ending:
-            out.tell(ready.worker, End(0, "the job is about to end, and nobody can join it any more", failed=False))
-            return
-        assert self._job is not None, "a newcomer comes to a job that has started"
-        if other := unlike(self._job, ready.job):
-            text = f"{ready.member} wants to come back with other settings: {other}; start it with those of the job"
-            out.say("warning", text, rank=ready.member.rank, seat=str(ready.member.seat))
-            out.tell(ready.worker, End(0, text, failed=True))
-            return
-        member = self.joining.add(ready.member).member
-        self.joining.tell(self.steps.recorded, self.committed, out)
-        out.say(
-            "newcomer",
-            f"{member} on {member.host} comes back, as process {member.incarnation} of its rank; its script runs "
-            f"from the top, and the job is at step {self.committed + 1}",
-            seat=str(member.seat),
-            rank=member.rank,
-            incarnation=member.incarnation,
-            step=self.committed + 1,
-        )
-
-    def catch_up(self, message: CatchUp, now: float, out: CoordinatorOutput) -> None:
-        """Takes in that a newcomer asks for the state of its stage, again perhaps, since it has lost all lines."""
-        newcomer = self.joining.get(message.worker)
-        if newcomer is None or newcomer.phase in (Phase.ENTERED, Phase.EQUAL):
-            return
-        before = replace(newcomer)
-        self.joining.catch_up(newcomer, self.roster, self.committed, out)
-        self._call_off(before, now, out)
-
-    def serving(self, message: Serving, out: CoordinatorOutput) -> None:
-        """Takes in that a worker serves a newcomer, which is told."""
-        if self.joining.get(message.newcomer) is not None:
-            out.tell(message.newcomer, message)
-
-    def caught_up(self, message: CaughtUp, now: float, out: CoordinatorOutput) -> None:
-        """Takes in that a newcomer follows, and asks to take part."""
-        newcomer = self.joining.get(message.worker)
-        if newcomer is not None and newcomer.phase is Phase.CATCHING_UP:
-            newcomer.phase = Phase.CAUGHT_UP
-            out.say(
-                "caught_up",
-                f"{newcomer.member} has the state after step {message.step}, and follows",
-                seat=str(newcomer.member.seat),
-                rank=newcomer.member.rank,
-                step=message.step,
-                bytes=message.bytes,
-                followed_bytes=message.followed,
-            )
-            self._plan_change(now, out)
-
-    def state_hash(self, message: StateHash, now: float, out: CoordinatorOutput) -> None:
-        """Takes in the hash of a worker's state that was asked for."""
-        newcomer, member = self.joining.get(message.worker), self.roster.member(message.worker)
-        seated = newcomer.member if newcomer is not None else member
-        if seated is not None:
-            self.joining.add_hash(message, seated.seat.stage)
-            if self._compare_newcomers(now, out):
-                self._plan_change(now, out)
-
-    def _compare_newcomers(self, now: float, out: CoordinatorOutput) -> bool:
-        """Gives up whoever differs from the stage's others, a newcomer first of all; returns whether anything has come
-        of it, so that newcomers may go on.
-        """
-        before = self.joining.comparisons
-        for mismatch in self.joining.mismatches(self.roster):
-            self._act_on_mismatch(mismatch, now, out)
-        return self.joining.comparisons < before
-
-    def _enter(self, message: SurvivorReport, out: CoordinatorOutput) -> None:
-        """Notes that a newcomer reports for a generation, and so has entered it; from now on it is waited for.
-
-        Where it was called off when it did so, it may go on in a membership that is no more: it has to end.
-        """
-        newcomer = self.joining.get(message.worker)
-        if newcomer is None:
-            return
-        if self.joining.has_entered(message.worker):
-            self.vacancies.entered(message.worker)
-            self.attendance.failure_detector.observe(message.worker)
-        elif newcomer.phase is Phase.CAUGHT_UP:
-            why = "it has come too late into a membership that the others have left"
-            self.attendance.fence(message.worker, why, out)
-
-    def _come_in_force(self, out: CoordinatorOutput) -> None:
-        for newcomer in self.joining.in_force(self.roster, self.attendance.failure_detector.clock):
-            member = newcomer.member
-            self.vacancies.admitted(member.worker)
-            out.say(
-                "rejoined",
-                f"{member} takes part again from step {self.committed + 1} on",
-                seat=str(member.seat),
-                rank=member.rank,
-                incarnation=member.incarnation,
-                step=self.committed + 1,
-            )
-
-    def _call_off_late(self, now: float, out: CoordinatorOutput) -> None:
-        """Goes on without newcomers that should have entered by now; they follow on, and are announced again."""
-        failure_detector = self.attendance.failure_detector
-        late = self.joining.late(failure_detector.clock, failure_detector.instruction_s)
-        if late and not self.halted:
-            self.regroup(f"{', '.join(str(each.member.seat) for each in late)} not back in time", now, out)
-
-    def newcomer_died(self, message: Exited, now: float, out: CoordinatorOutput) -> None:
-        """Takes in that a process which is no member has ended.  Nobody has waited for it."""
-        newcomer = self.joining.forget(message.worker)
-        self.vacancies.died(message, self.is_ending, now, out)
-        if newcomer is not None:
-            self._call_off(newcomer, now, out)
-
-    def _call_off(self, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
-        """Takes a newcomer that can't enter out of a generation to come: by another one to come, or where its step may
-        have come, by one that holds at once.
-        """
-        if newcomer.phase is not Phase.ANNOUNCED or self.ending.failed:
-            return
-        cause = f"{newcomer.member.seat} not back yet"
-        if newcomer.in_force_at is None and not self.regrouping.has_come(self.committed):
-            self.regroup(cause, now, out, from_step=unstarted(self.committed))
-        elif not self.halted:
-            self._go_on_without(cause, now, out)
-
-    def _send_away(self, why: str, out: CoordinatorOutput) -> None:
-        """Ends all newcomers: there is nothing left that they could take part in, or another state."""
-        for newcomer in self.joining:
-            out.tell(newcomer.member.worker, End(0, f"{why}, and this worker was coming back", failed=False))
-
     # --- dying -----------------------------------------------------------------------------------
 
     def died(self, message: Exited, now: float, out: CoordinatorOutput) -> None:
         """Takes in that a supervisor has seen its worker's process end."""
         how = self.attendance.died(message, out)
         if message.worker in self.attendance.lost and self.attendance.outnumbered and not self.ending.failed:
-            self._go_on_without(f"death of rank {message.rank}", now, out)
+            self.go_on_without(f"death of rank {message.rank}", now, out)
         self.lose(message.worker, Cause.DIED, how, now, message.at, out, by_itself=message.code >= 0)
         if message.worker in self.attendance.lost and self.attendance.started:
             self.vacancies.lost(message, how, self.is_ending, now, out)
@@ -555,7 +417,7 @@ class Course:
             if not self.ending.failed:
                 self._act_on(worker, suspicion, now, out)
         self._see_standstill(now, out)
-        self._call_off_late(now, out)
+        returns.call_off_late(self, now, out)
         if cut_off := self.attendance.cut_off():
             self._give_up_going_on(f"{cut_off}. {self.ending.safe_point}", out)
         self.vacancies.tick(self.attendance.unreachable, self.is_ending, now, out)
@@ -657,10 +519,10 @@ class Course:
         elif empty := self._empty_stage():
             self._give_up_going_on(empty, out, self._crash)
         else:
-            self._go_on_without(f"loss of {member.seat}", now, out)
+            self.go_on_without(f"loss of {member.seat}", now, out)
         self._finish_if_empty(out)
 
-    def _go_on_without(self, cause: str, now: float, out: CoordinatorOutput) -> None:
+    def go_on_without(self, cause: str, now: float, out: CoordinatorOutput) -> None:
         """Goes on if those left are enough, which the news of a death that is known can make them."""
         if self.attendance.enough():
             self.ending.stranded = ""
@@ -737,6 +599,6 @@ class Course:
     def _finish_if_empty(self, out: CoordinatorOutput) -> None:
         if not len(self.roster) and self.attendance.started and not self.ending.failed:
             self.steps.sum_up(out)
-            self._send_away("the job is over", out)
+            returns.send_away(self, "the job is over", out)
             self.ending.finish(self.committed, self.attendance.crash_after(self.committed), out)
             self.vacancies.close(out)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from math import isfinite
 
-from recycle_plugin.core.coordinator import operating
+from recycle_plugin.core.coordinator import operating, returns
 from recycle_plugin.core.coordinator.complaints import Complaints
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.enrolment import Enrolment, weak_points
@@ -133,9 +133,9 @@ class Membership:
             case Ready():
                 self._enrol(message, now, out)
             case Serving():
-                self.course.serving(message, out)
+                returns.serving(self.course, message, out)
             case StateHash():
-                self.course.state_hash(message, now, out)
+                returns.state_hash(self.course, message, now, out)
             case SurvivorReport():
                 self.course.report(message, now, out)
             case Stepped():
@@ -263,11 +263,11 @@ class Membership:
         who = self.course.attendance.named(message.rank)
         match message:
             case Exited():
-                self.course.newcomer_died(message, now, out)
+                returns.died(self.course, message, now, out)
             case CatchUp():
-                self.course.catch_up(message, now, out)
+                returns.catch_up(self.course, message, now, out)
             case CaughtUp():
-                self.course.caught_up(message, now, out)
+                returns.caught_up(self.course, message, now, out)
             case SurvivorReport():
                 self.course.report(message, now, out)
             case Unguarded():
@@ -290,7 +290,7 @@ class Membership:
 
     def _enrol(self, ready: Ready, now: float, out: CoordinatorOutput) -> None:
         if self.course.vacancies.is_newcomer(ready.worker):
-            self.course.newcomer(ready, out)
+            returns.begin(self.course, ready, out)
             return
         if self.started or self._enrolment.is_stranger(ready.worker):
             self._turn_away(ready.worker, ready.member.host, out)

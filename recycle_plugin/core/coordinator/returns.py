@@ -1,0 +1,171 @@
+"""The course of those who come back: what their messages, and their deaths, lead to for the job.
+
+How far each of them has come core/coordinator/joining.py knows, and whose seat is free core/coordinator/vacancies.py.
+Nobody waits for a newcomer before it has entered a generation; from then on it is a member, and lost as one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from recycle_plugin.core.coordinator.enrolment import unlike
+from recycle_plugin.core.coordinator.joining import Newcomer, Phase
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.messages.protocol import (
+    CatchUp,
+    CaughtUp,
+    End,
+    Exited,
+    Ready,
+    Serving,
+    StateHash,
+    SurvivorReport,
+)
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
+
+if TYPE_CHECKING:
+    from recycle_plugin.core.coordinator.course import Course
+
+
+def begin(course: Course, ready: Ready, out: CoordinatorOutput) -> None:
+    """Takes in that a newcomer's script has come to its first step."""
+    if course.is_ending:
+        out.tell(ready.worker, End(0, "the job is about to end, and nobody can join it any more", failed=False))
+        return
+    assert course.job is not None, "a newcomer comes to a job that has started"
+    if other := unlike(course.job, ready.job):
+        text = f"{ready.member} wants to come back with other settings: {other}; start it with those of the job"
+        out.say("warning", text, rank=ready.member.rank, seat=str(ready.member.seat))
+        out.tell(ready.worker, End(0, text, failed=True))
+        return
+    member = course.joining.add(ready.member).member
+    course.joining.tell(course.steps.recorded, course.committed, out)
+    out.say(
+        "newcomer",
+        f"{member} on {member.host} comes back, as process {member.incarnation} of its rank; its script runs "
+        f"from the top, and the job is at step {course.committed + 1}",
+        seat=str(member.seat),
+        rank=member.rank,
+        incarnation=member.incarnation,
+        step=course.committed + 1,
+    )
+
+
+def catch_up(course: Course, message: CatchUp, now: float, out: CoordinatorOutput) -> None:
+    """Takes in that a newcomer asks for the state of its stage, again perhaps, since it has lost all lines."""
+    newcomer = course.joining.get(message.worker)
+    if newcomer is None or newcomer.phase in (Phase.ENTERED, Phase.EQUAL):
+        return
+    before = replace(newcomer)
+    course.joining.catch_up(newcomer, course.roster, course.committed, out)
+    _call_off(course, before, now, out)
+
+
+def serving(course: Course, message: Serving, out: CoordinatorOutput) -> None:
+    """Takes in that a worker serves a newcomer, which is told."""
+    if course.joining.get(message.newcomer) is not None:
+        out.tell(message.newcomer, message)
+
+
+def caught_up(course: Course, message: CaughtUp, now: float, out: CoordinatorOutput) -> None:
+    """Takes in that a newcomer follows, and asks to take part."""
+    newcomer = course.joining.get(message.worker)
+    if newcomer is not None and newcomer.phase is Phase.CATCHING_UP:
+        newcomer.phase = Phase.CAUGHT_UP
+        out.say(
+            "caught_up",
+            f"{newcomer.member} has the state after step {message.step}, and follows",
+            seat=str(newcomer.member.seat),
+            rank=newcomer.member.rank,
+            step=message.step,
+            bytes=message.bytes,
+            followed_bytes=message.followed,
+        )
+        course.plan_change(now, out)
+
+
+def state_hash(course: Course, message: StateHash, now: float, out: CoordinatorOutput) -> None:
+    """Takes in the hash of a worker's state that was asked for."""
+    newcomer, member = course.joining.get(message.worker), course.roster.member(message.worker)
+    seated = newcomer.member if newcomer is not None else member
+    if seated is not None:
+        course.joining.add_hash(message, seated.seat.stage)
+        if compare(course, now, out):
+            course.plan_change(now, out)
+
+
+def compare(course: Course, now: float, out: CoordinatorOutput) -> bool:
+    """Gives up whoever differs from the stage's others, a newcomer first of all; returns whether anything has come
+    of it, so that newcomers may go on.
+    """
+    before = course.joining.comparisons
+    for mismatch in course.joining.mismatches(course.roster):
+        course.act_on_mismatch(mismatch, now, out)
+    return course.joining.comparisons < before
+
+
+def enter(course: Course, message: SurvivorReport, out: CoordinatorOutput) -> None:
+    """Notes that a newcomer reports for a generation, and so has entered it; from now on it is waited for.
+
+    Where it was called off when it did so, it may go on in a membership that is no more: it has to end.
+    """
+    newcomer = course.joining.get(message.worker)
+    if newcomer is None:
+        return
+    if course.joining.has_entered(message.worker):
+        course.vacancies.entered(message.worker)
+        course.attendance.failure_detector.observe(message.worker)
+    elif newcomer.phase is Phase.CAUGHT_UP:
+        why = "it has come too late into a membership that the others have left"
+        course.attendance.fence(message.worker, why, out)
+
+
+def come_in_force(course: Course, out: CoordinatorOutput) -> None:
+    """Says of whom a generation that has come about makes members like all."""
+    for newcomer in course.joining.in_force(course.roster, course.attendance.failure_detector.clock):
+        member = newcomer.member
+        course.vacancies.admitted(member.worker)
+        out.say(
+            "rejoined",
+            f"{member} takes part again from step {course.committed + 1} on",
+            seat=str(member.seat),
+            rank=member.rank,
+            incarnation=member.incarnation,
+            step=course.committed + 1,
+        )
+
+
+def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
+    """Goes on without newcomers that should have entered by now; they follow on, and are announced again."""
+    failure_detector = course.attendance.failure_detector
+    late = course.joining.late(failure_detector.clock, failure_detector.instruction_s)
+    if late and not course.halted:
+        course.regroup(f"{', '.join(str(each.member.seat) for each in late)} not back in time", now, out)
+
+
+def died(course: Course, message: Exited, now: float, out: CoordinatorOutput) -> None:
+    """Takes in that a process which is no member has ended.  Nobody has waited for it."""
+    newcomer = course.joining.forget(message.worker)
+    course.vacancies.died(message, course.is_ending, now, out)
+    if newcomer is not None:
+        _call_off(course, newcomer, now, out)
+
+
+def _call_off(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
+    """Takes a newcomer that can't enter out of a generation to come: by another one to come, or where its step may
+    have come, by one that holds at once.
+    """
+    if newcomer.phase is not Phase.ANNOUNCED or course.ending.failed:
+        return
+    cause = f"{newcomer.member.seat} not back yet"
+    if newcomer.in_force_at is None and not course.regrouping.has_come(course.committed):
+        course.regroup(cause, now, out, from_step=unstarted(course.committed))
+    elif not course.halted:
+        course.go_on_without(cause, now, out)
+
+
+def send_away(course: Course, why: str, out: CoordinatorOutput) -> None:
+    """Ends all newcomers: there is nothing left that they could take part in, or another state."""
+    for newcomer in course.joining:
+        out.tell(newcomer.member.worker, End(0, f"{why}, and this worker was coming back", failed=False))
