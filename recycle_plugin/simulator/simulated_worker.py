@@ -15,7 +15,7 @@ from recycle_plugin.core.coordinator.step_validation import over
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS, awaited
 from recycle_plugin.core.messages.contributions import NORM
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import Missing, OfWorker, Ready, StateHash
+from recycle_plugin.core.messages.protocol import Generation, Missing, OfWorker, Ready, StateHash
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -415,11 +415,12 @@ class SharedPlanner:
         self._costs, self._policy = costs, policy
         self._plans: dict[tuple[frozenset[Seat], Slowness], Plan] = {}
 
-    def plan(self, view: ClusterView, slowness: Slowness) -> Plan:
-        """The plan for the live seats of ``view``, with the ``slowness`` that was measured.  Raises PlanError."""
-        if (view.live, slowness) not in self._plans:
-            self._plans[view.live, slowness] = planner.plan(view, self._costs.slowed(slowness), self._policy)
-        return self._plans[view.live, slowness]
+    def plan(self, view: ClusterView, generation: Generation) -> Plan:
+        """The plan for the live seats of ``view``, with the slowness that ``generation`` names.  Raises PlanError."""
+        case = view.live, generation.slowness
+        if case not in self._plans:
+            self._plans[case] = planner.plan(view, self._costs.slowed(generation.slowness), self._policy)
+        return self._plans[case]
 
     def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
         """The program of ``seat`` in ``plan`` for ``step``."""

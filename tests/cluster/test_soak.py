@@ -1,6 +1,7 @@
 """Jobs that lose every worker that they can lose, one after the other: survivors gather neither descriptors nor
-threads, sockets or memory, and nothing is left running (the fixture ``launch`` looks).  ``--soak MINUTES`` repeats it
-with other orders of deaths.
+threads, sockets or memory, and nothing is left running (the fixture ``launch`` looks).  Nobody comes back here: the
+jobs of tests/cluster/test_rejoin.py are measured while all do.  ``--soak MINUTES`` repeats it with other orders of
+deaths.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def test_survivors_gather_nothing(starts, vehicle, tmp_path, minutes):
 def lose_all(launch, shape: Shape, random: Random, folder: Path) -> None:
     doomed = deaths(shape, random)
     holds = [held(folder, EACH * number, str(number)) for number in range(1, len(doomed) + 2)]
-    run = launch(f"steps={EACH * (len(doomed) + 1)}", shape=shape, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(holds))
+    settings = f"steps={EACH * (len(doomed) + 1)}", "recycle.rejoin=never"
+    run = launch(*settings, shape=shape, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(holds))
     after_step(run, SETTLED)
     (start,) = [event for event in run.events() if event["event"] == "start"]
     pids = {seat: run.pids()[rank] for seat, rank in start["seats"].items()}

@@ -5,7 +5,8 @@ for a file ``go`` there, if it ``waits``; ``out``: a folder for what each rank s
 or ""; ``config``: what is otherwise in DeepSpeed's; ``tied``: whether first and last layer share a weight; ``steps``,
 ``epochs``: how many; ``held``: the step before which members wait for a file ``go``, or 0; ``drawn``: what rank 0
 draws, 0 for chance; the process that comes back draws something else; ``source``: data comes by its address, whatever
-the iterator.
+the iterator; ``dies_giving``: the rank whose first process is killed when it is to hand over what is its
+script's, or -1.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -105,7 +107,12 @@ def epochs() -> None:
         seen["joined"] = [step, sorted(state), trained.behind]
         averages.update(state)
 
-    trained.on_join(joined, lambda: averages)
+    def given() -> dict[str, torch.Tensor]:
+        if job["dies_giving"] == RANK and not INCARNATION:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return averages
+
+    trained.on_join(joined, given)
     if job["source"]:
         trained.set_data_source(lambda step, replica, micro_batch: tuple(next(batches(step))))
     seen["names"] = sorted(averages)

@@ -170,7 +170,7 @@ class Course:
     def _go_on(self, reports: Reports, now: float, out: CoordinatorOutput) -> None:
         generation, held = reports.generation, reports.holdings
         if reports.loaded:
-            returns.send_away(self, "a checkpoint was loaded", out)
+            returns.loaded(self, out)
             self.steps.rewind(reports.counts[0], out)
             self.attendance.failure_detector.rewind(reports.counts[0])
         committed, norm, rejected = self.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)

@@ -216,6 +216,13 @@ class Joining:
             else:
                 yield Mismatch(step, (each.member,), majority=True)
 
+    def loaded(self) -> None:
+        """Takes in that the states which were to be compared are no more: all members have loaded the same one."""
+        self._asked.clear()
+        self._hashes.clear()
+        for each in self:
+            each.phase = Phase.EQUAL
+
     def _doubt_no_more(self, stage: int, step: int) -> None:
         self._asked.pop((stage, step), None)
         self._hashes.pop((stage, step), None)

@@ -165,7 +165,17 @@ def _call_off(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOu
         course.go_on_without(cause, now, out)
 
 
+def loaded(course: Course, out: CoordinatorOutput) -> None:
+    """Takes in that all members go on from a checkpoint.  Who has entered is one of them and has loaded it too, so that
+    it is the others' equal (their states' fingerprints are compared at that); the others can't come to that state.
+    """
+    send_away(course, "a checkpoint was loaded", out)
+    course.joining.loaded()
+
+
 def send_away(course: Course, why: str, out: CoordinatorOutput) -> None:
-    """Ends all newcomers: there is nothing left that they could take part in, or another state."""
+    """Ends all newcomers that are no members: there is nothing left that they could take part in, or another state."""
     for newcomer in course.joining:
-        out.tell(newcomer.member.worker, End(0, f"{why}, and this worker was coming back", failed=False))
+        if newcomer.member.worker not in course.roster.workers:
+            course.joining.forget(newcomer.member.worker)
+            out.tell(newcomer.member.worker, End(0, f"{why}, and this worker was coming back", failed=False))

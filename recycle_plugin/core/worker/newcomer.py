@@ -92,11 +92,16 @@ class Newcomer:
         return self._view.generation is generation
 
     def _followed(self, step: int) -> bool | Generation | None:
-        """True once ``step`` is followed; the generation that is to be entered before it; None before that."""
+        """True once ``step`` is followed; the generation that is to be entered before it; before that False where it
+        has come closer, and None where nothing has come.
+
+        So the deadline of a wait is one for the next piece, and not for all of a state, which may be large and the
+        rate low.
+        """
         for serving in self._view.take_sources():
             self._catching_up.add_source(serving.worker, self._open(serving))
         had = not self._catching_up.deserted
-        self._catching_up.pump()
+        closer = self._catching_up.pump()
         if had and self._catching_up.deserted:  # lines may break between two that live
             self._said = False
             self._port.send(CatchUp(self._view.rank))
@@ -105,7 +110,7 @@ class Newcomer:
             raise JobEnded(end.reason, end.failed, end.code)
         if not self._catching_up.whole:
             self._tell_progress()
-            return None
+            return False if closer else None
         if clock is not None and clock >= step:
             return True
         if planned is not None and (not planned.from_step or clock == planned.from_step - 1 == step - 1):
@@ -115,7 +120,7 @@ class Newcomer:
             self._skip(self._view.read_by_other_end or 0)
             taken, followed = self._catching_up.taken, self._catching_up.followed
             self._port.send(CaughtUp(self._view.rank, clock or 0, taken, followed))
-        return None
+        return False if closer else None
 
     def _tell_progress(self) -> None:
         """Says how far it has come, every so often."""

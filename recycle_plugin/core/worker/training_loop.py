@@ -117,8 +117,8 @@ class StepRunner(Protocol):
 class Planner(Protocol):
     """The planner as the training loop needs it; the same arguments give the same result on every worker."""
 
-    def plan(self, view: ClusterView, slowness: Slowness) -> Plan:
-        """The plan for the live seats of ``view``, with the ``slowness`` (seats and percent) that was measured."""
+    def plan(self, view: ClusterView, generation: Generation) -> Plan:
+        """The plan for the live seats of ``view``, with the slowness that ``generation``, which is entered, names."""
 
     def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
         """The program of ``seat`` in ``plan`` for ``step``, with its sends, receives and loads."""
@@ -436,5 +436,5 @@ class TrainingLoop:
     def _plan_for(self, generation: Generation) -> Plan:
         case = generation.roster.working, generation.slowness
         if case not in self._plans:
-            self._plans[case] = self._planner.plan(ClusterView(self._topology, case[0]), generation.slowness)
+            self._plans[case] = self._planner.plan(ClusterView(self._topology, case[0]), generation)
         return self._plans[case]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from recycle_plugin import planner
-from recycle_plugin.core.messages.protocol import BarrierPassed
+from recycle_plugin.core.messages.protocol import BarrierPassed, Generation
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -156,20 +156,18 @@ class _Planner:
     def full_us(self, topology: Topology) -> int:
         return planner.plan(topology.full(), self._costs, self._policy).period_us
 
-    def plan(self, view: ClusterView, slowness: core.Slowness) -> Plan:
-        """The plan for ``view``; ``slowness`` is what has been measured, beside what was known before.
+    def plan(self, view: ClusterView, generation: Generation) -> Plan:
+        """The plan for ``view``, at the slowness that ``generation`` names beside what was known before.
 
-        Also begins to plan for what may come next; members are those of the generation that is being entered.
+        Also begins to plan for what may come next to its members.  Meanwhile it may have been called off.
         """
-        costs = self._costs.slowed(slowness)
+        costs = self._costs.slowed(generation.slowness)
         if costs != self._prefetcher.costs:
             self._prefetcher.stop()
             self._prefetcher = PlanPrefetcher(costs, self._policy)
         planned = self._prefetcher.plan(view)
-        entered = self._session.pending or self._session.generation
-        assert entered is not None, "a plan is made for a membership"
-        self._prefetcher.prepare(view, entered.roster)
-        if self._throughput is not None and self._session.worker == entered.roster.first.worker:
+        self._prefetcher.prepare(view, generation.roster)
+        if self._throughput is not None and self._session.worker == generation.roster.first.worker:
             self._throughput.say(view, costs)
         return planned
 

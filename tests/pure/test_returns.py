@@ -1,0 +1,181 @@
+"""What becomes of those who come back, and what a newcomer waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.messages.protocol import (
+    CatchUp,
+    CaughtUp,
+    CheckpointLoaded,
+    End,
+    Exited,
+    Generation,
+    Ready,
+    Recorded,
+    Serving,
+    StateHash,
+    SurvivorReport,
+)
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Unit
+from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.newcomer import Newcomer
+from tests.support.membership import agree, job, member, said, started, step
+
+STAYING, BACK = (0, 1, 3), WorkerId(2, 1)
+ENOUGH_POLLS = 3  # until a wait is over its deadline
+
+
+def following() -> Membership:
+    """2 x 2, whose rank 2 was lost, and follows."""
+    membership = started(rejoin="always")
+    for rank in range(4):
+        membership.identify(WorkerId(rank))
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    agree(membership, 1, dict.fromkeys(STAYING, 0))
+    membership.identify(BACK)
+    membership.greet(BACK, "h")
+    membership.receive(Ready(replace(member(2), incarnation=1), 0, job(rejoin="always")), 0.0)
+    membership.receive(CatchUp(2, incarnation=1), 0.0)
+    step(membership, 1, 1, list(STAYING))
+    step(membership, 1, 2, list(STAYING))
+    membership.receive(StateHash(3, unstarted(0), "alike"), 0.0)
+    return membership
+
+
+def entered() -> Membership:
+    """It has entered the generation that holds from the fifth step."""
+    membership = following()
+    out = membership.receive(CaughtUp(2, 2, 9, 0, incarnation=1), 0.0)
+    (generation,) = said(out, Generation)
+    assert generation.from_step == 5 and generation.roster.holding(Seat(0, 1)).joining
+    step(membership, 1, 3, list(STAYING))
+    step(membership, 1, 4, list(STAYING))
+    membership.receive(SurvivorReport(2, 2, 4, "plan", {}, incarnation=1), 0.0)
+    agree(membership, 2, dict.fromkeys(STAYING, 4))
+    assert BACK in membership.roster.workers
+    return membership
+
+
+def load_checkpoint(membership: Membership, generation: int, members: Iterable[WorkerId], number: int) -> list[object]:
+    """All members load the checkpoint of step ``number``; what is said at that."""
+    found = []
+    for sent in (
+        lambda one: CheckpointLoaded(one.rank, generation, incarnation=one.incarnation),
+        lambda one: SurvivorReport(
+            one.rank, generation + 1, number, "plan", {}, loaded=True, incarnation=one.incarnation
+        ),
+    ):
+        for one in members:
+            found += membership.receive(sent(one), 0.0).messages
+    return found
+
+
+def test_who_follows_a_state_that_is_no_more_ends():
+    membership = following()
+    told = load_checkpoint(membership, 1, [WorkerId(rank) for rank in STAYING], 9)
+    (end,) = [message for whom, message in told if isinstance(message, End)]
+    assert "a checkpoint was loaded" in end.reason and not end.failed
+    assert not membership.course.joining and membership.ended is None
+
+
+def test_who_has_entered_loads_the_checkpoint_with_the_others_and_is_their_equal():
+    membership = entered()
+    members = [*map(WorkerId, STAYING), BACK]
+    told = load_checkpoint(membership, 2, members, 9)
+    assert not [message for _, message in told if isinstance(message, End)]
+    (work,) = [message for _, message in told if isinstance(message, Generation) and message.from_step]
+    assert not work.roster.holding(Seat(0, 1)).joining
+    membership.receive(StateHash(3, 4, "of a state that is no more"), 0.0)
+    assert not membership.course.joining.comparisons and membership.ended is None
+
+
+# --- a newcomer's waits ---------------------------------------------------------------------------------
+
+
+class Trickle:
+    """A line from which a piece comes every other time that anybody looks."""
+
+    broken = False
+
+    def __init__(self, units: int) -> None:
+        names = [str(number) for number in range(units)]
+        self._looked = 0
+        self._items: list[Item] = [Marker(4, begins=True), Head(4, None, dict.fromkeys(names, 1))]
+        self._items += [Unit(4, name, 0.0) for name in names]
+
+    def ask(self, asked: Asked) -> None:
+        pass
+
+    def items(self) -> Iterable[Item]:
+        self._looked += 1
+        return [self._items.pop(0)] if self._items and self._looked % 2 else []
+
+
+class Filled:
+    """A state that notes which units were written."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+
+    def begin(self, step: int, head: Any) -> None:
+        pass
+
+    def write(self, name: str, value: Any) -> None:
+        self.written.append(name)
+
+
+class HasCaughtUp(Exception):
+    """It has said so."""
+
+
+class Port:
+    """A newcomer's, whose waits end after a few looks, as by a deadline."""
+
+    def __init__(self) -> None:
+        self.control_view = ControlView(2, 1)
+        self.control_view.take(Recorded(1, (0.5,) * 4, 0, (), 4))
+        self.control_view.take(Serving(3, BACK, "there"))
+
+    def wait(self, what: str, ready: Callable[[], Any], interruptible: bool = True) -> Iterator[Any]:
+        yield from ()
+        for _ in range(ENOUGH_POLLS):
+            if (value := ready()) is not None:
+                return value
+        raise TimeoutError(what)
+
+    def send(self, message: object) -> None:
+        if isinstance(message, CaughtUp):
+            raise HasCaughtUp
+
+    def clock(self) -> float:
+        return 0.0
+
+
+class Loop:
+    """Of a worker that does not get so far as to run it."""
+
+    seat = Seat(0, 1)
+
+
+def test_a_deadline_is_for_the_next_piece_of_a_state_and_not_for_all_of_it():
+    filled, line = Filled(), Trickle(units=100 * ENOUGH_POLLS)
+    newcomer = Newcomer(Port(), Loop(), filled, lambda serving: line)
+    with pytest.raises(HasCaughtUp):
+        list(newcomer.train(5))
+    assert len(filled.written) == 100 * ENOUGH_POLLS
+
+
+def test_a_line_from_which_nothing_comes_is_waited_for_until_the_deadline():
+    line = Trickle(units=5)
+    line.items = list
+    with pytest.raises(TimeoutError, match="the state of stage 1 from its peers, for step 5"):
+        list(Newcomer(Port(), Loop(), Filled(), lambda serving: line).train(5))
