@@ -178,7 +178,7 @@ def attempt(change: Callable[[], None], units: Units, all_of_them: bool, out: Re
     from recycle_plugin.simulator import campaign
 
     out.begin("every instant")
-    for outcome in campaign.every_instant(EVERY).violations[:1]:
+    for outcome in campaign.every_instant(campaign.LOSS, EVERY).violations[:1]:
         out.tell("instant", outcome.name)
 
 

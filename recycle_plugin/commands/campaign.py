@@ -34,11 +34,16 @@ def add(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="4 stages x 3 replicas, 6 micro-batches: kill each worker before and after each instruction",
     )
-    what.add_argument("--kill", metavar="FAULT", help="one of those of --every-instant, with its story")
-    parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default 0)")
-    parser.add_argument(
-        "--stride", type=int, default=1, metavar="N", help="every N-th instant of --every-instant (default 1)"
+    what.add_argument(
+        "--every-return",
+        action="store_true",
+        help="2 stages x 3 replicas, 4 micro-batches: the same in all steps in which another worker comes back",
     )
+    parser.add_argument(
+        "--kill", metavar="FAULT", help="only this one of --every-instant or --every-return, with its story"
+    )
+    parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default 0)")
+    parser.add_argument("--stride", type=int, default=1, metavar="N", help="every N-th of these instants (default 1)")
     parser.add_argument(
         "--jobs",
         type=int,
@@ -72,10 +77,11 @@ def run(found: argparse.Namespace) -> int:
     planner.warm()
     if found.seed is not None:
         return _story(campaign.run(f"--seed {found.seed}", seeded.scenario(found.seed)))
+    instants = campaign.RETURN if found.every_return else campaign.LOSS
     if found.kill is not None:
-        return _story(campaign.run(f"--kill '{found.kill}'", campaign.one_instant(found.kill)))
-    if found.every_instant:
-        report = campaign.every_instant(found.stride, found.jobs)
+        return _story(instants.run(found.kill))
+    if found.every_instant or found.every_return:
+        report = campaign.every_instant(instants, found.stride, found.jobs)
     else:
         report = campaign.campaign(range(found.first, found.first + found.seeds), found.jobs)
     if found.json:

@@ -3,7 +3,8 @@ and recovery plans.
 
 ``simulator.seeded`` draws a job and its troubles from a seed, ``simulator.cluster`` runs it, ``simulator.checkers``
 says what was wrong.  While anything may happen, safety is checked; once nothing new goes wrong, progress is demanded.
-:func:`every_instant` kills every worker of one job before and after each of its instructions.
+:func:`every_instant` kills every worker of one job before and after each of its instructions: of a step (``LOSS``), or
+of all steps in which another worker comes back (``RETURN``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.planner import lowered, plan
 from recycle_plugin.simulator.checkers import Watcher
 from recycle_plugin.simulator.cluster import Cluster, redone_share
 from recycle_plugin.simulator.exercised import ProtocolRule
@@ -151,34 +151,64 @@ def run_seed(seed: int) -> ScenarioOutcome:
     return run(f"--seed {seed}", scenario(seed))
 
 
-EVERY = Topology(3, 4, 6)  # of every_instant
-EVERY_COSTS = CostModel.uniform(EVERY.stages, 5_000, 5_000, 5_000, 500, 3_000, 2_000)
-EVERY_POLICY = Policy(activation_cap=2 * EVERY.stages)
-EVERY_STEP = 2  # of three
+@dataclass(frozen=True)
+class Instants:
+    """A job, and the steps in which each worker is killed around each of its instructions, one at a time."""
+
+    option: str  # with which ``recycle campaign`` runs one of them again
+    job: Scenario
+    steps: range
+
+    def moments(self) -> list[str]:
+        """The kills before and after each instruction that is run in these steps where nobody else is killed, sends and
+        receives, REDUCE and STEP included; and where somebody comes back, at each point of the regroupings for that.
+        """
+        back = {fault.seat for fault in self.job.faults}
+        who = {seat: f"{seat}#1" if seat in back else str(seat) for seat in sorted(self.job.shape.seats)}
+        ran = dict.fromkeys(
+            (who[span.seat], span.instruction)
+            for span in run(self.option, self.job).spans
+            if span.instruction.step in self.steps
+        )
+        around = [
+            f"kill {process} {when} {instruction}" for process, instruction in ran for when in ("before", "after")
+        ]
+        return around + [
+            f"kill {process} at recovery.{point}:{number}"
+            for process in who.values()
+            for point in ("start", "report", "resume")
+            for number in range(1, REGROUPINGS + 1)
+            if back
+        ]
+
+    def run(self, fault: str) -> ScenarioOutcome:
+        """Runs the job with ``fault``, a kill in its text form."""
+        return run(f"{self.option} --kill '{fault}'", self.one(fault))
+
+    def one(self, fault: str) -> Scenario:
+        """The scenario of the job with ``fault``, a kill in its text form."""
+        return replace(self.job, faults=(*self.job.faults, Fault.parse(fault)), torn=sum(map(ord, fault)))
 
 
-def every_instant(every: int = 1, jobs: int = 1) -> CampaignReport:
-    """Kills each seat before and after each (or each ``every``-th) of its instructions, REDUCE and STEP included, one
-    at a time; ``jobs`` processes share the work.
+def _job(shape: Topology, steps: int, faults: tuple[str, ...] = (), **more: Any) -> Scenario:
+    costs = CostModel.uniform(shape.stages, 5_000, 5_000, 5_000, 500, 3_000, 2_000)
+    policy = Policy(activation_cap=2 * shape.stages)
+    return Scenario(shape, costs, policy, steps, faults=tuple(map(Fault.parse, faults)), **more)
+
+
+LOSS = Instants("--every-instant", _job(Topology(3, 4, 6), 3), range(2, 3))
+REGROUPINGS = 4  # of a start, a loss, and a return
+# from the newcomer's first word to the first step in which it has work again, a test checks that
+RETURN = Instants(
+    "--every-return", _job(Topology(3, 2, 4), 24, ("kill 2.1 before 1F2.0@2",), rejoin="always"), range(11, 20)
+)
+
+
+def every_instant(instants: Instants, every: int = 1, jobs: int = 1) -> CampaignReport:
+    """Kills each seat before and after each (or each ``every``-th) of its instructions, one at a time; ``jobs``
+    processes share the work.
     """
-    planned = plan(EVERY.full(), EVERY_COSTS, EVERY_POLICY)
-    moments = [
-        f"kill {seat} {when} {one}"
-        for seat in EVERY.seats
-        for one in lowered(planned, seat, EVERY_STEP)
-        for when in ("before", "after")
-    ]
-    return _report(run_instant, moments[::every], jobs)
-
-
-def run_instant(fault: str) -> ScenarioOutcome:
-    """Runs the job of :func:`every_instant` with ``fault``, a kill in its text form."""
-    return run(f"--kill '{fault}'", one_instant(fault))
-
-
-def one_instant(fault: str) -> Scenario:
-    """The scenario of :func:`every_instant` with ``fault``, a kill in its text form."""
-    return Scenario(EVERY, EVERY_COSTS, EVERY_POLICY, EVERY_STEP + 1, (), (Fault.parse(fault),), sum(map(ord, fault)))
+    return _report(instants.run, instants.moments()[::every], jobs)
 
 
 def _report(run_one: Callable[[Any], ScenarioOutcome], cases: Iterable[Any], jobs: int) -> CampaignReport:

@@ -69,11 +69,29 @@ def test_every_worker_killed_around_its_instructions() -> None:
 
     What is run again is what the lost worker had done.
     """
-    report = campaign.every_instant(every=61)
+    report = campaign.every_instant(campaign.LOSS, every=73)
     assert not report.violations, "\n".join(
         f"recycle campaign {one.name}: {one.violations}" for one in report.violations
     )
-    assert report.seeds > 12 and 0 < report.redone_share < 1 / len(campaign.EVERY.seats) / 2
+    assert report.seeds > 12 and 0 < report.redone_share < 1 / len(campaign.LOSS.job.shape.seats) / 2
+
+
+def test_every_worker_killed_while_another_comes_back() -> None:
+    """A sample, of workers, newcomer and points of a regrouping; all of them with ``recycle campaign --every-return``.
+
+    Without a kill it comes back within the steps in which others are killed.
+    """
+    report = campaign.every_instant(campaign.RETURN, every=397)
+    assert not report.violations, "\n".join(
+        f"recycle campaign {one.name}: {one.violations}" for one in report.violations
+    )
+    assert report.seeds > 6 and report.faults == 2 * report.seeds
+    steps, told = campaign.RETURN.steps, {"newcomer": 0, "rejoined": 0}
+    for line in campaign.run("x", campaign.RETURN.job).story:
+        kind, _, text = line.partition(" ms  ")[2].partition(": ")
+        if kind in told:
+            told[kind] = int(text.split("step ")[1].split()[0])
+    assert steps.start <= told["newcomer"] < told["rejoined"] < steps.stop
 
 
 def test_the_same_seed_is_the_same_story() -> None:

@@ -269,7 +269,7 @@ def test_a_stage_rolls_forward_from_who_holds_its_sum() -> None:
 
 HASHED = """
 from recycle_plugin.simulator import campaign, seeded
-spans = campaign.run("x", campaign.one_instant("kill 1.2 before 2I1.3@2")).spans
+spans = campaign.LOSS.run("kill 1.2 before 2I1.3@2").spans
 print([(str(span.seat), str(span.instruction), span.start_us) for span in spans])
 for seed in (14, 16):
     ran = campaign.run("x", seeded.scenario(seed))
