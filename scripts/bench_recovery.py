@@ -6,6 +6,7 @@ scripts/bench_recovery.py --topology 2x2 --step 0.3 --kills 4   # replicas x sta
 scripts/bench_recovery.py --topology 3x4 --step 0.6 --singly    # each kill in a job of its own, with nobody missing yet
 scripts/bench_recovery.py --model gpt_tiny --topology 2x2       # real compute instead of sleeping layers
 scripts/bench_recovery.py --cause leave --step 0.3              # planned leaves, by "recycle leave"; sigterm: by that
+scripts/bench_recovery.py --against torchft                     # a replica's loss and return, beside torchft 0.2.0
 
 Survivors keep what they have, so what is run again is what the lost worker had done: for single kills at random
 instants half of its share of the step's compute is to be expected, 12.5% with 2x2, 4.2% with 3x4.  "again %" is that
@@ -33,6 +34,7 @@ from recycle_plugin.commands.running_job import ask
 from recycle_plugin.core.messages.protocol import AskLeave
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.experiments import against_torchft
 from recycle_plugin.experiments.bench_scripts import script
 from recycle_plugin.experiments.measurements import (
     REPLACED,
@@ -56,6 +58,8 @@ SHOWN = ("cost_s", "stall_s", "detection_s", "regroup_s", "plan_s", "redone_s", 
 
 def main(arguments: list[str]) -> int:
     found = parser().parse_intermixed_args(arguments)
+    if found.against:
+        return beside_torchft(found)
     results, missed = [], False
     for name in found.topology:
         replicas, _, stages = name.partition("x")
@@ -94,8 +98,23 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--kills", type=int, default=10, help="kills, or leaves, for each topology and step time")
     made.add_argument("--singly", action="store_true", help="one kill for each job")
     made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--against", choices=["torchft"], help="whole replicas, beside it; --step: the first one")
+    made.add_argument("--rounds", type=int, default=5, help="of --against: losses and returns of each")
+    made.add_argument("--replicas", type=int, default=3, help="of --against")
+    made.add_argument("--megabytes", type=int, default=48, help="of --against: of weights and moments")
     made.add_argument("--out", type=Path, default=Path("runs/bench_recovery"), metavar="DIR")
     return made
+
+
+def beside_torchft(found: argparse.Namespace) -> int:
+    """Measure a replica's loss and return, the plugin's and torchft's, and write and print what came out."""
+    shape = against_torchft.Shape(found.replicas, 2, found.step[0], found.megabytes)
+    measured = against_torchft.compare(shape, found.rounds, found.seed, found.out / "against_torchft")
+    print(against_torchft.table(shape, measured))
+    path, told = found.out / "against_torchft.json", {"torchft": against_torchft.VERSION, "seed": found.seed}
+    path.write_text(json.dumps(told | {"measured": measured, "shape": asdict(shape)}, indent=1))
+    print(f"written to {path}")
+    return 0
 
 
 def measure(
