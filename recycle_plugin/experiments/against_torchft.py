@@ -80,7 +80,7 @@ class Return:
 
 def compare(shape: Shape, rounds: int, seed: int, folder: Path) -> dict:
     """Measure both ``rounds`` times, in turns; what came out, by side.  Raises RunFailed."""
-    rival, dice = rival_environment(), Random(seed)
+    rival, dice = rival_environment(LOOPS.parents[1] / ".venv-torchft"), Random(seed)
     here = [sys.executable, "-m", "recycle_plugin.launch", "--workers", str(shape.replicas)]
     sides = [
         Side("recycle", [*here, str(LOOPS / "with_recycle.py")], sys.executable, _recycle_contributed),
@@ -99,15 +99,15 @@ def compare(shape: Shape, rounds: int, seed: int, folder: Path) -> dict:
     return {name: {"median": _medians(returns), "rounds": [*map(asdict, returns)]} for name, returns in found.items()}
 
 
-def rival_environment() -> str:
-    """The interpreter of an environment that has torchft; it is made if there is none.  Raises RunFailed."""
-    folder = LOOPS.parents[1] / ".venv-torchft"
+def rival_environment(folder: Path) -> str:
+    """The interpreter of the environment in ``folder``, which has torchft; it is made if there is none.  Raises
+    RunFailed.
+    """
     python = folder / "bin" / "python"
     if not (folder / "bin" / "torchft_lighthouse").exists():
         _run([sys.executable, "-m", "venv", "--clear", str(folder)], "an environment for torchft")
-        site = sysconfig.get_path("purelib")
-        shared = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-        (shared / "shared.pth").write_text(f"{site}\n")
+        theirs, ours = sysconfig.get_path("purelib", vars={"base": str(folder)}), sysconfig.get_path("purelib")
+        (Path(theirs) / "shared.pth").write_text(f"{ours}\n")
         _run([str(python), "-m", "pip", "install", "--quiet", f"torchft=={VERSION}"], f"torchft {VERSION}")
     versions = _run([str(python), "-c", VERSIONS], "torchft's version").split()
     if versions != [VERSION, version("torch")]:
