@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.catching_up import CatchingUp
 from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.serving import Serving
@@ -141,7 +141,12 @@ def source(rank: int, given: argparse.Namespace, stepped: Any, talk: Connection)
     made = worker(given, seed=0)
     sums = [torch.full_like(one, 1e-3) for one in made.summed]  # nobody changes them, so they are those of each step
     session = SimpleNamespace(
-        rank=rank, own_address="127.0.0.1", job_id="bench", note=lambda kind, text: print(text, flush=True)
+        rank=rank,
+        worker=WorkerId(rank),
+        roster=Roster(),
+        own_address="127.0.0.1",
+        job_id="bench",
+        note=lambda kind, text, **details: print(kind, details or text, flush=True),
     )
     rate = Rate()
     listener = StateListener(session, None, rate)
@@ -173,7 +178,7 @@ def source(rank: int, given: argparse.Namespace, stepped: Any, talk: Connection)
             if what == "serve":
                 newcomer = WorkerId(SOURCES, number + 1)
                 outlet = listener.expect(newcomer)
-                made.servings.add(newcomer, Serving(made.new_units(rate.copied), outlet, step))
+                made.servings.add(newcomer, Serving(made.new_units(outlet.copied), outlet, step))
                 talk.send("announced")
             elif what == "hash":
                 assert number >= step, "that state is gone"

@@ -5,13 +5,16 @@ scripts/bench_recovery.py                                       # 2x2 and 4x2, s
 scripts/bench_recovery.py --topology 2x2 --step 0.3 --kills 4   # replicas x stages
 scripts/bench_recovery.py --topology 3x4 --step 0.6 --singly    # each kill in a job of its own, with nobody missing yet
 scripts/bench_recovery.py --model gpt_tiny --topology 2x2       # real compute instead of sleeping layers
+scripts/bench_recovery.py --cause leave --step 0.3              # planned leaves, by "recycle leave"; sigterm: by that
+scripts/bench_recovery.py --against torchft                     # a replica's loss and return, beside torchft 0.2.0
 
 Survivors keep what they have, so what is run again is what the lost worker had done: for single kills at random
 instants half of its share of the step's compute is to be expected, 12.5% with 2x2, 4.2% with 3x4.  "again %" is that
 share, "done %" what the lost worker had done, and "restart %" what would have been run again, had the interrupted step
 started anew.
 
-Targets: the median of the cost without the redone part of the step at most 0.3 s with 2x2, 0.5 s with 4x2.
+Targets: the median of the cost without the redone part of the step at most 0.3 s with 2x2, 0.5 s with 4x2; what a
+planned leave adds to the others' steps, all together, at most 0.3 s each time.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -26,14 +30,26 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import mean, median
 
+from recycle_plugin.commands.running_job import ask
+from recycle_plugin.core.messages.protocol import AskLeave
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.experiments import against_torchft
 from recycle_plugin.experiments.bench_scripts import script
-from recycle_plugin.experiments.measurements import REPLACED, WARM_UP, Kill, RecoveryCost, recovery_costs
-from recycle_plugin.experiments.runs import TrainingRun
+from recycle_plugin.experiments.measurements import (
+    REPLACED,
+    WARM_UP,
+    Kill,
+    LeaveCost,
+    RecoveryCost,
+    leave_costs,
+    recovery_costs,
+)
+from recycle_plugin.experiments.runs import RunFailed, TrainingRun
 from recycle_plugin.observability.trace import read_traces
 
 TARGET_S = {4: 0.3, 8: 0.5}  # by workers
+LEAVE_TARGET_S = 0.3
 MICRO_BATCHES = 4
 SETTLED = 4  # intervals between commits that give a median, before and after each kill
 SHARES = (("redone_share", 8), ("finished_share", 7), ("restart_share", 9))
@@ -42,6 +58,8 @@ SHOWN = ("cost_s", "stall_s", "detection_s", "regroup_s", "plan_s", "redone_s", 
 
 def main(arguments: list[str]) -> int:
     found = parser().parse_intermixed_args(arguments)
+    if found.against:
+        return beside_torchft(found)
     results, missed = [], False
     for name in found.topology:
         replicas, _, stages = name.partition("x")
@@ -49,10 +67,11 @@ def main(arguments: list[str]) -> int:
         for step_s in found.step if found.model == "emulated" else [0.0]:
             folder = found.out / f"{name}-{step_s:g}s"
             costs = measure(shape, overrides(shape, found.model, step_s), found, random.Random(found.seed), folder)
-            target = TARGET_S.get(len(shape.seats))
+            target = TARGET_S.get(len(shape.seats)) if found.cause == "kill" else LEAVE_TARGET_S
             results.append(
                 {
                     "topology": name,
+                    "cause": found.cause,
                     "model": found.model,
                     "step_s": step_s,
                     "seed": found.seed,
@@ -60,8 +79,9 @@ def main(arguments: list[str]) -> int:
                     **summary(costs),
                 }
             )
-            print(table(results[-1], costs), flush=True)
-            missed |= target is not None and results[-1]["median"]["stall_s"] > target
+            print((table if found.cause == "kill" else leave_table)(results[-1], costs), flush=True)
+            judged = ("median", "stall_s") if found.cause == "kill" else ("most", "extra_s")
+            missed |= target is not None and results[-1][judged[0]][judged[1]] > target
     (found.out / "recovery.json").write_text(json.dumps(results, indent=1))
     print(f"written to {found.out / 'recovery.json'}")
     return int(missed)
@@ -74,21 +94,38 @@ def parser() -> argparse.ArgumentParser:
         "--step", nargs="+", type=float, default=[0.3, 3.0], metavar="S", help="seconds of a fault-free step, emulated"
     )
     made.add_argument("--model", default="emulated", choices=["emulated", "gpt_tiny"])
-    made.add_argument("--kills", type=int, default=10, help="kills for each topology and step time")
+    made.add_argument("--cause", default="kill", choices=["kill", "leave", "sigterm"], help="how workers go")
+    made.add_argument("--kills", type=int, default=10, help="kills, or leaves, for each topology and step time")
     made.add_argument("--singly", action="store_true", help="one kill for each job")
     made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--against", choices=["torchft"], help="whole replicas, beside it; --step: the first one")
+    made.add_argument("--rounds", type=int, default=5, help="of --against: losses and returns of each")
+    made.add_argument("--replicas", type=int, default=3, help="of --against")
+    made.add_argument("--megabytes", type=int, default=48, help="of --against: of weights and moments")
     made.add_argument("--out", type=Path, default=Path("runs/bench_recovery"), metavar="DIR")
     return made
 
 
+def beside_torchft(found: argparse.Namespace) -> int:
+    """Measure a replica's loss and return, the plugin's and torchft's, and write and print what came out."""
+    shape = against_torchft.Shape(found.replicas, 2, found.step[0], found.megabytes)
+    measured = against_torchft.compare(shape, found.rounds, found.seed, found.out / "against_torchft")
+    print(against_torchft.table(shape, measured))
+    path, told = found.out / "against_torchft.json", {"torchft": against_torchft.VERSION, "seed": found.seed}
+    path.write_text(json.dumps(told | {"measured": measured, "shape": asdict(shape)}, indent=1))
+    print(f"written to {path}")
+    return 0
+
+
 def measure(
     shape: Topology, job: list[str], found: argparse.Namespace, dice: random.Random, folder: Path
-) -> list[RecoveryCost]:
-    """Jobs one after the other, each killed as often as it survives, or once, until there are enough kills."""
-    costs: list[RecoveryCost] = []
+) -> list[RecoveryCost] | list[LeaveCost]:
+    """Jobs one after the other, each struck as often as it survives, or once, until there are enough losses."""
+    costs: list = []
     while (left := found.kills - len(costs)) > 0:
-        print(f"job for kill {len(costs) + 1} of {found.kills} ...", file=sys.stderr, flush=True)
-        costs += kill_one_by_one(shape, job, 1 if found.singly else left, dice, folder / f"job{len(costs)}")
+        print(f"job for {found.cause} {len(costs) + 1} of {found.kills} ...", file=sys.stderr, flush=True)
+        most = 1 if found.singly else left
+        costs += lose_one_by_one(shape, job, most, dice, folder / f"job{len(costs)}", found.cause)
     return costs
 
 
@@ -118,10 +155,10 @@ def overrides(shape: Topology, model: str, step_s: float) -> list[str]:
     ]
 
 
-def kill_one_by_one(
-    shape: Topology, job: list[str], most: int, dice: random.Random, folder: Path
-) -> list[RecoveryCost]:
-    """One job: kill, let it settle, kill again, as long as every stage keeps a worker."""
+def lose_one_by_one(
+    shape: Topology, job: list[str], most: int, dice: random.Random, folder: Path, cause: str
+) -> list[RecoveryCost] | list[LeaveCost]:
+    """One job: lose a worker, let it settle, lose another, as long as every stage keeps a worker."""
     live, kills = set(shape.seats), []
     with TrainingRun(folder, len(shape.seats), job) as run:
         settled = WARM_UP + SETTLED
@@ -130,12 +167,24 @@ def kill_one_by_one(
             commits = sorted(event["time"] for event in run.events() if event["event"] == "committed")
             time.sleep(dice.uniform(0, 2 * (commits[-1] - commits[-2])))
             seat = dice.choice(victims)
-            kills.append(Kill(seat, run.kill(run.rank_at(str(seat)))))
+            kills.append(Kill(seat, strike(run, seat, cause)))
             live.remove(seat)
             resume = run.wait_for(lambda: run.resumes()[len(kills) :], f"word that it goes on without seat {seat}")[0]
             settled = resume["committed"] + REPLACED + SETTLED
         run.wait_for(lambda: run.committed() >= settled, f"step {settled}", timeout_s=300)
+        if cause != "kill":
+            return leave_costs([(each.seat, each.at) for each in kills], run.events())
         return recovery_costs(kills, run.events(), read_traces(folder / "trace"))
+
+
+def strike(run: TrainingRun, seat: Seat, cause: str) -> float:
+    """Have the worker of ``seat`` go; returns the time just before, in seconds since the epoch."""
+    if cause != "leave":
+        return run.kill(run.rank_at(str(seat)), signal.SIGKILL if cause == "kill" else signal.SIGTERM)
+    at, said = time.time(), ask(run.folder, AskLeave, str(seat))
+    if not said.done:
+        raise RunFailed(f"seat {seat} was asked to leave: {said.text}")
+    return at
 
 
 def survivable(shape: Topology, live: set[Seat]) -> list[Seat]:
@@ -143,8 +192,8 @@ def survivable(shape: Topology, live: set[Seat]) -> list[Seat]:
     return [seat for seat in sorted(live) if sum(other.stage == seat.stage for other in live) > 1]
 
 
-def summary(costs: list[RecoveryCost]) -> dict:
-    names = [field.name for field in fields(RecoveryCost) if field.name.endswith(("_s", "_share"))]
+def summary(costs: list[RecoveryCost] | list[LeaveCost]) -> dict:
+    names = [field.name for field in fields(costs[0]) if field.name.endswith(("_s", "_share"))]
     series = {name: sorted(getattr(cost, name) for cost in costs) for name in names}
     return {
         "mean": {name: round(mean(values), 4) for name, values in series.items()},
@@ -182,6 +231,24 @@ def table(result: dict, costs: list[RecoveryCost]) -> str:
             f"stall (cost without the redone part): median {result['median']['stall_s']:.3f} s, target "
             f"{result['target_s']:g} s: {met}"
         )
+    return "\n".join(lines)
+
+
+def leave_table(result: dict, costs: list[LeaveCost]) -> str:
+    """A row per leave and the medians; milliseconds."""
+    names = ("before_s", "after_s", "extra_s", "worst_s")
+    lines = [
+        f"\n{result['topology']}, {result['model']}, {len(costs)} planned leaves by {result['cause']}, milliseconds",
+        f"{'seat':>8} " + " ".join(f"{name.removesuffix('_s'):>9}" for name in names),
+    ]
+    rows = [(cost.seat, asdict(cost)) for cost in costs]
+    for name, values in [*rows, *((name, result[name]) for name in ("mean", "median", "least", "most"))]:
+        lines.append(f"{name:>8} " + " ".join(f"{1000 * values[each]:9.1f}" for each in names))
+    met = "met" if result["most"]["extra_s"] <= result["target_s"] else "NOT MET"
+    lines.append(
+        f"extra (what the others' steps took longer, all together): median {result['median']['extra_s']:.3f} s, most "
+        f"{result['most']['extra_s']:.3f} s, target {result['target_s']:g} s: {met}"
+    )
     return "\n".join(lines)
 
 

@@ -69,6 +69,44 @@ def recovery_costs(kills: Sequence[Kill], events: Sequence[Mapping], spans: Sequ
     return found
 
 
+@dataclass(frozen=True)
+class LeaveCost:
+    """What one planned leave cost the others, in seconds, from the step in which it was asked for to the third without
+    the worker.
+
+    ``before_s`` and ``after_s`` are the medians of the steps with and without it; ``extra_s`` is what those took longer
+    than these together, and ``worst_s`` what one of them did at most.
+    """
+
+    seat: str
+    before_s: float
+    after_s: float
+    extra_s: float
+    worst_s: float
+
+
+def leave_costs(leaves: Sequence[tuple[Seat, float]], events: Sequence[Mapping]) -> list[LeaveCost]:
+    """The costs of each planned leave of one run, in their order: the seats, and when they were asked for in seconds
+    since the epoch.  They have to be far enough apart.  Raises TooShort.
+    """
+    commits = {event["step"]: event["time"] for event in events if event["event"] == "committed"}
+    resumed = [resume["committed"] for resume in events if resume["event"] == "resume"]
+    if len(resumed) <= len(leaves):
+        raise TooShort(f"{len(leaves)} were to leave, and training went on {len(resumed) - 1} times without one")
+    found = []
+    for number, (seat, asked_at) in enumerate(leaves):
+        began = resumed[number] + (REPLACED if number else WARM_UP)
+        last, end = resumed[number + 1], [*resumed, max(commits)][number + 2]
+        asked = min(step for step, at in commits.items() if at > asked_at)  # the step in which it was
+        before, after = _interval(commits, began, asked - 1), _interval(commits, last + REPLACED, end)
+        extra = [
+            commits[step] - commits[step - 1] - (before if step <= last else after)
+            for step in range(asked, last + REPLACED + 1)
+        ]
+        found.append(LeaveCost(str(seat), before, after, sum(extra), max(extra)))
+    return found
+
+
 def _cost(
     kill: Kill, resume: Mapping, events: Sequence[Mapping], spans: Sequence[Span], first: int, last: int | None
 ) -> RecoveryCost:

@@ -119,11 +119,11 @@ class JobRun:
         (start,) = [event for event in self.events() if event["event"] == "start"]
         return start["seats"][seat]
 
-    def kill(self, rank: int) -> float:
-        """Send SIGKILL to the worker of ``rank``; returns the time just before, in seconds since the epoch."""
+    def kill(self, rank: int, by: int = signal.SIGKILL) -> float:
+        """Send the worker of ``rank`` a signal; returns the time just before, in seconds since the epoch."""
         pids = {event["rank"]: event["pid"] for event in self.events() if event["event"] == "worker"}
         at = time.time()
-        os.kill(pids[rank], signal.SIGKILL)
+        os.kill(pids[rank], by)
         return at
 
     def pause(self) -> None:

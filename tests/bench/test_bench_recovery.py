@@ -47,3 +47,16 @@ def test_a_kill_in_a_real_job_is_measured(bench, server, tmp_path, monkeypatch, 
     )
     said = capsys.readouterr().out
     assert "stall" in said and "again %  done % restart %" in said
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cause", ["leave", "sigterm"])
+def test_a_planned_leave_in_a_real_job_is_measured(bench, server, tmp_path, monkeypatch, capsys, cause):
+    monkeypatch.setenv("RECYCLE_FORK_SERVER", server.path)
+    bench.main(["--topology", "2x2", "--step", "0.1", "--kills", "1", "--cause", cause, "--out", str(tmp_path / "out")])
+    (result,) = json.loads((tmp_path / "out" / "recovery.json").read_text())
+    (leave,) = result["kills"]
+    assert result["cause"] == cause and leave["after_s"] > leave["before_s"]
+    assert leave["extra_s"] == pytest.approx(result["most"]["extra_s"], abs=1e-3)
+    assert f"1 planned leaves by {cause}" in capsys.readouterr().out

@@ -11,10 +11,40 @@ from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.experiments.measurements import Constants, Kill, TooShort, calibrate, intervals, recovery_costs
+from recycle_plugin.experiments.measurements import (
+    Constants,
+    Kill,
+    TooShort,
+    calibrate,
+    intervals,
+    leave_costs,
+    recovery_costs,
+)
 from recycle_plugin.simulator import simulate
 
 LOST = Seat(0, 1)
+
+
+def commits(*took: float) -> list[dict]:
+    """Of steps that took so many seconds, from step 1 on."""
+    return [{"event": "committed", "step": step, "time": sum(took[:step])} for step in range(1, len(took) + 1)]
+
+
+def resumed(*steps: int) -> list[dict]:
+    return [{"event": "resume", "committed": step} for step in steps]
+
+
+def test_what_a_leave_cost_is_what_steps_took_longer_than_those_with_the_same_members():
+    """Asked for in step 7, gone after step 8; another one in step 16, gone after it."""
+    steps = [1.0] * 6 + [1.1, 1.0] + [2.3, 2.0, 1.9] + [2.0] * 4 + [2.0] + [3.0, 3.5] + [3.0] * 5
+    log = resumed(0, 8, 16) + commits(*steps)
+    first, second = leave_costs([(LOST, 6.5), (Seat(1, 0), sum(steps[:15]) + 0.1)], log)
+    assert (first.seat, first.before_s, first.after_s) == ("0.1", pytest.approx(1.0), pytest.approx(2.0))
+    assert first.extra_s == pytest.approx(0.1 + 0.3 - 0.1) and first.worst_s == pytest.approx(0.3)
+    assert (second.before_s, second.after_s) == pytest.approx((2.0, 3.0))
+    assert second.extra_s == second.worst_s == pytest.approx(0.5)
+    with pytest.raises(TooShort, match="2 were to leave, and training went on 1 times without one"):
+        leave_costs([(LOST, 6.5), (LOST, 7.0)], resumed(0, 8) + commits(*steps))
 
 
 def events(stall_s: float, before_s: float = 1.0, after_s: float = 2.0) -> list[dict]:

@@ -59,7 +59,12 @@ def assert_came_back(result: Result, reference: Result, seat: str) -> None:
 )
 def test_it_trains_on_with_the_others(launch: Launch, reference, tmp_path, kill, shape, more):
     result = comes_back(launch, tmp_path, kill, *more, shape=shape).finish()
-    assert_came_back(result, reference(f"steps={STEPS}", *more, shape=shape), kill.split()[1])
+    seat = kill.split()[1]
+    assert_came_back(result, reference(f"steps={STEPS}", *more, shape=shape), seat)
+    served, last = result.of("served"), shape.replicas == 2
+    peers = {f"{replica}.{seat[2]}" for replica in range(shape.replicas)} - {seat}
+    assert served and {event["seat"] for event in served} <= peers
+    assert {"it is the last worker of its stage" in event["held_by"] for event in served} == {last}
 
 
 def test_in_exact_mode_it_has_the_same_bits(launch: Launch, reference, tmp_path):

@@ -24,6 +24,7 @@ from recycle_plugin.runtime.catch_up.inlet import TcpInlet
 from recycle_plugin.runtime.catch_up.listener import DAMAGE, StateListener
 from recycle_plugin.runtime.catch_up.outlet import TcpOutlet
 from recycle_plugin.runtime.catch_up.rate import ALONE, BURST_S, COPYING, LEAST, Rate
+from recycle_plugin.runtime.catch_up.served import Served
 from recycle_plugin.runtime.catch_up.transfers import Transfers
 from recycle_plugin.runtime.catch_up.wire import Arrival, Mark, frame, mark, receive
 from recycle_plugin.runtime.devices.host import CPU
@@ -40,9 +41,9 @@ OURS = ("recycle: to ", "recycle: from ", "recycle: state for newcomers", "recyc
 class Ends:
     """A source's listener, and newcomers that come there."""
 
-    def __init__(self, session, **given) -> None:
+    def __init__(self, session, alone: bool = False, **given) -> None:
         self.session, self.changed, self.noted = session, threading.Condition(), []
-        rate = Rate(idle=lambda: 8.0)
+        rate = Rate(lambda: alone, idle=lambda: 8.0)
         self.listener = StateListener(session, given.pop("interface", None), rate, **given)
         self.inlets: list[TcpInlet] = []
 
@@ -421,6 +422,64 @@ def test_who_sends_takes_what_is_idle():
     assert share(4.0, alone=True) == ALONE and share(0.0, alone=True) == pytest.approx(LEAST * ALONE)
 
 
+def test_what_it_came_to_to_serve_is_told_once(coordinator):
+    """By an event, at the end of the line, if anything of the state was sent."""
+    session = coordinator.session(0)
+    session.adopt(generation(1, [0]))
+    ends = Ends(session, alone=True)
+    try:
+        outlet, inlet = ends.line()
+        for waiting in (True, False, True):
+            assert outlet.has_room(waiting)
+            outlet.copied(0.001)
+        for item in (unit("a", 4, 1000), Sums(5, {"a": (torch.ones(3),)}), unit("b", 4, 2000)):
+            outlet.send(item)
+        ends.received(inlet, 3)
+        outlet.send(Marker(5))
+        assert ends.received(inlet, 1) == [Marker(5)], "so what was sent before has been counted"
+        outlet.close()
+        ends.poll(lambda: outlet.broken, "the end of the line")
+        outlet.close()
+        ends.listener.expect(NEWCOMER).close()  # that nobody came for
+        session.note("last", "")
+        while not any(note.kind == "last" for note in coordinator.hear(Note)):
+            threading.Event().wait(0.002)
+        (told,) = [note for note in coordinator.hear(Note) if note.kind == "served"]
+    finally:
+        ends.close()
+    found = told.details
+    assert found["seat"] == "0.0" and found["newcomer"] == NEWCOMER.rank
+    assert found["bytes"] == 3000 * (4 + 2) + 2 * (4 + len(b"plain"))  # weights, masters, and a step each
+    assert found["bubble_share"] == pytest.approx(2 / 3, abs=0.001) and found["core_share"] == ALONE
+    assert found["bytes_per_s"] > 0 and "the last worker of its stage" in found["held_by"]
+    assert told.text.startswith("seat 0.0 (rank 0) has sent rank 3 0.0 MB of its stage's state in ")
+
+
+@pytest.mark.parametrize(
+    "rest_s, alone, why",
+    (
+        (0.0, False, "not held back"),
+        (3.0, False, "held back since the cores are busy"),
+        (3.0, True, "held back since it is the last worker of its stage"),
+    ),
+)
+def test_an_account_says_what_a_source_was_held_to(rest_s, alone, why):
+    clock = Clock()
+    served = Served(clock)
+    clock.now = 100.0  # before the first byte nothing is served
+    served.sent(10, 1.0, rest_s, alone)
+    clock.now += rest_s + 1.0
+    served.sent(10, 1.0, rest_s, alone=False)
+    assert served.details() == {
+        "bytes": 20,
+        "seconds": 2.0 + rest_s,
+        "bytes_per_s": round(20 / (2.0 + rest_s)),
+        "core_share": round(1.0 / (1.0 + rest_s), 3),
+        "bubble_share": 1.0,
+        "held_by": why,
+    }
+
+
 # --- all of a worker's ------------------------------------------------------------------------------
 
 
@@ -433,7 +492,7 @@ def test_a_worker_has_what_it_takes_to_serve_and_to_be_served(coordinator):
     transfers = [Transfers(session, 0, None, CPU, lambda spent: told.append(spent)) for session in (source, newcomer)]
     assert transfers[0]._listener is None
     units, outlet, address = transfers[0].to(newcomer.worker)
-    assert units is None and told == [transfers[0]._rate.copied]
+    assert units is None and told == [outlet.copied]
     inlet = transfers[1].come_from(address)
     outlet.send(Marker(4))
     with newcomer.changed:

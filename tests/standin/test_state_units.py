@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Sums, Unit
 from recycle_plugin.runtime.catch_up.inlet import TcpInlet
 from recycle_plugin.runtime.catch_up.listener import StateListener
@@ -43,7 +43,10 @@ def test_a_newcomer_on_an_accelerator_is_filled_and_follows(standin, kind, dtype
 def test_what_is_on_the_device_goes_over_a_line(standin):
     source = worker("adam", 0, torch.float32)
     source.train(1)
-    session = SimpleNamespace(rank=0, own_address="127.0.0.1", job_id="job", note=print)
+    session = SimpleNamespace(
+        rank=0, own_address="127.0.0.1", job_id="job", note=lambda *said, **more: print(said, more)
+    )
+    session.worker, session.roster = WorkerId(0), Roster()
     changed, found = threading.Condition(), []
     listener = StateListener(session, None, Rate())
     try:

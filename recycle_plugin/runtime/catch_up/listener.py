@@ -17,6 +17,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.catch_up.outlet import TcpOutlet, damaged_chunks
 from recycle_plugin.runtime.catch_up.rate import Rate
+from recycle_plugin.runtime.catch_up.served import Served
 from recycle_plugin.runtime.catch_up.wire import LONGEST_HELLO, Arrival, receive
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.tcp import Nonsense, end
@@ -50,7 +51,7 @@ class StateListener:
 
     def expect(self, newcomer: WorkerId) -> TcpOutlet:
         """The line to a newcomer that the coordinator has announced, before it comes; any earlier one of its ends."""
-        outlet = TcpOutlet(newcomer, self._rate, self._note, self._damaged)
+        outlet = TcpOutlet(newcomer, self._rate, self._note, self._tell, self._damaged)
         with self._lock:
             self._expected = {one: each for one, each in self._expected.items() if not each.broken}
             before, self._expected[newcomer] = self._expected.get(newcomer), outlet
@@ -71,6 +72,12 @@ class StateListener:
 
     def _note(self, text: str) -> None:
         self._session.note("warning", text)
+
+    def _tell(self, newcomer: WorkerId, served: Served) -> None:
+        who = self._session.roster.member(self._session.worker)
+        seat = {} if who is None else {"seat": str(who.seat)}
+        text = f"{self._session} has sent {named(newcomer.rank)} {served}"
+        self._session.note("served", text, **seat, newcomer=newcomer.rank, **served.details())
 
     def _accept(self) -> None:
         while not self._closed.is_set():

@@ -18,6 +18,7 @@ import torch
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Item, Marker, Sums, Unit
 from recycle_plugin.runtime.catch_up.rate import Rate
+from recycle_plugin.runtime.catch_up.served import Served
 from recycle_plugin.runtime.catch_up.wire import Begin, Chunk, begun, chunks, digest, frame, mark, taken
 from recycle_plugin.runtime.devices.kinds import order_of
 from recycle_plugin.runtime.devices.port import Order
@@ -33,8 +34,8 @@ LOOK_S = 1.0  # between two looks at whether a line that takes nothing is to end
 class TcpOutlet:
     """The line to ``newcomer``, which may come to it later (:meth:`take`).
 
-    ``note`` says something to the user.  ``damaged(number)``: whether to change a byte of the chunk of that number on
-    its way, for tests.
+    ``note`` says something to the user, and ``tell`` what it came to, once it ends.  ``damaged()``: whether to change a
+    byte of the next chunk on its way, for tests.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class TcpOutlet:
         newcomer: WorkerId,
         rate: Rate,
         note: Callable[[str], None],
+        tell: Callable[[WorkerId, Served], None],
         damaged: Callable[[], bool] = lambda: False,
     ) -> None:
         self.newcomer, self._rate, self._note, self._damaged = newcomer, rate, note, damaged
+        self._served, self._tell, self._told = Served(), tell, False
         self._changed = threading.Condition()
         self._queue: deque[tuple[Item, Order]] = deque()  # its first one is being sent
         self._units = 0  # bytes that wait
@@ -98,6 +101,10 @@ class TcpOutlet:
         """Whether something may be read for this newcomer now.  ``waiting``: this worker has nothing else to do."""
         return self._units < ROOM and self._rate.may_copy(waiting)
 
+    def copied(self, seconds: float) -> None:
+        """Count what copying for this newcomer has taken."""
+        self._served.copied(seconds, self._rate.copied(seconds))
+
     @property
     def broken(self) -> bool:
         """Whether the newcomer is gone."""
@@ -110,6 +117,7 @@ class TcpOutlet:
             self._changed.notify_all()
         if self._connection is None:
             self._end()
+        self._tell_once()
 
     # --- the line ----------------------------------------------------------------------------------
 
@@ -182,7 +190,9 @@ class TcpOutlet:
             data[len(data) // 2] ^= 1
         self._write(connection, [memoryview(frame(chunk)), data.data])
         if begin.kind != "sums":  # of which as many come with the next step, however late these are
-            rest_s = self._rate.rest_s(time.thread_time() - began)
+            busy_s = time.thread_time() - began
+            rest_s = self._rate.rest_s(busy_s)
+            self._served.sent(chunk.size, busy_s, rest_s, self._rate.alone())
             with self._changed:
                 self._changed.wait_for(lambda: self._broken, rest_s)
 
@@ -213,6 +223,14 @@ class TcpOutlet:
             self._note(f"the state is not sent any more to {self.newcomer}, which catches up: {why}")
         if connection is not None and first:
             end(connection)
+        self._tell_once()
+
+    def _tell_once(self) -> None:
+        """Say what it came to, if anything was sent."""
+        with self._changed:
+            first, self._told = not self._told, True
+        if first and self._served.bytes:
+            self._tell(self.newcomer, self._served)
 
 
 def damaged_chunks(numbers: Collection[int]) -> Callable[[], bool]:

@@ -54,24 +54,25 @@ class Rate:
         clock: Callable[[], float] = time.perf_counter,
         idle: Callable[[], float] | None = None,
     ) -> None:
-        self._alone, self._clock, self._idle = alone, clock, idle or idle_cores()
+        self.alone, self._clock, self._idle = alone, clock, idle or idle_cores()
         self._credit, self._at = BURST_S, clock()
         self._waits = False
 
     def may_copy(self, waiting: bool) -> bool:
         """Whether the thread that trains may copy now.  ``waiting``: it has nothing else to do."""
         now = self._clock()
-        share = COPYING * (ALONE if self._alone() else 1.0)
+        share = COPYING * (ALONE if self.alone() else 1.0)
         self._credit, self._at = min(BURST_S, self._credit + share * (now - self._at)), now
         self._waits = waiting
         return waiting or self._credit > 0
 
-    def copied(self, seconds: float) -> None:
-        """Count what copying has taken; not while the thread would only have waited."""
-        self._credit -= 0.0 if self._waits else seconds
-        self._waits = False
+    def copied(self, seconds: float) -> bool:
+        """Count what copying has taken; not while the thread would only have waited, which is returned."""
+        waited, self._waits = self._waits, False
+        self._credit -= 0.0 if waited else seconds
+        return waited
 
     def rest_s(self, busy_s: float) -> float:
         """How long a thread that sends is to rest after ``busy_s`` seconds of a core's time."""
-        share = min(1.0, max(LEAST, OF_IDLE * self._idle())) * (ALONE if self._alone() else 1.0)
+        share = min(1.0, max(LEAST, OF_IDLE * self._idle())) * (ALONE if self.alone() else 1.0)
         return busy_s * (1.0 / share - 1.0)

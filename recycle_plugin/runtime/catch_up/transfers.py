@@ -43,7 +43,8 @@ class Transfers:
         """
         if self._listener is None:
             self._listener = StateListener(self._session, self._interface, self._rate, os.environ)
-        return self._units(self._rate.copied), self._listener.expect(newcomer), self._listener.address
+        outlet = self._listener.expect(newcomer)
+        return self._units(outlet.copied), outlet, self._listener.address
 
     def come_from(self, address: str) -> TcpInlet:
         """The line from the source at ``address``, where this worker is the newcomer."""

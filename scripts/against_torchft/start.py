@@ -1,0 +1,46 @@
+"""Starts the processes of a loop that has no launcher of its own, and each that dies anew after a second.
+
+start.py plain.py              # without anything that comes back
+start.py with_torchft.py 5000  # with torchft's lighthouse, in this process, with the options of its README, and so many
+                               # milliseconds until a replica that is not heard counts as lost (its default: 5000)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+AGAIN_S, LOOK_S = 1.0, 0.02
+script = Path(sys.argv[1])
+job = json.loads(os.environ["AGAINST_TORCHFT"])
+returns = bool(sys.argv[2:])
+if returns:
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(
+        "[::]:0",
+        min_replicas=1,
+        join_timeout_ms=10_000,
+        quorum_tick_ms=100,
+        heartbeat_timeout_ms=int(sys.argv[2]),
+    )
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+
+
+def start(rank: int) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, str(script)], env=os.environ | {"RANK": str(rank)})
+
+
+workers = [start(rank) for rank in range(job["replicas"])]
+while True:
+    for rank, worker in enumerate(workers):
+        if worker.poll() is not None:
+            if not returns:
+                sys.exit(f"replica {rank} has ended")
+            time.sleep(AGAIN_S)
+            workers[rank] = start(rank)
+    time.sleep(LOOK_S)
