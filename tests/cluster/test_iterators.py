@@ -280,6 +280,24 @@ def test_an_iterator_that_ends_while_it_is_read_up(come_back):
     ), said
 
 
+# --- checkpoints ------------------------------------------------------------------------------------
+
+
+def test_a_job_goes_on_at_each_iterators_place(launch, tmp_path):
+    """A checkpoint of a job that has lost a worker: its iterators have given unequally much."""
+    shape, saved, results = SQUARE, str(tmp_path / "saved"), []
+    for number, more in enumerate(({"steps": 6, "saved": saved, "faults": ["kill 0.0 before 0F0.1@4"]}, {"steps": 9})):
+        job = {"folder": str(tmp_path / f"run{number}"), "case": "plain", "each": 100, "faults": []} | more
+        job |= {"replicas": shape.replicas, "stages": shape.stages} | ({"loaded": saved} if number else {})
+        started = launch(shape=shape, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))
+        results.append(started.finish())
+    first, second = results
+    assert [each["seat"] for each in first.of("lost")] == ["0.0"] and not second.of("lost")
+    numbers = [sum(each) for each in counts(second, shape)]
+    assert counts(second, shape) == [[1] * number + [0] * (100 - number) for number in numbers]
+    assert sum(numbers) == 9 * shape.replicas * A_STEP and numbers[0] < numbers[1]
+
+
 # --- what ends the job ------------------------------------------------------------------------------
 
 
