@@ -2,9 +2,10 @@
 
 Sample n of replica r's iterator is the number r × EACH + n, its label a function of it that the loss checks.  The
 iterators, of both ends of a replica, are generators: they can't be read again.  RECYCLE_TEST_ITERATORS: {"folder",
-"faults", "steps", "replicas", "stages", "case", "held", "each", "saved", "loaded"}; each rank writes its rows, losses
-and how many batches it has read.  Before step ``held`` members wait for a file ``go`` in the folder.  ``saved``: a folder for a checkpoint of the
-last step; ``loaded``: one to go on from, with ``resume_iterators`` true.
+"faults", "steps", "replicas", "stages", "case", "held", "each", "saved", "loaded", "resume"}; each rank writes its
+rows, losses and how many batches it has read.  Before step ``held`` members wait for a file ``go`` in the folder.
+``saved``: a folder for a checkpoint of the last step; ``loaded``: one to go on from, with ``resume_iterators`` as
+``resume`` says.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Rows(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = torch.nn.Embedding(EACH * job["replicas"], 1)
+        self.rows = torch.nn.Embedding(EACH * max(job["replicas"], 3 if job.get("each") else 0), 1)
         torch.nn.init.zeros_(self.rows.weight)
 
     def forward(self, given):
@@ -99,7 +100,7 @@ config = {
         "report": False,
         "faults": job["faults"],
         "exact": job["case"] == "exact",
-        "resume_iterators": bool(job.get("loaded")),
+        "resume_iterators": job.get("resume", False),
     },
 }
 if job["case"] == "validate":  # half of the norm of a step's gradient, which is the same for all

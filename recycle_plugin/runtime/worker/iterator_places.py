@@ -101,7 +101,8 @@ def resumed(places: dict[int, IteratorPlace], replicas: int, size: int) -> Resum
         (each,) * replicas,
         f"the checkpoint is of {before.replicas} replicas with {before.size} samples a batch, whose iterators had "
         f"given {shown(given)} batches, and here are {replicas} replicas with {size}: each iterator begins "
-        f"behind its batch {each}, right where replicas share one data set out in turn; {rest} samples are used twice{uneven}",
+        f"behind its batch {each}, right where replicas share one data set out in turn; "
+        f"{rest} samples are used twice{uneven}",
     )
 
 
