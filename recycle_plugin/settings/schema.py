@@ -149,6 +149,12 @@ class Settings(BaseModel):
         "null for `checkpoint` in the run folder, or for `max_slowdown` where the script's last one went",
         min_length=1,
     )
+    resume_iterators: bool = setting(
+        False,
+        BOOL,
+        "after `load_checkpoint` read each replica's plain iterator up to where it stood when the checkpoint was "
+        "saved; false for scripts that skip by themselves, or begin anew",
+    )
     transfer_interface: str | None = setting(
         None,
         "the name of a network interface, an address of the host, or null",

@@ -280,6 +280,38 @@ def test_an_iterator_that_ends_while_it_is_read_up(come_back):
     ), said
 
 
+# --- checkpoints ------------------------------------------------------------------------------------
+
+
+def test_a_job_goes_on_at_each_iterators_place(launch, tmp_path):
+    """A checkpoint of a job that has lost a worker: its iterators have given unequally much.  A script that skips by
+    itself is told; with another number of replicas it is said what changes.
+    """
+    shape, saved, results = SQUARE, str(tmp_path / "saved"), []
+    runs = (
+        ({"steps": 6, "saved": saved, "faults": ["kill 0.0 before 0F0.1@4"]}, SQUARE),
+        ({"steps": 9, "loaded": saved, "resume": True}, SQUARE),
+        ({"steps": 7, "loaded": saved}, SQUARE),
+        ({"steps": 7, "loaded": saved, "resume": True}, Shape(3)),
+    )
+    for number, (more, here) in enumerate(runs):
+        job = {"folder": str(tmp_path / f"run{number}"), "case": "plain", "each": 100, "faults": []} | more
+        job |= {"replicas": here.replicas, "stages": here.stages}
+        started = launch(shape=here, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))
+        results.append(started.finish())
+    first, second, skips, third = results
+    assert [each["seat"] for each in first.of("lost")] == ["0.0"] and not second.of("lost")
+    flat = [count for each in counts(second, shape) for count in each]  # there is room for 3 replicas
+    used = [flat[:100], flat[100:200]]
+    numbers = [sum(each) for each in used]
+    assert used == [[1] * number + [0] * (100 - number) for number in numbers] and not any(flat[200:])
+    assert sum(numbers) == 9 * shape.replicas * A_STEP and numbers[0] < numbers[1]
+    assert [each["text"] for each in skips.of("data") if "unevenly, since workers were missing" in each["text"]]
+    assert not [each for each in second.of("data") if "unevenly" in each["text"]]
+    (said,) = [each["text"] for each in third.of("data") if "the checkpoint is of 2 replicas" in each["text"]]
+    assert "here are 3 replicas with 2: each iterator begins behind its batch 8," in said
+
+
 # --- what ends the job ------------------------------------------------------------------------------
 
 

@@ -2,8 +2,10 @@
 
 Sample n of replica r's iterator is the number r × EACH + n, its label a function of it that the loss checks.  The
 iterators, of both ends of a replica, are generators: they can't be read again.  RECYCLE_TEST_ITERATORS: {"folder",
-"faults", "steps", "replicas", "stages", "case", "held"}; each rank writes its rows, losses and how many batches it has
-read.  Before step ``held`` members wait for a file ``go`` in the folder.
+"faults", "steps", "replicas", "stages", "case", "held", "each", "saved", "loaded", "resume"}; each rank writes its
+rows, losses and how many batches it has read.  Before step ``held`` members wait for a file ``go`` in the folder.
+``saved``: a folder for a checkpoint of the last step; ``loaded``: one to go on from, with ``resume_iterators`` as
+``resume`` says.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from deepspeed.utils import RepeatingLoader
 
 MICRO_BATCHES, SIZE, EPOCH, PATIENCE_S = 2, 2, 3, 120.0
 job = json.loads(os.environ["RECYCLE_TEST_ITERATORS"])
-EACH = 2 * MICRO_BATCHES * SIZE * job["steps"] * job["replicas"]
+EACH = job.get("each") or 2 * MICRO_BATCHES * SIZE * job["steps"] * job["replicas"]
 
 
 def label(ids: torch.Tensor) -> torch.Tensor:
@@ -33,7 +35,7 @@ class Rows(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = torch.nn.Embedding(EACH * job["replicas"], 1)
+        self.rows = torch.nn.Embedding(EACH * max(job["replicas"], 3 if job.get("each") else 0), 1)
         torch.nn.init.zeros_(self.rows.weight)
 
     def forward(self, given):
@@ -98,6 +100,7 @@ config = {
         "report": False,
         "faults": job["faults"],
         "exact": job["case"] == "exact",
+        "resume_iterators": job.get("resume", False),
     },
 }
 if job["case"] == "validate":  # half of the norm of a step's gradient, which is the same for all
@@ -126,7 +129,9 @@ if job["case"] == "set_dataloader":  # as in DeepSpeed it stands above training_
 if job["case"] == "loader":
     batches = torch.utils.data.DataLoader(Samples(replica, EACH))
 losses = []
-for step in range(1, job["steps"] + 1):
+if job.get("loaded"):
+    engine.load_checkpoint(job["loaded"])
+for step in range(engine.global_steps + 1, job["steps"] + 1):
     deadline = time.monotonic() + PATIENCE_S
     while step == job.get("held") and not engine.behind and not os.path.exists(f"{job['folder']}/go"):
         if time.monotonic() > deadline:
@@ -140,6 +145,8 @@ for step in range(1, job["steps"] + 1):
     if (job["case"], step) == ("leaving", 3):
         session = engine._trainer._session
         session.wait("the announcement of the leave", lambda: session.pending)
+if job.get("saved"):
+    engine.save_checkpoint(job["saved"])
 rank = os.environ["RANK"]
 (rows,) = engine.module.state_dict().values()
 os.makedirs(f"{job['folder']}/rows", exist_ok=True)

@@ -41,6 +41,7 @@ SEEN = {
     "max_slowdown": "cluster/test_seen.py::test_a_job_that_is_too_slow_leaves_a_checkpoint_to_go_on_from",
     "rejoin": "runtime/test_restarts.py::test_a_killed_worker_is_started_again_by_its_own_supervisor",
     "checkpoint_dir": "cluster/test_saving.py::test_checkpoints_by_themselves",
+    "resume_iterators": "cluster/test_iterators.py::test_a_job_goes_on_at_each_iterators_place",
     "transfer_interface": "runtime/test_catch_up.py::test_newcomers_come_to_the_interface_of_the_setting",
     "group_sums": "cluster/test_averages.py::test_averages_of_scripts_after_a_loss",
     "check_replicas": "cluster/test_replicas.py::test_who_differs_from_two_others_is_given_up",

@@ -256,7 +256,8 @@ class RecycleEngine(PipelineEngine):
     ) -> Any:
         """DeepSpeed's ``load_checkpoint``; while training, everybody goes on from the checkpoint's step.
 
-        Data and randomness are those of the first time, but plain iterators go on where they are, as in DeepSpeed.
+        Data and randomness are those of the first time, but plain iterators go on where they are, as in DeepSpeed;
+        before training, with recycle.resume_iterators, where they stood when it was saved.
         Raises RecycleError for a checkpoint that does not fit this job.
         """
         place = f"load_checkpoint({load_dir!r}, {tag!r})"
@@ -280,6 +281,8 @@ class RecycleEngine(PipelineEngine):
         if found[0] is not None:
             with_optimizer = load_optimizer_states and not load_module_only
             self._files.load_rest(self._trainer.state, Path(found[0]).parent, with_optimizer)
+            if with_optimizer:
+                self._trainer.resume_iterators(Path(found[0]).parent)
             self._trainer.loaded(with_optimizer)
         self._trainer.remember_loading(place, found)
         return found

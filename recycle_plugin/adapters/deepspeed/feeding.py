@@ -87,6 +87,7 @@ class Feeding:
         self._feed.source, self._has_dataset = None, False
         self._feed.given(data_iter)
         self._engine.set_dataiterator(data_iter)
+        self._feed.go_on()
 
     def next_batch(self, what: str) -> tuple[Any, Any]:
         """Read inputs and labels from the script's iterator (runtime/worker/ports.py); raises RecycleError where it has

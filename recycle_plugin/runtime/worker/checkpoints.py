@@ -9,10 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.state.stage_state import StageState
+from recycle_plugin.runtime.worker import iterator_places
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.checkpoint_files import Saving
@@ -23,7 +25,9 @@ from recycle_plugin.settings.schema import Settings
 class JobCheckpoints:
     """A worker's checkpoints of ``state``, written to ``files``.
 
-    ``reach(point)`` is where injected faults strike; ``recover()`` is called after a membership change between steps.
+    ``reach(point)`` is where injected faults strike; ``recover()`` is called after a membership change between steps;
+    ``place()``: where the plain iterator of the worker at ``seat`` stands, None where it has none or that is not
+    known.
     """
 
     def __init__(
@@ -36,9 +40,11 @@ class JobCheckpoints:
         state: StageState,
         run_dir: str,
         recover: Callable[[], None],
+        seat: Seat,
+        place: Callable[[], iterator_places.IteratorPlace | None],
     ) -> None:
         self._session, self._files, self._state, self._reach = session, files, state, reach
-        self._saving = Saving(session, loop, reach)
+        self._saving, self._seat, self._place = Saving(session, loop, reach), seat, place
         self._folder = Path(settings.checkpoint_dir) if settings.checkpoint_dir else None
         self._saved_to = Path(run_dir) / "checkpoint"  # the last time; nothing yet
         self._unsaved = ""  # why the script's last one is not there, until it has gone on without
@@ -61,6 +67,7 @@ class JobCheckpoints:
 
         def write(unfinished: str) -> None:
             (files or self._files).write(self._state, folder, unfinished, self._reach)
+            self._write_place(folder / unfinished, self._place())
 
         self._saved_to = folder
         try:
@@ -70,7 +77,17 @@ class JobCheckpoints:
             raise
 
     def _copy(self, folder: Path, unfinished: str) -> Callable[[], None]:
-        return self._files.copy(self._state, folder, unfinished, self._reach)
+        write, place = self._files.copy(self._state, folder, unfinished, self._reach), self._place()
+
+        def write_both() -> None:
+            write()
+            self._write_place(folder / unfinished, place)
+
+        return write_both
+
+    def _write_place(self, folder: Path, place: iterator_places.IteratorPlace | None) -> None:
+        if place is not None:
+            iterator_places.write(folder, self._seat, place)
 
     @property
     def folder(self) -> Path:

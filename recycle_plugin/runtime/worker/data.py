@@ -79,7 +79,7 @@ class ScriptsIterator:
 
     def skip(self, number: int, until: int) -> None:
         """Read a batch that its replica has had before this worker came."""
-        self._read(f"at batch {number} of the {until} that its replica has had before this worker came back")
+        self._read(f"at batch {number} of the {until} that its replica has had before")
 
     def _read(self, what: str) -> Any:
         with self._session.heartbeats.at(ELSEWHERE, "the data iterator"), self._session.at_work(f"the data {what}"):

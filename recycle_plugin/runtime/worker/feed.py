@@ -7,6 +7,7 @@ Either a source is addressed by step and micro-batch, or the script's plain iter
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -16,6 +17,7 @@ from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
+from recycle_plugin.runtime.worker import iterator_places
 from recycle_plugin.runtime.worker.data import ScriptsIterator
 from recycle_plugin.runtime.worker.ports import Source
 
@@ -46,6 +48,7 @@ class Feed:
         if self.iterator_data is not None and session.newcomer:
             self.iterator_data.in_place = False
         self._last_given: object = None
+        self._had = 0  # batches that the iterator had given when the checkpoint was saved that is gone on from
         self.source: Source | None = None
         self.settled = False
 
@@ -66,6 +69,43 @@ class Feed:
         if self.iterator_data is not None and self._last_given is not None and self._last_given is not data_iter:
             self.iterator_data.iterators += 1
         self._last_given = data_iter
+
+    def go_on(self) -> None:
+        """Read the script's first iterator up to where it stood when the checkpoint was saved, if that is asked for."""
+        if self.iterator_data is not None and self._had:
+            had, self._had = self._had, 0
+            self.iterator_data.skip_to(had)
+
+    def place(self, replicas: int, size: int) -> iterator_places.IteratorPlace | None:
+        """Where this worker's plain iterator stands, one of ``replicas``, with batches of ``size`` samples; None where
+        it has none, or does not stand where its replica does.
+        """
+        data, replica = self.iterator_data, self._store.seat.replica
+        if data is None or data.place is None or not self._store.reads_iterator:
+            return None
+        return iterator_places.IteratorPlace(replica, replicas, data.place, size, data.iterators)
+
+    def resume(self, folder: Path, replicas: int, size: int, wanted: bool) -> None:
+        """Take over where the checkpoint ``folder`` says that iterators stood, if that is ``wanted``; else say where a
+        script would go wrong that skips the same for all.  Raises RecycleError where it is wanted and not known.
+        """
+        places = iterator_places.read(folder)
+        given = {replica: place.read for replica, place in sorted(places.items())}
+        if places and wanted:
+            resumed = iterator_places.resumed(places, replicas, size)
+            self._had = resumed.read[self._store.seat.replica]
+            self._say_first(resumed.change)
+        elif len(set(given.values())) > 1:
+            self._say_first(
+                f"when the checkpoint was saved, the iterators of its replicas had given "
+                f"{iterator_places.shown(given)} batches, unevenly, since workers were missing: "
+                "a script that skips as many on each uses samples twice "
+                "or never; recycle.resume_iterators has each go on at its own place"
+            )
+
+    def _say_first(self, text: str) -> None:
+        if text and self._session.is_first:
+            self._session.note("data", text)
 
     def batch(self, step: int, micro_batch: MicroBatch) -> Any:
         """The batch of a micro-batch, from the source (ports.Source)."""

@@ -58,6 +58,7 @@ from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.changed_state import Counts, stage_state, stage_units
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from recycle_plugin.runtime.worker.feed import Feed
+from recycle_plugin.runtime.worker.iterator_places import IteratorPlace
 from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.newcomer import Newcomer
 from recycle_plugin.runtime.worker.on_join import Callback, Give, OnJoin
@@ -377,9 +378,30 @@ class Trainer:
             session.note("stage", f"stage {self.seat.stage} is built", **described(self._framework))
         files, reach = self._framework.checkpoints, self._world.reach
         self._checkpoints = JobCheckpoints(
-            session, self._settings, loop, reach, files, self.state, self.run_dir, self._between_steps
+            session,
+            self._settings,
+            loop,
+            reach,
+            files,
+            self.state,
+            self.run_dir,
+            self._between_steps,
+            self.seat,
+            self._place,
         )
         session.between_steps = self._between_steps
+
+    def _place(self) -> IteratorPlace | None:
+        return self.feed.place(self.topology.replicas, self._framework.micro_batch_size)
+
+    def resume_iterators(self, folder: Path) -> None:
+        """Take over where the checkpoint ``folder``, which was loaded before training, says that plain iterators stood.
+
+        Raises RecycleError where ``recycle.resume_iterators`` is set and it can't be had.
+        """
+        if self._loop is None:
+            size = self._framework.micro_batch_size
+            self.feed.resume(folder, self.topology.replicas, size, self._settings.resume_iterators)
 
     def _follow(self, step: int) -> bool:
         """Whether ``step`` is over with the others, once that is known; where it is not, this worker is a member now,
