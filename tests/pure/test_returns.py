@@ -18,6 +18,7 @@ from recycle_plugin.core.messages.protocol import (
     Generation,
     Ready,
     Recorded,
+    Resume,
     Serving,
     StateHash,
     SurvivorReport,
@@ -51,14 +52,20 @@ def following() -> Membership:
     return membership
 
 
-def entered() -> Membership:
-    """It has entered the generation that holds from the fifth step."""
+def announced() -> Membership:
+    """All others have come to the fifth step, from which a generation holds that it is announced for."""
     membership = following()
     out = membership.receive(CaughtUp(2, 2, 9, 0, incarnation=1), 0.0)
     (generation,) = said(out, Generation)
     assert generation.from_step == 5 and generation.roster.holding(Seat(0, 1)).joining
     step(membership, 1, 3, list(STAYING))
     step(membership, 1, 4, list(STAYING))
+    return membership
+
+
+def entered() -> Membership:
+    """It has entered that generation."""
+    membership = announced()
     membership.receive(SurvivorReport(2, 2, 4, "plan", {}, incarnation=1), 0.0)
     agree(membership, 2, dict.fromkeys(STAYING, 4))
     assert BACK in membership.roster.workers
@@ -96,6 +103,17 @@ def test_who_has_entered_loads_the_checkpoint_with_the_others_and_is_their_equal
     assert not work.roster.holding(Seat(0, 1)).joining
     membership.receive(StateHash(3, 4, "of a state that is no more"), 0.0)
     assert not membership.course.joining.comparisons and membership.ended is None
+
+
+@pytest.mark.parametrize("how", ("dies", "asks again"))
+def test_who_is_gone_before_it_has_entered_what_is_in_force_is_not_waited_for(how):
+    membership = announced()
+    agree(membership, 2, dict.fromkeys(STAYING, 4))
+    assert BACK in membership.roster.workers
+    out = membership.receive(Exited(2, -9, 0.0, incarnation=1) if how == "dies" else CatchUp(2, incarnation=1), 0.0)
+    (generation,) = said(out, Generation)
+    assert not generation.from_step and generation.roster.ranks == set(STAYING)
+    assert said(agree(membership, 3, dict.fromkeys(STAYING, 4)), Resume) and membership.ended is None
 
 
 # --- a newcomer's waits ---------------------------------------------------------------------------------

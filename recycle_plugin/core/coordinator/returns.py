@@ -162,6 +162,7 @@ def _call_off(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOu
     if newcomer.in_force_at is None and not course.regrouping.has_come(course.committed):
         course.regroup(cause, now, out, from_step=unstarted(course.committed))
     elif not course.halted:
+        course.attendance.roster = course.roster.without({newcomer.member.worker})  # where that is in force already
         course.go_on_without(cause, now, out)
 
 
