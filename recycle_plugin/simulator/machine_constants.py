@@ -50,8 +50,8 @@ LOCAL = MachineCosts(
         "and 4x2 workers, Gloo, "
         "2 busy cores, 2026-11-21 (regrouping without the instruction that a worker finishes first); no state was "
         "large enough to show an undo; "
-        "ASSUMED, because our workers do not come back yet: 9 s from respawn to ready (torchft: 3.9 to 11.2 s), state "
-        "copied at 9 GB/s"
+        "ASSUMED, for models of ordinary size: 9 s from respawn to ready (measured with small ones: 4 to 8 s, "
+        "scripts/demo --scenario rejoin and scripts/bench_recovery.py --against torchft), state copied at 9 GB/s"
     ),
 )
 """The only machine on which the runtime has been measured so far."""

@@ -10,7 +10,7 @@ from recycle_plugin.core.messages.protocol import Committed
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
-from recycle_plugin.core.vocabulary.iterator_draws import Draw, IteratorState, unpack
+from recycle_plugin.core.vocabulary.iterator_draws import Draw, Gone, IteratorState, unpack
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
@@ -132,3 +132,16 @@ def test_a_newcomers_iterator_finds_its_place_or_says_why_not(end, iterators, re
         newcomer.take_state(IteratorState(plan(SHAPE.full(), CostModel.uniform(2), Policy()), {}, {}, {}, read))
     assert newcomer.in_place is (why is None) and len(iterator.read_of) == (6 if why is None else 0)
     assert [each.startswith(why) for each in said] == [True] if why else not said
+
+
+def test_what_another_iterator_gives_is_no_data_of_a_step_before_it(end):
+    """The other end may still read the iterator before: inputs and labels would be those of two."""
+    iterator_data, store, *_ = end
+    iterator_data.provide(1, ControlView(0))
+    iterator_data.begin_another(2)
+    iterator_data.provide(1, ControlView(0))  # is here
+    store.commit(1)
+    with pytest.raises(Gone, match="of step 1 is lost .* seat 0.0 has had another iterator since step 2: nobody can"):
+        iterator_data.provide(1, ControlView(0))
+    iterator_data.provide(2, ControlView(0))
+    assert len(store.of("drawn", 2)) == 3

@@ -85,7 +85,7 @@ class Feeding:
                 "never"
             )
         self._feed.source, self._has_dataset = None, False
-        self._feed.given(data_iter)
+        self._feed.given(data_iter, self._engine.global_steps + 1)
         self._engine.set_dataiterator(data_iter)
         self._feed.go_on()
 

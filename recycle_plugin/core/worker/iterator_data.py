@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
-from recycle_plugin.core.vocabulary.iterator_draws import Batches, Draw, IteratorState, Share, pack, share
+from recycle_plugin.core.vocabulary.iterator_draws import Batches, Draw, Gone, IteratorState, Share, pack, share
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
 
@@ -51,6 +51,7 @@ class IteratorData:
     ) -> None:
         self._stays_out = stays_out
         self.iterators = 1  # which the script has given, one after the other
+        self._begun_in = 0  # the step for which it has given the last one
         self._store, self._iterator, self._hand_on, self._say = store, iterator, hand_on, say
         self._read_so_far: dict[int, int] = {}  # how often the iterator was asked in a step
         self._read_in_all = 0
@@ -148,6 +149,11 @@ class IteratorData:
             self._iterator.skip(self._read_in_all + 1, read)
             self._read_in_all += 1
 
+    def begin_another(self, step: int) -> None:
+        """Takes in that the script gives another iterator, from ``step`` on."""
+        self.iterators += 1
+        self._begun_in = step
+
     def rewind(self) -> None:
         """Goes on from a checkpoint that everybody has loaded, whose steps' data is read as if for the first time."""
         self._read_so_far = {}
@@ -163,6 +169,12 @@ class IteratorData:
         return self._usual
 
     def _draw(self, step: int, micro_batch: MicroBatch, draw: Draw) -> None:
+        if step < self._begun_in:  # at the other end it might be read of the one before: inputs and labels of two
+            raise Gone(
+                f"batch {draw} of step {step} is lost with all that was computed of it, and seat {self._store.seat} "
+                f"has had another iterator since step {self._begun_in}: nobody can read it again. "
+                "engine.set_data_source() keeps every step's data"
+            )
         if self._read_so_far.get(step, 0) > draw.position:
             raise AssertionError(
                 f"seat {self._store.seat} is to draw {draw} of step {step} for micro-batch {micro_batch}, and has "

@@ -64,10 +64,10 @@ class Feed:
             )
         self.settled = True
 
-    def given(self, data_iter: object) -> None:
-        """Note which iterator the script gives for a step."""
+    def given(self, data_iter: object, step: int) -> None:
+        """Note which iterator the script gives for ``step``."""
         if self.iterator_data is not None and self._last_given is not None and self._last_given is not data_iter:
-            self.iterator_data.iterators += 1
+            self.iterator_data.begin_another(step)
         self._last_given = data_iter
 
     def go_on(self) -> None:
