@@ -27,7 +27,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "again.",
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--seeds", type=int, default=300, metavar="N", help="so many random jobs (default 300)")
+    what.add_argument("--seeds", type=int, metavar="N", help="so many random jobs (default 300)")
     what.add_argument("--seed", type=int, metavar="S", help="this one, with its story")
     what.add_argument(
         "--every-instant",
@@ -66,8 +66,11 @@ def run(found: argparse.Namespace) -> int:
     from recycle_plugin import planner
     from recycle_plugin.simulator import campaign, seeded
 
+    if found.kill is not None and (found.seed, found.seeds) != (None, None):
+        raise ValueError("--kill is one of --every-instant or --every-return: leave out --seed and --seeds")
+    seeds = 300 if found.seeds is None else found.seeds
     if (
-        found.seeds < 1
+        seeds < 1
         or found.stride < 1
         or found.jobs < 1
         or found.first < 0
@@ -83,7 +86,7 @@ def run(found: argparse.Namespace) -> int:
     if found.every_instant or found.every_return:
         report = campaign.every_instant(instants, found.stride, found.jobs)
     else:
-        report = campaign.campaign(range(found.first, found.first + found.seeds), found.jobs)
+        report = campaign.campaign(range(found.first, found.first + seeds), found.jobs)
     if found.json:
         wrong = [
             {"replay": f"recycle campaign {one.name}", "faults": one.faults, "what": one.violations}

@@ -290,7 +290,15 @@ def test_a_violation_prints_what_runs_it_again_and_the_grid(capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "wrong", (["--seeds", "0"], ["--stride", "0", "--every-instant"], ["--seed", "-1"], ["--kill", "kill nobody"])
+    "wrong",
+    (
+        ["--seeds", "0"],
+        ["--stride", "0", "--every-instant"],
+        ["--seed", "-1"],
+        ["--kill", "kill nobody"],
+        ["--kill", "kill 0.0 before 0STEP@2", "--seed", "3"],
+        ["--kill", "kill 0.0 before 0STEP@2", "--seeds", "3"],
+    ),
 )
 def test_bad_input_is_one_line(capsys, wrong) -> None:
     assert cli.main(["campaign", *wrong]) == 2
