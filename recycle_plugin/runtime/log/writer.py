@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ SEGMENT_BYTES = 256 << 20
 SEGMENT_RECORDS = 1 << 16  # so that an index stays small
 DURABLE_S = 120.0
 CLOSE_S = 60.0
+BATCH_BYTES, BATCH_RECORDS = 1 << 20, 256  # that are written at once: small records cost little more than large ones
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ class LogWriter:
         self._folder, self._budget, self._report = folder, budget, report
         self._segments = _Segments(folder, stream, segment_bytes, disk or Disk())
         self._ring: deque[_Waiting | _Sync | _Checkpointed | _Close] = deque()
-        self._weight = 0
+        self._writing: list[_Waiting] = []  # the thread's: taken out of the ring, and not written yet
+        self._weight = 0  # of both
         self._gap: Gap | None = None
         self._refusal = ""  # the disk's last one, until a checkpoint
         self._refused = -1  # the last step of which something was
@@ -236,27 +239,45 @@ class LogWriter:
     # --- the thread's side ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not self._ring:
-                    self._wake.wait()
-                item = self._ring.popleft()
+        going_on = True
+        while going_on:
+            item = self._next()
             try:
-                self._handle(item)
+                going_on = self._handle(item)
             except OSError as error:
-                self._fail(item, error)
-            if isinstance(item, _Waiting):
-                with self._lock:
-                    self._weight -= item.weight
-            elif isinstance(item, _Sync):
+                self._fail(error)
+                going_on = not isinstance(item, _Close)
+            if isinstance(item, _Sync):
                 item.done.set()
-            elif isinstance(item, _Close):
-                return
 
-    def _handle(self, item: _Waiting | _Sync | _Checkpointed | _Close) -> None:
+    def _next(self) -> _Sync | _Checkpointed | _Close | None:
+        """Takes what comes next out of the ring: None for records, as many as are written at once, which are
+        ``_writing`` then.
+        """
+        with self._wake:
+            while not self._ring:
+                self._wake.wait()
+            if not isinstance(item := self._ring[0], _Waiting):
+                self._ring.popleft()
+                return item
+            size = 0
+            while self._ring and isinstance(item := self._ring[0], _Waiting):
+                size += item.weight
+                if self._writing and (size > BATCH_BYTES or len(self._writing) >= BATCH_RECORDS):
+                    break
+                self._writing.append(item)
+                self._ring.popleft()
+            return None
+
+    def _handle(self, item: _Sync | _Checkpointed | _Close | None) -> bool:
+        """Does what was taken out of the ring; returns whether anything can come behind it."""
         match item:
-            case _Waiting(record, tensors):
-                self._segments.append(record, tensors, self._voids)
+            case None:
+                while self._writing:
+                    written = self._segments.append(self._writing, self._voids)
+                    with self._lock:
+                        self._weight -= sum(each.weight for each in self._writing[:written])
+                    del self._writing[:written]
             case _Sync():
                 self._segments.sync()
                 item.synced = not self._refusal
@@ -267,6 +288,7 @@ class LogWriter:
                 self._resume()
             case _Close():
                 self._segments.rotate()
+        return not isinstance(item, _Close)
 
     def _resume(self) -> None:
         """Closes the gap, where there is one: what is refused by now stays in it."""
@@ -276,22 +298,22 @@ class LogWriter:
                 return
             self._gap = replace(gap, last=max(gap.first, self._refused))
         try:
-            self._segments.append(self._gap, (), self._voids)
+            self._segments.append([_Waiting(self._gap, (), 0)], self._voids)
         except OSError:
             with self._lock:
                 self._gap = gap
             raise
         self._tell(Resumed(self._gap.step + 1))
 
-    def _fail(self, item: _Waiting | _Sync | _Checkpointed | _Close, error: OSError) -> None:
-        """Stops the log, since the disk has refused ``item``: what waits is lost too."""
+    def _fail(self, error: OSError) -> None:
+        """Stops the log, since the disk has refused something: what waits is lost too."""
         with self._lock:
             self._refusal = folders.refusal(self._folder, error)
-            lost = [each for each in (item, *self._ring) if isinstance(each, _Waiting)]
+            lost = self._writing + [each for each in self._ring if isinstance(each, _Waiting)]
             self._ring = deque(each for each in self._ring if not isinstance(each, _Waiting))
-            self._weight -= sum(each.weight for each in lost if each is not item)
-            steps = [each.record.step + isinstance(each.record, Void) for each in lost]
-            steps += self._segments.doubted
+            self._weight -= sum(each.weight for each in lost)
+            steps = [each.record.step + isinstance(each.record, Void) for each in lost] + self._segments.doubted
+            self._writing, self._segments.doubted = [], []
             news = self._lose(min(steps), max(steps), self._refusal) if steps else None
         self._tell(news)
 
@@ -314,10 +336,17 @@ class _Open:
             disk.remove(path)
             raise
 
-    def append(self, record: Record, tensors: Sequence[memoryview]) -> None:
+    def append(self, batch: Sequence[_Waiting]) -> None:
+        pieces: list[Buffer] = []
+        entries: list[Entry] = []
         offset = self.size
-        self._append(framed(record, tensors, offset, self._seed))
-        self.entries.append(entry(record, offset, self.size - offset))
+        for record, tensors, _ in batch:
+            made = framed(record, tensors, offset, self._seed)
+            entries.append(entry(record, offset, sum(map(len, made))))
+            offset += entries[-1].size
+            pieces += made
+        self._append(pieces)
+        self.entries += entries
 
     def seal(self) -> None:
         self._append(ended(self.entries, self.size, self._seed))
@@ -357,26 +386,34 @@ class _Segments:
         self._unsynced: dict[Path, int] = {}  # the first step of each segment that may not be on the disk
         self.doubted: list[int] = []  # steps of which something may be lost that was written
 
-    def append(self, record: Record, tensors: Sequence[memoryview], voids: Iterable[Void]) -> None:
-        """Writes a record, in the next segment where this one is large enough; that begins with ``voids``."""
-        coming = sum(each.nbytes for each in tensors)
-        if self._open is not None and (
-            self._open.size + coming > self._limit or len(self._open.entries) >= SEGMENT_RECORDS
-        ):
+    def append(self, batch: Sequence[_Waiting], voids: Iterable[Void]) -> int:
+        """Writes the first records of ``batch``, in the next segment where this one is large enough; that begins with
+        ``voids``.  Returns how many.
+        """
+        if self._open is not None and not self._fitting(batch):
             self.rotate()
+        repeated: list[_Waiting] = []
         if self._open is None:
-            self._open = self._begin(voids)
-        self._open.append(record, tensors)
-        first = self._unsynced.get(self._open.path)
-        self._unsynced[self._open.path] = record.step if first is None else min(first, record.step)
+            self._open = self._begin()
+            repeated = [_Waiting(each, (), 0) for each in voids]
+        now = batch[: self._fitting(batch) or 1]
+        self._open.append([*repeated, *now])
+        first = min(each.record.step for each in now)
+        self._unsynced[self._open.path] = min(first, self._unsynced.get(self._open.path, first))
+        return len(now)
 
-    def _begin(self, voids: Iterable[Void]) -> _Open:
+    def _fitting(self, batch: Sequence[_Waiting]) -> int:
+        """The number of records that have room in the segment that is being written."""
+        assert self._open is not None, "one is"
+        room, count = self._limit - self._open.size, SEGMENT_RECORDS - len(self._open.entries)
+        sizes = accumulate(each.weight for each in batch[:count])
+        return sum(size <= room for size in sizes)
+
+    def _begin(self) -> _Open:
         folders.make(self._folder)
         path = self._folder / called(self._stream.worker, self._next)
         made = _Open(self._disk, path, Head(self._stream, self._next))
         self._next += 1
-        for void in voids:
-            made.append(void, ())
         return made
 
     def rotate(self) -> None:
