@@ -179,7 +179,7 @@ def test_a_step_without_one_of_its_data_is_not_whole(logs) -> None:
     victim.unlink()
     reader = logs.read()
     assert reader.committed == (1, 2) and reader.whole == (1,)
-    assert reader.why_not(2) == ["rank 1 (seat 0.1) has 1 of the 2 data that it kept of step 2"]
+    assert reader.why_not(2) == ["seat 0.1 (rank 1) has 1 of the 2 data that it kept of step 2"]
     assert reader.missing([act(2, 0), act(2, 1)]) == {
         act(2, 1): "nobody has kept the act of stage 1, micro-batch 0.1, step 2"
     }
@@ -190,7 +190,7 @@ def test_a_step_without_one_of_its_data_is_not_whole(logs) -> None:
 def test_a_step_without_its_record_is_not_whole(logs) -> None:
     writer = logs.writer()
     assert put(writer, act(1)) and writer.commit(1)
-    assert logs.read().why_not(1) == ["rank 1 (seat 0.1) has no record of step 1"]
+    assert logs.read().why_not(1) == ["seat 0.1 (rank 1) has no record of step 1"]
 
 
 def test_a_datum_that_is_kept_twice_counts_once(logs) -> None:
@@ -207,7 +207,7 @@ def test_a_gap_of_one_stream_is_one_of_the_step(logs) -> None:
     reader = logs.read()
     assert reader.committed == (1, 2) and reader.whole == (1,)
     assert reader.why_not(2) == [
-        "rank 1 (seat 0.1) has not kept steps 2 and later: more than 1048576 bytes wait for the disk"
+        "seat 0.1 (rank 1) has not kept steps 2 and later: more than 1048576 bytes wait for the disk"
     ]
     (why,) = reader.missing([act(2, stage=3)]).values()
     assert why.endswith("step 2; steps 2 and later: more than 1048576 bytes wait for the disk")

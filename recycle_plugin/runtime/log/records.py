@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from recycle_plugin.core.messages.encoding import Language
 from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
@@ -43,7 +44,7 @@ class Stream:
 
     def __str__(self) -> str:
         again = f", incarnation {self.worker.incarnation}" if self.worker.incarnation else ""
-        return f"rank {self.worker.rank} (seat {self.seat}{again})"
+        return named(self.worker.rank, self.seat) + again
 
 
 @dataclass(frozen=True, slots=True)
