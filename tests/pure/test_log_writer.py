@@ -13,7 +13,20 @@ from recycle_plugin.runtime.log.reader import LogReader
 from recycle_plugin.runtime.log.records import Gap
 from recycle_plugin.runtime.log.segment import called, load
 from recycle_plugin.runtime.log.writer import OVERHEAD, LogWriter, Resumed, Stopped
-from tests.support.logs import PATIENCE_S, RUN, News, RefusingDisk, StuckDisk, act, put, put_step, stream
+from tests.support.logs import (
+    PATIENCE_S,
+    RUN,
+    News,
+    RecordingDisk,
+    RefusingDisk,
+    StuckDisk,
+    act,
+    content,
+    of_step,
+    put,
+    put_step,
+    stream,
+)
 
 ME = WorkerId(1)
 
@@ -129,11 +142,13 @@ def test_a_disk_that_refuses_stops_the_log(tmp_path, number, room) -> None:
     _, resumed = news.wait(2)
     assert resumed == Resumed(9)
     assert not put_step(writer, 8) and put_step(writer, 9)
-    assert writer.durable(9)
-    writer.close()
+    assert not writer.durable(9), "between the checkpoint and this step is the gap"
     reader = read(tmp_path)
     assert reader.gaps == {ME: (Gap(stopped.step, 8, stopped.why),)}
     assert reader.whole == tuple(step for step in (*range(1, stopped.step), 9) if step > 4 or stopped.step > 5)
+    writer.checkpointed(8)
+    assert writer.durable(9)
+    writer.close()
 
 
 def test_a_disk_that_is_still_full_at_the_checkpoint_stays_off(tmp_path) -> None:
@@ -208,7 +223,7 @@ def test_what_can_not_be_synced_may_be_lost(tmp_path) -> None:
     disk.refuses_sync = False
     writer.checkpointed(0)
     assert news.wait(2)[1] == Resumed(3)
-    assert put_step(writer, 3) and writer.durable(3)
+    assert put_step(writer, 3) and not writer.durable(3)
     writer.close()
     assert read(tmp_path).whole == (1, 3)
 
@@ -334,3 +349,32 @@ def test_voids_are_said_again_in_each_segment_while_they_matter(tmp_path) -> Non
         for name in names(tmp_path)
     ]
     assert said == [[(1, 2), (4, 3)], [(1, 2), (4, 3), (3, 6)], [(3, 6)]]
+
+
+def test_a_writer_may_be_killed_at_any_byte(tmp_path) -> None:
+    """... in a record, in a rotation, while segments go.  Nothing wrong is read, whole steps stay, and what is torn is
+    the last file's end.
+    """
+    disk = RecordingDisk()
+    writer = LogWriter(tmp_path / "none", stream(), 1 << 20, News(), segment_bytes=900, disk=disk)
+    for step in (1, 2, 3):
+        assert put_step(writer, step, micro_batches=1) and writer.durable(step)
+    writer.void(2, 4)
+    assert put_step(writer, 3, valid_from=4, micro_batches=1) and writer.durable(3)
+    writer.checkpointed(2)
+    writer.close()
+    seen = set()
+    for moment in sorted({*disk.moments, *range(0, disk.moments[-1], 5)}):
+        folder = tmp_path / str(moment)
+        disk.after(moment, folder)
+        reader = LogReader(folder, RUN)
+        for step in reader.whole:
+            since = reader.get(act(step)).record.valid_from
+            assert reader.get(act(step)).tensors == (content(act(step), since),)
+            assert {each.record for each in reader.step_records(step)} == {of_step(step, since)}
+        faults = reader.verify()
+        assert {fault.file.name for fault in faults} <= set(names(folder)[-1:]) and len(faults) <= 1
+        seen.add((reader.whole, reader.get(act(3)).record.valid_from if 3 in reader.whole else None))
+    assert [*sorted(seen, key=str)] == sorted(
+        [((), None), ((1,), None), ((1, 2), None), ((1, 2, 3), 0), ((1, 2, 3), 4), ((3,), 4)], key=str
+    )

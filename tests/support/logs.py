@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -126,3 +127,56 @@ class StuckDisk(Disk):
     def create(self, path: Path) -> GrowingFile:
         assert self.go.wait(PATIENCE_S), "a disk that nobody has let go"
         return super().create(path)
+
+
+class RecordingDisk(Disk):
+    """A disk that notes what is done to its files, of which :meth:`after` makes the folder as it was at any time."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str, bytes]] = []
+
+    def create(self, path: Path) -> GrowingFile:
+        self.done.append(("create", path.name, b""))
+        return _Recording(self, path.name)
+
+    def sync(self, path: Path) -> None:
+        pass
+
+    def remove(self, path: Path) -> None:
+        self.done.append(("remove", path.name, b""))
+
+    @property
+    def moments(self) -> list[int]:
+        """The moments after each of these: one for each byte, and for each file that came or went."""
+        return list(accumulate(len(data) or 1 for _, _, data in self.done))
+
+    def after(self, moment: int, folder: Path) -> None:
+        """Makes ``folder`` as it was at that moment."""
+        folder.mkdir()
+        for what, name, data in self.done:
+            part = data[:moment]
+            moment -= len(data) or 1
+            if what == "remove":
+                (folder / name).unlink()
+            else:
+                with (folder / name).open("ab") as file:
+                    file.write(part)
+            if moment <= 0:
+                return
+
+
+class _Recording:
+    def __init__(self, disk: RecordingDisk, name: str) -> None:
+        self._disk, self._name = disk, name
+
+    def append(self, pieces: Sequence[Buffer]) -> None:
+        self._disk.done.append(("append", self._name, b"".join(pieces)))
+
+    def cut(self, size: int) -> None:
+        raise AssertionError(f"{self._name} is cut to {size} bytes, and nothing was refused")
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -26,7 +26,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.log.records import Address, Commit, DatumRecord, Entry, Gap, StepRecord, Stream, Void
-from recycle_plugin.runtime.log.segment import Damaged, Fault, Found, Segment, called, files, load
+from recycle_plugin.runtime.log.segment import Damaged, Fault, Found, Segment, called, files, head, load
 
 
 class KeptDatum(NamedTuple):
@@ -272,5 +272,5 @@ def runs(folder: Path) -> list[str]:
     for paths in files(folder).values():
         for path in paths.values():
             with suppress(Damaged):
-                found.add(load(path).stream.run_id)
+                found.add(head(path).stream.run_id)
     return sorted(found)

@@ -113,10 +113,10 @@ def framed(record: object, tensors: Sequence[memoryview], offset: int, seed: int
     return [CRC.pack(crc) + front, *tensors]
 
 
-def begun(head: Head) -> tuple[bytes, int]:
+def begun(of: Head) -> tuple[bytes, int]:
     """The first bytes of a segment, and the seed of the CRCs behind them."""
     start = START.pack(MAGIC, LAYOUT)
-    (record,) = framed(head, (), len(start), crc32(start))
+    (record,) = framed(of, (), len(start), crc32(start))
     return start + bytes(record), crc32(record)
 
 
@@ -211,12 +211,18 @@ def load(path: Path) -> Segment:
     """
     with opened(path) as file:
         size = file.seek(0, 2)
-        head, first, seed = _head(path, file, size)
+        found, first, seed = _head(path, file, size)
         reading = _Reading(path, file, seed)
         if (indexed := reading.indexed(first, size)) is not None:
-            return Segment(path, head, seed, indexed, True, size)
+            return Segment(path, found, seed, indexed, True, size)
         entries, faults = reading.scanned(first, size)
-        return Segment(path, head, seed, tuple(entries), False, size, tuple(faults))
+        return Segment(path, found, seed, tuple(entries), False, size, tuple(faults))
+
+
+def head(path: Path) -> Head:
+    """The head of the segment at ``path``.  Raises Damaged."""
+    with opened(path) as file:
+        return _head(path, file, file.seek(0, 2))[0]
 
 
 @contextmanager

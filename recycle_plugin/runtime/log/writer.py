@@ -117,6 +117,7 @@ class LogWriter:
         self._gap: Gap | None = None
         self._refusal = ""  # the disk's last one, until a checkpoint
         self._refused = -1  # the last step of which something was
+        self._base = 0  # the step of the last durable checkpoint
         self._voids: tuple[Void, ...] = ()
         self._kept: dict[int, dict[Datum, int]] = {}  # of uncommitted steps: since when each datum is valid
         self._closed = False
@@ -177,11 +178,12 @@ class LogWriter:
         with self._lock:
             of_no_use = [each for each in self._voids if each.after <= step][:-1]
             self._voids = tuple(each for each in self._voids if each not in of_no_use)
+            self._base = max(self._base, step)
             self._put(_Checkpointed(step))
 
     def durable(self, step: int, timeout_s: float = DURABLE_S) -> bool:
-        """Returns once all that was kept so far is on the disk, files and folder; whether that is all of the steps up
-        to ``step``.  Raises WaitTimeout.
+        """Returns once all that was kept so far is on the disk, files and folder; whether that is all of the steps from
+        the last durable checkpoint up to ``step``.  Raises WaitTimeout.
         """
         asked = _Sync()
         with self._lock:
@@ -189,8 +191,8 @@ class LogWriter:
         if not asked.done.wait(timeout_s):
             raise WaitTimeout(f"waited {timeout_s:g} s for the log of step {step} to be on the disk of {self._folder}")
         with self._lock:
-            stopped = self._gap is not None and self._gap.last is None and self._gap.first <= step
-            return asked.synced and not stopped
+            gap = self._gap
+            return asked.synced and (gap is None or gap.first > step or not gap.covers(max(gap.first, self._base + 1)))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Writes what is in the ring, and ends the stream.  Raises WaitTimeout."""
@@ -221,7 +223,8 @@ class LogWriter:
             raise RuntimeError("the log is closed")
         self._weight += item.weight if isinstance(item, _Waiting) else 0
         self._ring.append(item)
-        self._wake.notify()
+        if len(self._ring) == 1:  # else the thread is not waiting
+            self._wake.notify()
 
     def _lose(self, first: int, last: int, why: str) -> Stopped | None:
         """Opens a gap from step ``first`` on, or moves its beginning back; returns what is new about that."""
