@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from recycle_plugin.core.messages.protocol import LogBroken, Logged
 from recycle_plugin.core.vocabulary.dataflow import Datum
-from recycle_plugin.core.worker.step_log import StepRecord
+from recycle_plugin.core.worker.step_log import CountsFrom, StepRecord
 from recycle_plugin.simulator.scenario import MILLISECOND
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class SimulatedLog:
         self._under_way: list[Any] = []
         self.data: dict[Datum, list[tuple[int, Any]]] = {}  # with the generation that each is valid from
         self.records: dict[int, StepRecord] = {}
+        self.voids: list[tuple[int, int]] = []
 
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
         """Keeps a value; on the disk it is later."""
@@ -34,6 +35,10 @@ class SimulatedLog:
     def commit(self, record: StepRecord) -> None:
         """Keeps a record; on the disk it is later."""
         self._write(record)
+
+    def void(self, after: int, valid_from: int) -> None:
+        """Takes back what was kept of the steps after ``after``; on the disk it is later."""
+        self._write((after, valid_from))
 
     def mark(self, step: int) -> None:
         """Notes that all of ``step`` was kept."""
@@ -52,6 +57,8 @@ class SimulatedLog:
             self.records[entry.step] = entry
         elif isinstance(entry, int):
             self._machine.send(Logged(self._machine.rank, entry))
+        elif len(entry) == 2:
+            self.voids.append(entry)
         else:
             datum, valid_from, value = entry
             self.data.setdefault(datum, []).append((valid_from, value))
@@ -82,7 +89,14 @@ class SimulatedLogs:
         """The record of a committed step, whoever has written it."""
         return next((log.records[step] for log in self._logs if step in log.records), None)
 
-    def get(self, datum: Datum, counts_from: int) -> Any:
-        """The value of a datum, whoever has written it."""
-        found = (value for log in self._logs for number, value in log.data.get(datum, ()) if number >= counts_from)
-        return next(found, None)
+    def get(self, datum: Datum) -> Any:
+        """The value of a datum that counts, whoever has written it."""
+        records = [log.records[datum.step] for log in self._logs if datum.step in log.records]
+        voids, commits = (void for log in self._logs for void in log.voids), ((r.step, r.counts_from) for r in records)
+        since = CountsFrom(voids, commits).of(datum.step)
+        found = (value for log in self._logs for number, value in log.data.get(datum, ()) if number >= since)
+        return next(found, None) if records else None
+
+    def faults(self) -> str:
+        """Nothing: what can't be read is not there."""
+        return ""

@@ -15,15 +15,14 @@ What says what counts is read at once, all else when it is asked for, each with 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.worker.step_log import CountsFrom
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.log.records import Address, Commit, DatumRecord, Entry, Gap, StepRecord, Stream, Void
 from recycle_plugin.runtime.log.segment import Damaged, Fault, Found, Segment, called, files, head, load
@@ -74,7 +73,10 @@ class LogReader:
         found = list(voids)
         for worker, segments in self.segments.items():
             found += self._read(worker, segments)
-        self._since = _Since(found, (each for of in self._commits.values() for each in of.values()))
+        commits = [each for of in self._commits.values() for each in of.values()]
+        self._since = CountsFrom(
+            ((each.after, each.valid_from) for each in found), ((each.step, each.valid_from) for each in commits)
+        )
 
     # --- what there is -------------------------------------------------------------------------------
 
@@ -168,6 +170,10 @@ class LogReader:
         sealed = [each for segments in self.segments.values() for each in segments if each.sealed]
         return list(dict.fromkeys([*self.faults, *(fault for each in sealed for fault in each.damaged())]))
 
+    def counts_from(self, step: int) -> int:
+        """The generation from which data of ``step`` has to be valid to count."""
+        return self._since.of(step)
+
     # --- which of it counts --------------------------------------------------------------------------
 
     def _counting(self, step: int) -> dict[WorkerId, Commit]:
@@ -248,22 +254,6 @@ class LogReader:
 
     def _fault(self, path: Path, what: str, offset: int = 0) -> None:
         self.faults.append(Fault(path, offset, what))
-
-
-class _Since:
-    """The generation from which data of each step has to be valid to count."""
-
-    def __init__(self, voids: Iterable[Void], commits: Iterable[Commit]) -> None:
-        points = sorted(
-            [(each.after + 1, each.valid_from) for each in voids] + [(each.step, each.valid_from) for each in commits]
-        )
-        self._steps = [step for step, _ in points]
-        self._since = list(accumulate((since for _, since in points), max))
-
-    def of(self, step: int) -> int:
-        """The one for ``step``."""
-        place = bisect_right(self._steps, step)
-        return self._since[place - 1] if place else 0
 
 
 def runs(folder: Path) -> list[str]:
