@@ -108,9 +108,7 @@ class Pipeline(PlainJob):
         return self._trainer.evaluate(ours, count)
 
 
-def _cut(
-    layers: int, stages: int, workers: int, parts: Sequence[int] | None, logs: bool
-) -> list[tuple[int, int]]:
+def _cut(layers: int, stages: int, workers: int, parts: Sequence[int] | None, logs: bool) -> list[tuple[int, int]]:
     """The first layer of each stage and that of the next one.  ``logs``: a stage without a replica can be replayed."""
     if not 1 <= stages <= layers:
         raise RecycleError(f"stages is {stages}, and there are {layers} layers: write 1 to {layers}")
