@@ -16,7 +16,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.runtime.log.reader import LogReader
 from recycle_plugin.runtime.log.records import Address, DatumRecord, Part, StepRecord
-from recycle_plugin.runtime.log.segment import Damaged, Segment, called, framed, load, payload
+from recycle_plugin.runtime.log.segment import Damaged, Segment, called, ended, framed, load, payload
 from recycle_plugin.runtime.log.writer import LogWriter
 from tests.support.logs import RUN, News, act, content, of_step, put, put_step, stream
 
@@ -328,6 +328,18 @@ def test_a_segment_without_index_before_others_is_named(tmp_path) -> None:
     end = segment.entries[-1].offset + segment.entries[-1].size
     first.write_bytes(first.read_bytes()[:end])
     assert only(first) == f"byte {end}: has no index, expected one, since a later segment is there"
+
+
+def test_an_index_with_a_hole_is_none(sealed, tmp_path) -> None:
+    """... though its CRC is right."""
+    segment = load(sealed)
+    end = segment.entries[-1].offset + segment.entries[-1].size
+    (tmp_path / sealed.name).write_bytes(
+        sealed.read_bytes()[:end] + b"".join(ended(segment.entries[:3] + segment.entries[4:], end, segment.seed))
+    )
+    reader = judge(tmp_path)
+    assert "the end is damaged" in str(reader.verify()[0])
+    assert reader.whole == STEPS
 
 
 def test_an_index_that_names_something_else_is_found(tmp_path) -> None:

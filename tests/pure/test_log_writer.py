@@ -157,7 +157,9 @@ def test_a_disk_that_is_still_full_at_the_checkpoint_stays_off(tmp_path) -> None
     for step in range(1, 5):
         put_step(writer, step)
     news.wait(1)
-    writer.checkpointed(1)
+    assert not writer.durable(4)
+    disk.room = 0
+    writer.checkpointed(0)
     assert not writer.durable(4)
     assert not put_step(writer, 5)
     disk.room = 1 << 20
@@ -165,6 +167,86 @@ def test_a_disk_that_is_still_full_at_the_checkpoint_stays_off(tmp_path) -> None
     assert news.wait(2)[1] == Resumed(6)
     writer.close()
     read(tmp_path)
+
+
+def test_all_that_waits_behind_a_refusal_is_lost(tmp_path, monkeypatch) -> None:
+    """... also what would have had room: a log has no holes.  Nothing of it stays in the ring."""
+    monkeypatch.setattr("recycle_plugin.runtime.log.writer.BATCH_RECORDS", 1)
+    disk, news = RefusingDisk(2_000), News()
+    disk.go.clear()
+    writer = LogWriter(tmp_path, stream(), 3_000 + 4 * (24 + OVERHEAD), news, disk=disk)
+    assert put(writer, act(2), size=1_900)
+    assert put_step(writer, 1) and put(writer, act(3))
+    disk.go.set()
+    assert news.wait(1)[0].step == 1
+    assert not writer.durable(1)
+    disk.room = 1 << 20
+    writer.checkpointed(0)
+    assert news.wait(2)[1] == Resumed(4)
+    disk.go.clear()
+    assert put(writer, act(4), size=1_900) and put_step(writer, 4)
+    disk.go.set()
+    writer.close()
+    reader = read(tmp_path)
+    assert reader.whole == (4,) and [(gap.first, gap.last) for gap in reader.gaps[ME]] == [(1, 3)]
+    assert len(news) == 2
+
+
+def test_what_is_taken_back_while_the_log_is_off_is_in_the_gap_and_said_afterwards(tmp_path) -> None:
+    disk, news = RefusingDisk(), News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    assert put_step(writer, 1) and put_step(writer, 2) and put_step(writer, 3) and writer.durable(3)
+    disk.room = 0
+    put_step(writer, 4)
+    assert not writer.durable(4)
+    writer.void(1, 6)
+    assert [each.step for each in news] == [4, 2]
+    assert LogReader(tmp_path, RUN).whole == (1, 2, 3), "the disk can't be told"
+    disk.room = 1 << 20
+    writer.checkpointed(0)
+    assert news.wait(3)[2] == Resumed(5)
+    assert put_step(writer, 5, valid_from=6)
+    writer.close()
+    reader = read(tmp_path)
+    assert reader.whole == (1, 5)
+    assert [(gap.first, gap.last) for gap in reader.gaps[ME]] == [(2, 4)]
+
+
+def test_a_log_that_can_not_begin_again_keeps_its_gap(tmp_path) -> None:
+    disk, news = RefusingDisk(), News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    assert put_step(writer, 1) and writer.durable(1)
+    disk.room = 0
+    put_step(writer, 2)
+    assert not writer.durable(2)
+    disk.room, disk.refuses_files = 1 << 20, True
+    writer.checkpointed(0)
+    assert not writer.durable(2)
+    assert not put_step(writer, 3)
+    disk.refuses_files = False
+    writer.checkpointed(0)
+    assert news.wait(2)[1] == Resumed(4)
+    assert put_step(writer, 4)
+    writer.close()
+    reader = read(tmp_path)
+    assert reader.whole == (1, 4) and [(gap.first, gap.last) for gap in reader.gaps[ME]] == [(2, 3)]
+    assert [each.step for each in news] == [2, 4]
+
+
+def test_a_checkpoint_makes_room_first(tmp_path) -> None:
+    """... for the index of the segment that was full."""
+    disk, news = RefusingDisk(), News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    assert put_step(writer, 1)
+    writer.checkpointed(0)
+    assert put_step(writer, 2) and writer.durable(2)
+    disk.room = 0
+    put_step(writer, 3)
+    assert news.wait(1)[0].step == 3
+    writer.checkpointed(1)
+    assert news.wait(2)[1] == Resumed(4)
+    writer.close()
+    assert read(tmp_path).whole == (2,)
 
 
 def test_what_waits_is_lost_where_the_disk_refuses(tmp_path) -> None:
@@ -224,8 +306,12 @@ def test_what_can_not_be_synced_may_be_lost(tmp_path) -> None:
     writer.checkpointed(0)
     assert news.wait(2)[1] == Resumed(3)
     assert put_step(writer, 3) and not writer.durable(3)
-    writer.close()
     assert read(tmp_path).whole == (1, 3)
+    disk.room = 0
+    put_step(writer, 4)
+    assert not writer.durable(4)
+    assert news[2].step == 4, "what was doubted once is not doubted for ever"
+    writer.close()
 
 
 def test_a_file_that_is_there_already_is_left_alone(tmp_path) -> None:

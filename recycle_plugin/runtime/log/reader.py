@@ -3,9 +3,8 @@
 The streams of a folder are read together, because what counts of one is said in any of them: the generations are those
 of the whole job.  A step's data counts
 
-* where the step is *committed*: a stream has a Commit of it that counts itself;
-* and where it is valid from the generation that the latest of these allow: a Void of the steps after an earlier one, or
-  the Commit of this or an earlier step.
+* where it is valid from the latest generation that a Void of the steps after an earlier one has;
+* and where the step is *committed*: a stream has a Commit of it that is valid from then too.
 
 So records of rejected and abandoned attempts are never given.  What a log can't know is a Void that none of its writers
 lived to write; whoever replays has it from the coordinator and gives it to the reader.
@@ -74,7 +73,7 @@ class LogReader:
         found = list(voids)
         for worker, segments in self.segments.items():
             found += self._read(worker, segments)
-        self._since = _Since(found, (each for of in self._commits.values() for each in of.values()))
+        self._since = _Since(found)
 
     # --- what there is -------------------------------------------------------------------------------
 
@@ -253,10 +252,8 @@ class LogReader:
 class _Since:
     """The generation from which data of each step has to be valid to count."""
 
-    def __init__(self, voids: Iterable[Void], commits: Iterable[Commit]) -> None:
-        points = sorted(
-            [(each.after + 1, each.valid_from) for each in voids] + [(each.step, each.valid_from) for each in commits]
-        )
+    def __init__(self, voids: Iterable[Void]) -> None:
+        points = sorted((each.after + 1, each.valid_from) for each in voids)
         self._steps = [step for step, _ in points]
         self._since = list(accumulate((since for _, since in points), max))
 

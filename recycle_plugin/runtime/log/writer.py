@@ -97,7 +97,8 @@ class LogWriter:
     ``budget``: bytes that may wait for the disk.  ``report`` is told when the log stops and begins again, in the
     caller's thread or in the writer's own.  ``segment_bytes``: the size at which the next segment is begun.
 
-    For any thread; the records of one step may come in any order, before its :meth:`commit`.
+    For any thread; the records of one step may come in any order, before its :meth:`commit`.  A worker that comes in
+    later begins with the :meth:`void` that was in force by then, since those who have written it may be gone.
     """
 
     def __init__(
