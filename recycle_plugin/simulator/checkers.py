@@ -55,7 +55,7 @@ class Watcher:
                 self.reference.follow(step)
         self.violations: list[str] = []
         self._counted: dict[Seat, Counter] = defaultdict(Counter)
-        self._told: set[tuple[int, str]] = set()
+        self._told: dict[tuple[int, str], Mapping] = {}
         self._told_with: dict[int, dict] = {}  # when losses were told, the batches that they are of
         self._applied: dict[tuple[Seat, int], tuple[int, float | None]] = {}
         self._pauses = {
@@ -97,6 +97,10 @@ class Watcher:
         counted = self._counted[worker.seat]
         self._counted[worker.seat] = Counter({key: count for key, count in counted.items() if key[0] <= after})
 
+    def replaced(self, worker: Any) -> None:
+        """Takes in that another process comes in the place of a worker's, and has counted nothing."""
+        self._counted.pop(worker.seat, None)
+
     def sent(self, worker: Any) -> None:
         """Takes in that a worker has sent a boundary tensor, so that others may have to go."""
         store = worker.store
@@ -133,11 +137,13 @@ class Watcher:
         together.
         """
         if isinstance(message, Resume) and message.rejected:
-            self._told = {key for key in self._told if key[0] <= message.committed + 1}
+            self._told = {key: told for key, told in self._told.items() if key[0] <= message.committed + 1}
         elif isinstance(message, Collected):
-            if (message.step, message.name) in self._told:
+            key = message.step, message.name
+            if whom == WORKERS and key in self._told:
                 self.say(f"the {message.name} of step {message.step} is told twice")
-            self._told.add((message.step, message.name))
+            if self._told.setdefault(key, message.values) != message.values:
+                self.say(f"{whom} is told another {message.name} of step {message.step} than the others")
             if self._samples is not None and message.name == LOSS:
                 self._told_with[message.step] = self._samples.loaded_so_far(message.step)
         elif isinstance(message, End) and whom == WORKERS and not message.failed:

@@ -49,6 +49,7 @@ from recycle_plugin.simulator.exercised import Exercised, ProtocolRule
 from recycle_plugin.simulator.message_delays import MessageDelays
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 from recycle_plugin.simulator.script import Died, Script
+from recycle_plugin.simulator.simulated_log import SimulatedLog
 from recycle_plugin.simulator.simulated_state import Pipe
 from recycle_plugin.simulator.simulated_worker import DEADLINES, SharedPlanner, SimulatedMachine, Sum
 
@@ -77,6 +78,8 @@ class Cluster:
         self.now, self._ticket = 0, count()
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self.planner = SharedPlanner(scenario.costs, scenario.policy)
+        self.logs: list[SimulatedLog] = []  # of all processes that there have been
+        self.saved: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}  # by step and stage: weight and moments
         self.workers = {
             rank: SimulatedMachine(self, rank, seat, weights[seat.stage])
             for rank, seat in enumerate(scenario.shape.seats)
@@ -429,6 +432,7 @@ class Cluster:
         self._departed.discard(message.rank)
         worker = SimulatedMachine(self, message.rank, before.seat, 0, message.incarnation)
         self.returned.append(before)
+        self.watcher.replaced(before)
         self.workers[message.rank] = worker
         self._act(self.membership.greet(worker.control_view.worker, f"host{message.rank}"))
         self._begin(worker)

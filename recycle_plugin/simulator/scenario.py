@@ -72,7 +72,8 @@ class Scenario:
     again; ``iterators``: data comes from one plain iterator for each replica (core/vocabulary/iterator_draws.py);
     ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after
     steps: evaluate, save, or pause; ``heavy``: work that takes long, whoever does it; ``full``: after which step a
-    seat's share of a checkpoint, or its "latest", can't be written.
+    seat's share of a checkpoint, or its "latest", can't be written; ``damaged_share``: of what newcomers are sent;
+    ``logs``: what crosses stages is logged, and there is a checkpoint before the first step.
     """
 
     shape: Topology
@@ -95,6 +96,7 @@ class Scenario:
     full: tuple[tuple[int, str], ...] = ()
     damaged_share: float = 0.0
     rejoin: str | int = "never"
+    logs: bool = False
 
     @property
     def exact(self) -> bool:

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from recycle_plugin.core.messages.activity import ELSEWHERE
-from recycle_plugin.core.messages.protocol import Fatal, Left
+from recycle_plugin.core.messages.protocol import Durable, Fatal, Left
 from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.iterator_draws import Gone
-from recycle_plugin.core.worker.checkpoint_saving import save
+from recycle_plugin.core.worker.checkpoint_saving import end_of_saving, save
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.training_loop import LEAVE
 from recycle_plugin.planner.forwards import forwards
 from recycle_plugin.simulator.arithmetic import Batch, sampled
@@ -60,27 +62,31 @@ class Script:
     def _train(self) -> Iterator[Any]:
         newcomer = self._machine.newcomer
         yield from self._loop.start() if newcomer is None else newcomer.start()
+        if newcomer is None and self._scenario.logs:
+            yield from self._save(0)
         for step in range(1, self._scenario.steps + 1):
-            if newcomer is not None and (yield from newcomer.train(step)):
-                yield from self._replay_after(step)
-                continue
-            newcomer = None
-            self._machine.losses[step] = yield from self._loop.train(step)
+            if newcomer is None or not (yield from newcomer.train(step)):
+                newcomer = None
+                self._machine.losses[step] = yield from self._loop.train(step)
             for _, what in (each for each in self._scenario.between if each[0] == step):
+                if newcomer is not None and (yield from self._is_over(newcomer, what, step)):
+                    continue
+                newcomer = None if what != "pause" else newcomer
                 yield from {"evaluate": self._evaluate, "save": self._save, "pause": self._pause}[what](step)
         if newcomer is None:
             yield from self._loop.settle()
 
-    def _replay_after(self, step: int) -> Iterator[Any]:
-        """Does what the script does on its own after a step that the others have trained; what they do together is
-        over.
-        """
-        for _, what in (each for each in self._scenario.between if each[0] == step):
-            if what == "evaluate":
-                self._evaluated += 1
-                self._evaluations.count_on(self._evaluated)
-            elif what == "pause":
-                yield from self._pause(step)
+    def _is_over(self, newcomer: Newcomer, what: str, step: int) -> Waits[bool]:
+        """Whether what the others do together after ``step`` is over; else they wait for this newcomer at it."""
+        if what == "pause":
+            return False
+        ends = {"evaluate": end_of(self._evaluated + 1), "save": end_of_saving(_place(step))}
+        if (yield from newcomer.meets(ends[what])):
+            return False
+        if what == "evaluate":
+            self._evaluated += 1
+            self._evaluations.count_on(self._evaluated)
+        return True
 
     def _pause(self, step: int) -> Iterator[Any]:
         """Does something of its own, on some workers for longer than on others, and hears nothing meanwhile."""
@@ -105,12 +111,16 @@ class Script:
         why = yield from save(
             self._loop,
             machine.control_view,
-            f"checkpoint of step {step}",
+            _place(step),
             SimulatedFiles(machine, step),
             self._loop.catch_up,
         )
         machine.cluster.exercised[ProtocolRule.NOT_SAVED] += bool(why)
         machine.cluster.watcher.saved(machine, step, why)
+
+
+def _place(step: int) -> str:
+    return f"checkpoint of step {step}"
 
 
 @dataclass(frozen=True)
@@ -131,6 +141,8 @@ class SimulatedFiles:
         written.setdefault((self.step, number), {})[machine.seat] = (
             None if full else machine.store[Datum("params", machine.seat.stage, None, self.step + 1)]
         )
+        state = machine.store[Datum("params", machine.seat.stage, None, self.step + 1)], dict(machine.numbers.moments)
+        machine.cluster.saved.setdefault((self.step, machine.seat.stage), state)
         machine.cluster.exercised[ProtocolRule.SAVED_AGAIN] += any(
             step == self.step and other != number for step, other in written
         )
@@ -144,6 +156,8 @@ class SimulatedFiles:
         if self._is_full("latest"):
             return "latest: disk full"
         machine.cluster.watcher.published(machine, self.step, machine.cluster.written[self.step, number])
+        if machine.cluster.scenario.logs:
+            machine.send(Durable(machine.rank, self.step, _place(self.step), machine.store.valid_from))
         machine.reach("checkpoint.named")
         return ""
 

@@ -15,7 +15,7 @@ from recycle_plugin.core.coordinator.step_validation import over
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS, awaited
 from recycle_plugin.core.messages.contributions import NORM
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import Generation, Missing, OfWorker, Ready, StateHash
+from recycle_plugin.core.messages.protocol import Generation, Missing, OfWorker, Ready, Replay, StateHash
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -34,6 +34,8 @@ from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.newcomer import Newcomer
+from recycle_plugin.core.worker.replay import CantReplay, StageReplay
+from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
 from recycle_plugin.core.worker.training_loop import Slowness, StepProgram, TrainingLoop
@@ -44,13 +46,17 @@ from recycle_plugin.simulator.numbers import Numbers
 from recycle_plugin.simulator.plain import PlainIterator
 from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
 from recycle_plugin.simulator.script import Died
-from recycle_plugin.simulator.simulated_state import Pipe, SimulatedState, inlet, opened
+from recycle_plugin.simulator.simulated_log import SimulatedLog, SimulatedLogs
+from recycle_plugin.simulator.simulated_state import UNITS, WEIGHT, Pipe, SimulatedState, inlet, opened
 
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
 
 T = TypeVar("T")
 HANDLING_US = 200  # of a micro-batch that is loaded, or a boundary tensor that is sent: no plan counts it
+LOOK_US = 1 * MILLISECOND  # between two looks at the logs
+LOGGED_US = 1000 * MILLISECOND  # a record's wait before it is taken for lost
+READING_US = 5 * MILLISECOND  # a stage's share of a checkpoint
 PART_US = 100 * MILLISECOND  # of what takes long
 RESEND_US = 1500 * MILLISECOND  # a datum's wait before its receiver says that it misses it
 DEADLINES = Deadlines(
@@ -94,7 +100,8 @@ class SimulatedMachine:
             Judging(waits, scenario.clip > 0 and not waits),
             Stopwatch(scenario.costs) if scenario.rebalances else None,
         )
-        self.worker = Worker(self, scenario.shape, self.store, self.steps, judging, self.iterator_data, stopwatch)
+        log = self._log() if scenario.logs else None
+        self.worker = Worker(self, scenario.shape, self.store, self.steps, judging, self.iterator_data, stopwatch, log)
         self.script = FaultScript(scenario.faults, seat, incarnation)
         self.shared = SimulatedState(self)
         self.fill, self.write, self.gathered = self.shared.fill, self.shared.write, self.shared.gathered
@@ -110,7 +117,12 @@ class SimulatedMachine:
         self.worker.applied = self.loop.applied
         self.newcomer = (
             Newcomer(
-                self, self.loop, FilledStage(self, self.store, self.steps), partial(inlet, self), self.worker.skip_to
+                self,
+                self.loop,
+                FilledStage(self, self.store, self.steps),
+                partial(inlet, self),
+                self.worker.skip_to,
+                replay=None if log is None else self._replay(log),
             )
             if incarnation
             else None
@@ -133,6 +145,57 @@ class SimulatedMachine:
             0,
             _job(self.cluster.scenario),
         )
+
+    # logs
+
+    def _log(self) -> StepLog:
+        self.cluster.logs.append(SimulatedLog(self))
+        return StepLog(self.cluster.logs[-1], range(self.cluster.scenario.shape.stages - 1))
+
+    def _replay(self, log: StepLog) -> StageReplay:
+        scenario = self.cluster.scenario
+        return StageReplay(self, self.store, self.steps, scenario.shape, scenario.policy.split_backward, log)
+
+    def logs(self) -> SimulatedLogs:
+        """The logs of all processes of the job."""
+        return SimulatedLogs(self.cluster.logs)
+
+    def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
+        """Yields until ``ready()`` is not None; that is the value.  Raises JobEnded, and CantReplay after a while,
+        where what is waited for was ``made`` long ago.
+        """
+        late = self.cluster.now + LOGGED_US
+        while (value := ready()) is None:
+            self.control_view.check_end()
+            if made and self.cluster.now > late:
+                raise CantReplay(f"{what} is in no log")
+            self.at = (WAITS, what)
+            yield LOOK_US
+        return value
+
+    def restore(self, replay: Replay) -> Waits[int]:
+        """Takes the state of this stage from a checkpoint; the value is what it weighs."""
+        yield READING_US
+        weight, moments = self.cluster.saved[replay.step, self.seat.stage]
+        self.fill(None)
+        self.write(WEIGHT, weight)
+        for name, moment in moments.items():
+            self.write(name, moment)
+        return sum(UNITS.values())
+
+    def add_up_alone(self, instruction: Instruction, have: StepStore) -> Any:
+        """The sum over all blocks of the stage, which are all here."""
+        total = self.numbers.total([self.numbers.sums(instruction.step)])
+        self.numbers.forget_sums()
+        return total
+
+    def tied_in_order(self, total: Any) -> Any:
+        """The sum itself."""
+        return total
+
+    def tied_of(self, logged: Any) -> Any:
+        """The sum over a tie: all stages of it have the same."""
+        return logged
 
     # lines and the clock
 
@@ -312,6 +375,8 @@ class SimulatedMachine:
         """Makes what ``instruction`` provides, in exact numbers, and tells the watcher."""
         if self.shared.applies is not None:
             return self.shared.follow(instruction.step)
+        if self.control_view.outside:  # it replays
+            return self.numbers.compute(instruction, have, boundary_only)
         if instruction.op is Op.STEP:
             norm = have.get(Datum("norm", self.seat.stage, None, instruction.step))
             clipped_by = norm if norm is not None and over(norm, self.cluster.scenario.clip) else None
@@ -444,6 +509,7 @@ def _job(scenario: Scenario) -> JobSpec:
         DEADLINES,
         rebalance=scenario.rebalances,
         rejoin=scenario.rejoin,
+        log=scenario.logs,
         stagger_optimizer=policy.stagger_optimizer,
         clipping=scenario.clip,
         clip="sync" if policy.together else "validate",

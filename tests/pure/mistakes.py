@@ -310,7 +310,7 @@ def second_norm(monkeypatch) -> None:
 
     def regrouped(self, cause, now, out, from_step=0) -> None:
         contributions = self.steps._contributions
-        contributions._told = {key for key in contributions._told if key[1] != NORM}
+        contributions._told = {key: values for key, values in contributions._told.items() if key[1] != NORM}
         contributions._values = {key: values for key, values in contributions._values.items() if key[1] != NORM}
         regroup(self, cause, now, out, from_step)
 

@@ -70,7 +70,7 @@ def test_all_that_was_kept_is_read(tmp_path) -> None:
     assert writer.keep(there)
     step = StepRecord(1, 3, 0.25, "clipped", 65536.0, (0.1, 1e-5), (Part("embedding", "bfloat16", (2,)),))
     assert writer.keep(step, [b"\1\2\3\4"])
-    assert writer.commit(1)
+    assert writer.commit(1, 0)
     writer.close()
     reader = LogReader(tmp_path, RUN)
     assert not reader.verify() and reader.whole == (1,)
@@ -94,7 +94,7 @@ def test_any_step_is_read_as_it_was_written(tmp_path_factory, norm, verdict, sca
     parts = tuple(Part(str(place), "uint8", (len(each),)) for place, each in enumerate(sums))
     made = StepRecord(4, 0, norm, verdict, scale, tuple(rates), parts)
     writer = LogWriter(folder, stream(), 1 << 20, News())
-    assert writer.keep(made, sums) and writer.commit(4)
+    assert writer.keep(made, sums) and writer.commit(4, 0)
     writer.close()
     (found,) = LogReader(folder, RUN).step_records(4)
     assert found.record == made and list(found.tensors) == sums

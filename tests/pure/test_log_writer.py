@@ -52,7 +52,7 @@ def test_a_full_ring_stops_the_log_and_nobody_waits(tmp_path) -> None:
     assert not put_step(writer, 4, micro_batches=3)
     why = f"more than {8 * (24 + OVERHEAD)} bytes wait for the disk"
     assert news == [Stopped(4, why)]
-    assert not put(writer, act(4)) and not writer.commit(5), "what is after the gap's beginning is not tried"
+    assert not put(writer, act(4)) and not writer.commit(5, 0), "what is after the gap's beginning is not tried"
     assert news == [Stopped(4, why)]
     disk.go.set()
     writer.close()
@@ -81,7 +81,7 @@ def test_a_gap_moves_back_where_an_earlier_step_has_no_room_either(tmp_path) -> 
     assert put(writer, act(1, 0))
     assert not put(writer, act(2), size=3 * OVERHEAD)
     assert not put(writer, act(1, 1), size=3 * OVERHEAD)
-    assert not writer.commit(1)
+    assert not writer.commit(1, 0)
     assert [each.step for each in news] == [2, 1]
     disk.go.set()
     writer.close()
@@ -288,7 +288,7 @@ def test_a_commit_alone_that_is_refused_is_a_gap_too(tmp_path) -> None:
     disk.room = 10
     writer.checkpointed(0)
     assert not writer.durable(0)
-    assert not writer.commit(1)
+    assert not writer.commit(1, 0)
     assert [each.step for each in news] == [1]
     writer.close()
 
@@ -341,12 +341,34 @@ def test_durable_syncs_the_files_and_the_folder(tmp_path) -> None:
     writer.close()
 
 
+def test_what_was_kept_can_be_read_once_it_is_flushed(tmp_path) -> None:
+    disk, heard = RefusingDisk(), News()
+    disk.go.clear()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, News(), disk=disk)
+    assert put_step(writer, 1)
+    writer.reached(lambda: heard(LogReader(tmp_path, RUN).whole))
+    assert not heard
+    disk.go.set()
+    writer.flush(PATIENCE_S)
+    assert heard == [(1,)] and not disk.syncs
+    disk.room = 0
+    put_step(writer, 2)
+    writer.reached(lambda: heard("never: the disk has refused"))
+    writer.flush(PATIENCE_S)
+    assert heard == [(1,)]
+    writer.close()
+    writer.reached(lambda: heard("never: it is closed"))
+    assert heard == [(1,)]
+
+
 def test_a_wait_has_a_deadline_and_says_for_what(tmp_path) -> None:
     disk = StuckDisk()
     writer = LogWriter(tmp_path, stream(), 1 << 20, News(), disk=disk)
     assert put(writer, act(3))
     with pytest.raises(WaitTimeout, match=f"waited 0 s for the log of step 3 to be on the disk of {tmp_path}"):
         writer.durable(3, 0)
+    with pytest.raises(WaitTimeout, match=f"waited 0 s for the log to be written to {tmp_path}"):
+        writer.flush(0)
     with pytest.raises(WaitTimeout, match="waited 0 s for the end of the log"):
         writer.close(0)
     disk.go.set()

@@ -17,6 +17,7 @@ from recycle_plugin.core.messages.protocol import (
     ComputeTime,
     Contribution,
     Crashed,
+    Durable,
     End,
     Exited,
     Fatal,
@@ -25,6 +26,8 @@ from recycle_plugin.core.messages.protocol import (
     Heartbeat,
     Leaving,
     Left,
+    LogBroken,
+    Logged,
     Missing,
     Note,
     Ready,
@@ -88,6 +91,9 @@ OF_LOST = (
     Fingerprint(2, 1, "unlike"),
     CheckpointLoaded(2, 1),
     Resized(2, 1, 2, 4, 10),
+    Durable(2, 1, "a folder"),
+    Logged(2, 1),
+    LogBroken(2, 1, "disk full"),
 )
 
 

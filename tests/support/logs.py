@@ -49,7 +49,7 @@ def put(writer: LogWriter, datum: Datum, valid_from: int = 0, size: int = 24) ->
 def put_step(writer: LogWriter, step: int, valid_from: int = 0, micro_batches: int = 2, size: int = 24) -> bool:
     """Keeps all of a step, and commits it; returns whether all of that was taken."""
     taken = [put(writer, act(step, index), valid_from, size) for index in range(micro_batches)]
-    return all([*taken, writer.keep(of_step(step, valid_from)), writer.commit(step)])
+    return all([*taken, writer.keep(of_step(step, valid_from)), writer.commit(step, valid_from)])
 
 
 class News(list[Stopped | Resumed]):

@@ -26,6 +26,7 @@ from recycle_plugin.core.messages.protocol import (
     ComputeTime,
     Contribution,
     Crashed,
+    Durable,
     End,
     Exited,
     Fatal,
@@ -34,6 +35,8 @@ from recycle_plugin.core.messages.protocol import (
     Heartbeat,
     Leaving,
     Left,
+    LogBroken,
+    Logged,
     Missing,
     Note,
     Resized,
@@ -62,6 +65,9 @@ OF_MEMBERS = (
     Fatal,
     Note,
     Crashed,
+    Durable,
+    Logged,
+    LogBroken,
 )
 """Nothing of this counts from a worker that is lost, or has come too late."""
 

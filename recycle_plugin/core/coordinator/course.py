@@ -11,21 +11,23 @@
   deadline.
 * Where everybody waits and nobody does anything, all regroup, by which what was lost is sent once more; if they
   stand still again before another commit, the job ends.
-* The job ends where a stage has nobody left, where workers contradict each other, where it has become too slow for the
+* Where a stage has nobody left it is replayed from the logs, and all others wait for that.
+* The job ends where that can't be, where workers contradict each other, where it has become too slow for the
   user, and where all have left.
 
 The facts, and the rules on them alone, are in parts that know nothing of each other: who takes part
 (core/coordinator/attendance.py), what a generation's members say (core/coordinator/regrouping.py), what is known of
 steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who waits at which barrier
 (core/coordinator/barriers.py), who takes the seat of a lost one (core/coordinator/vacancies.py), how far those are who
-come back (core/coordinator/joining.py).  What the latter lead to is in core/coordinator/returns.py.
+come back (core/coordinator/joining.py).  What the latter lead to is in core/coordinator/returns.py, and how a stage
+that has nobody comes back in core/coordinator/replays.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from recycle_plugin.core.coordinator import returns
+from recycle_plugin.core.coordinator import replays, returns
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.ending import Ending
@@ -77,6 +79,7 @@ class Course:
         self.ending = Ending()
         self.joining = Joining()
         self.job: JobSpec | None = None
+        self.logs = replays.Logs()
         self.vacancies = Vacancies()
         self._barriers = Barriers()
         self._throughput_floor = ThroughputFloor()
@@ -107,7 +110,7 @@ class Course:
         steps.
         """
         self.attendance.begin(roster, job)
-        self.job = job
+        self.job, self.logs = job, replays.Logs(job.log)
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)
@@ -151,7 +154,9 @@ class Course:
             self._complete(now, out)
 
     def overdue(self, seconds: float, out: CoordinatorOutput) -> None:
-        """Ends the job if ``seconds`` after a regrouping began somebody has not reported."""
+        """Ends the job if ``seconds`` after a regrouping began somebody has not reported, who is not to wait."""
+        if self.logs.waits_since is not None:
+            return
         why = self.regrouping.overdue(self.attendance.left, seconds)
         if why is not None:
             self.end(why, out)
@@ -171,10 +176,12 @@ class Course:
         generation, held = reports.generation, reports.holdings
         if reports.loaded:
             returns.loaded(self, out)
+            self.logs.rewind()
             self.steps.rewind(reports.counts[0], out)
             self.attendance.failure_detector.rewind(reports.counts[0])
         committed, norm, rejected = self.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)
         self.regrouping.agreed(generation)
+        self.logs.resume(committed, held)
         self.joining.read = reports.read
         if committed > self.committed:
             self._commit(committed, now, out)
@@ -237,6 +244,7 @@ class Course:
     def _commit(self, step: int, now: float, out: CoordinatorOutput) -> None:
         self.attendance.failure_detector.committed(step, now)
         self.steps.commit(step, self.roster, now, out)
+        self.logs.passed.clear()
         self.joining.tell(self.steps.recorded, step, out)
 
     def _compare_replicas(self, now: float, out: CoordinatorOutput) -> None:
@@ -281,6 +289,7 @@ class Course:
 
     def passed(self, place: str, values: dict, out: CoordinatorOutput) -> None:
         """Takes in that all have passed the barrier named ``place``, with ``values``."""
+        self.logs.passed.append(place)
         if (evaluation := ended_at(place)) is not None:
             self.steps.recorded.evaluated(evaluation, values)
             self.joining.tell(self.steps.recorded, self.committed, out)
@@ -418,6 +427,7 @@ class Course:
                 self._act_on(worker, suspicion, now, out)
         self._see_standstill(now, out)
         returns.call_off_late(self, now, out)
+        replays.call_off_late(self, now, out)
         if cut_off := self.attendance.cut_off():
             self._give_up_going_on(f"{cut_off}. {self.ending.safe_point}", out)
         self.vacancies.tick(self.attendance.unreachable, self.is_ending, now, out)
@@ -426,7 +436,9 @@ class Course:
         member, failure_detector = self.roster.member(worker), self.attendance.failure_detector
         if member is not None and self.roster.is_last(member):
             limit_s = failure_detector.deadlines.last_worker_timeout_s
-            if suspicion.for_s > limit_s:
+            if suspicion.for_s > limit_s and not replays.why_not(self, (member.seat.stage,)):
+                self.give_up(worker, suspicion.cause, f"{suspicion} (deadline {limit_s:.1f} s)", now, out)
+            elif suspicion.for_s > limit_s:
                 self.end(
                     f"{member}, the last worker of stage {member.seat.stage}: {suspicion} (deadline {limit_s:.1f} s). "
                     f"{self.ending.safe_point}. {self._say_waits(out)}",
@@ -514,13 +526,19 @@ class Course:
 
     def _after_loss(self, member: Member, now: float, out: CoordinatorOutput) -> None:
         """Goes on after the loss of ``member`` and of whoever was given up with it, or ends."""
+        self.logs.lost(member, self.committed)
         if self.ending.finishing:
             self._await_without(member, False, now, out)
-        elif empty := self._empty_stage():
-            self._give_up_going_on(empty, out, self._crash)
+        elif self._empty_stage():
+            self.go_on_without_stage(now, out)
         else:
             self.go_on_without(f"loss of {member.seat}", now, out)
         self._finish_if_empty(out)
+
+    def go_on_without_stage(self, now: float, out: CoordinatorOutput) -> None:
+        """Waits until the stages that have nobody are replayed, or ends where they can't be."""
+        if not replays.after_loss(self, now, out):
+            self._give_up_going_on(self._empty_stage(), out, self._crash)
 
     def go_on_without(self, cause: str, now: float, out: CoordinatorOutput) -> None:
         """Goes on if those left are enough, which the news of a death that is known can make them."""

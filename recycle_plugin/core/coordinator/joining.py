@@ -12,6 +12,12 @@
 
 Until it has entered, a loss, or its being late, takes it back to where it follows, and it is announced anew.  What
 becomes of any of this for the job core/coordinator/course.py decides.
+
+Where nobody is left in its stage it goes another way (core/coordinator/replays.py):
+
+    behind -> replaying -> replayed -> entered -> a member like all
+
+and one that comes to a stage which another one replays is *waiting* until that has done so.
 """
 
 from __future__ import annotations
@@ -38,6 +44,9 @@ class Phase(Enum):
     ANNOUNCED = "announced"
     ENTERED = "entered"
     EQUAL = "equal"
+    REPLAYING = "replaying"
+    REPLAYED = "replayed"
+    WAITING = "waiting"
 
 
 @dataclass
@@ -158,7 +167,7 @@ class Joining:
         news.
         """
         newcomer = self.get(worker)
-        if newcomer is None or newcomer.phase is not Phase.ANNOUNCED:
+        if newcomer is None or newcomer.phase not in (Phase.ANNOUNCED, Phase.REPLAYED):
             return False
         newcomer.phase = Phase.ENTERED
         return True

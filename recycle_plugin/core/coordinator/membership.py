@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from math import isfinite
 
-from recycle_plugin.core.coordinator import operating, returns
+from recycle_plugin.core.coordinator import operating, replays, returns
 from recycle_plugin.core.coordinator.complaints import Complaints
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.enrolment import Enrolment, weak_points
@@ -36,6 +36,7 @@ from recycle_plugin.core.messages.protocol import (
     ComputeTime,
     Contribution,
     Crashed,
+    Durable,
     End,
     Exited,
     Fatal,
@@ -44,10 +45,13 @@ from recycle_plugin.core.messages.protocol import (
     Lease,
     Leaving,
     Left,
+    LogBroken,
+    Logged,
     Missing,
     Note,
     OfWorker,
     Ready,
+    Replaying,
     Resized,
     Serving,
     StateHash,
@@ -56,6 +60,7 @@ from recycle_plugin.core.messages.protocol import (
     SurvivorReport,
     Terminate,
     Unguarded,
+    Unreplayable,
 )
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
@@ -138,6 +143,12 @@ class Membership:
                 returns.state_hash(self.course, message, now, out)
             case SurvivorReport():
                 self.course.report(message, now, out)
+            case Durable():
+                self._durable(message, out)
+            case Logged():
+                self.course.logs.heard(message)
+            case LogBroken():
+                self._log_broken(message, out)
             case Stepped():
                 self.course.step(message, now, out)
             case Contribution():
@@ -268,6 +279,12 @@ class Membership:
                 returns.catch_up(self.course, message, now, out)
             case CaughtUp():
                 returns.caught_up(self.course, message, now, out)
+            case Replaying():
+                replays.progress(self.course, message, now, out)
+            case Unreplayable():
+                replays.unreplayable(self.course, message, out)
+            case LogBroken():
+                self._log_broken(message, out)
             case SurvivorReport():
                 self.course.report(message, now, out)
             case Unguarded():
@@ -383,6 +400,25 @@ class Membership:
                 f"or let GLOO_SOCKET_IFNAME name the interface that connects them. {self.course.ending.safe_point}",
                 out,
             )
+
+    # --- logs ------------------------------------------------------------------------------------
+
+    def _durable(self, message: Durable, out: CoordinatorOutput) -> None:
+        if self.course.logs.durable(message):
+            out.tell(WORKERS, message)
+
+    def _log_broken(self, message: LogBroken, out: CoordinatorOutput) -> None:
+        member = self.roster.member(message.worker)
+        if member is not None:
+            self.course.logs.broken(message, member.seat.stage)
+        out.say(
+            "log_broken",
+            f"{self.course.attendance.named(message.rank)} logs nothing from step {message.step} on: {message.why}; "
+            "until the next checkpoint is durable no stage can be replayed over that step",
+            rank=message.rank,
+            step=message.step,
+            why=message.why,
+        )
 
     # --- between steps ---------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from recycle_plugin.core.coordinator import replays
 from recycle_plugin.core.coordinator.enrolment import unlike
 from recycle_plugin.core.coordinator.joining import Newcomer, Phase
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
@@ -57,6 +58,9 @@ def catch_up(course: Course, message: CatchUp, now: float, out: CoordinatorOutpu
     newcomer = course.joining.get(message.worker)
     if newcomer is None or newcomer.phase in (Phase.ENTERED, Phase.EQUAL):
         return
+    if replays.is_awaited(course, newcomer.stage):
+        replays.catch_up(course, newcomer, out)
+        return
     before = replace(newcomer)
     course.joining.catch_up(newcomer, course.roster, course.committed, out)
     _call_off(course, before, now, out)
@@ -71,7 +75,9 @@ def serving(course: Course, message: Serving, out: CoordinatorOutput) -> None:
 def caught_up(course: Course, message: CaughtUp, now: float, out: CoordinatorOutput) -> None:
     """Takes in that a newcomer follows, and asks to take part."""
     newcomer = course.joining.get(message.worker)
-    if newcomer is not None and newcomer.phase is Phase.CATCHING_UP:
+    if newcomer is not None and newcomer.phase is Phase.REPLAYING:
+        replays.replayed(course, newcomer, message, now, out)
+    elif newcomer is not None and newcomer.phase is Phase.CATCHING_UP:
         newcomer.phase = Phase.CAUGHT_UP
         out.say(
             "caught_up",
@@ -134,6 +140,9 @@ def come_in_force(course: Course, out: CoordinatorOutput) -> None:
             incarnation=member.incarnation,
             step=course.committed + 1,
         )
+    for newcomer in course.joining:
+        if newcomer.phase is Phase.WAITING and not replays.is_awaited(course, newcomer.stage):
+            course.joining.catch_up(newcomer, course.roster, course.committed, out)
 
 
 def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
@@ -149,6 +158,7 @@ def died(course: Course, message: Exited, now: float, out: CoordinatorOutput) ->
     newcomer = course.joining.forget(message.worker)
     course.vacancies.died(message, course.is_ending, now, out)
     if newcomer is not None:
+        replays.gone(course, newcomer, now, out)
         _call_off(course, newcomer, now, out)
 
 

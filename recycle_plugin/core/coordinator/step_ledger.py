@@ -39,7 +39,7 @@ class StepLedger:
         self._contributions = Contributions(shards)
         self._fingerprints = Fingerprints()
         self._work = StepFigures()
-        self._valid_from = 0  # the generation from which work counts: in it some was discarded last
+        self.valid_from = 0  # the generation from which work counts: in it some was discarded last
 
     # --- what workers say --------------------------------------------------------------------------
 
@@ -75,6 +75,11 @@ class StepLedger:
             return norm
         self._tell_collected(message.step, message.name, values, out)
         return None
+
+    def tell_again(self, worker: WorkerId, out: CoordinatorOutput) -> None:
+        """Tells ``worker``, which comes into the middle of a step, what all were told of it."""
+        for (step, name), values in sorted(self._contributions.told.items()):
+            out.tell(worker, Collected(step, name, values))
 
     # --- what follows ------------------------------------------------------------------------------
 
@@ -143,11 +148,11 @@ class StepLedger:
         Returns the last step that is committed by that, the norm that the next one was rejected for, if it was, and
         whether later work is discarded (core.messages.protocol.Resume).
         """
-        fewest, behind = min(counts), min(all_valid_from) < self._valid_from
+        fewest, behind = min(counts), min(all_valid_from) < self.valid_from
         committed = fewest - self._unheard(fewest, held, behind)
         norm, rejected = self.validation.rejection(committed + 1), self._unheard(committed + 1, held, behind)
         if rejected:
-            self._valid_from = generation
+            self.valid_from = generation
             self._contributions.discard_after(committed + 1)
             self.validation.discard_after(committed + 1)
         return committed, norm, rejected

@@ -110,6 +110,11 @@ class Vacancies:
         """All newcomers, whether they have connected or not."""
         return tuple(vacancy.newcomer for vacancy in self._vacant.values() if vacancy.newcomer is not None)
 
+    @property
+    def has_spares(self) -> bool:
+        """Whether anybody waits for a seat."""
+        return bool(self._spares)
+
     # --- vacant, and filled again ----------------------------------------------------------------
 
     def lost(self, message: Exited, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:

@@ -31,7 +31,7 @@ class Contributions:
     def __init__(self, shards: int = 1) -> None:
         self._shards = shards
         self._values: dict[tuple[int, str], dict[int, dict]] = {}  # by shard
-        self._told: set[tuple[int, str]] = set()
+        self._told: dict[tuple[int, str], dict] = {}  # what all were told of steps that are not committed
 
     def add(self, message: Contribution) -> dict | None:
         """Takes ``message`` in; returns all numbers of its step and name, sorted by key, if that makes them complete,
@@ -44,13 +44,20 @@ class Contributions:
         values.setdefault(message.shard, {}).update(message.values)
         if len(values) < self._shards or any(len(each) < message.expected for each in values.values()):
             return None
-        self._told.add(key)
-        return _over_shards(message.name, self._values.pop(key))
+        self._told[key] = _over_shards(message.name, self._values.pop(key))
+        return self._told[key]
+
+    @property
+    def told(self) -> dict[tuple[int, str], dict]:
+        """All complete numbers of steps that are not committed, by (step, name): who comes to such a step later has
+        to be told as well.
+        """
+        return self._told
 
     def discard_after(self, after: int) -> None:
         """Forgets what was said of the steps after ``after``: it was computed with rejected weights."""
         self._values = {key: values for key, values in self._values.items() if key[0] <= after}
-        self._told = {key for key in self._told if key[0] <= after}
+        self._told = {key: values for key, values in self._told.items() if key[0] <= after}
 
     def committed(self, step: int) -> Iterator[tuple[int, dict]]:
         """Forgets ``step`` and all before it, which are committed; gives (step, losses) of those whose losses are
@@ -60,7 +67,7 @@ class Contributions:
             values = self._values.pop(key)
             if key[1] == LOSS:
                 yield key[0], _over_shards(LOSS, values)
-        self._told = {key for key in self._told if key[0] > step}
+        self._told = {key: values for key, values in self._told.items() if key[0] > step}
 
 
 def _over_shards(name: str, values: dict[int, dict]) -> dict:

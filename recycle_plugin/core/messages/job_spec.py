@@ -23,8 +23,8 @@ class JobSpec:
     """The job that its workers ask for; the ``start`` event shows it to the user, field by field.
 
     ``batch``: samples in a step of all replicas.  ``clipping``: the limit of the gradient norm, 0 for none.
-    ``arithmetic``: in exact mode, what decides how operations round.  Times are in seconds.  The others are the
-    settings of the same name.
+    ``arithmetic``: in exact mode, what decides how operations round.  ``log``: what crosses stages is logged, so that a
+    stage without a live worker can be replayed.  Times are in seconds.  The others are the settings of the same name.
     """
 
     replicas: int
@@ -54,6 +54,7 @@ class JobSpec:
     arithmetic: str | None = None
     metrics: Endpoint | None = None
     rejoin: str | int = "never"
+    log: bool = False
 
     @property
     def shape(self) -> Topology:

@@ -94,6 +94,50 @@ class CaughtUp(OfWorker):
 
 
 @dataclass(frozen=True)
+class Replaying(OfWorker):
+    """A newcomer has replayed ``step`` from the logs; the coordinator passes it on to those who wait for its stage."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Unreplayable(OfWorker):
+    """A newcomer can't replay its stage, and ``why``."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Durable(OfWorker):
+    """The checkpoint of ``step`` in the folder ``path`` is whole, on the disk, and was read back.
+
+    The coordinator passes it on to all: what is logged up to ``step`` may go.  ``valid_from``: the generation from
+    which data is valid at that worker.
+    """
+
+    step: int
+    path: str
+    valid_from: int = 0
+
+
+@dataclass(frozen=True)
+class Logged(OfWorker):
+    """All that a worker has made of the steps up to ``step`` is in its log, on its disk."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class LogBroken(OfWorker):
+    """A worker's log lacks something of ``step``, and ``why``: no stage can be replayed over that step, so not before
+    the next checkpoint is durable.
+    """
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True)
 class StateHash(OfWorker):
     """A hash of a worker's state after ``step``, which the coordinator has asked for."""
 
@@ -496,6 +540,24 @@ class Serve:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """To a newcomer of a stage that nobody holds: take the state after ``step`` from the checkpoint in the folder
+    ``path``, and replay the stage from the logs up to ``committed``.
+
+    ``stages``: all that are being replayed, whose logs grow meanwhile; ``valid_from``: the generation from which data
+    is valid by now; ``passed``: the barriers that all have passed since that step: at others they may be waiting, for
+    this worker too.
+    """
+
+    step: int
+    path: str
+    committed: int
+    stages: tuple[int, ...]
+    valid_from: int = 0
+    passed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Committed:
     """All stages have applied ``step``: its effects stay.
 
@@ -574,6 +636,11 @@ MESSAGES = (
     CatchUp,
     Serving,
     CaughtUp,
+    Replaying,
+    Unreplayable,
+    Durable,
+    Logged,
+    LogBroken,
     StateHash,
     SurvivorReport,
     Fingerprint,
@@ -605,6 +672,7 @@ MESSAGES = (
     Lease,
     Fence,
     Serve,
+    Replay,
     Committed,
     Collected,
     BarrierPassed,

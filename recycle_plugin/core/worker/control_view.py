@@ -11,9 +11,12 @@ from recycle_plugin.core.messages.protocol import (
     BarrierPassed,
     Collected,
     Committed,
+    Durable,
     End,
     Generation,
     Recorded,
+    Replay,
+    Replaying,
     Resume,
     Serve,
     Serving,
@@ -40,6 +43,9 @@ class JobEnded(BaseException):
 class ControlView:
     """The view of the worker of ``rank`` on the job; ``incarnation``: which one of those that have had the rank.
 
+    ``durable``: the step of the last checkpoint that logs reach back to; ``replayed``: how many words have come of
+    stages that are being replayed, ``replay``: what this newcomer is to replay, if it is.
+
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
     adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force,
     ``news`` how commits were said, and ``recorded`` what a newcomer's script was told, for whoever takes them from
@@ -51,7 +57,7 @@ class ControlView:
         self.rank, self.incarnation = rank, incarnation
         self.generation: Generation | None = None
         self.pending: Generation | None = None
-        self.committed = 0
+        self.committed = self.durable = 0
         self.since = 0
         self.news: deque[tuple[Generation | None, Committed]] = deque(maxlen=UNREAD)
         self.recorded: list[Recorded] = []
@@ -62,6 +68,8 @@ class ControlView:
         self.read_by_other_end: int | None = None  # of the batches of a newcomer's replica, as far as is known
         self._sources: list[Serving] = []
         self._serves: list[Serve] = []
+        self.replay: Replay | None = None
+        self.replayed = 0
         self._leaves_at = 0  # the step that this worker was to leave before, if it was
         self._next: Generation | None = None  # planned, and said before ``pending`` was adopted
         self._resume: Resume | None = None
@@ -137,6 +145,12 @@ class ControlView:
                 self._sources.append(message)
             case Serve():
                 self._serves.append(message)
+            case Durable():
+                self.durable = max(self.durable, message.step)
+            case Replay():
+                self.replay = message
+            case Replaying():
+                self.replayed += 1
             case End():
                 self.end = message
 
@@ -202,6 +216,11 @@ class ControlView:
         """Takes out the commits that have not been taken before, each with the generation in which it was heard of."""
         while self.news:
             yield self.news.popleft()
+
+    def take_replay(self) -> Replay | None:
+        """Takes out what this newcomer is to replay, if that was not taken before."""
+        found, self.replay = self.replay, None
+        return found
 
     def take_recorded(self) -> Iterator[Recorded]:
         """Takes out what a newcomer's script was told and has not taken before."""

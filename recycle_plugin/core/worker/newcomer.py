@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from recycle_plugin.core.messages.protocol import CatchUp, CaughtUp, Generation, Note, Serving
+from recycle_plugin.core.messages.protocol import CatchUp, CaughtUp, Generation, Note, Replay, Serving, Unreplayable
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.catching_up import CatchingUp, FilledState, Inlet
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.replay import CantReplay, StageReplay
 from recycle_plugin.core.worker.training_loop import LoopPort, TrainingLoop
 
 PROGRESS_S = 1.0  # between two words on how far it has come
@@ -25,7 +26,8 @@ PROGRESS_S = 1.0  # between two words on how far it has come
 class Newcomer:
     """The worker of ``loop`` before it is a member.  ``open_line``: makes the line to a source (core/messages/protocol:
     Serving says where).  ``skip(read)``: reads so many batches of its plain iterator before anybody waits for that.
-    ``wants_script()``: its script asks a peer's for what is theirs alone; ``handed`` is that, once it is a member, b""
+    ``wants_script()``: its script asks a peer's for what is theirs alone; ``replay``: how the stage is replayed, where
+    nobody has it, in a job that logs; ``handed`` is that, once it is a member, b""
     where the peer has gone before it was there.
     """
 
@@ -37,12 +39,15 @@ class Newcomer:
         open_line: Callable[[Serving], Inlet],
         skip: Callable[[int], None] = lambda read: None,
         wants_script: Callable[[], bool] = lambda: False,
+        replay: StageReplay | None = None,
     ) -> None:
         self._port, self._view, self._loop, self._open = port, port.control_view, loop, open_line
         self._asked = self._said = False
+        self._position = 0  # the last step that the script has gone through, or is at
+        self._passed: tuple[str, ...] = ()  # barriers behind the last step that was replayed
         self._skip = skip
         self._wants_script = wants_script
-        self._catching_up = CatchingUp(state, wants_script)
+        self._catching_up, self._replay = CatchingUp(state, wants_script), replay
         self._progress: tuple[float, int] | None = None  # when it was told of last, and the bytes that had come by then
         self.handed = b""
 
@@ -59,6 +64,7 @@ class Newcomer:
         """Yields until ``step`` is committed by the others, and applied here if need be: True.  False where from this
         step on the worker is a member.  Raises JobEnded.
         """
+        self._position = step
         if not self._asked and step < self._view.committed:
             return True  # not the last one: behind that the script may end, with a state that it does not have
         if not self._asked:
@@ -69,11 +75,45 @@ class Newcomer:
             followed = yield from self._port.wait(what, lambda: self._followed(step), interruptible=False)
             if followed is True:
                 return True
+            if isinstance(followed, Replay):
+                yield from self._run_replay(followed)
             if isinstance(followed, Generation) and (yield from self._enter(followed)):
-                if self._wants_script():
+                if self._wants_script() and self.replayed is None:
                     yield from self._await_script(followed)
                 self._catching_up.close()
                 return False
+
+    def meets(self, place: str) -> Waits[bool]:
+        """Whether the others may be waiting, for this worker too, at what ends with the barrier ``place``, behind the
+        step that the script has just gone through; then this worker is a member now.  Raises JobEnded.
+        """
+        if self.replayed is None or self.replayed != self._position or place in self._passed:
+            return False
+        what = f"the others, who wait for stage {self._loop.seat.stage}"
+        while True:
+            generation = yield from self._port.wait(what, self._view.interruption, interruptible=False)
+            if (yield from self._enter(generation)):
+                return True
+
+    @property
+    def clock(self) -> int | None:
+        """The step after which the state is here, all of it; None as long as it is not."""
+        if self.replayed is not None:
+            return self.replayed
+        return self._catching_up.clock if self._catching_up.whole else None
+
+    @property
+    def replayed(self) -> int | None:
+        """The step up to which this worker has replayed its stage; None where it has not."""
+        return None if self._replay is None else self._replay.clock
+
+    def _run_replay(self, replay: Replay) -> Iterator[Any]:
+        assert self._replay is not None, "a job that does not log has nothing to replay"
+        self._passed = replay.passed
+        try:
+            yield from self._replay.run(replay)
+        except CantReplay as error:
+            self._port.send(Unreplayable(self._view.rank, str(error)))
 
     def _await_script(self, generation: Generation) -> Iterator[Any]:
         """Waits for what a peer's script hands over: that of the stage's first worker, which had a part before."""
@@ -91,13 +131,18 @@ class Newcomer:
         yield from self._loop.enter(generation)
         return self._view.generation is generation
 
-    def _followed(self, step: int) -> bool | Generation | None:
-        """True once ``step`` is followed; the generation that is to be entered before it; before that False where it
-        has come closer, and None where nothing has come.
+    def _followed(self, step: int) -> bool | Generation | Replay | None:
+        """What there is to replay, where nobody else has the state.  Else True once ``step`` is followed; the
+        generation that is to be entered before it; before that False where it has come closer, and None where nothing
+        has come.
 
         So the deadline of a wait is one for the next piece, and not for all of a state, which may be large and the
         rate low.
         """
+        if (replay := self._view.take_replay()) is not None:
+            return replay
+        if self.replayed is not None:
+            return True if self.replayed >= step else self._view.interruption()
         for serving in self._view.take_sources():
             self._catching_up.add_source(serving.worker, self._open(serving))
         had = not self._catching_up.deserted

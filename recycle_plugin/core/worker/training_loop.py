@@ -107,6 +107,9 @@ class StepRunner(Protocol):
     def keep_only(self, members: Iterable[str]) -> None:
         """Drops the connections to all workers but those at these addresses, which are left."""
 
+    def park(self) -> None:
+        """Gets ready to wait long for others, who read what this worker has logged."""
+
     def hand_over(self, newcomer: WorkerId, step: int) -> None:
         """Sends a newcomer what this worker's script hands over after ``step``, if it has asked for that."""
 
@@ -325,7 +328,12 @@ class TrainingLoop:
                 yield from self.enter(planned)
 
     def enter(self, generation: Generation) -> Iterator[Any]:
-        """Reports for ``generation`` and adopts it, unless a newer one replaces it meanwhile."""
+        """Reports for ``generation`` and adopts it, unless a newer one replaces it meanwhile.  Of one in which a stage
+        has nobody nothing can be said: what is here stays as it is, until the stage was replayed.
+        """
+        if empty := ClusterView(self._topology, generation.roster.working).empty_stages():
+            yield from self._await_stages(empty, generation)
+            return
         stopped = self._port.clock()
         plan = self._plan_for(generation)
         planned = self._port.clock()
@@ -364,6 +372,19 @@ class TrainingLoop:
         if self.machine.stepped > self.machine.committed:
             self._port.send(Stepped(self._control_view.rank, generation.number, self.machine.stepped))
         self._plan = plan
+
+    def _await_stages(self, empty: tuple[int, ...], generation: Generation) -> Iterator[Any]:
+        """Waits for a newer generation, in which all stages have somebody."""
+        self._runner.park()
+        self._port.reach("recovery.parked")
+        view, stages = self._control_view, ", ".join(map(str, empty))
+        what = f"stage {stages} to be replayed ({generation.cause})"
+        while view.pending is generation:  # the deadline is one for the next word of who replays them
+
+            def news(heard: int = view.replayed) -> bool | None:
+                return view.pending is not generation or view.replayed > heard or None
+
+            yield from self._port.wait(what, news, interruptible=False)
 
     def _begin_to_join(self, generation: Generation) -> list[Member]:
         """The members of this worker's stage that are joining since this generation."""

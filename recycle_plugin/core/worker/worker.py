@@ -19,7 +19,7 @@ from recycle_plugin.core.messages import protocol
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.protocol import Contribution, Serve
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
-from recycle_plugin.core.vocabulary.dataflow import Datum, provides
+from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import IteratorState
@@ -30,6 +30,7 @@ from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits, execute
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.serving import Outlet, Serving, Servings, SharedState
+from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
 from recycle_plugin.core.worker.training_loop import StepProgram
@@ -116,6 +117,9 @@ class Machine(Protocol):
         ``holder``: who has it already, and gives it to the others.
         """
 
+    def tied_in_order(self, total: Any) -> Any:
+        """What TIE has made, as all stages of the tie log it."""
+
     def share(self, step: int, have: StepStore) -> float:
         """This stage's part of the squared gradient norm of ``step``."""
 
@@ -159,7 +163,8 @@ class Judging:
 class Worker:
     """The worker at ``store.seat``: it runs programs on its machine, and keeps what it makes in its store.
 
-    ``stopwatch``: if given, it says how fast it computes.  ``applied(step)``: called for each step that is
+    ``stopwatch``: if given, it says how fast it computes; ``log``: if given, what it sends, draws and applies is kept
+    there.  ``applied(step)``: called for each step that is
     (core.worker.training_loop.TrainingLoop.applied).
     """
 
@@ -172,6 +177,7 @@ class Worker:
         judging: Judging,
         iterator_data: IteratorData | None = None,
         stopwatch: Stopwatch | None = None,
+        log: StepLog | None = None,
     ) -> None:
         self.store, self.seat = store, store.seat
         self._machine, self._control_view, self._shape, self._steps, self._judging, self.iterator_data = (
@@ -182,7 +188,7 @@ class Worker:
             judging,
             iterator_data,
         )
-        self._stopwatch = stopwatch
+        self._stopwatch, self._log = stopwatch, log
         self.applied: Callable[[int], None] = lambda step: None
         self.servings = Servings()
         self.hash_at: set[int] = set()  # steps after which the state is to be hashed, once they are committed
@@ -198,6 +204,8 @@ class Worker:
     def resize(self, shape: Topology) -> None:
         """Goes on with steps of another number of micro-batches from now on."""
         self._shape = shape
+        if self._log is not None:
+            self._log.interrupted(self._steps.stepped + 1, "another number of micro-batches")
 
     def rewind(self, step: int) -> None:
         """Goes on from the state of ``step``, which all load, in place of the last one.
@@ -208,6 +216,9 @@ class Worker:
         self.store.rewind(step, self._control_view.number + 1)
         if self.iterator_data is not None:
             self.iterator_data.rewind()
+        if self._log is not None:
+            self._log.interrupted(step + 1, "a checkpoint was loaded while the job trained")
+            self._log.begin(step)
 
     # core.worker.training_loop.StepRunner
 
@@ -281,6 +292,8 @@ class Worker:
         """Discards what is here of the steps after ``after``, which was computed with rejected weights; data is valid
         from generation ``valid_from`` now.
         """
+        if self._log is not None:
+            self._log.rejected(after, valid_from)
         if any(datum.kind in SUMMED for datum in self.store.discard_after(after, valid_from)):
             self._machine.forget_sums(after)
 
@@ -394,11 +407,26 @@ class Worker:
         self.store.run(instruction, lambda one, have: self._machine.compute(one, have, boundary_only), boundary_only)
         if instruction == self._last_forward and instruction.step > 0:
             self._say_losses(instruction.step)
+        if self._log is not None and instruction.step > 0:
+            self._keep(instruction, self._log)
+
+    def _keep(self, instruction: Instruction, log: StepLog) -> None:
+        """Logs what was drawn, and what a failure has had made again: whoever made it first may not have had it on its
+        disk, and nobody may ask for it any more, so that it is not sent.
+        """
+        for drawn in self.store.requires(instruction) if instruction.op is Op.LOAD else ():
+            log.keep(drawn, self.store[drawn], self.store.valid_from)
+        for datum in provides(instruction) if self.running.resumed else ():
+            if datum.kind in TRAVELS and datum in self.store:
+                log.keep(datum, self.store.move(datum, -1), self.store.valid_from)
 
     def _send(self, instruction: Instruction) -> None:
         (datum,) = self.store.requires(instruction)
         assert instruction.peer is not None, f"{instruction} has no peer"
-        self._machine.transfer(datum, self.store.move(datum, -1), instruction.peer, self.store.valid_from)
+        value = self.store.move(datum, -1)
+        self._machine.transfer(datum, value, instruction.peer, self.store.valid_from)
+        if self._log is not None:
+            self._log.keep(datum, value, self.store.valid_from)
         self.store.sent(datum)
 
     def _add_up(self, instruction: Instruction) -> Iterator[Any]:
@@ -410,6 +438,8 @@ class Worker:
         total = yield from self._machine.add_up(instruction, self.store, holder)
         if datum not in self.store:
             self.store.conclude(instruction, {datum: total})
+            if self._log is not None and instruction.op is Op.TIE:
+                self._log.keep(datum, self._machine.tied_in_order(total), self.store.valid_from)
             if datum == self._last_sum(datum.step):
                 self.servings.summed(datum.step)
 
@@ -431,6 +461,8 @@ class Worker:
         self._machine.finish_hash()
         self.servings.stepped(step, self.store.get(self._norm(step)))
         self.store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
+        if self._log is not None:
+            self._log.applied(step, self.store.get(self._norm(step)))
         if self._stopwatch is not None:
             self._machine.send(self._stopwatch.compute_time(self._control_view.rank, step))
         self.applied(step)
@@ -455,7 +487,16 @@ class Worker:
     def forget_committed(self) -> None:
         """Takes in what has come, and drops what belongs to committed steps: nobody will ask for it again."""
         self._take_arrivals()
+        if self._log is not None:
+            self._log.commit(self._control_view.committed, self.store.valid_from)
+            self._log.checkpointed(self._control_view.durable)
         self.store.commit(self._control_view.committed)
+
+    def park(self) -> None:
+        """Gets ready to wait long for others, who read what this worker has logged."""
+        self.forget_committed()
+        if self._log is not None:
+            self._log.flush()
 
     def losses(self, step: int) -> dict[str, float]:
         """The losses of ``step`` by micro-batch, of those whose last stage has run here."""

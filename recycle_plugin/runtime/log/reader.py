@@ -3,8 +3,9 @@
 The streams of a folder are read together, because what counts of one is said in any of them: the generations are those
 of the whole job.  A step's data counts
 
-* where it is valid from the latest generation that a Void of the steps after an earlier one has;
-* and where the step is *committed*: a stream has a Commit of it that is valid from then too.
+* where the step is *committed*: a stream has a Commit of it that counts itself;
+* and where it is valid from the generation that the latest of these allow: a Void of the steps after an earlier one, or
+  the Commit of this or an earlier step.
 
 So records of rejected and abandoned attempts are never given.  What a log can't know is a Void that none of its writers
 lived to write; whoever replays has it from the coordinator and gives it to the reader.
@@ -14,15 +15,14 @@ What says what counts is read at once, all else when it is asked for, each with 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.worker.step_log import CountsFrom
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.log.records import Address, Commit, DatumRecord, Entry, Gap, StepRecord, Stream, Void
 from recycle_plugin.runtime.log.segment import Damaged, Fault, Found, Segment, called, files, head, load
@@ -73,7 +73,10 @@ class LogReader:
         found = list(voids)
         for worker, segments in self.segments.items():
             found += self._read(worker, segments)
-        self._since = _Since(found)
+        commits = [each for of in self._commits.values() for each in of.values()]
+        self._since = CountsFrom(
+            ((each.after, each.valid_from) for each in found), ((each.step, each.valid_from) for each in commits)
+        )
 
     # --- what there is -------------------------------------------------------------------------------
 
@@ -167,6 +170,10 @@ class LogReader:
         sealed = [each for segments in self.segments.values() for each in segments if each.sealed]
         return list(dict.fromkeys([*self.faults, *(fault for each in sealed for fault in each.damaged())]))
 
+    def counts_from(self, step: int) -> int:
+        """The generation from which data of ``step`` has to be valid to count."""
+        return self._since.of(step)
+
     # --- which of it counts --------------------------------------------------------------------------
 
     def _counting(self, step: int) -> dict[WorkerId, Commit]:
@@ -247,20 +254,6 @@ class LogReader:
 
     def _fault(self, path: Path, what: str, offset: int = 0) -> None:
         self.faults.append(Fault(path, offset, what))
-
-
-class _Since:
-    """The generation from which data of each step has to be valid to count."""
-
-    def __init__(self, voids: Iterable[Void]) -> None:
-        points = sorted((each.after + 1, each.valid_from) for each in voids)
-        self._steps = [step for step, _ in points]
-        self._since = list(accumulate((since for _, since in points), max))
-
-    def of(self, step: int) -> int:
-        """The one for ``step``."""
-        place = bisect_right(self._steps, step)
-        return self._since[place - 1] if place else 0
 
 
 def runs(folder: Path) -> list[str]:

@@ -81,6 +81,14 @@ class _Checkpointed:
     step: int
 
 
+@dataclass
+class _Reached:
+    """Everything before this was written."""
+
+    happen: Callable[[], None]
+    done: threading.Event = field(default_factory=threading.Event)
+
+
 class _Close:
     """Nothing comes behind this."""
 
@@ -112,7 +120,7 @@ class LogWriter:
     ) -> None:
         self._folder, self._budget, self._report = folder, budget, report
         self._segments = _Segments(folder, stream, segment_bytes, disk or Disk())
-        self._ring: deque[_Waiting | _Sync | _Checkpointed | _Close] = deque()
+        self._ring: deque[_Waiting | _Sync | _Checkpointed | _Reached | _Close] = deque()
         self._writing: list[_Waiting] = []  # the thread's: taken out of the ring, and not written yet
         self._weight = 0  # of both
         self._gap: Gap | None = None
@@ -158,9 +166,9 @@ class LogWriter:
                 self._put(_Waiting(made, (), 0))
         self._tell(news)
 
-    def commit(self, step: int) -> bool:
-        """Says that ``step`` is committed, and that all of it was kept that ever will be; returns whether it is in the
-        log.
+    def commit(self, step: int, valid_from: int) -> bool:
+        """Says that ``step`` is committed, and that all of it was kept that ever will be, of which counts what is valid
+        from generation ``valid_from`` or a later one; returns whether it is in the log.
         """
         with self._lock:
             kept = self._kept.get(step, {})
@@ -168,7 +176,6 @@ class LogWriter:
                 del self._kept[older]
             taken, news = self._admit(step, 0)
             if taken:
-                valid_from = max((each.valid_from for each in self._voids if each.after < step), default=0)
                 count = sum(since >= valid_from for since in kept.values())
                 self._put(_Waiting(Commit(step, valid_from, count), (), 0))
         self._tell(news)
@@ -181,6 +188,24 @@ class LogWriter:
             self._voids = tuple(each for each in self._voids if each not in of_no_use)
             self._base = max(self._base, step)
             self._put(_Checkpointed(step))
+
+    def reached(self, happen: Callable[[], None]) -> None:
+        """Calls ``happen``, in the writer's thread, once all that was kept so far can be read by others; never where
+        some of it was lost.
+        """
+        with self._lock:
+            if not self._closed:
+                self._put(_Reached(happen))
+
+    def flush(self, timeout_s: float = CLOSE_S) -> None:
+        """Returns once all that was kept so far can be read by others, but for what the disk has refused.  Raises
+        WaitTimeout.
+        """
+        asked = _Reached(lambda: None)
+        with self._lock:
+            self._put(asked)
+        if not asked.done.wait(timeout_s):
+            raise WaitTimeout(f"waited {timeout_s:g} s for the log to be written to {self._folder}")
 
     def durable(self, step: int, timeout_s: float = DURABLE_S) -> bool:
         """Returns once all that was kept so far is on the disk, files and folder; whether that is all of the steps from
@@ -219,7 +244,7 @@ class LogWriter:
             return False, news
         return True, None
 
-    def _put(self, item: _Waiting | _Sync | _Checkpointed | _Close) -> None:
+    def _put(self, item: _Waiting | _Sync | _Checkpointed | _Reached | _Close) -> None:
         if self._closed:
             raise RuntimeError("the log is closed")
         self._weight += item.weight if isinstance(item, _Waiting) else 0
@@ -251,10 +276,10 @@ class LogWriter:
             except OSError as error:
                 self._fail(error)
                 going_on = not isinstance(item, _Close)
-            if isinstance(item, _Sync):
+            if isinstance(item, _Sync | _Reached):
                 item.done.set()
 
-    def _next(self) -> _Sync | _Checkpointed | _Close | None:
+    def _next(self) -> _Sync | _Checkpointed | _Reached | _Close | None:
         """Takes what comes next out of the ring: None for records, as many as are written at once, which are
         ``_writing`` then.
         """
@@ -273,7 +298,7 @@ class LogWriter:
                 self._ring.popleft()
             return None
 
-    def _handle(self, item: _Sync | _Checkpointed | _Close | None) -> bool:
+    def _handle(self, item: _Sync | _Checkpointed | _Reached | _Close | None) -> bool:
         """Does what was taken out of the ring; returns whether anything can come behind it."""
         match item:
             case None:
@@ -290,6 +315,8 @@ class LogWriter:
                 self._segments.rotate()
                 self._segments.let_go(step)
                 self._resume()
+            case _Reached(happen) if not self._refusal:
+                happen()
             case _Close():
                 self._segments.rotate()
         return not isinstance(item, _Close)

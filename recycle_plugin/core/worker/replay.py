@@ -1,0 +1,166 @@
+"""The replay of a stage that nobody holds: from a checkpoint, by what the logs have, up to the last committed step
+(SWIFT, PPoPP'23, section 5).
+
+It is the stage's own work once more, micro-batch by micro-batch, with the same instructions and the same optimizer:
+what comes from its neighbours comes from their logs, what it would send goes to its own log only, and the sum over its
+workers is all here.  Where several stages are replayed at once, each reads what the others write meanwhile.
+
+Every step costs the stage's own computing of all its micro-batches, whoever had run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from recycle_plugin.core.messages.protocol import CaughtUp, Replay, Replaying
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.step_log import LogReader, StepLog, StepRecord
+from recycle_plugin.core.worker.step_store import StepStore
+
+T = TypeVar("T")
+
+
+class ReplayingMachine(Protocol):
+    """The part of a worker's machine that a replay needs; generators as in core.worker.worker.Machine."""
+
+    @property
+    def control_view(self) -> ControlView:
+        """What this worker knows of the control plane."""
+
+    def send(self, message: object) -> None:
+        """Sends ``message`` to the coordinator."""
+
+    def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
+        """Yields until ``ready()`` is not None, looking again and again; that is the value.  ``what``: what of the logs
+        it waits for; ``made``: that was made long ago, and is there or will never be, or else another stage makes it
+        while it is replayed.  Raises JobEnded, and CantReplay where it does not come.
+        """
+
+    def restore(self, replay: Replay) -> Waits[int]:
+        """Takes the state of this worker's stage from a checkpoint; the value is its bytes.  Raises CantReplay."""
+
+    def logs(self) -> LogReader:
+        """The logs of all workers of the job."""
+
+    def spend(self, instruction: Instruction) -> Iterator[Any]:
+        """Waits for the time that ``instruction`` takes, where no computing does."""
+
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
+        """Makes what LOAD, F, I, W, B or STEP provides, of what the store has."""
+
+    def add_up_alone(self, instruction: Instruction, have: StepStore) -> Any:
+        """The sum of a REDUCE over all contributions of the stage, which are all here."""
+
+    def tied_of(self, logged: Any) -> Any:
+        """What TIE leaves at this stage's workers, of what another stage of the tie has logged of it."""
+
+
+class CantReplay(Exception):
+    """The stage can't be replayed, and why."""
+
+
+class StageReplay:
+    """The replay of the stage of ``store``, whose steps are counted in ``steps``, in a pipeline of ``shape``.
+
+    ``splits``: backwards are split; ``log``: what is made again is logged there.
+    """
+
+    def __init__(
+        self,
+        machine: ReplayingMachine,
+        store: StepStore,
+        steps: StepMachine,
+        shape: Topology,
+        splits: bool,
+        log: StepLog,
+    ) -> None:
+        self._machine, self._store, self._steps, self._shape, self._splits = machine, store, steps, shape, splits
+        self._log = log
+        self._stage = store.seat.stage
+        self._others: frozenset[int] = frozenset()  # stages that are replayed meanwhile
+        self.clock: int | None = None
+
+    def run(self, replay: Replay) -> Iterator[Any]:
+        """Replays what ``replay`` says, and tells the coordinator.  Raises JobEnded and CantReplay."""
+        self.clock, self._others = None, frozenset(replay.stages) - {self._stage}
+        self._steps.stepped = self._steps.committed = replay.step
+        self._store.rewind(replay.step, self._store.valid_from)
+        size = yield from self._machine.restore(replay)
+        self._log.begin(replay.step)
+        logs, rank = self._machine.logs(), self._machine.control_view.rank
+        for step in range(replay.step + 1, replay.committed + 1):
+            what = f"the record of step {step}"
+            record = yield from self._machine.wait_logged(what, partial(logs.record, step), True)
+            yield from self._step(logs, record)
+            self._machine.send(Replaying(rank, step))
+        self._store.valid_from = max(self._store.valid_from, replay.valid_from)
+        self._log.flush()
+        self.clock = replay.committed
+        self._machine.send(CaughtUp(rank, replay.committed, size, 0))
+
+    def _step(self, logs: LogReader, record: StepRecord) -> Iterator[Any]:
+        store, step = self._store, record.step
+        store.valid_from = record.valid_from
+        for micro_batch in self._shape.batch:
+            for instruction in self._work(step, micro_batch):
+                yield from self._fetch(logs, instruction, record)
+                yield from self._machine.spend(instruction)
+                store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
+                self._keep(instruction)
+        reduce = Instruction(Op.REDUCE, self._stage, None, step)
+        store.conclude(reduce, dict.fromkeys(provides(reduce), self._machine.add_up_alone(reduce, store)))
+        if self._shape.tie(self._stage):
+            yield from self._take_tied(logs, record)
+        if record.norm is not None:
+            store.put(Datum("norm", self._stage, None, step), record.norm)
+        apply = Instruction(Op.STEP, self._stage, None, step)
+        yield from self._machine.spend(apply)
+        store.run(apply, lambda one, have: self._machine.compute(one, have, False))
+        self._steps.applied(step)
+        self._steps.commit(step)
+        self._log.applied(step, record.norm)
+        self._log.commit(step, record.valid_from, record.counts_from)
+        store.commit(step)
+
+    def _work(self, step: int, micro_batch: MicroBatch) -> Iterator[Instruction]:
+        """What the stage does with a micro-batch, in an order in which it waits for as little as can be."""
+        loads = self._stage in (0, self._shape.stages - 1)
+        backward = (Op.I, Op.W) if self._splits else (Op.B,)
+        for op in (*[Op.LOAD] * loads, Op.F, *backward):
+            yield Instruction(op, self._stage, micro_batch, step)
+
+    def _fetch(self, logs: LogReader, instruction: Instruction, record: StepRecord) -> Iterator[Any]:
+        for datum in list(self._store.missing(instruction)):
+            look, made = partial(logs.get, datum), datum.stage not in self._others
+            value = yield from self._machine.wait_logged(str(datum), look, made)
+            self._store.put(datum, value)
+            if datum.kind not in TRAVELS:
+                self._log.keep(datum, value, record.valid_from)
+
+    def _keep(self, instruction: Instruction) -> None:
+        """Logs anew what would have been sent: another stage may have to be replayed later."""
+        for datum in provides(instruction):
+            if datum.kind in TRAVELS and datum in self._store:
+                self._log.keep(datum, self._store.move(datum, -1), self._store.valid_from)
+
+    def _take_tied(self, logs: LogReader, record: StepRecord) -> Iterator[Any]:
+        """Takes the sum over the stages that share weights, which any other of them has logged."""
+        others = [stage for stage in self._shape.tie(self._stage) if stage != self._stage]
+
+        def logged() -> Any:
+            found = (logs.get(Datum("tied", other, None, record.step)) for other in others)
+            return next((value for value in found if value is not None), None)
+
+        what = f"the sum over tied weights of step {record.step}"
+        value = yield from self._machine.wait_logged(what, logged, not self._others.issuperset(others))
+        mine = Datum("tied", self._stage, None, record.step)
+        self._log.keep(mine, value, record.valid_from)
+        self._store.put(mine, self._machine.tied_of(value))
