@@ -119,6 +119,39 @@ def test_a_checkpoint_begins_again_after_what_was_refused(tmp_path) -> None:
     assert reader.why_not(3) == ["step 3 is not committed"]
 
 
+def test_a_log_may_be_told_to_stop(tmp_path) -> None:
+    news = News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news)
+    assert put_step(writer, 1) and put(writer, act(2))
+    writer.interrupted(2, "another number of micro-batches")
+    writer.interrupted(3, "and so on")
+    assert news == [Stopped(2, "another number of micro-batches")]
+    assert not put_step(writer, 3)
+    writer.checkpointed(1)
+    assert news.wait(2)[1] == Resumed(4)
+    assert put_step(writer, 4)
+    writer.close()
+    reader = read(tmp_path)
+    assert reader.whole == (1, 4)
+    assert reader.gaps == {ME: (Gap(2, 3, "another number of micro-batches"),)}
+
+
+def test_what_is_refused_of_steps_that_are_taken_back_is_not_in_the_gap(tmp_path) -> None:
+    """Step 9 was refused, and comes again behind the checkpoint of step 4 that was loaded."""
+    news = News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news)
+    assert put_step(writer, 4)
+    writer.interrupted(5, "a checkpoint was loaded")
+    assert not put_step(writer, 9)
+    writer.void(4, 2)
+    assert not put_step(writer, 5, valid_from=2)
+    writer.checkpointed(5)
+    assert news.wait(2)[1] == Resumed(6)
+    assert put_step(writer, 6, valid_from=2)
+    writer.close()
+    assert read(tmp_path).whole == (6,)
+
+
 # --- the disk --------------------------------------------------------------------------------------------------
 
 WORDS = {errno.ENOSPC: "disk full", errno.EDQUOT: "disk quota used up", errno.EIO: "disk broken (input/output error)"}
@@ -204,12 +237,12 @@ def test_what_is_taken_back_while_the_log_is_off_is_in_the_gap_and_said_afterwar
     assert LogReader(tmp_path, RUN).whole == (1, 2, 3), "the disk can't be told"
     disk.room = 1 << 20
     writer.checkpointed(0)
-    assert news.wait(3)[2] == Resumed(5)
-    assert put_step(writer, 5, valid_from=6)
+    assert news.wait(3)[2] == Resumed(3)
+    assert put_step(writer, 3, valid_from=6)
     writer.close()
     reader = read(tmp_path)
-    assert reader.whole == (1, 5)
-    assert [(gap.first, gap.last) for gap in reader.gaps[ME]] == [(2, 4)]
+    assert reader.whole == (1, 3)
+    assert [(gap.first, gap.last) for gap in reader.gaps[ME]] == [(2, 2)]
 
 
 def test_a_log_that_can_not_begin_again_keeps_its_gap(tmp_path) -> None:
