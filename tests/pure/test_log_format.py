@@ -228,6 +228,27 @@ def test_what_a_killed_writer_leaves_is_read_by_scanning(unsealed, tmp_path) -> 
     assert judge(folder).whole == STEPS[:-1]
 
 
+def test_what_was_read_before_is_not_read_again(tmp_path) -> None:
+    """... while the segment grows; what is asked for is checked all the same."""
+    writer = written(tmp_path, closed=False)
+    before = LogReader(tmp_path, RUN)
+    assert put_step(writer, 4) and writer.durable(4)
+    path = tmp_path / called(WorkerId(1), 0)
+    place = load(path).entries[0]
+    damaged(path, flipped(place.offset + place.size - 1, 1), tmp_path)
+    assert LogReader(tmp_path, RUN).faults
+    again = LogReader(tmp_path, RUN, before=before)
+    assert not again.faults and again.whole == (*STEPS, 4)
+    with pytest.raises(Damaged):
+        again.get(act(1))
+    assert put_step(writer, 5)
+    writer.close()
+    last = LogReader(tmp_path, RUN, before=again)
+    assert not last.faults and last.whole == (*STEPS, 4, 5)
+    (sealed,) = last.segments[WorkerId(1)]
+    assert LogReader(tmp_path, RUN, before=last).segments[WorkerId(1)][0] is sealed
+
+
 def test_a_torn_tail_costs_what_is_in_it(unsealed, tmp_path) -> None:
     """... at whatever byte it is torn: whole steps before it stay."""
     segment = load(unsealed)

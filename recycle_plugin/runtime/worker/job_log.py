@@ -154,16 +154,14 @@ class JobLogs:
     def __init__(self, folder: Path, run_id: str, look_s: float) -> None:
         self._folder, self._run_id, self._look_s = folder, run_id, look_s
         self._damaged = ""
-        self._look()
-
-    def _look(self) -> None:
-        self._reader, self._looked = LogReader(self._folder, self._run_id), time.monotonic()
+        self._reader, self._looked = LogReader(folder, run_id), time.monotonic()
 
     def _again(self) -> bool:
         """Whether it has been looked once more just now."""
         late = time.monotonic() - self._looked >= self._look_s
         if late:
-            self._look()
+            self._reader = LogReader(self._folder, self._run_id, before=self._reader)
+            self._looked = time.monotonic()
         return late
 
     def record(self, step: int) -> StepRecord | None:
