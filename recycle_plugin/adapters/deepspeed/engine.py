@@ -193,6 +193,12 @@ class RecycleEngine(PipelineEngine):
                 "a worker that has come back: only mean losses of evaluations are kept for its script; ask for the "
                 'mean loss alone, or set recycle.rejoin to "never"'
             )
+        if whole and self._trainer.may_have_replayed:
+            raise RecycleError(
+                "eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg' after "
+                "somebody has come back in a job with recycle.log: stock evaluation counts its own messages, and where "
+                "the others are in these is not known yet; ask for the mean loss alone"
+            )
         if (past := self._trainer.recorded_evaluation()) is not None:
             return put(torch.tensor(past), self.device, "the mean loss")
         self._trainer.start()

@@ -48,6 +48,7 @@ class ControlView:
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
     adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force,
+    ``changed_behind`` that at which the members were others last,
     ``news`` how commits were said, and ``recorded`` what a newcomer's script was told, for whoever takes them from
     there, ``end`` the job's; ``departed``: the others go on without this worker, since it was to leave; ``newcomer``:
     it has come back to a job that had started.
@@ -58,7 +59,7 @@ class ControlView:
         self.generation: Generation | None = None
         self.pending: Generation | None = None
         self.committed = self.durable = 0
-        self.since = 0
+        self.since = self.changed_behind = 0
         self.news: deque[tuple[Generation | None, Committed]] = deque(maxlen=UNREAD)
         self.recorded: list[Recorded] = []
         self.end: End | None = None
@@ -255,7 +256,9 @@ class ControlView:
 
     def adopt(self, generation: Generation) -> None:
         """Makes ``generation`` the membership in force from now on."""
-        self.generation = generation
+        before, self.generation = self.roster.workers, generation
         self.since = self._resume.committed if self._resume is not None else 0
+        if self.roster.workers != before:
+            self.changed_behind = self.since
         if self.pending is generation:
             self.pending, self._next = self._next, None

@@ -88,7 +88,7 @@ class Background:
             self._follow(self._begun)
         if self._members != self._live():
             if self._valid_from is not None or not self._live() <= self._members:
-                self._interval.joined(self._session.since)
+                self._interval.joined(self._session.changed_behind)
             self._members = self._live()
             self._meter.forget()
         if self._begun is None and step >= self._interval.due:

@@ -55,7 +55,7 @@ class JobCheckpoints:
             first = logs and not session.newcomer
             interval = CheckpointInterval(settings.checkpoint.overhead, loop.machine.stepped, first)
             if session.newcomer:
-                interval.joined(session.since)
+                interval.joined(session.changed_behind)
             self._background = Background(
                 session,
                 loop,

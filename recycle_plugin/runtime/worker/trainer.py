@@ -350,6 +350,11 @@ class Trainer:
             else tuple(seat for seat in self.topology.seats if seat not in self._session.roster.seats)
         )
 
+    @property
+    def may_have_replayed(self) -> bool:
+        """Whether somebody may have come back in the middle of what the others do between two steps."""
+        return self._settings.log is not None and any(member.incarnation for member in self._session.roster)
+
     # --- starting ------------------------------------------------------------------------------------
 
     def start(self) -> None:
