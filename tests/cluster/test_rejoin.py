@@ -75,6 +75,18 @@ def test_in_exact_mode_it_has_the_same_bits(launch: Launch, reference, tmp_path)
     assert difference(result, whole).loss == difference(result, whole).parameters == 0.0
 
 
+def test_automatic_checkpoints_are_made_by_all_at_one_step(launch: Launch, reference, tmp_path):
+    """Also of who knows nothing of what the earlier ones have cost: else some wait for a checkpoint that others don't
+    begin.
+    """
+    more = ("++recycle.checkpoint.overhead=0.02",)
+    result = comes_back(launch, tmp_path, "kill 1.1 before 1F1.0@5", *more).finish()
+    assert_came_back(result, reference(f"steps={STEPS}", *more), "1.1")
+    back, last = result.of("caught_up")[0]["step"], result.of("checkpoint")[-1]["path"]
+    assert int(last.rpartition("step")[2]) > back
+    assert not [each for each in result.of("warning") if "everybody waits" in each["text"]]
+
+
 class Size(NamedTuple):
     threads: int
     descriptors: int
