@@ -14,10 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
+from zlib import crc32
 
 from recycle_plugin.errors import NotSaved
 
 T = TypeVar("T")
+READ = 1 << 20  # bytes at a time
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
@@ -66,7 +68,7 @@ def make(folder: Path) -> None:
 
 
 def write(path: Path, into: Callable[[CheckedFile], object], called: Path | None = None) -> None:
-    """Write what ``into(output)`` writes to the file ``path``; it is on the disk when this returns.
+    """Write what ``into(output)`` writes to the file ``path``; it is on the disk when this returns, and was read back.
 
     Raises NotSaved, whatever goes wrong in it; the message names ``called`` where that is what the file is for.
     """
@@ -77,12 +79,15 @@ def write(path: Path, into: Callable[[CheckedFile], object], called: Path | None
             into(output)
             output.flush()
             os.fsync(file.fileno())
+        if _crc(path) != output.crc:
+            raise OSError(errno.EIO, "what was read back is not what was written")
     except Exception as error:  # what can't be pickled raises whatever it likes
         raise NotSaved(refusal(called or path, (output and output.refused) or error)) from error
 
 
 class CheckedFile:
-    """A file for ``torch.save`` to write to, which remembers the system's error in ``refused``.
+    """A file for ``torch.save`` to write to, which remembers the system's error in ``refused``, and the CRC of what it
+    was given.
 
     ``torch.save`` has words of its own for a disk that refuses to take more.
     """
@@ -90,9 +95,11 @@ class CheckedFile:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.refused: OSError | None = None
+        self.crc = 0
 
     def write(self, data: bytes | memoryview) -> int:
         """Write bytes; raises OSError."""
+        self.crc = crc32(data, self.crc)
         return self._noting(lambda: self._file.write(data))
 
     def flush(self) -> None:
@@ -105,6 +112,16 @@ class CheckedFile:
         except OSError as error:
             self.refused = self.refused or error
             raise
+
+
+def _crc(path: Path) -> int:
+    """The CRC of a file, read from the disk as far as the system lets one ask for that."""
+    crc = 0
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while piece := file.read(READ):
+            crc = crc32(piece, crc)
+    return crc
 
 
 def refusal(path: Path | str, error: Exception) -> str:

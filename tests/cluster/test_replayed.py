@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +92,58 @@ def test_whoever_is_lost_while_all_do_something_together(launch: Launch, tmp_pat
     for rank, record in result.records.items():
         assert record["evaluated"] == pytest.approx(evaluated[rank], abs=5e-6)
     assert (tmp_path / "saved" / "global_step4").is_dir()
+
+
+def segments(folder: Path, rank: int) -> list[Path]:
+    return sorted((folder / "log").glob(f"{rank}.0-*.log"))
+
+
+def flip(path: Path) -> None:
+    """A bit in the middle of a tensor."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def of_another_run(path: Path) -> None:
+    """The segment of another job, which has trained the same."""
+    shutil.copy(segments(path.parents[2] / "run0", 0)[-1], path)
+
+
+WRONG = {
+    "flipped byte": (flip, "CRC"),
+    "truncated": (cut, "is in no log"),
+    "missing": (Path.unlink, "is in no log"),
+    "another run's": (of_another_run, "is of run"),
+}
+
+
+@pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
+@pytest.mark.parametrize("case", WRONG)
+def test_a_log_that_is_not_what_was_written_is_named_and_trains_nothing(launch: Launch, tmp_path, case):
+    """The job ends with the checkpoint to go on from, and never with a wrong number."""
+    damage, named = WRONG[case]
+    if case == "another run's":
+        assert launch(*LOG, shape=ALONE).finish().code == 0
+    run = launch(*LOG, faults("kill 0.1 before 1F0.0@9"), shape=ALONE)
+    run.wait_for(lambda: any(event["event"] == "lost" for event in run.events()), "the loss of a stage")
+    for path in segments(run.folder, 0):  # what stage 0 has sent to the one that is to be replayed
+        damage(path)
+    result = run.finish()
+    assert result.code != 0 and not result.of("replayed"), result.output[-6000:]
+    said = [event for event in result.of("recovery") if event["way"] == "end"]
+    assert len(said) == 1 and named in said[0]["why"] and str(run.folder / "log") in said[0]["why"], said
+    assert "Last checkpoint: " in result.output and len(result.losses) < 9
+
+
+@pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
+def test_a_full_disk_stops_the_log_and_not_the_training(launch: Launch, reference, tmp_path):
+    """It says from which step on nothing can be replayed; nobody waits for it."""
+    result = launch(*LOG, "++recycle.log.ring_bytes=2000", shape=ALONE).finish()
+    assert result.code == 0 and not result.of("lost"), result.output[-6000:]
+    assert any("2000 bytes wait for the disk" in event["why"] for event in result.of("log_broken"))
+    assert result.losses == reference(*LOG, shape=ALONE).losses
