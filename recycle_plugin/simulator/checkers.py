@@ -49,7 +49,7 @@ class Watcher:
             given.rounds,
         )
         self.reference = Reference(given.shape, weights, given.clip, given.policy.block)
-        self._samples = Samples(given.shape, self.say) if given.iterators else None
+        self._samples = Samples(given.shape, given.epoch, self.say) if given.iterators else None
         if not given.iterators:
             for step in range(1, given.steps + 1):
                 self.reference.follow(step)

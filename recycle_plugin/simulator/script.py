@@ -61,6 +61,8 @@ class Script:
         newcomer = self._machine.newcomer
         yield from self._loop.start() if newcomer is None else newcomer.start()
         for step in range(1, self._scenario.steps + 1):
+            if self._scenario.epoch and step > 1 and step % self._scenario.epoch == 1 % self._scenario.epoch:
+                self._machine.begin_epoch(step)
             if newcomer is not None and (yield from newcomer.train(step)):
                 yield from self._replay_after(step)
                 continue

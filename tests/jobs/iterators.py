@@ -2,8 +2,9 @@
 
 Sample n of replica r's iterator is the number r × EACH + n, its label a function of it that the loss checks.  The
 iterators, of both ends of a replica, are generators: they can't be read again.  RECYCLE_TEST_ITERATORS: {"folder",
-"faults", "steps", "replicas", "stages", "case", "held", "each", "saved", "loaded", "resume"}; each rank writes its
-rows, losses and how many batches it has read.  Before step ``held`` members wait for a file ``go`` in the folder.
+"faults", "steps", "replicas", "stages", "case", "held", "epoch", "each", "saved", "loaded", "resume"}; each rank writes
+its rows, losses and how many batches it has read.  Before step ``held`` members wait for a file ``go`` in the folder.
+In the case "epochs" there is another iterator for each ``epoch`` steps, of samples of its own.
 ``saved``: a folder for a checkpoint of the last step; ``loaded``: one to go on from, with ``resume_iterators`` as
 ``resume`` says.
 """
@@ -21,7 +22,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.utils import RepeatingLoader
 
-MICRO_BATCHES, SIZE, EPOCH, PATIENCE_S = 2, 2, 3, 120.0
+MICRO_BATCHES, SIZE, PATIENCE_S = 2, 2, 120.0
 job = json.loads(os.environ["RECYCLE_TEST_ITERATORS"])
 EACH = job.get("each") or 2 * MICRO_BATCHES * SIZE * job["steps"] * job["replicas"]
 
@@ -137,8 +138,8 @@ for step in range(engine.global_steps + 1, job["steps"] + 1):
         if time.monotonic() > deadline:
             sys.exit("nobody lets the job go on")
         time.sleep(0.02)
-    if job["case"] == "epochs" and step in (EPOCH, 2 * EPOCH):
-        batches = iterator(replica, step * MICRO_BATCHES * SIZE)
+    if job["case"] == "epochs" and step > 1 and step % job["epoch"] == 1 and ends:
+        batches = iterator(replica, (step - 1) * EACH // job["steps"])
     if (job["case"], step) == ("another batch size", 4):
         engine.set_train_batch_size(2 * engine.train_batch_size())
     losses.append(engine.train_batch(data_iter=batches).item())

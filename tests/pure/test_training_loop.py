@@ -63,7 +63,10 @@ class Worker:
         return {}
 
     @property
-    def read(self) -> None:
+    def places(self) -> dict:
+        return {}
+
+    def place_behind(self, step: int) -> None:
         return None
 
     def clock(self) -> float:

@@ -102,6 +102,12 @@ class Attendance:
         """The members without those that are leaving, in one pass over them."""
         return self.roster.without(self.leaving)
 
+    @property
+    def batch(self) -> int:
+        """How many micro-batches a step has."""
+        assert self._shape is not None
+        return self._shape.replicas * self._shape.micro_batches
+
     def is_heard(self, message: object) -> bool:
         """Whether ``message`` counts.  What a worker says that is lost or came too late changes nothing: it may have
         been stopped, or cut off, or never have taken part.

@@ -17,8 +17,9 @@
 The facts, and the rules on them alone, are in parts that know nothing of each other: who takes part
 (core/coordinator/attendance.py), what a generation's members say (core/coordinator/regrouping.py), what is known of
 steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who waits at which barrier
-(core/coordinator/barriers.py), who takes the seat of a lost one (core/coordinator/vacancies.py), how far those are who
-come back (core/coordinator/joining.py).  What the latter lead to is in core/coordinator/returns.py.
+(core/coordinator/barriers.py), where plain iterators stand (core/coordinator/places.py), who takes the seat of a lost
+one (core/coordinator/vacancies.py), how far those are who come back (core/coordinator/joining.py).  What the latter
+lead to is in core/coordinator/returns.py.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from recycle_plugin.core.coordinator.ending import Ending
 from recycle_plugin.core.coordinator.failure_detector import Suspicion
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
+from recycle_plugin.core.coordinator.places import Places
 from recycle_plugin.core.coordinator.regrouping import Regrouping, Reports
 from recycle_plugin.core.coordinator.replica_check import Mismatch
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
@@ -76,6 +78,7 @@ class Course:
         self.steps = StepLedger()
         self.ending = Ending()
         self.joining = Joining()
+        self.places = Places()
         self.job: JobSpec | None = None
         self.vacancies = Vacancies()
         self._barriers = Barriers()
@@ -173,16 +176,19 @@ class Course:
             returns.loaded(self, out)
             self.steps.rewind(reports.counts[0], out)
             self.attendance.failure_detector.rewind(reports.counts[0])
+            self.places.rewind()
         committed, norm, rejected = self.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)
         self.regrouping.agreed(generation)
-        self.joining.read = reports.read
+        self.places.agree(reports, self.committed, self.attendance.batch)
         if committed > self.committed:
             self._commit(committed, now, out)
         self.attendance.agreed(generation.roster)
         returns.come_in_force(self, out)
         self.attendance.failure_detector.regrouped()
         self.steps.resume(self.roster.workers, committed)
-        out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, reports.held_draws, reports.read))
+        places = {str(replica): place for replica, place in self.places.known(reports).items()}
+        data = reports.held_draws, tuple(sorted(reports.placed)), places
+        out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, *data))
         throughput = self._throughput_floor.throughput(reports.slowest.period_us)
         self._say_resume(reports, committed, throughput, now, out)
         self._end_if_too_slow(throughput, out)
@@ -227,8 +233,10 @@ class Course:
 
     def step(self, message: Stepped, now: float, out: CoordinatorOutput) -> None:
         """Takes in that a worker has applied a step; commits what all have applied."""
-        if message.worker not in self.roster.workers or self.halted or self.ending.failed:
+        member = self.roster.member(message.worker)
+        if member is None or self.halted or self.ending.failed:
             return
+        self.places.stepped(message, member.seat.replica)
         for step in self.steps.apply(message, self.roster.workers):
             self._commit(step, now, out)
         self._compare_replicas(now, out)
@@ -237,7 +245,8 @@ class Course:
     def _commit(self, step: int, now: float, out: CoordinatorOutput) -> None:
         self.attendance.failure_detector.committed(step, now)
         self.steps.commit(step, self.roster, now, out)
-        self.joining.tell(self.steps.recorded, step, out)
+        self.places.commit(step)
+        self.joining.tell(self.steps.recorded, step, self.places.known(), out)
 
     def _compare_replicas(self, now: float, out: CoordinatorOutput) -> None:
         """Gives up whoever differs from a majority as if it had died; what it has contributed since it was right is in
@@ -283,7 +292,7 @@ class Course:
         """Takes in that all have passed the barrier named ``place``, with ``values``."""
         if (evaluation := ended_at(place)) is not None:
             self.steps.recorded.evaluated(evaluation, values)
-            self.joining.tell(self.steps.recorded, self.committed, out)
+            self.joining.tell(self.steps.recorded, self.committed, self.places.known(), out)
 
     # --- leaving ---------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ becomes of any of this for the job core/coordinator/course.py decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -25,7 +25,7 @@ from recycle_plugin.core.coordinator.recorded import Recorder
 from recycle_plugin.core.coordinator.replica_check import Mismatch, compared
 from recycle_plugin.core.messages.protocol import Serve, StateHash
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
-from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 
 
@@ -67,7 +67,6 @@ class Joining:
         self._newcomers: dict[WorkerId, Newcomer] = {}
         self._asked: dict[tuple[int, int], set[WorkerId]] = {}  # by stage and step: whose hashes are to be equal
         self._hashes: dict[tuple[int, int], dict[WorkerId, str]] = {}
-        self.read: dict[str, int] = {}  # by seat, batches that plain iterators had given at the last change
 
     def __bool__(self) -> bool:
         return bool(self._newcomers)
@@ -88,16 +87,14 @@ class Joining:
         """Takes in that a newcomer is gone, or is one no more; returns it."""
         return self._newcomers.pop(worker, None)
 
-    def tell(self, recorder: Recorder, committed: int, out: CoordinatorOutput) -> None:
-        """Tells all newcomers' scripts what is over that they have not been told of.  Costs a message for each."""
+    def tell(self, recorder: Recorder, committed: int, places: Mapping[int, Place], out: CoordinatorOutput) -> None:
+        """Tells all newcomers' scripts what is over that they have not been told of, and at which of ``places`` their
+        replicas' plain iterators stand.  Costs a message for each.
+        """
         for each in self:
             for message in recorder.told(committed, each.told, each.told_evaluations):
-                out.tell(each.member.worker, replace(message, read=self._read_by_other_end(each.member.seat)))
+                out.tell(each.member.worker, replace(message, place=places.get(each.member.seat.replica)))
             each.told, each.told_evaluations = committed, recorder.evaluations
-
-    def _read_by_other_end(self, seat: Seat) -> int | None:
-        ends = [Seat.parse(name) for name in self.read]
-        return next((self.read[str(end)] for end in ends if end.replica == seat.replica and end != seat), None)
 
     # --- on its way --------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def begin(course: Course, ready: Ready, out: CoordinatorOutput) -> None:
         out.tell(ready.worker, End(0, text, failed=True))
         return
     member = course.joining.add(ready.member).member
-    course.joining.tell(course.steps.recorded, course.committed, out)
+    course.joining.tell(course.steps.recorded, course.committed, course.places.known(), out)
     out.say(
         "newcomer",
         f"{member} on {member.host} comes back, as process {member.incarnation} of its rank; its script runs "

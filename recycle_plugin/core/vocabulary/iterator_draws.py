@@ -19,10 +19,12 @@ stage (the *ends*) call ``next`` once per micro-batch; both ends of a replica ha
   membership changes, and what was once drawn for a micro-batch stays so: ends that have come unequally far in a step
   continue in the same order.
 * Where the copies are gone of what was computed with, the job ends.  It ends too where no source is left.
-* Who comes back brings an iterator that begins anew.  It is read up to where the other end of its replica stands, whose
-  iterator nobody has read meanwhile, and the replica is a source again: it goes on with what nobody has had of it.
-  Where that is not known, since the other end is lost too, or the script has given several iterators by then, the
-  replica has no place in its iterator: it is no source.
+* Where an iterator stands is its *place*: the number of the iterator, where a script gives several in turn, and how
+  many batches that has given.  Ends say it with each step, and the coordinator keeps it by replica for steps that stay
+  (core/coordinator/places.py), also of replicas that have lost both their ends.
+* Who comes back brings an iterator that begins anew.  It is read up to its replica's place, which nobody has moved
+  meanwhile; one that the script has given since is at its beginning.  Once both ends are there the replica is a source
+  again: it goes on with what nobody has had of it.
 
 Draws of step k are never made after draws of step k+1: who begins k+1 has the gradient sum of k, so that every batch of
 k was used at both ends, and drawn and copied before that.
@@ -32,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
@@ -54,6 +56,15 @@ class Draw(NamedTuple):
         return f"{self.source}.{self.position}"
 
 
+class Place(NamedTuple):
+    """Where a plain iterator stands: it is the ``iterator``-th that its script has given, and has given ``read``
+    batches.
+    """
+
+    iterator: int = 1
+    read: int = 0
+
+
 Batches = Mapping[MicroBatch, Draw]
 """Of one step: micro-batches whose data is there, and where it is from."""
 
@@ -67,14 +78,16 @@ class IteratorState:
     """The state of plain iterators that everybody knows when a generation goes on: its plan, what each worker holds of
     uncommitted steps (data, and by step the batches drawn), and the recovery plans of those steps.
 
-    ``read``: how many batches the iterator of each end has given that stands at its replica's place; None: all do.
+    ``placed``: the ends whose iterators stand at their replicas' places; None: all do.  ``places``: by replica, as far
+    as they are known.
     """
 
     plan: Plan
     held: Held
     held_draws: Mapping[Seat, Mapping[int, Batches]]
     recovery_plans: Mapping[int, RecoveryPlan]
-    read: Mapping[Seat, int] | None = None
+    placed: AbstractSet[Seat] | None = None
+    places: Mapping[int, Place] = field(default_factory=dict)
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -86,7 +99,7 @@ class IteratorState:
             replica
             for replica in self.plan.view.live_replicas(0)
             if replica in self.plan.view.live_replicas(last)
-            and (self.read is None or {Seat(replica, 0), Seat(replica, last)} <= self.read.keys())
+            and (self.placed is None or {Seat(replica, 0), Seat(replica, last)} <= self.placed)
         )
 
 

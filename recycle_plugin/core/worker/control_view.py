@@ -19,6 +19,7 @@ from recycle_plugin.core.messages.protocol import (
     Serving,
 )
 from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.executor import Interrupted
 
@@ -59,7 +60,7 @@ class ControlView:
         self.departed = False
         self.newcomer = False  # it has come back to a job that had started
         self.present = False  # a newcomer knows where the job is
-        self.read_by_other_end: int | None = None  # of the batches of a newcomer's replica, as far as is known
+        self.place: Place | None = None  # where the plain iterator of a newcomer's replica stands, as far as is known
         self._sources: list[Serving] = []
         self._serves: list[Serve] = []
         self._leaves_at = 0  # the step that this worker was to leave before, if it was
@@ -130,7 +131,7 @@ class ControlView:
             case Recorded():
                 self.recorded.append(message)
                 self.committed, self.present = max(self.committed, message.committed), True
-                self.read_by_other_end = message.read
+                self.place = message.place
             case BarrierPassed():
                 self._barriers_passed[message.place] = message
             case Serving():

@@ -14,6 +14,7 @@ from typing import Any
 
 from recycle_plugin.core.messages.protocol import CatchUp, CaughtUp, Generation, Note, Serving
 from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.catching_up import CatchingUp, FilledState, Inlet
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Waits
@@ -24,7 +25,7 @@ PROGRESS_S = 1.0  # between two words on how far it has come
 
 class Newcomer:
     """The worker of ``loop`` before it is a member.  ``open_line``: makes the line to a source (core/messages/protocol:
-    Serving says where).  ``skip(read)``: reads so many batches of its plain iterator before anybody waits for that.
+    Serving says where).  ``skip(place)``: reads its plain iterator up to there before anybody waits for that.
     ``wants_script()``: its script asks a peer's for what is theirs alone; ``handed`` is that, once it is a member, b""
     where the peer has gone before it was there.
     """
@@ -35,7 +36,7 @@ class Newcomer:
         loop: TrainingLoop,
         state: FilledState,
         open_line: Callable[[Serving], Inlet],
-        skip: Callable[[int], None] = lambda read: None,
+        skip: Callable[[Place], None] = lambda place: None,
         wants_script: Callable[[], bool] = lambda: False,
     ) -> None:
         self._port, self._view, self._loop, self._open = port, port.control_view, loop, open_line
@@ -117,7 +118,8 @@ class Newcomer:
             return planned  # one that holds at once has taken the place of one that this worker has reported for
         if not self._said:
             self._said = True
-            self._skip(self._view.read_by_other_end or 0)
+            if self._view.place is not None:
+                self._skip(self._view.place)
             taken, followed = self._catching_up.taken, self._catching_up.followed
             self._port.send(CaughtUp(self._view.rank, clock or 0, taken, followed))
         return False if closer else None

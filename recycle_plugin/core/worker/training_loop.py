@@ -30,7 +30,7 @@ from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack, unpack
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
-from recycle_plugin.core.vocabulary.iterator_draws import IteratorState
+from recycle_plugin.core.vocabulary.iterator_draws import IteratorState, Place
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan, surviving, unfinished, without_later
@@ -82,9 +82,14 @@ class StepRunner(Protocol):
         """The data of plain iterators that this worker keeps (core.vocabulary.iterator_draws.pack)."""
 
     @property
-    def read(self) -> int | None:
-        """How many batches this worker's plain iterator has given; None where that does not stand at its replica's
-        place, or there is none.
+    def places(self) -> dict[str, Place]:
+        """Where this worker's plain iterator stood behind the last applied step, and behind the next where that was
+        begun, by their numbers; nothing where it does not stand at its replica's place, or there is none.
+        """
+
+    def place_behind(self, step: int) -> Place | None:
+        """Where this worker's plain iterator stood behind ``step``; None where that is not its replica's place, or
+        there is none.
         """
 
     def take_state(self, iterator_state: IteratorState) -> None:
@@ -220,7 +225,10 @@ class TrainingLoop:
     def applied(self, step: int) -> None:
         """Tells the coordinator that ``step`` has been applied here."""
         self.machine.applied(step)
-        self._port.send(Stepped(self._control_view.rank, self._control_view.number, step))
+        self._tell_applied(self._control_view.number, step)
+
+    def _tell_applied(self, generation: int, step: int) -> None:
+        self._port.send(Stepped(self._control_view.rank, generation, step, self._runner.place_behind(step)))
 
     def settle(self) -> Iterator[Any]:
         """Returns when all steps applied here are committed: only then may their effects be shown or saved."""
@@ -345,7 +353,7 @@ class TrainingLoop:
             plan.bound_us,
             drawn,
             self._runner.valid_from,
-            self._runner.read,
+            self._runner.places,
         )
         self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
@@ -362,7 +370,7 @@ class TrainingLoop:
         self._control_view.adopt(generation)
         self._loaded = False
         if self.machine.stepped > self.machine.committed:
-            self._port.send(Stepped(self._control_view.rank, generation.number, self.machine.stepped))
+            self._tell_applied(generation.number, self.machine.stepped)
         self._plan = plan
 
     def _begin_to_join(self, generation: Generation) -> list[Member]:
@@ -402,7 +410,8 @@ class TrainingLoop:
                 counts,
                 {Seat.parse(seat): unpack_drawn(packed) for seat, packed in resume.held_draws.items()},
                 recovery_plans,
-                {Seat.parse(seat): read for seat, read in resume.read.items()},
+                frozenset(resume.placed),
+                {int(replica): place for replica, place in resume.places.items()},
             )
         )
         self.machine.resume(resume.committed, undo)

@@ -22,7 +22,7 @@ from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, provides
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Instruction, Op
-from recycle_plugin.core.vocabulary.iterator_draws import IteratorState
+from recycle_plugin.core.vocabulary.iterator_draws import IteratorState, Place
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -249,18 +249,26 @@ class Worker:
         return self.iterator_data.held_draws() if self.iterator_data is not None else {}
 
     @property
-    def read(self) -> int | None:
-        """How many batches the plain iterator has given; None where that does not stand at its replica's place, or
-        there is none.
+    def places(self) -> dict[str, Place]:
+        """Where the plain iterator stood behind the last applied step, and behind the next where that was begun, by
+        their numbers; nothing where it does not stand at its replica's place, or there is none.
         """
-        return self.iterator_data.place if self.iterator_data is not None else None
+        return self.iterator_data.places(self._steps.stepped) if self.iterator_data is not None else {}
 
-    def skip_to(self, read: int) -> None:
-        """Brings a newcomer's plain iterator to where it had given ``read`` batches; there it is not in its place
-        before it is known whether that is its replica's.
+    def place_behind(self, step: int) -> Place | None:
+        """Where the plain iterator stood behind ``step``; None where that is not its replica's place, or there is
+        none.
         """
-        if self.iterator_data is not None and self.store.reads_iterator:
-            self.iterator_data.skip_to(read)
+        data = self.iterator_data
+        return data.place_behind(step) if data is not None and self.store.reads_iterator else None
+
+    def skip_to(self, place: Place) -> None:
+        """Brings a newcomer's plain iterator to ``place`` if it is that one; there it is not in its place before it is
+        known whether that is its replica's.
+        """
+        data = self.iterator_data
+        if data is not None and self.store.reads_iterator and place.iterator == data.stands.iterator:
+            data.skip_to(place)
 
     def take_state(self, iterator_state: IteratorState) -> None:
         """Takes what everybody knows of plain iterators; it holds from now on, until the next one comes."""
