@@ -31,11 +31,13 @@ class Name(NamedTuple):
 
 class Samples:
     """The batches that micro-batches were computed with.  ``say`` is told each violation, in words.  ``epoch``: of so
-    many steps, each with another iterator; 0: there is one.
+    many steps, each with another iterator; 0: there is one.  ``lengths``: how many batches each replica's iterators
+    give, if they end, and then scripts give another when all have.
     """
 
-    def __init__(self, shape: Topology, epoch: int, say: Callable[[str], None]) -> None:
-        self._shape, self._epoch, self._say = shape, epoch, say
+    def __init__(self, shape: Topology, epoch: int, lengths: tuple[int, ...], say: Callable[[str], None]) -> None:
+        self._shape, self._epoch, self._lengths, self._say = shape, epoch, lengths, say
+        self._begun = [1]  # the steps with which iterators begin that follow on others' end
         self._loaded: dict[
             int, dict[MicroBatch, dict[int, Batch]]
         ] = {}  # by step, micro-batch and stage: the last one counts, which takes a discarded one's place
@@ -69,6 +71,9 @@ class Samples:
         self._returned |= set(range(self._shape.replicas)) - whole
         for step in range(self._committed + 1, last + 1):
             for micro_batch in self._shape.batch:
+                for name in self.loaded_so_far(step).get(micro_batch, set()):
+                    self._used.setdefault(name, (step, micro_batch))
+            for micro_batch in self._shape.batch:
                 self._check(step, micro_batch, micro_batch.replica in whole - homeless)
             self._check_gaps(step)
         self._committed = max(self._committed, last)
@@ -79,16 +84,44 @@ class Samples:
             self._say(f"micro-batch {micro_batch} of step {step} was computed with {len(named)} batches")
             return
         (name,) = named
-        before = self._used.setdefault(name, (step, micro_batch))
+        before = self._used[name]
         if before != (step, micro_batch):
             self._say(f"{name} is used in steps {before[0]} and {step}")
-        epoch, begun = divmod(step - 1, self._epoch) if self._epoch else (0, step - 1)
-        usual = Name(micro_batch.replica, epoch + 1, begun * self._shape.micro_batches + micro_batch.index + 1)
+        usual = self._usual(step, micro_batch)
         if name.iterator != usual.iterator:
             self._say(f"micro-batch {micro_batch} of step {step} is {name}, and it is epoch {usual.iterator}")
         rested = micro_batch.replica in self._returned or self._extra(micro_batch.replica, step)
+        if self._empty(micro_batch.replica, usual.iterator):
+            return
         if own and (name.replica != micro_batch.replica or (name != usual and not rested)):
             self._say(f"micro-batch {micro_batch} of step {step} is {name}, and both ends of its replica live")
+
+    def ended(self, step: int, sources: AbstractSet[int]) -> None:
+        """Takes in that all iterators have ended before ``step`` was filled: ``sources``, the replicas that give data,
+        have less left than that takes.
+        """
+        iterator, left = len(self._begun), 0
+        if self._lengths:
+            left = sum(self._lengths[replica] - self._used_of(replica, iterator) for replica in sources)
+        if not self._lengths or left >= len(self._shape.batch):
+            self._say(f"the data is said to have ended before step {step}, and {left} batches are left")
+        self._begun.append(step)
+
+    def _usual(self, step: int, micro_batch: MicroBatch) -> Name:
+        """The batch that it is where nobody was ever lost."""
+        if self._epoch:
+            epoch, begun = divmod(step - 1, self._epoch)
+        else:
+            epoch = sum(first <= step for first in self._begun) - 1
+            begun = step - self._begun[epoch]
+        return Name(micro_batch.replica, epoch + 1, begun * self._shape.micro_batches + micro_batch.index + 1)
+
+    def _empty(self, replica: int, iterator: int) -> bool:
+        """Whether all that the iterator gives is used."""
+        return bool(self._lengths) and self._used_of(replica, iterator) == self._lengths[replica]
+
+    def _used_of(self, replica: int, iterator: int) -> int:
+        return sum(name[:2] == (replica, iterator) for name in self._used)
 
     def _check_gaps(self, step: int) -> None:
         """Checks that of each iterator everything up to the last batch used is used.  Costs a look at all batches."""

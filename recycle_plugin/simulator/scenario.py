@@ -70,7 +70,8 @@ class Scenario:
     they wait for), 0: there is none; ``rounds``: sums depend on their order, and nothing keeps it, as in real training
     outside exact mode; ``reloads``: before which share of what the coordinator does its state is written down and read
     again; ``iterators``: data comes from one plain iterator for each replica (core/vocabulary/iterator_draws.py), and
-    ``epoch``: from another for so many steps each, where that is not 0;
+    ``epoch``: from another for so many steps each, where that is not 0; ``lengths``: batches of each replica's, after
+    which scripts give another, where they ever end;
     ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after
     steps: evaluate, save, or pause; ``heavy``: work that takes long, whoever does it; ``full``: after which step a
     seat's share of a checkpoint, or its "latest", can't be written.
@@ -97,6 +98,7 @@ class Scenario:
     damaged_share: float = 0.0
     rejoin: str | int = "never"
     epoch: int = 0
+    lengths: tuple[int, ...] = ()
 
     @property
     def exact(self) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.protocol import Fatal, Left
@@ -15,7 +15,7 @@ from recycle_plugin.core.worker.checkpoint_saving import save
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.executor import Waits
-from recycle_plugin.core.worker.training_loop import LEAVE
+from recycle_plugin.core.worker.training_loop import LEAVE, DataEnded
 from recycle_plugin.planner.forwards import forwards
 from recycle_plugin.simulator.arithmetic import Batch, sampled
 from recycle_plugin.simulator.exercised import ProtocolRule
@@ -24,6 +24,7 @@ from recycle_plugin.simulator.scenario import MILLISECOND
 if TYPE_CHECKING:
     from recycle_plugin.simulator.simulated_worker import SimulatedMachine
 
+T = TypeVar("T")
 PAUSE_US = 150 * MILLISECOND  # at least
 WRITING_US = 5 * MILLISECOND  # a worker's share of a checkpoint
 
@@ -63,15 +64,23 @@ class Script:
         for step in range(1, self._scenario.steps + 1):
             if self._scenario.epoch and step > 1 and step % self._scenario.epoch == 1 % self._scenario.epoch:
                 self._machine.begin_epoch(step)
-            if newcomer is not None and (yield from newcomer.train(step)):
+            if newcomer is not None and (yield from self._with_data(newcomer.train, step)):
                 yield from self._replay_after(step)
                 continue
             newcomer = None
-            self._machine.losses[step] = yield from self._loop.train(step)
+            self._machine.losses[step] = yield from self._with_data(self._loop.train, step)
             for _, what in (each for each in self._scenario.between if each[0] == step):
                 yield from {"evaluate": self._evaluate, "save": self._save, "pause": self._pause}[what](step)
         if newcomer is None:
             yield from self._loop.settle()
+
+    def _with_data(self, train: Callable[[int], Waits[T]], step: int) -> Waits[T]:
+        """Trains ``step``, with other iterators where it hears that all have ended."""
+        while True:
+            try:
+                return (yield from train(step))
+            except DataEnded:
+                self._machine.begin_epoch(step)
 
     def _replay_after(self, step: int) -> Iterator[Any]:
         """Does what the script does on its own after a step that the others have trained; what they do together is

@@ -217,8 +217,9 @@ def _with_returns(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_places(given: Scenario, random: Random) -> Scenario:
-    """Gives half of the jobs that read plain iterators another one for each few steps; in half of those that workers
-    come back to a replica loses both its ends at about one time.
+    """Gives jobs that read plain iterators another one for each few steps in one of three, and of the others in four
+    of ten whenever all have ended, after unlike numbers of batches mostly; in half of those that workers come back to
+    a replica loses both its ends at about one time.
     """
     if not given.iterators:
         return given
@@ -228,7 +229,12 @@ def _with_places(given: Scenario, random: Random) -> Scenario:
         for stage in (0, given.shape.stages - 1):
             troubles += (Trouble("kill", at, (Seat(replica, stage),)),)
             at += random.choice((0, 0, random.randrange(CALM_US)))
-    return replace(given, troubles=troubles, epoch=random.choice((0, 0, 2, 5)))
+    given = replace(given, troubles=troubles, epoch=random.choice((0, 0, 0, 0, 2, 5)))
+    if given.epoch or random.random() < 0.6:
+        return given
+    least = 2 * given.shape.micro_batches
+    lengths = tuple(random.randrange(least, 4 * least) for _ in range(given.shape.replicas))
+    return replace(given, lengths=lengths[:1] * given.shape.replicas if random.random() < 0.25 else lengths)
 
 
 def _with_paces(given: Scenario, random: Random) -> Scenario:

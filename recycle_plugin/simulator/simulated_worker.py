@@ -84,7 +84,9 @@ class SimulatedMachine:
         self.steps = StepMachine(0)
         self.store.reads_iterator = scenario.iterators
         reads = scenario.iterators and seat.stage in (0, scenario.shape.stages - 1)
-        self.plain_iterator = PlainIterator(seat.replica)
+        self.plain_iterator = PlainIterator(
+            seat.replica, (scenario.lengths or (0,) * scenario.shape.replicas)[seat.replica]
+        )
         self.iterator_data = (
             IteratorData(self.store, self.plain_iterator, self._hand_on, self._say_dealt) if reads else None
         )

@@ -22,7 +22,7 @@ def come_back(launch, tmp_path):
     newcomers' scripts.
     """
 
-    def run(*kills: str, shape: Shape = SQUARE, case: str = "plain", comes: bool = True, **more: int) -> Result:
+    def run(*kills: str, shape: Shape = SQUARE, case: str = "plain", comes: bool = True, **more: object) -> Result:
         folder = tmp_path / "run0"
         job = {"folder": str(folder), "faults": kills, "steps": LONG, "case": case, "held": HELD}
         job |= {"replicas": shape.replicas, "stages": shape.stages, **more}

@@ -272,7 +272,10 @@ def test_no_replica_with_both_ends(train):
 @pytest.mark.parametrize(
     "case, text",
     [
-        ("short", "has ended in step 2, at its micro-batch 1: wrap its loader in deepspeed.utils.RepeatingLoader"),
+        (
+            "short",
+            "the data has ended before step 2 was filled: the data iterators of all replicas have ended; catch",
+        ),
         ("loader", "train_batch(data_iter=…) is a DataLoader, which is no iterator"),
         ("no data", "train_batch() has no data: pass data_iter="),
         (

@@ -4,7 +4,8 @@ Sample n of replica r's iterator is the number r × EACH + n, its label a functi
 iterators, of both ends of a replica, are generators: they can't be read again.  RECYCLE_TEST_ITERATORS: {"folder",
 "faults", "steps", "replicas", "stages", "case", "held", "epoch", "each", "saved", "loaded", "resume"}; each rank writes
 its rows, losses and how many batches it has read.  Before step ``held`` members wait for a file ``go`` in the folder.
-In the case "epochs" there is another iterator for each ``epoch`` steps, of samples of its own.
+In the case "epochs" there is another iterator for each ``epoch`` steps, of samples of its own; with ``lengths``, of so
+many samples of each replica, another one whenever ``train_batch`` raises StopIteration.
 ``saved``: a folder for a checkpoint of the last step; ``loaded``: one to go on from, with ``resume_iterators`` as
 ``resume`` says.
 """
@@ -71,6 +72,10 @@ reads = 0
 def iterator(replica: int, begins: int = 0):
     """What the case has for this replica; ``begins``: its first sample."""
     again = int(os.environ.get("RECYCLE_INCARNATION", "0")) > 0
+    if job.get("lengths"):
+        return counted(
+            iter(torch.utils.data.DataLoader(Samples(replica, begins + job["lengths"][replica], begins), SIZE))
+        )
     length = {"short": 5, "short again": 8 if again else EACH, "not a multiple": 4 * SIZE + 1}.get(job["case"], EACH)
     loader = torch.utils.data.DataLoader(Samples(replica, length, begins), batch_size=SIZE)
     return RepeatingLoader(loader) if job["case"] in ("repeating", "not a multiple") else counted(iter(loader))
@@ -129,10 +134,11 @@ if job["case"] == "set_dataloader":  # as in DeepSpeed it stands above training_
     batches = None
 if job["case"] == "loader":
     batches = torch.utils.data.DataLoader(Samples(replica, EACH))
-losses = []
+losses, ended = [], []
 if job.get("loaded"):
     engine.load_checkpoint(job["loaded"])
-for step in range(engine.global_steps + 1, job["steps"] + 1):
+begun = engine.global_steps
+for step in range(begun + 1, job["steps"] + 1):
     deadline = time.monotonic() + PATIENCE_S
     while step == job.get("held") and not engine.behind and not os.path.exists(f"{job['folder']}/go"):
         if time.monotonic() > deadline:
@@ -142,7 +148,14 @@ for step in range(engine.global_steps + 1, job["steps"] + 1):
         batches = iterator(replica, (step - 1) * EACH // job["steps"])
     if (job["case"], step) == ("another batch size", 4):
         engine.set_train_batch_size(2 * engine.train_batch_size())
-    losses.append(engine.train_batch(data_iter=batches).item())
+    while len(losses) + begun < step:
+        try:
+            losses.append(engine.train_batch(data_iter=batches).item())
+        except StopIteration:
+            if not job.get("lengths"):
+                raise
+            ended.append(step)
+            batches = iterator(replica, len(ended) * EACH // 4) if ends else None
     if (job["case"], step) == ("leaving", 3):
         session = engine._trainer._session
         session.wait("the announcement of the leave", lambda: session.pending)
@@ -151,4 +164,6 @@ if job.get("saved"):
 rank = os.environ["RANK"]
 (rows,) = engine.module.state_dict().values()
 os.makedirs(f"{job['folder']}/rows", exist_ok=True)
-torch.save({"rows": rows.flatten(), "losses": losses, "reads": reads}, f"{job['folder']}/rows/rank{rank}.pt")
+torch.save(
+    {"rows": rows.flatten(), "losses": losses, "reads": reads, "ended": ended}, f"{job['folder']}/rows/rank{rank}.pt"
+)

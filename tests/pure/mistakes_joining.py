@@ -121,7 +121,7 @@ def work_at_once(monkeypatch) -> None:
     monkeypatch.setattr(Roster, "working", property(lambda self: frozenset(self.seats)))
 
 
-@mistake("a newcomer begins its iterator anew", seen=698)
+@mistake("a newcomer begins its iterator anew", seen=622)
 def cursor(monkeypatch) -> None:
     monkeypatch.setattr(IteratorData, "skip_to", lambda self, place: None)
 
@@ -144,11 +144,11 @@ def unheard(monkeypatch) -> None:
     monkeypatch.setattr(SimulatedMachine, "keep_only", lambda self, members: None)
 
 
-@mistake("what is used of a replica's batches that has lost both its ends is used again", seen=841)
+@mistake("what is used of a replica's batches that has lost both its ends is used again", seen=622)
 def drawn_of_lost(monkeypatch) -> None:
     monkeypatch.setattr(Unfinished, "behind", lambda self, replica, before: self.said.get(replica, before))
 
 
-@mistake("the places that ends say with their steps are not kept", seen=841)
+@mistake("the places that ends say with their steps are not kept", seen=622)
 def place_not_kept(monkeypatch) -> None:
     monkeypatch.setattr(Places, "stepped", lambda self, message, replica: None)

@@ -66,6 +66,14 @@ class Worker:
     def places(self) -> dict:
         return {}
 
+    @property
+    def ended(self) -> int:
+        return 0
+
+    @property
+    def lacks(self) -> int:
+        return 0
+
     def place_behind(self, step: int) -> None:
         return None
 

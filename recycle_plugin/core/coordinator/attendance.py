@@ -36,6 +36,7 @@ from recycle_plugin.core.messages.protocol import (
     Left,
     Missing,
     Note,
+    OutOfData,
     Resized,
     Stepped,
     SurvivorReport,
@@ -48,6 +49,7 @@ from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 
 OF_MEMBERS = (
     SurvivorReport,
+    OutOfData,
     Fingerprint,
     ComputeTime,
     Stepped,

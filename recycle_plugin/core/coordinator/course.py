@@ -33,7 +33,7 @@ from recycle_plugin.core.coordinator.ending import Ending
 from recycle_plugin.core.coordinator.failure_detector import Suspicion
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
-from recycle_plugin.core.coordinator.places import Places
+from recycle_plugin.core.coordinator.places import Places, ended_iterators
 from recycle_plugin.core.coordinator.regrouping import Regrouping, Reports
 from recycle_plugin.core.coordinator.replica_check import Mismatch
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
@@ -51,6 +51,7 @@ from recycle_plugin.core.messages.protocol import (
     Heartbeat,
     Leaving,
     Left,
+    OutOfData,
     Resized,
     Resume,
     Stepped,
@@ -61,6 +62,7 @@ from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.evaluation_route import ended_at
+from recycle_plugin.core.vocabulary.iterator_draws import ends_before
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
 
 EARLY = (
@@ -140,7 +142,7 @@ class Course:
         slowness = tuple(sorted(self.steps.straggler_detector.percent.items()))
         if from_step:
             roster = self.joining.planned(self.attendance.staying)
-            self.joining.announced(roster, from_step)
+            self.joining.announced(self.regrouping.generation + 1, roster, from_step)
         else:
             roster = self.attendance.roster = self.joining.called_off(self.roster)
         self.regrouping.publish(roster, from_step, cause, now, slowness, out)
@@ -187,7 +189,16 @@ class Course:
         self.attendance.failure_detector.regrouped()
         self.steps.resume(self.roster.workers, committed)
         places = {str(replica): place for replica, place in self.places.known(reports).items()}
-        data = reports.held_draws, tuple(sorted(reports.placed)), places
+        ended, unfilled = ended_iterators(reports), self.places.unfilled(reports, committed)
+        if unfilled:
+            self._drop(unfilled, out)
+        data = (
+            reports.held_draws,
+            tuple(sorted(reports.placed)),
+            places,
+            {str(one): ended[one] for one in ended},
+            unfilled,
+        )
         out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, *data))
         throughput = self._throughput_floor.throughput(reports.slowest.period_us)
         self._say_resume(reports, committed, throughput, now, out)
@@ -195,6 +206,24 @@ class Course:
         returns.compare(self, now, out)
         self.plan_change(now, out)
         self._compare_replicas(now, out)
+
+    def _drop(self, step: int, out: CoordinatorOutput) -> None:
+        self.steps.drop(step)
+        out.say(
+            "data",
+            f"all iterators have ended, and step {step} can't be filled: what they had left for it is dropped, and "
+            "every script hears so by a StopIteration",
+            step=step,
+            unfilled=True,
+        )
+
+    def out_of_data(self, message: OutOfData, now: float, out: CoordinatorOutput) -> None:
+        """Takes in that a worker has nothing to draw for a step: all meet, and others give more, or the data has
+        ended.
+        """
+        member = self.roster.member(message.worker)
+        if member is not None and self.holds(message.generation) and not self.ending.failed:
+            self.regroup(f"{member.seat} has no data for step {message.step}", now, out)
 
     def _say_resume(
         self, reports: Reports, committed: int, throughput: float, now: float, out: CoordinatorOutput
@@ -290,8 +319,12 @@ class Course:
 
     def passed(self, place: str, values: dict, out: CoordinatorOutput) -> None:
         """Takes in that all have passed the barrier named ``place``, with ``values``."""
-        if (evaluation := ended_at(place)) is not None:
+        evaluation, step = ended_at(place), ends_before(place)
+        if evaluation is not None:
             self.steps.recorded.evaluated(evaluation, values)
+        if step is not None:
+            self.steps.recorded.unfilled(step)
+        if evaluation is not None or step is not None:
             self.joining.tell(self.steps.recorded, self.committed, self.places.known(), out)
 
     # --- leaving ---------------------------------------------------------------------------------

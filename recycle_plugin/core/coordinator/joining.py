@@ -42,13 +42,14 @@ class Phase(Enum):
 
 @dataclass
 class Newcomer:
-    """One of them.  ``from_step``: the first step of the generation that it was announced for; ``in_force_at``: when
-    that came in force, in seconds of the failure detector's clock; ``told``, ``told_evaluations``: how many steps and
-    evaluations its script was told of.
+    """One of them.  ``generation``: the one that it was announced for last, from step ``from_step`` on;
+    ``in_force_at``: when that came in force, in seconds of the failure detector's clock; ``told``,
+    ``told_evaluations``: how many steps and evaluations its script was told of.
     """
 
     member: Member
     phase: Phase = Phase.BEHIND
+    generation: int = 0
     from_step: int = 0
     in_force_at: float | None = None
     told: int = 0
@@ -121,11 +122,11 @@ class Joining:
         members = [replace(member, joining=False) if member.worker in ready else member for member in roster]
         return Roster((*members, *(each.member for each in ready.values() if each.phase is not Phase.EQUAL)))
 
-    def announced(self, roster: Roster, from_step: int) -> None:
-        """Notes that a generation of ``roster`` is published that holds from ``from_step`` on."""
+    def announced(self, generation: int, roster: Roster, from_step: int) -> None:
+        """Notes that ``generation``, of ``roster``, is published, which holds from ``from_step`` on."""
         for each in self.ready():
             if each.phase is not Phase.EQUAL and each.member.worker in roster.workers:
-                each.phase, each.from_step = Phase.ANNOUNCED, from_step
+                each.phase, each.generation, each.from_step = Phase.ANNOUNCED, generation, from_step
 
     def called_off(self, roster: Roster) -> Roster:
         """The part of ``roster`` that a generation which holds at once is made of: who was announced and has not
@@ -150,12 +151,12 @@ class Joining:
                 self._compare(each.stage, each.from_step - 1, roster)
         return done
 
-    def has_entered(self, worker: WorkerId) -> bool:
-        """Notes that a newcomer has reported for the generation that it was announced for; returns whether that is
-        news.
+    def has_entered(self, worker: WorkerId, generation: int) -> bool:
+        """Notes that a newcomer has reported for ``generation``; returns whether it has entered by that the one that it
+        was announced for, which is not so where that is a later one, in place of one that was called off.
         """
         newcomer = self.get(worker)
-        if newcomer is None or newcomer.phase is not Phase.ANNOUNCED:
+        if newcomer is None or newcomer.phase is not Phase.ANNOUNCED or generation < newcomer.generation:
             return False
         newcomer.phase = Phase.ENTERED
         return True

@@ -47,6 +47,7 @@ from recycle_plugin.core.messages.protocol import (
     Missing,
     Note,
     OfWorker,
+    OutOfData,
     Ready,
     Resized,
     Serving,
@@ -138,6 +139,8 @@ class Membership:
                 returns.state_hash(self.course, message, now, out)
             case SurvivorReport():
                 self.course.report(message, now, out)
+            case OutOfData():
+                self.course.out_of_data(message, now, out)
             case Stepped():
                 self.course.step(message, now, out)
             case Contribution():

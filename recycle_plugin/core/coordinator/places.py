@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from recycle_plugin.core.coordinator.regrouping import Reports
 from recycle_plugin.core.messages.protocol import Stepped
 from recycle_plugin.core.vocabulary.dataflow import unpack
+from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 
@@ -112,6 +113,20 @@ class Places:
                 if draw.source not in placed:
                     drawn[draw.source] = max(drawn.get(draw.source, 0), draw.position + 1)
 
+    @staticmethod
+    def unfilled(reports: Reports, committed: int) -> int:
+        """The step behind ``committed`` for which somebody has nothing to draw, and nobody has: the iterators of all
+        replicas with both their ends have ended.  0 where there is none.
+        """
+        step = max((report.lacks for report in reports.by_worker.values()), default=0)
+        if step <= committed:
+            return 0
+        ended, seats = ended_iterators(reports), reports.generation.roster.working & reports.placed.keys()
+        first, last = 0, max(seat.stage for seat in reports.generation.roster.working)
+        whole = [seat.replica for seat in seats if seat.stage == first and Seat(seat.replica, last) in seats]
+        newest = max(ended.values(), default=0)
+        return step if all(ended.get(replica) == newest for replica in whole) else 0
+
     def _of(self, step: int) -> Unfinished:
         return self._unfinished.setdefault(step, Unfinished())
 
@@ -120,6 +135,15 @@ class Places:
             self._kept.pop(replica, None)
         else:
             self._kept[replica] = place
+
+
+def ended_iterators(reports: Reports) -> dict[int, int]:
+    """By replica, which of its script's iterators has given all that it has to one of its ends."""
+    found: dict[int, int] = {}
+    for seat, report in reports.placed.items():
+        if report.ended:
+            found[seat.replica] = max(report.ended, found.get(seat.replica, 0))
+    return found
 
 
 def _summed(reports: Reports, step: int) -> bool:

@@ -113,10 +113,10 @@ def enter(course: Course, message: SurvivorReport, out: CoordinatorOutput) -> No
     newcomer = course.joining.get(message.worker)
     if newcomer is None:
         return
-    if course.joining.has_entered(message.worker):
+    if course.joining.has_entered(message.worker, message.generation):
         course.vacancies.entered(message.worker)
         course.attendance.failure_detector.observe(message.worker)
-    elif newcomer.phase is Phase.CAUGHT_UP:
+    elif newcomer.phase in (Phase.CAUGHT_UP, Phase.ANNOUNCED):
         why = "it has come too late into a membership that the others have left"
         course.attendance.fence(message.worker, why, out)
 

@@ -112,7 +112,8 @@ class SurvivorReport(OfWorker):
     ``loaded``: its state is that of a checkpoint that all have loaded.  ``valid_from``: the generation from which data
     is valid there (core/worker/step_store.py).  ``places``: where its plain iterator stood behind the last applied
     step, and behind the next where that was begun, by their numbers; nothing where it does not stand at its replica's
-    place, or there is none.
+    place, or there is none.  ``ended``: its number, if it has given all that it has, else 0; ``lacks``: the step for
+    which this worker has found nothing to draw, 0 for none.
     """
 
     generation: int
@@ -126,6 +127,16 @@ class SurvivorReport(OfWorker):
     held_draws: dict[str, str] = field(default_factory=dict)
     valid_from: int = 0
     places: dict[str, Place] = field(default_factory=dict)
+    ended: int = 0
+    lacks: int = 0
+
+
+@dataclass(frozen=True)
+class OutOfData(OfWorker):
+    """A worker has found nothing to draw for ``step``, since its plain iterator has ended, or all have."""
+
+    generation: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -456,7 +467,8 @@ class Resume:
     ``held``, ``held_draws``: by the seat's text form, as reported.  ``norm``: where the next step was rejected
     (core/coordinator/step_validation.py), why; ``rejected``: not everybody knew that, so what was computed after it
     counts nowhere.  ``placed``: seats whose plain iterators stand at their replicas' places; ``places``: these, by
-    replica, as far as they are known.
+    replica, as far as they are known; ``ended``: by replica, which of its script's iterators has ended.
+    ``unfilled``: the step that the iterators can't fill, since all have ended, and that is dropped; 0 for none.
     """
 
     generation: int
@@ -467,6 +479,8 @@ class Resume:
     held_draws: dict[str, dict[str, str]] = field(default_factory=dict)
     placed: tuple[Seat, ...] = ()
     places: dict[str, Place] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
+    unfilled: int = 0
 
 
 @dataclass(frozen=True)
@@ -529,7 +543,8 @@ class Recorded:
     ``committed``: the last step that is over; ``unknown``: steps whose loss nobody knows.
 
     ``refused``: why such a script can't come to the present, or empty.  ``place``: where the plain iterator of its
-    replica stood behind ``committed``, as far as is known.
+    replica stood behind ``committed``, as far as is known.  ``unfilled``: the steps before which all data had ended,
+    one for each time.
     """
 
     step: int
@@ -540,6 +555,7 @@ class Recorded:
     unknown: tuple[int, ...] = ()
     refused: str = ""
     place: Place | None = None
+    unfilled: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -582,6 +598,7 @@ MESSAGES = (
     CaughtUp,
     StateHash,
     SurvivorReport,
+    OutOfData,
     Fingerprint,
     ComputeTime,
     Stepped,

@@ -60,6 +60,8 @@ class ControlView:
         self.departed = False
         self.newcomer = False  # it has come back to a job that had started
         self.present = False  # a newcomer knows where the job is
+        self._unfilled: tuple[int, ...] = ()  # the steps before which data had ended, each time
+        self._ends_heard = 0  # of these, by a newcomer's script
         self.place: Place | None = None  # where the plain iterator of a newcomer's replica stands, as far as is known
         self._sources: list[Serving] = []
         self._serves: list[Serve] = []
@@ -131,7 +133,7 @@ class ControlView:
             case Recorded():
                 self.recorded.append(message)
                 self.committed, self.present = max(self.committed, message.committed), True
-                self.place = message.place
+                self.place, self._unfilled = message.place, message.unfilled
             case BarrierPassed():
                 self._barriers_passed[message.place] = message
             case Serving():
@@ -140,6 +142,14 @@ class ControlView:
                 self._serves.append(message)
             case End():
                 self.end = message
+
+    def hears_end(self, step: int) -> bool:
+        """Whether a newcomer's script is to hear now that the data had ended before ``step``; it hears it once each
+        time.
+        """
+        heard = self._ends_heard
+        self._ends_heard += heard < len(self._unfilled) and self._unfilled[heard] == step
+        return self._ends_heard > heard
 
     def has_left(self, generation: Generation) -> bool:
         """Whether ``generation``, which holds at once, is without this worker because the step has come before which it

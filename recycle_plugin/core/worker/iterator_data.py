@@ -12,7 +12,18 @@ from typing import Any, Protocol
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
-from recycle_plugin.core.vocabulary.iterator_draws import Batches, Draw, Gone, IteratorState, Place, Share, pack, share
+from recycle_plugin.core.vocabulary.iterator_draws import (
+    Batches,
+    Draw,
+    Ended,
+    Gone,
+    IteratorState,
+    Lacking,
+    Place,
+    Share,
+    pack,
+    share,
+)
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
 
@@ -25,7 +36,7 @@ class DataIterator(Protocol):
 
     def read(self, step: int, position: int, draw: Draw | None) -> Any:
         """Reads the next batch, in ``step`` the ``position``-th; returns it as it is kept where it is ``draw``.
-        ``draw`` is None where nobody needs it.
+        ``draw`` is None where nobody needs it.  Raises Ended where there is none.
         """
 
     def skip(self, number: int, until: int) -> None:
@@ -57,8 +68,10 @@ class IteratorData:
         self.stands = Place()
         self._behind = [(-1, self.stands)]  # steps of late, and where it stood when all was drawn for them
         self._taken: IteratorState | None = None
-        self._usual: Share | None = None  # of a step of which nobody has anything yet
+        self._usual: tuple[int, Share] | None = None  # of a step of which nobody has anything yet, by the iterator
         self._said: set[int] = set()
+        self._ended = 0  # the last iterator that has, by its number
+        self.lacks = 0  # the step for which there is nothing to draw any more, as far as is known here
         self.in_place = True  # the iterator stands where its replica does
         self._said_out = False
 
@@ -77,7 +90,7 @@ class IteratorData:
 
     def take_state(self, iterator_state: IteratorState) -> None:
         """Goes by ``iterator_state`` from now on, until the next one comes."""
-        self._taken, self._usual = iterator_state, None
+        self._taken, self._usual, self.lacks = iterator_state, None, 0
         if not self.in_place and self._store.reads_iterator:
             self._find_place(iterator_state)
 
@@ -100,16 +113,24 @@ class IteratorData:
         """Draws what this worker has to draw for ``step``, and sends what others lack, before anything of the step is
         run.
 
-        Raises :class:`core.vocabulary.iterator_draws.Gone` where data can't be had any more.
+        Raises :class:`core.vocabulary.iterator_draws.Gone` where data can't be had any more, and
+        :class:`core.vocabulary.iterator_draws.Lacking` where the iterator, or all sources' iterators, have ended: then
+        the others have to hear of it.
         """
         if not self._store.reads_iterator or control_view.is_committed(step):
             return  # by the others, who did not need what is here
-        shared, seat = self._share(step), self._store.seat
-        self._say_dealt(step, shared.dealt)
-        for draw, micro_batch in shared.of(seat):
-            if self._here(step, micro_batch) not in self._store:
-                self._draw(step, micro_batch, draw)
-        self._note_place(step)
+        seat = self._store.seat
+        try:
+            shared = self._share(step)
+            self._say_dealt(step, shared.dealt)
+            for draw, micro_batch in shared.of(seat):
+                if self._here(step, micro_batch) not in self._store:
+                    self._draw(step, micro_batch, draw)
+        except Lacking:
+            self.lacks = step
+            raise
+        finally:
+            self._note_place(step)
         for transfer in shared.transfers:
             if transfer.giver == seat:
                 self._hand_on(
@@ -160,7 +181,19 @@ class IteratorData:
     def begin_another(self, step: int) -> None:
         """Takes in that the script gives another iterator, from ``step`` on."""
         self.stands = Place(self.stands.iterator + 1)
-        self._begun_in = step
+        self._begun_in, self.lacks = step, 0
+
+    @property
+    def ended(self) -> int:
+        """The number of the iterator, if it has ended, and 0 if not."""
+        return self._ended if self._ended == self.stands.iterator else 0
+
+    def drop(self, step: int) -> None:
+        """Drops what was drawn for ``step``, which can't be filled: all iterators have ended."""
+        self._store.drop_draws(step)
+        self._read_so_far.pop(step, None)
+        self.lacks = step  # which others may have to hear once more
+        self._behind = [(at, place) for at, place in self._behind if at < step]
 
     def rewind(self) -> None:
         """Goes on from a checkpoint that everybody has loaded, whose steps' data is read as if for the first time."""
@@ -177,14 +210,15 @@ class IteratorData:
             self._behind[-1] = (step, self.stands)
 
     def _share(self, step: int) -> Share:
+        iterator = self.stands.iterator - (step < self._begun_in)
         if (
             any(step in batches for batches in self._iterator_state.held_draws.values())
             or step in self._iterator_state.recovery_plans
         ):
-            return share(self._iterator_state, step)
-        if self._usual is None:
-            self._usual = share(self._iterator_state, step)
-        return self._usual
+            return share(self._iterator_state, step, iterator)
+        if self._usual is None or self._usual[0] != iterator:
+            self._usual = iterator, share(self._iterator_state, step, iterator)
+        return self._usual[1]
 
     def _draw(self, step: int, micro_batch: MicroBatch, draw: Draw) -> None:
         if step < self._begun_in:  # at the other end it might be read of the one before: inputs and labels of two
@@ -199,10 +233,21 @@ class IteratorData:
                 "drawn past that"
             )
         while (count := self._read_so_far.get(step, 0)) <= draw.position:
-            batch = self._iterator.read(step, count, draw if count == draw.position else None)
+            batch = self._read(step, count, draw if count == draw.position else None)
             self._read_so_far = {step: count + 1}
             self.stands = Place(self.stands.iterator, self.stands.read + 1)
         self._store.put(self._here(step, micro_batch), batch)
+
+    def _read(self, step: int, position: int, draw: Draw | None) -> Any:
+        try:
+            return self._iterator.read(step, position, draw)
+        except Ended as ended:
+            if self.ended:
+                raise Gone(
+                    f"{ended}; the one of its replica's other end has more: both have to give the same"
+                ) from None
+            self._ended = self.stands.iterator
+            raise Lacking(str(ended)) from None
 
     def _here(self, step: int, micro_batch: MicroBatch) -> Datum:
         return Datum(KIND, self._store.seat.stage, micro_batch, step)

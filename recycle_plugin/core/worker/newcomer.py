@@ -18,7 +18,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.catching_up import CatchingUp, FilledState, Inlet
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Waits
-from recycle_plugin.core.worker.training_loop import LoopPort, TrainingLoop
+from recycle_plugin.core.worker.training_loop import DataEnded, LoopPort, TrainingLoop
 
 PROGRESS_S = 1.0  # between two words on how far it has come
 
@@ -58,8 +58,9 @@ class Newcomer:
 
     def train(self, step: int) -> Waits[bool]:
         """Yields until ``step`` is committed by the others, and applied here if need be: True.  False where from this
-        step on the worker is a member.  Raises JobEnded.
+        step on the worker is a member.  Raises JobEnded, and DataEnded where the others' data had ended before it.
         """
+        self._check_data(step)
         if not self._asked and step < self._view.committed:
             return True  # not the last one: behind that the script may end, with a state that it does not have
         if not self._asked:
@@ -92,6 +93,10 @@ class Newcomer:
         yield from self._loop.enter(generation)
         return self._view.generation is generation
 
+    def _check_data(self, step: int) -> None:
+        if self._view.hears_end(step):
+            raise DataEnded(step)
+
     def _followed(self, step: int) -> bool | Generation | None:
         """True once ``step`` is followed; the generation that is to be entered before it; before that False where it
         has come closer, and None where nothing has come.
@@ -99,6 +104,7 @@ class Newcomer:
         So the deadline of a wait is one for the next piece, and not for all of a state, which may be large and the
         rate low.
         """
+        self._check_data(step)
         for serving in self._view.take_sources():
             self._catching_up.add_source(serving.worker, self._open(serving))
         had = not self._catching_up.deserted

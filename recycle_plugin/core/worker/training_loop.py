@@ -30,10 +30,17 @@ from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack, unpack
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
-from recycle_plugin.core.vocabulary.iterator_draws import IteratorState, Place
+from recycle_plugin.core.vocabulary.iterator_draws import Batches, IteratorState, Place, end_before
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 from recycle_plugin.core.vocabulary.plan import Plan
-from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan, surviving, unfinished, without_later
+from recycle_plugin.core.vocabulary.recovery_plan import (
+    Held,
+    RecoveryPlan,
+    before,
+    surviving,
+    unfinished,
+    without_later,
+)
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
@@ -42,6 +49,14 @@ from recycle_plugin.core.worker.executor import Interrupted, Waits
 T = TypeVar("T")
 LEAVE = "planned leave"  # why one worker's training ends
 Slowness = tuple[tuple[Seat, int], ...]  # core.vocabulary.cost.CostModel's
+
+
+class DataEnded(Exception):
+    """All plain iterators have ended before ``step`` was filled, and everybody hears so in that step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the data has ended before step {step} was filled")
+        self.step = step
 
 
 @dataclass(frozen=True)
@@ -90,6 +105,19 @@ class StepRunner(Protocol):
     def place_behind(self, step: int) -> Place | None:
         """Where this worker's plain iterator stood behind ``step``; None where that is not its replica's place, or
         there is none.
+        """
+
+    @property
+    def ended(self) -> int:
+        """The number of this worker's plain iterator, if it has given all that it has; else 0."""
+
+    @property
+    def lacks(self) -> int:
+        """The step for which this worker has found nothing to draw; 0 for none."""
+
+    def drop(self, step: int, valid_from: int) -> None:
+        """Drops all that there is of ``step``, which plain iterators can't fill; data is valid from generation
+        ``valid_from`` now.
         """
 
     def take_state(self, iterator_state: IteratorState) -> None:
@@ -181,6 +209,7 @@ class TrainingLoop:
         self.machine = machine
         self._plan: Plan | None = None
         self._loaded = False  # a checkpoint, of which the coordinator does not know yet
+        self._unfilled = 0  # the step that the data does not fill, if any
 
     @property
     def plan(self) -> Plan:
@@ -194,7 +223,9 @@ class TrainingLoop:
         yield from self.recover()
 
     def train(self, step: int) -> Waits[dict[str, float]]:
-        """Applies ``step``; the value is the loss of each of its micro-batches.  It may be committed later."""
+        """Applies ``step``; the value is the loss of each of its micro-batches.  It may be committed later.  Raises
+        DataEnded.
+        """
         while True:
             yield from self.advance(step)
             try:
@@ -204,14 +235,25 @@ class TrainingLoop:
                 yield from self.recover()
 
     def advance(self, step: int) -> Iterator[Any]:
-        """Returns when ``step`` is applied here, and what peers need for it is done."""
+        """Returns when ``step`` is applied here, and what peers need for it is done.  Raises DataEnded."""
         while (coming := min([*self._recovery_plans, self.machine.stepped + 1])) <= step:
             try:
+                if coming == self._unfilled:
+                    yield from self._end_data(coming)
                 yield from self._change_at(coming)
                 yield from self._runner.execute(self._recovery_plans.get(coming) or self._program(coming))
                 self._recovery_plans.pop(coming, None)
             except Interrupted:
                 yield from self.recover()
+
+    def _end_data(self, step: int) -> Iterator[Any]:
+        """Raises DataEnded once all are at ``step``, which the data does not fill, and know so."""
+        yield from self._await_commit(step - 1)
+        if self.machine.committed < step - 1:
+            self.machine.commit(step - 1)
+        yield from self.barrier(end_before(step), {})
+        self._unfilled = 0
+        raise DataEnded(step)
 
     def _program(self, step: int) -> StepProgram:
         if self.seat not in self.plan.view.live:  # it is joining: its state is compared before it is given work
@@ -354,6 +396,8 @@ class TrainingLoop:
             drawn,
             self._runner.valid_from,
             self._runner.places,
+            self._runner.ended,
+            self._runner.lacks,
         )
         self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
@@ -389,6 +433,8 @@ class TrainingLoop:
         """Works out what is left of the unfinished steps, and takes the last one back where that is in the way."""
         started = self._port.clock()
         reported: Held = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
+        if resume.unfilled:
+            reported = before(reported, resume.unfilled)
         held = reported
         recovery_plans = {
             recovery.step: recovery for recovery in unfinished(plan, resume.committed, held, resume.rejected)
@@ -408,10 +454,11 @@ class TrainingLoop:
             IteratorState(
                 plan,
                 counts,
-                {Seat.parse(seat): unpack_drawn(packed) for seat, packed in resume.held_draws.items()},
+                {Seat.parse(seat): _draws(packed, resume.unfilled) for seat, packed in resume.held_draws.items()},
                 recovery_plans,
                 frozenset(resume.placed),
                 {int(replica): place for replica, place in resume.places.items()},
+                {int(replica): number for replica, number in resume.ended.items()},
             )
         )
         self.machine.resume(resume.committed, undo)
@@ -420,6 +467,9 @@ class TrainingLoop:
             self._port.reach("recovery.undone")
         if resume.rejected:
             self._runner.discard_after(resume.committed + 1, resume.generation)
+        self._unfilled = resume.unfilled
+        if resume.unfilled:
+            self._runner.drop(resume.unfilled, resume.generation)
         if self._recovery_plans:
             self._say_recovery_plan(undo, self._port.clock() - started)
 
@@ -447,3 +497,8 @@ class TrainingLoop:
         if case not in self._plans:
             self._plans[case] = self._planner.plan(ClusterView(self._topology, case[0]), generation)
         return self._plans[case]
+
+
+def _draws(packed: Mapping[str, str], unfilled: int) -> dict[int, Batches]:
+    """The batches by step, but those of a step that they don't fill."""
+    return {step: batches for step, batches in unpack_drawn(packed).items() if not unfilled or step < unfilled}

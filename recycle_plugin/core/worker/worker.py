@@ -17,12 +17,12 @@ from typing import Any, Protocol, TypeVar
 
 from recycle_plugin.core.messages import protocol
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
-from recycle_plugin.core.messages.protocol import Contribution, Serve
+from recycle_plugin.core.messages.protocol import Contribution, OutOfData, Serve
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, provides
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Instruction, Op
-from recycle_plugin.core.vocabulary.iterator_draws import IteratorState, Place
+from recycle_plugin.core.vocabulary.iterator_draws import IteratorState, Lacking, Place
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -218,16 +218,22 @@ class Worker:
         with self._machine.running(program) as instructions:
             self.forget_committed()
             if program.step > 0:
-                self._begin(program)
+                yield from self._begin(program)
             if program.resumed:
                 self._say_losses(program.step)  # of forwards that the failure has cut off from their last one
             yield from execute(self.seat, instructions, self)
 
-    def _begin(self, program: StepProgram) -> None:
+    def _begin(self, program: StepProgram) -> Iterator[Any]:
         if self._stopwatch is not None:
             self._stopwatch.begin(program)
-        if self.iterator_data is not None:
+        if self.iterator_data is None:
+            return
+        try:
             self.iterator_data.provide(program.step, self._control_view)
+        except Lacking as lacking:
+            view, text = self._control_view, f"all to hear that {lacking}"
+            self._machine.send(OutOfData(view.rank, view.number, program.step))
+            yield from self._machine.wait(text, lambda: None)
 
     @property
     def valid_from(self) -> int:
@@ -261,6 +267,24 @@ class Worker:
         """
         data = self.iterator_data
         return data.place_behind(step) if data is not None and self.store.reads_iterator else None
+
+    @property
+    def ended(self) -> int:
+        """The number of the plain iterator, if it has given all that it has; else 0."""
+        return self.iterator_data.ended if self.iterator_data is not None else 0
+
+    @property
+    def lacks(self) -> int:
+        """The step for which this worker has found nothing to draw; 0 for none."""
+        return self.iterator_data.lacks if self.iterator_data is not None else 0
+
+    def drop(self, step: int, valid_from: int) -> None:
+        """Drops all that there is of ``step``, which plain iterators can't fill; data is valid from generation
+        ``valid_from`` now.
+        """
+        self.discard_after(step - 1, valid_from)
+        if self.iterator_data is not None:
+            self.iterator_data.drop(step)
 
     def skip_to(self, place: Place) -> None:
         """Brings a newcomer's plain iterator to ``place`` if it is that one; there it is not in its place before it is

@@ -70,6 +70,14 @@ class Feed:
             self.iterator_data.begin_another(step)
         self._last_given = data_iter
 
+    def data_ended(self, step: int) -> None:
+        """Note that the script hears before ``step`` that all iterators have ended: what it gives next is another one,
+        or one that begins anew.
+        """
+        self._last_given = None
+        if self.iterator_data is not None:
+            self.iterator_data.begin_another(step)
+
     def go_on(self) -> None:
         """Read the script's first iterator up to where it stood when the checkpoint was saved, if that is asked for."""
         if self.iterator_data is not None and self._had:
