@@ -89,3 +89,28 @@ def test_who_was_out_gives_more_afterwards(come_back):  # noqa: F811  the fixtur
     used = first_epoch(result, SQUARE)
     assert used == [[1] * length + [0] * (len(each) - length) for each in used]
     assert [each["step"] for each in unfilled(result)] == [2 * length // (2 * A_STEP) + 1]
+
+
+@pytest.mark.parametrize(
+    "kills",
+    (
+        ("kill 0.0 before 0F0.1@4",),
+        pytest.param(("kill 0.0 before 0F0.1@4", "kill 0.1 before 1W0.1@4"), marks=pytest.mark.all_kills),
+    ),
+    ids=("one end", "both ends"),
+)
+def test_who_comes_back_in_a_later_epoch_hears_where_the_first_ended(come_back, kills):  # noqa: F811  the fixture
+    """What it had left of the first is not used, and of the second it gives its own."""
+    length, steps = 480, 140
+    result = come_back(*kills, lengths=(length, length), steps=steps, held=66)
+    first, second = (
+        [each[n * len(each) // 4 : (n + 1) * len(each) // 4] for each in counts(result, SQUARE)] for n in (0, 1)
+    )
+    (step,) = [each["step"] for each in unfilled(result)]
+    assert all(end["ended"] == [step] for end in ends(result).values())
+    assert all(each["step"] > step for each in result.of("rejoined"))
+    for each in (*first, *second):
+        assert each == [1] * sum(each) + [0] * (len(each) - sum(each))
+    assert 0 < sum(first[0]) < length and sum(first[1]) > length - 2 * A_STEP
+    assert 0 < sum(second[0]) < sum(second[1])
+    assert sum(map(sum, first)) == 2 * A_STEP * (step - 1) and sum(map(sum, second)) == 2 * A_STEP * (steps - step + 1)
