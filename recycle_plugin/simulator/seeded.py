@@ -233,7 +233,8 @@ def _with_places(given: Scenario, random: Random) -> Scenario:
     if given.epoch or random.random() < 0.6:
         return given
     least = 2 * given.shape.micro_batches
-    lengths = tuple(random.randrange(least, 4 * least) for _ in range(given.shape.replicas))
+    batch = len(given.shape.batch)  # else one alone could never fill a step
+    lengths = tuple(max(batch, random.randrange(least, 4 * least)) for _ in range(given.shape.replicas))
     return replace(given, lengths=lengths[:1] * given.shape.replicas if random.random() < 0.25 else lengths)
 
 

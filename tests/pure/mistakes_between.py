@@ -87,7 +87,7 @@ def draws_kept(monkeypatch) -> None:
     monkeypatch.setattr(StepStore, "drop_draws", lambda self, step: None)
 
 
-@mistake("the data ends with the first iterator that does", seen=252)
+@mistake("the data ends with the first iterator that does", seen=443)
 def ends_with_the_first(monkeypatch) -> None:
     def first(reports, committed):
         step = max((report.lacks for report in reports.by_worker.values()), default=0)
