@@ -14,6 +14,13 @@ class NotSaved(RecycleError, OSError):
     """
 
 
+class DataIsOver(RecycleError, StopIteration):
+    """The data iterators of all replicas have ended, as the end of an epoch; it is raised on all workers.
+
+    Where a script catches it, as a StopIteration, it may go on with other iterators.
+    """
+
+
 class WaitTimeout(RecycleError):
     """A wait passed its deadline; the message names what was waited for."""
 

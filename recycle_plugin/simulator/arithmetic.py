@@ -36,12 +36,13 @@ class ExactStash(NamedTuple):
 
 class Batch(NamedTuple):
     """The batch that an iterator gives: input and label; ``draw`` says which call gave it in its step, ``number`` in
-    all, from 1 on.  Neither for what is evaluated.
+    all of this iterator, from 1 on, and ``iterator`` which one it is.  None of it for what is evaluated.
     """
 
     data: tuple[int, int]
     draw: Draw | None = None
     number: int = 0
+    iterator: int = 1
 
     @property
     def drawn(self) -> Draw:

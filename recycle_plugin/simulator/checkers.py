@@ -22,10 +22,11 @@ from typing import Any
 
 from recycle_plugin.core.coordinator.output import WORKERS
 from recycle_plugin.core.messages.contributions import LOSS
-from recycle_plugin.core.messages.protocol import Collected, End, Resume
+from recycle_plugin.core.messages.protocol import BarrierPassed, Collected, End, Resume
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.iterator_draws import ends_before
 from recycle_plugin.simulator.arithmetic import Batch, sampled
 from recycle_plugin.simulator.reference import Reference
 from recycle_plugin.simulator.samples import Samples
@@ -49,11 +50,12 @@ class Watcher:
             given.rounds,
         )
         self.reference = Reference(given.shape, weights, given.clip, given.policy.block)
-        self._samples = Samples(given.shape, self.say) if given.iterators else None
+        self._samples = Samples(given.shape, given.epoch, given.lengths, self.say) if given.iterators else None
         if not given.iterators:
             for step in range(1, given.steps + 1):
                 self.reference.follow(step)
         self.violations: list[str] = []
+        self._ended_before = 0  # the step before which all data has ended just now
         self._counted: dict[Seat, Counter] = defaultdict(Counter)
         self._told: dict[tuple[int, str], Mapping] = {}
         self._told_with: dict[int, dict] = {}  # when losses were told, the batches that they are of
@@ -138,6 +140,10 @@ class Watcher:
         """
         if isinstance(message, Resume) and message.rejected:
             self._told = {key: told for key, told in self._told.items() if key[0] <= message.committed + 1}
+        if isinstance(message, Resume) and message.unfilled:
+            self._told = {key: told for key, told in self._told.items() if key[0] < message.unfilled}
+        elif isinstance(message, BarrierPassed) and self._samples is not None and (step := ends_before(message.place)):
+            self._ended_before = step
         elif isinstance(message, Collected):
             key = message.step, message.name
             if whom == WORKERS and key in self._told:
@@ -201,6 +207,10 @@ class Watcher:
         proportion to the workers.
         """
         now = cluster.membership.committed
+        if self._ended_before and self._samples is not None:
+            gone = {cluster.workers[rank].seat.replica for rank in cluster.gone()}
+            self._samples.ended(self._ended_before, set(range(self.shape.replicas)) - gone - cluster.homeless)
+            self._ended_before = 0
         if now < self._committed:
             self.say(f"step {self._committed} was committed, and now only {now} is")
         if now > self._committed:

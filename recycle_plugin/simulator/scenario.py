@@ -69,7 +69,9 @@ class Scenario:
     that it has sent go; ``clip``: the limit of the norm that steps are validated against (``policy.together``: that
     they wait for), 0: there is none; ``rounds``: sums depend on their order, and nothing keeps it, as in real training
     outside exact mode; ``reloads``: before which share of what the coordinator does its state is written down and read
-    again; ``iterators``: data comes from one plain iterator for each replica (core/vocabulary/iterator_draws.py);
+    again; ``iterators``: data comes from one plain iterator for each replica (core/vocabulary/iterator_draws.py), and
+    ``epoch``: from another for so many steps each, where that is not 0; ``lengths``: batches of each replica's, after
+    which scripts give another, where they ever end;
     ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after
     steps: evaluate, save, or pause; ``heavy``: work that takes long, whoever does it; ``full``: after which step a
     seat's share of a checkpoint, or its "latest", can't be written; ``damaged_share``: of what newcomers are sent;
@@ -96,6 +98,8 @@ class Scenario:
     full: tuple[tuple[int, str], ...] = ()
     damaged_share: float = 0.0
     rejoin: str | int = "never"
+    epoch: int = 0
+    lengths: tuple[int, ...] = ()
     logs: bool = False
 
     @property

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.protocol import Durable, Fatal, Left
@@ -17,7 +17,7 @@ from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.newcomer import Newcomer
-from recycle_plugin.core.worker.training_loop import LEAVE
+from recycle_plugin.core.worker.training_loop import LEAVE, DataEnded
 from recycle_plugin.planner.forwards import forwards
 from recycle_plugin.simulator.arithmetic import Batch, sampled
 from recycle_plugin.simulator.exercised import ProtocolRule
@@ -26,6 +26,7 @@ from recycle_plugin.simulator.scenario import MILLISECOND
 if TYPE_CHECKING:
     from recycle_plugin.simulator.simulated_worker import SimulatedMachine
 
+T = TypeVar("T")
 PAUSE_US = 150 * MILLISECOND  # at least
 WRITING_US = 5 * MILLISECOND  # a worker's share of a checkpoint
 
@@ -65,9 +66,11 @@ class Script:
         if newcomer is None and self._scenario.logs:
             yield from self._save(0)
         for step in range(1, self._scenario.steps + 1):
-            if newcomer is None or not (yield from newcomer.train(step)):
+            if self._scenario.epoch and step > 1 and step % self._scenario.epoch == 1 % self._scenario.epoch:
+                self._machine.begin_epoch(step)
+            if newcomer is None or not (yield from self._with_data(newcomer.train, step)):
                 newcomer = None
-                self._machine.losses[step] = yield from self._loop.train(step)
+                self._machine.losses[step] = yield from self._with_data(self._loop.train, step)
             for _, what in (each for each in self._scenario.between if each[0] == step):
                 if newcomer is not None and (yield from self._is_over(newcomer, what, step)):
                     continue
@@ -75,6 +78,14 @@ class Script:
                 yield from {"evaluate": self._evaluate, "save": self._save, "pause": self._pause}[what](step)
         if newcomer is None:
             yield from self._loop.settle()
+
+    def _with_data(self, train: Callable[[int], Waits[T]], step: int) -> Waits[T]:
+        """Trains ``step``, with other iterators where it hears that all have ended."""
+        while True:
+            try:
+                return (yield from train(step))
+            except DataEnded:
+                self._machine.begin_epoch(step)
 
     def _is_over(self, newcomer: Newcomer, what: str, step: int) -> Waits[bool]:
         """Whether what the others do together after ``step`` is over; else they wait for this newcomer at it."""

@@ -91,6 +91,7 @@ def scenario(seed: int) -> Scenario:
         ("disks", _with_full_disks),
         ("deafness", _with_deafness),
         ("returns", _with_returns),
+        ("places", _with_places),
     ):
         job = change(
             job, Random(f"{name} in {seed}")
@@ -213,6 +214,28 @@ def _with_returns(given: Scenario, random: Random) -> Scenario:
         damaged_share=random.choice((0.0, 0.0, 0.3)),
         rejoin=random.choice(("always", "always", 1, 3)),
     )
+
+
+def _with_places(given: Scenario, random: Random) -> Scenario:
+    """Gives jobs that read plain iterators another one for each few steps in one of three, and of the others in four
+    of ten whenever all have ended, after unlike numbers of batches mostly; in half of those that workers come back to
+    a replica loses both its ends at about one time.
+    """
+    if not given.iterators:
+        return given
+    troubles = given.troubles
+    if given.rejoin != "never" and random.random() < 0.5:
+        replica, at = random.randrange(given.shape.replicas), random.randrange(SETTLED_US // 2, CALM_US)
+        for stage in (0, given.shape.stages - 1):
+            troubles += (Trouble("kill", at, (Seat(replica, stage),)),)
+            at += random.choice((0, 0, random.randrange(CALM_US)))
+    given = replace(given, troubles=troubles, epoch=random.choice((0, 0, 0, 0, 2, 5)))
+    if given.epoch or random.random() < 0.6:
+        return given
+    least = 2 * given.shape.micro_batches
+    batch = len(given.shape.batch)  # else one alone could never fill a step
+    lengths = tuple(max(batch, random.randrange(least, 4 * least)) for _ in range(given.shape.replicas))
+    return replace(given, lengths=lengths[:1] * given.shape.replicas if random.random() < 0.25 else lengths)
 
 
 def _with_paces(given: Scenario, random: Random) -> Scenario:

@@ -90,8 +90,11 @@ class SimulatedMachine:
         self.steps = StepMachine(0)
         self.store.reads_iterator = scenario.iterators
         reads = scenario.iterators and seat.stage in (0, scenario.shape.stages - 1)
+        self.plain_iterator = PlainIterator(
+            seat.replica, (scenario.lengths or (0,) * scenario.shape.replicas)[seat.replica]
+        )
         self.iterator_data = (
-            IteratorData(self.store, PlainIterator(seat.replica), self._hand_on, self._say_dealt) if reads else None
+            IteratorData(self.store, self.plain_iterator, self._hand_on, self._say_dealt) if reads else None
         )
         if self.iterator_data is not None and incarnation:
             self.iterator_data.in_place = False
@@ -130,6 +133,12 @@ class SimulatedMachine:
         self._inbox: list[tuple[Datum, Any, int]] = []
         self._last_step = 0
         self.unheard: frozenset[int] = frozenset()  # ranks of which nothing is taken any more
+
+    def begin_epoch(self, step: int) -> None:
+        """Reads another iterator from ``step`` on."""
+        if self.iterator_data is not None:
+            self.plain_iterator.begin_another()
+            self.iterator_data.begin_another(step)
 
     def ready(self, incarnation: int | None = None) -> Ready:
         """The message by which this worker, or another ``incarnation`` of its rank, asks to take part."""

@@ -220,66 +220,6 @@ def test_epochs_that_micro_batches_do_not_divide(train):
         assert used == expected
 
 
-# --- who comes back ---------------------------------------------------------------------------------
-
-LONG, HELD = 60, 12
-
-
-@pytest.fixture
-def come_back(launch, tmp_path):
-    """``come_back(kill, shape, case)``: the finished job of LONG steps, whose others wait for the newcomer's script."""
-
-    def run(kill: str, shape: Shape, case: str = "plain", comes: bool = True) -> Result:
-        folder = tmp_path / "run0"
-        job = {"folder": str(folder), "faults": [kill], "steps": LONG, "case": case, "held": HELD}
-        job |= {"replicas": shape.replicas, "stages": shape.stages}
-        started = launch(shape=shape, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))
-        started.wait_for(lambda: any(each["event"] == "newcomer" for each in started.events()), "a newcomer")
-        (folder / "go").touch()
-        result = started.finish()
-        assert result.code == 0, result.output[-6000:]
-        back = [each["seat"] for each in result.of("rejoined")]
-        assert (
-            [each["seat"] for each in result.of("lost")] == [kill.split()[1]] == (back if comes else back + [kill[5:8]])
-        )
-        return result
-
-    return run
-
-
-def stays_out(result: Result) -> list[str]:
-    return [each["text"] for each in result.of("data") if "stays no source" in each["text"]]
-
-
-@pytest.mark.parametrize("shape", (SQUARE, Shape(3)), ids=("2x2", "3x2"))
-@pytest.mark.parametrize("kill", ("kill 0.0 before 0F0.1@4", "kill 0.1 before 1W0.1@4"))
-def test_a_replica_goes_on_at_its_place(come_back, shape, kill):
-    """Who comes back reads its iterator up to where the other end stands: each sample is used once, all the time."""
-    result = come_back(kill, shape)
-    ((first, replicas),) = retired(result)
-    assert replicas == [0] and not stays_out(result)
-    used = counts(result, shape)
-    numbers = [sum(each) for each in used]
-    assert [each == [1] * count + [0] * (len(each) - count) for each, count in zip(used, numbers)] == [True] * len(used)
-    assert sum(numbers) == LONG * shape.replicas * A_STEP
-    assert (first - 1) * A_STEP < numbers[0] < LONG * A_STEP, "it was no source again"
-
-
-def test_a_new_iterator_for_each_epoch_has_no_place(come_back):
-    """How much was read of which one is not known: the replica stays no source, and nobody meets a wrong sample."""
-    result = come_back("kill 0.0 before 0F0.1@4", SQUARE, "epochs")
-    (said,) = stays_out(result)
-    assert said.startswith("seat 0.0, which has come back, was given 3 iterators by its script")
-
-
-def test_an_iterator_that_ends_while_it_is_read_up(come_back):
-    result = come_back("kill 0.0 before 0F0.1@4", SQUARE, "short again", comes=False)
-    said = {each["text"] for each in result.of("warning")}
-    assert any(
-        "the data iterator of seat 0.0 has ended at batch 5 of the 8 that its replica has had" in one for one in said
-    ), said
-
-
 # --- checkpoints ------------------------------------------------------------------------------------
 
 
@@ -332,7 +272,10 @@ def test_no_replica_with_both_ends(train):
 @pytest.mark.parametrize(
     "case, text",
     [
-        ("short", "has ended in step 2, at its micro-batch 1: wrap its loader in deepspeed.utils.RepeatingLoader"),
+        (
+            "short",
+            "the data has ended before step 2 was filled: the data iterators of all replicas have ended; catch",
+        ),
         ("loader", "train_batch(data_iter=…) is a DataLoader, which is no iterator"),
         ("no data", "train_batch() has no data: pass data_iter="),
         (

@@ -2,8 +2,10 @@
 
 Sample n of replica r's iterator is the number r × EACH + n, its label a function of it that the loss checks.  The
 iterators, of both ends of a replica, are generators: they can't be read again.  RECYCLE_TEST_ITERATORS: {"folder",
-"faults", "steps", "replicas", "stages", "case", "held", "each", "saved", "loaded", "resume"}; each rank writes its
-rows, losses and how many batches it has read.  Before step ``held`` members wait for a file ``go`` in the folder.
+"faults", "steps", "replicas", "stages", "case", "held", "epoch", "each", "saved", "loaded", "resume"}; each rank writes
+its rows, losses and how many batches it has read.  Before step ``held`` members wait for a file ``go`` in the folder.
+In the case "epochs" there is another iterator for each ``epoch`` steps, of samples of its own; with ``lengths``, of so
+many samples of each replica, another one whenever ``train_batch`` raises StopIteration.
 ``saved``: a folder for a checkpoint of the last step; ``loaded``: one to go on from, with ``resume_iterators`` as
 ``resume`` says.
 """
@@ -21,7 +23,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.utils import RepeatingLoader
 
-MICRO_BATCHES, SIZE, EPOCH, PATIENCE_S = 2, 2, 3, 120.0
+MICRO_BATCHES, SIZE, PATIENCE_S = 2, 2, 120.0
 job = json.loads(os.environ["RECYCLE_TEST_ITERATORS"])
 EACH = job.get("each") or 2 * MICRO_BATCHES * SIZE * job["steps"] * job["replicas"]
 
@@ -70,6 +72,10 @@ reads = 0
 def iterator(replica: int, begins: int = 0):
     """What the case has for this replica; ``begins``: its first sample."""
     again = int(os.environ.get("RECYCLE_INCARNATION", "0")) > 0
+    if job.get("lengths"):
+        return counted(
+            iter(torch.utils.data.DataLoader(Samples(replica, begins + job["lengths"][replica], begins), SIZE))
+        )
     length = {"short": 5, "short again": 8 if again else EACH, "not a multiple": 4 * SIZE + 1}.get(job["case"], EACH)
     loader = torch.utils.data.DataLoader(Samples(replica, length, begins), batch_size=SIZE)
     return RepeatingLoader(loader) if job["case"] in ("repeating", "not a multiple") else counted(iter(loader))
@@ -128,20 +134,28 @@ if job["case"] == "set_dataloader":  # as in DeepSpeed it stands above training_
     batches = None
 if job["case"] == "loader":
     batches = torch.utils.data.DataLoader(Samples(replica, EACH))
-losses = []
+losses, ended = [], []
 if job.get("loaded"):
     engine.load_checkpoint(job["loaded"])
-for step in range(engine.global_steps + 1, job["steps"] + 1):
+begun = engine.global_steps
+for step in range(begun + 1, job["steps"] + 1):
     deadline = time.monotonic() + PATIENCE_S
     while step == job.get("held") and not engine.behind and not os.path.exists(f"{job['folder']}/go"):
         if time.monotonic() > deadline:
             sys.exit("nobody lets the job go on")
         time.sleep(0.02)
-    if job["case"] == "epochs" and step in (EPOCH, 2 * EPOCH):
-        batches = iterator(replica, step * MICRO_BATCHES * SIZE)
+    if job["case"] == "epochs" and step > 1 and step % job["epoch"] == 1 and ends:
+        batches = iterator(replica, (step - 1) * EACH // job["steps"])
     if (job["case"], step) == ("another batch size", 4):
         engine.set_train_batch_size(2 * engine.train_batch_size())
-    losses.append(engine.train_batch(data_iter=batches).item())
+    while len(losses) + begun < step:
+        try:
+            losses.append(engine.train_batch(data_iter=batches).item())
+        except StopIteration:
+            if not job.get("lengths"):
+                raise
+            ended.append(step)
+            batches = iterator(replica, len(ended) * EACH // 4) if ends else None
     if (job["case"], step) == ("leaving", 3):
         session = engine._trainer._session
         session.wait("the announcement of the leave", lambda: session.pending)
@@ -150,4 +164,6 @@ if job.get("saved"):
 rank = os.environ["RANK"]
 (rows,) = engine.module.state_dict().values()
 os.makedirs(f"{job['folder']}/rows", exist_ok=True)
-torch.save({"rows": rows.flatten(), "losses": losses, "reads": reads}, f"{job['folder']}/rows/rank{rank}.pt")
+torch.save(
+    {"rows": rows.flatten(), "losses": losses, "reads": reads, "ended": ended}, f"{job['folder']}/rows/rank{rank}.pt"
+)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from recycle_plugin.core.coordinator import course
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.course import Course
+from recycle_plugin.core.coordinator.places import Places
 from recycle_plugin.core.vocabulary import iterator_draws
 from recycle_plugin.core.vocabulary.evaluation_route import runner
 from recycle_plugin.core.vocabulary.instruction import Op
@@ -71,7 +72,7 @@ def drawn_anew(monkeypatch) -> None:
     monkeypatch.setattr(iterator_draws, "_known", lambda here, step: {})
 
 
-@mistake("what the lost have sent may come at any time", seen=1560)
+@mistake("what the lost have sent may come at any time", seen=1205)
 def heard_late(monkeypatch) -> None:
     monkeypatch.setattr(SimulatedMachine, "hear_out", lambda self: None)
 
@@ -79,6 +80,20 @@ def heard_late(monkeypatch) -> None:
 @mistake("a worker says nothing of what it has drawn", seen=23)
 def drawn_in_secret(monkeypatch) -> None:
     monkeypatch.setattr(IteratorData, "held_draws", lambda self: {})
+
+
+@mistake("what was drawn for a step that is dropped is kept", seen=203)
+def draws_kept(monkeypatch) -> None:
+    monkeypatch.setattr(StepStore, "drop_draws", lambda self, step: None)
+
+
+@mistake("the data ends with the first iterator that does", seen=443)
+def ends_with_the_first(monkeypatch) -> None:
+    def first(reports, committed):
+        step = max((report.lacks for report in reports.by_worker.values()), default=0)
+        return step if step > committed else 0
+
+    monkeypatch.setattr(Places, "unfilled", staticmethod(first))
 
 
 @mistake("the last stage reads one batch more when a replica is lost", seen=23)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from recycle_plugin.core.coordinator import returns
 from recycle_plugin.core.coordinator.joining import Joining
+from recycle_plugin.core.coordinator.places import Places, Unfinished
 from recycle_plugin.core.vocabulary.roster import Roster
 from recycle_plugin.core.worker.catching_up import CatchingUp
 from recycle_plugin.core.worker.filled_stage import FilledStage
@@ -120,9 +121,9 @@ def work_at_once(monkeypatch) -> None:
     monkeypatch.setattr(Roster, "working", property(lambda self: frozenset(self.seats)))
 
 
-@mistake("a newcomer begins its iterator anew", seen=317)
+@mistake("a newcomer begins its iterator anew", seen=622)
 def cursor(monkeypatch) -> None:
-    monkeypatch.setattr(IteratorData, "skip_to", lambda self, read: None)
+    monkeypatch.setattr(IteratorData, "skip_to", lambda self, place: None)
 
 
 @mistake("a newcomer takes what was computed with rejected weights", seen=125)
@@ -141,3 +142,13 @@ def not_called_off(monkeypatch) -> None:
 @mistake("whoever came back is not heard where its predecessor was not", seen=745)
 def unheard(monkeypatch) -> None:
     monkeypatch.setattr(SimulatedMachine, "keep_only", lambda self, members: None)
+
+
+@mistake("what is used of a replica's batches that has lost both its ends is used again", seen=622)
+def drawn_of_lost(monkeypatch) -> None:
+    monkeypatch.setattr(Unfinished, "behind", lambda self, replica, before: self.said.get(replica, before))
+
+
+@mistake("the places that ends say with their steps are not kept", seen=622)
+def place_not_kept(monkeypatch) -> None:
+    monkeypatch.setattr(Places, "stepped", lambda self, message, replica: None)

@@ -10,7 +10,7 @@ from recycle_plugin.core.messages.protocol import Committed
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
-from recycle_plugin.core.vocabulary.iterator_draws import Draw, Gone, IteratorState, unpack
+from recycle_plugin.core.vocabulary.iterator_draws import Draw, Gone, IteratorState, Place, unpack
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
@@ -79,23 +79,25 @@ def test_batches_are_counted_over_steps_and_checkpoints(end):
     for step in (1, 2):
         iterator_data.provide(step, ControlView(0))
         iterator_data.provide(step, ControlView(0))  # what is here is not drawn again
-    assert iterator_data.batches_read() == len(iterator.read_of) == 6
+    assert iterator_data.stands == (1, len(iterator.read_of)) == (1, 6)
+    assert [iterator_data.place_behind(step) for step in range(3)] == [(1, 0), (1, 3), (1, 6)]
+    assert iterator_data.places(1) == {"1": (1, 3), "2": (1, 6)}
     iterator_data.rewind()
     store.rewind(0, valid_from=1)
     iterator_data.provide(1, ControlView(0))
-    assert iterator_data.batches_read() == len(iterator.read_of) == 9
+    assert iterator_data.stands == iterator_data.place_behind(1) == (1, len(iterator.read_of)) == (1, 9)
 
 
 def test_an_iterator_that_begins_anew_goes_on_where_another_stood(end):
     iterator_data, _, iterator, *_ = end
-    iterator_data.skip_to(4)
+    iterator_data.skip_to(Place(1, 4))
     iterator_data.provide(3, ControlView(0))
-    assert len(iterator.read_of) == 7 == iterator_data.batches_read() and iterator.read_of[4:] == [
+    assert len(iterator.read_of) == 7 == iterator_data.stands.read and iterator.read_of[4:] == [
         (3, 0),
         (3, 1),
         (3, 2),
     ]
-    iterator_data.skip_to(7)
+    iterator_data.skip_to(Place(1, 7))
     assert len(iterator.read_of) == 7
 
 
@@ -106,7 +108,7 @@ def test_it_does_not_go_back(end):
         ValueError,
         match="the data iterator of seat 0.0 has given 3 batches, and is to stand behind 2: it can't be read again",
     ):
-        iterator_data.skip_to(2)
+        iterator_data.skip_to(Place(1, 2))
 
 
 def test_who_gives_what_this_worker_does_not_draw(end):
@@ -115,22 +117,29 @@ def test_who_gives_what_this_worker_does_not_draw(end):
 
 
 @pytest.mark.parametrize(
-    "iterators, read, why",
+    "iterators, places, read, why",
     [
-        (1, {}, "does not know how far its iterator was read, as seat 0.1 was lost too"),
-        (2, {Seat(0, 1): 6}, "was given 2 iterators by its script"),
-        (1, {Seat(0, 1): 6}, None),
+        (1, {1: Place(1, 4)}, 0, "does not know how far its iterator was read, as all who had its last batches were"),
+        (2, {0: Place(3, 6)}, 0, "was given 2 iterators by its script, and its replica had read 3"),
+        (1, {0: Place(1, 6)}, 6, None),
+        (2, {0: Place(2, 4)}, 4, None),
+        (3, {0: Place(2, 4)}, 0, None),
     ],
 )
-def test_a_newcomers_iterator_finds_its_place_or_says_why_not(end, iterators, read, why):
-    """It says so once, and reads no further than it may."""
+def test_a_newcomers_iterator_finds_its_place_or_says_why_not(end, iterators, places, read, why):
+    """It says so once, and reads no further than it may; one that its replica has not begun stands at its beginning."""
     _, store, iterator, *_ = end
     said: list[str] = []
     newcomer = IteratorData(store, iterator, lambda *given: None, lambda *given: None, said.append)
-    newcomer.in_place, newcomer.iterators = False, iterators
+    newcomer.in_place = False
+    for number in range(1, iterators):
+        newcomer.begin_another(number)
+    assert newcomer.places(3) == {}
     for _ in range(2):
-        newcomer.take_state(IteratorState(plan(SHAPE.full(), CostModel.uniform(2), Policy()), {}, {}, {}, read))
-    assert newcomer.in_place is (why is None) and len(iterator.read_of) == (6 if why is None else 0)
+        state = IteratorState(plan(SHAPE.full(), CostModel.uniform(2), Policy()), {}, {}, {}, frozenset(), places)
+        newcomer.take_state(state)
+    assert newcomer.in_place is (why is None) and len(iterator.read_of) == read
+    assert newcomer.places(3) == ({} if why else {"3": (iterators, read)})
     assert [each.startswith(why) for each in said] == [True] if why else not said
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.protocol import (
     CatchUp,
@@ -25,7 +26,7 @@ from recycle_plugin.core.messages.protocol import (
 )
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Unit
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.newcomer import Newcomer
@@ -197,3 +198,17 @@ def test_a_line_from_which_nothing_comes_is_waited_for_until_the_deadline():
     line.items = list
     with pytest.raises(TimeoutError, match="the state of stage 1 from its peers, for step 5"):
         list(Newcomer(Port(), Loop(), Filled(), lambda serving: line).train(5))
+
+
+def test_a_report_for_a_generation_that_was_called_off_lets_nobody_into_the_next():
+    """It comes when the newcomer is announced once more: it has stopped for a membership that is no more."""
+    joining, worker = Joining(), WorkerId(1, 1)
+    newcomer = joining.add(Member(1, Seat(1, 0), "1.1", "host", 1))
+    newcomer.phase = Phase.CAUGHT_UP
+    for generation, from_step in ((5, 10), (7, 12)):
+        roster = joining.planned(Roster((Member(0, Seat(0, 0), "0", "host"),)))
+        joining.announced(generation, roster, from_step)
+        if generation == 5:
+            joining.called_off(roster)
+    assert not joining.has_entered(worker, 5) and newcomer.phase is Phase.ANNOUNCED
+    assert joining.has_entered(worker, 7) and newcomer.phase is Phase.ENTERED

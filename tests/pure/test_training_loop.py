@@ -63,7 +63,18 @@ class Worker:
         return {}
 
     @property
-    def read(self) -> None:
+    def places(self) -> dict:
+        return {}
+
+    @property
+    def ended(self) -> int:
+        return 0
+
+    @property
+    def lacks(self) -> int:
+        return 0
+
+    def place_behind(self, step: int) -> None:
         return None
 
     def clock(self) -> float:

@@ -86,6 +86,7 @@ def read(record: dict) -> Scenario:
     kinds = {
         "troubles": _troubles,
         "between": _tuples,
+        "lengths": _tuples,
         "full": _tuples,
         "faults": lambda texts: tuple(map(Fault.parse, texts)),
         "weather": _weather,

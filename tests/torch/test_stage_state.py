@@ -20,6 +20,7 @@ pytest.importorskip("deepspeed")
 
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer
 from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockOptimizer, counters_part, loss_scaler
+from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.masters import Masters
@@ -126,13 +127,10 @@ class Standing:
     """Where an iterator stands."""
 
     def __init__(self) -> None:
-        self.read = 0
+        self.stands = Place()
 
-    def batches_read(self) -> int:
-        return self.read
-
-    def skip_to(self, read: int) -> None:
-        self.read = read
+    def skip_to(self, place: Place) -> None:
+        self.stands = place
 
 
 def fill(target: Units, source: Units) -> None:
@@ -167,10 +165,10 @@ def differing(one: dict, other: dict) -> set[str]:
 def test_another_worker_goes_on_with_the_same_bits(kind, bf16, done, before):
     """``done`` steps of the one; the other has other weights, and has done ``before``."""
     source, target = Worker(kind, 0, bf16).steps(*range(done)), Worker(kind, 1, bf16).steps(*range(7, 7 + before))
-    source.iterator.read, target.iterator.read = 5, 6
+    source.iterator.stands, target.iterator.stands = Place(1, 5), Place(1, 6)
     fill(target.units, source.units)
     assert not differing(target.found(), source.found()) and target.state.digest() == source.state.digest()
-    assert target.iterator.read == 6, "its data is its own"
+    assert target.iterator.stands == (1, 6), "its data is its own"
     assert not differing(target.steps(20).found(), source.steps(20).found())
 
 
@@ -192,7 +190,7 @@ def taken_back(worker: Worker) -> tuple[set[str], set[str]]:
     undo, before = KINDS["snapshot"](worker.state), worker.found()
     undo.before_step()
     worker.step(2)
-    worker.iterator.read = 3
+    worker.iterator.stands = Place(1, 3)
     changed = differing(worker.found(), before)
     undo.restore()
     return changed, differing(worker.found(), before)
@@ -202,7 +200,7 @@ def taken_back(worker: Worker) -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_step_is_taken_back(kind, bf16):
     worker = Worker(kind, bf16=bf16).steps(0, 1)
-    assert taken_back(worker) == (PARTS[bf16], set()) and worker.iterator.read == 3, "what was drawn stays drawn"
+    assert taken_back(worker) == (PARTS[bf16], set()) and worker.iterator.stands == (1, 3), "what was drawn stays drawn"
 
 
 @pytest.mark.parametrize("forgotten, bf16", FORGOTTEN)
@@ -241,7 +239,7 @@ def test_the_hash_is_of_every_part(change):
 def test_the_hash_is_not_of_what_replicas_differ_in():
     """An iterator's place; and of an object that prints its address, all but its class."""
     one, other = Worker().steps(0), Worker().steps(0)
-    other.iterator.read = 4
+    other.iterator.stands = Place(1, 4)
     one.engine.lr_scheduler.last_epoch = other.engine.lr_scheduler.last_epoch = object()
     one.engine.lr_scheduler.extra, other.engine.lr_scheduler.extra = object(), object()
     assert one.state.digest() == other.state.digest()

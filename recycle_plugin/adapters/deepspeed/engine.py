@@ -33,7 +33,8 @@ from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology, tied
 from recycle_plugin.core.worker.data_cursor import DataCursor
-from recycle_plugin.errors import RecycleError
+from recycle_plugin.core.worker.training_loop import DataEnded
+from recycle_plugin.errors import DataIsOver, RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of, put
 from recycle_plugin.runtime.movers.batches import packed
@@ -125,8 +126,18 @@ class RecycleEngine(PipelineEngine):
         then.
 
         ``data_iter``: as in DeepSpeed, read by the first and the last stage; core/vocabulary/iterator_draws.py has what
-        happens to it after a loss.
+        happens to it after a loss.  Where the iterators of all replicas have ended, what they had left for the step is
+        dropped, and DataIsOver is raised on all workers, which is a StopIteration.
         """
+        try:
+            return self._train_batch(data_iter)
+        except DataEnded as ended:
+            raise DataIsOver(
+                f"{ended}: the data iterators of all replicas have ended; catch StopIteration around train_batch() "
+                "where an epoch ends so, or wrap the loader in deepspeed.utils.RepeatingLoader"
+            ) from None
+
+    def _train_batch(self, data_iter: Any) -> torch.Tensor:
         with self._trainer.lifted():
             self._feeding.take_iterator(data_iter)
             if not torch.is_grad_enabled():

@@ -8,6 +8,7 @@ from typing import Any
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.iterator_draws import Ended
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.worker.data import DatasetSource
 from recycle_plugin.runtime.worker.feed import Feed
@@ -90,17 +91,13 @@ class Feeding:
         self._feed.go_on()
 
     def next_batch(self, what: str) -> tuple[Any, Any]:
-        """Read inputs and labels from the script's iterator (runtime/worker/ports.py); raises RecycleError where it has
-        ended.
+        """Read inputs and labels from the script's iterator (runtime/worker/ports.py); raises Ended where it has given
+        all that it has.
         """
         try:
             batch = self._next_batch()
         except StopIteration:
-            raise RecycleError(
-                f"the data iterator of seat {self._engine.seat} has ended {what}: wrap its loader in "
-                "deepspeed.utils.RepeatingLoader; "
-                "after a loss the survivors' iterators give the lost replica's share as well"
-            ) from None
+            raise Ended(f"the data iterator of seat {self._engine.seat} has ended {what}") from None
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise RecycleError(
                 f"the data iterator gives a {type(batch).__name__}: the pipeline engine takes (inputs, labels); "

@@ -39,6 +39,7 @@ from recycle_plugin.core.messages.protocol import (
     Logged,
     Missing,
     Note,
+    OutOfData,
     Resized,
     Stepped,
     SurvivorReport,
@@ -51,6 +52,7 @@ from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 
 OF_MEMBERS = (
     SurvivorReport,
+    OutOfData,
     Fingerprint,
     ComputeTime,
     Stepped,
@@ -107,6 +109,12 @@ class Attendance:
     def staying(self) -> Roster:
         """The members without those that are leaving, in one pass over them."""
         return self.roster.without(self.leaving)
+
+    @property
+    def batch(self) -> int:
+        """How many micro-batches a step has."""
+        assert self._shape is not None
+        return self._shape.replicas * self._shape.micro_batches
 
     def is_heard(self, message: object) -> bool:
         """Whether ``message`` counts.  What a worker says that is lost or came too late changes nothing: it may have

@@ -18,9 +18,9 @@
 The facts, and the rules on them alone, are in parts that know nothing of each other: who takes part
 (core/coordinator/attendance.py), what a generation's members say (core/coordinator/regrouping.py), what is known of
 steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who waits at which barrier
-(core/coordinator/barriers.py), who takes the seat of a lost one (core/coordinator/vacancies.py), how far those are who
-come back (core/coordinator/joining.py).  What the latter lead to is in core/coordinator/returns.py, and how a stage
-that has nobody comes back in core/coordinator/replays.py.
+(core/coordinator/barriers.py), where plain iterators stand (core/coordinator/places.py), who takes the seat of a lost
+one (core/coordinator/vacancies.py), how far those are who come back (core/coordinator/joining.py).  What the latter
+lead to is in core/coordinator/returns.py, and how a stage that has nobody comes back in core/coordinator/replays.py.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from recycle_plugin.core.coordinator.ending import Ending
 from recycle_plugin.core.coordinator.failure_detector import Suspicion
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
+from recycle_plugin.core.coordinator.places import Places, ended_iterators
 from recycle_plugin.core.coordinator.regrouping import Regrouping, Reports
 from recycle_plugin.core.coordinator.replica_check import Mismatch
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
@@ -51,6 +52,7 @@ from recycle_plugin.core.messages.protocol import (
     Heartbeat,
     Leaving,
     Left,
+    OutOfData,
     Resized,
     Resume,
     Stepped,
@@ -61,6 +63,7 @@ from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.evaluation_route import ended_at
+from recycle_plugin.core.vocabulary.iterator_draws import ends_before
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
 
 EARLY = (
@@ -78,6 +81,7 @@ class Course:
         self.steps = StepLedger()
         self.ending = Ending()
         self.joining = Joining()
+        self.places = Places()
         self.job: JobSpec | None = None
         self.logs = replays.Logs()
         self.vacancies = Vacancies()
@@ -140,7 +144,7 @@ class Course:
         slowness = tuple(sorted(self.steps.straggler_detector.percent.items()))
         if from_step:
             roster = self.joining.planned(self.attendance.staying)
-            self.joining.announced(roster, from_step)
+            self.joining.announced(self.regrouping.generation + 1, roster, from_step)
         else:
             roster = self.attendance.roster = self.joining.called_off(self.roster)
         self.regrouping.publish(roster, from_step, cause, now, slowness, out)
@@ -179,23 +183,53 @@ class Course:
             self.logs.rewind()
             self.steps.rewind(reports.counts[0], out)
             self.attendance.failure_detector.rewind(reports.counts[0])
+            self.places.rewind()
         committed, norm, rejected = self.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)
         self.regrouping.agreed(generation)
         self.logs.resume(committed, held)
-        self.joining.read = reports.read
+        self.places.agree(reports, self.committed, self.attendance.batch)
         if committed > self.committed:
             self._commit(committed, now, out)
         self.attendance.agreed(generation.roster)
         returns.come_in_force(self, out)
         self.attendance.failure_detector.regrouped()
         self.steps.resume(self.roster.workers, committed)
-        out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, reports.held_draws, reports.read))
+        places = {str(replica): place for replica, place in self.places.known(reports).items()}
+        ended, unfilled = ended_iterators(reports), self.places.unfilled(reports, committed)
+        if unfilled:
+            self._drop(unfilled, out)
+        data = (
+            reports.held_draws,
+            tuple(sorted(reports.placed)),
+            places,
+            {str(one): ended[one] for one in ended},
+            unfilled,
+        )
+        out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, *data))
         throughput = self._throughput_floor.throughput(reports.slowest.period_us)
         self._say_resume(reports, committed, throughput, now, out)
         self._end_if_too_slow(throughput, out)
         returns.compare(self, now, out)
         self.plan_change(now, out)
         self._compare_replicas(now, out)
+
+    def _drop(self, step: int, out: CoordinatorOutput) -> None:
+        self.steps.leave_out(step)
+        out.say(
+            "data",
+            f"all iterators have ended, and step {step} can't be filled: what they had left for it is dropped, and "
+            "every script hears so by a StopIteration",
+            step=step,
+            unfilled=True,
+        )
+
+    def out_of_data(self, message: OutOfData, now: float, out: CoordinatorOutput) -> None:
+        """Takes in that a worker has nothing to draw for a step: all meet, and others give more, or the data has
+        ended.
+        """
+        member = self.roster.member(message.worker)
+        if member is not None and self.holds(message.generation) and not self.ending.failed:
+            self.regroup(f"{member.seat} has no data for step {message.step}", now, out)
 
     def _say_resume(
         self, reports: Reports, committed: int, throughput: float, now: float, out: CoordinatorOutput
@@ -234,8 +268,10 @@ class Course:
 
     def step(self, message: Stepped, now: float, out: CoordinatorOutput) -> None:
         """Takes in that a worker has applied a step; commits what all have applied."""
-        if message.worker not in self.roster.workers or self.halted or self.ending.failed:
+        member = self.roster.member(message.worker)
+        if member is None or self.halted or self.ending.failed:
             return
+        self.places.stepped(message, member.seat.replica)
         for step in self.steps.apply(message, self.roster.workers):
             self._commit(step, now, out)
         self._compare_replicas(now, out)
@@ -245,7 +281,8 @@ class Course:
         self.attendance.failure_detector.committed(step, now)
         self.steps.commit(step, self.roster, now, out)
         self.logs.passed.clear()
-        self.joining.tell(self.steps.recorded, step, out)
+        self.places.commit(step)
+        self.joining.tell(self.steps.recorded, step, self.places.known(), out)
 
     def _compare_replicas(self, now: float, out: CoordinatorOutput) -> None:
         """Gives up whoever differs from a majority as if it had died; what it has contributed since it was right is in
@@ -290,9 +327,13 @@ class Course:
     def passed(self, place: str, values: dict, out: CoordinatorOutput) -> None:
         """Takes in that all have passed the barrier named ``place``, with ``values``."""
         self.logs.passed.append(place)
-        if (evaluation := ended_at(place)) is not None:
+        evaluation, step = ended_at(place), ends_before(place)
+        if evaluation is not None:
             self.steps.recorded.evaluated(evaluation, values)
-            self.joining.tell(self.steps.recorded, self.committed, out)
+        if step is not None:
+            self.steps.recorded.unfilled(step)
+        if evaluation is not None or step is not None:
+            self.joining.tell(self.steps.recorded, self.committed, self.places.known(), out)
 
     # --- leaving ---------------------------------------------------------------------------------
 

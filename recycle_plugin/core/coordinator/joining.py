@@ -22,7 +22,7 @@ and one that comes to a stage which another one replays is *waiting* until that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -31,7 +31,7 @@ from recycle_plugin.core.coordinator.recorded import Recorder
 from recycle_plugin.core.coordinator.replica_check import Mismatch, compared
 from recycle_plugin.core.messages.protocol import Serve, StateHash
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
-from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 
 
@@ -51,13 +51,14 @@ class Phase(Enum):
 
 @dataclass
 class Newcomer:
-    """One of them.  ``from_step``: the first step of the generation that it was announced for; ``in_force_at``: when
-    that came in force, in seconds of the failure detector's clock; ``told``, ``told_evaluations``: how many steps and
-    evaluations its script was told of.
+    """One of them.  ``generation``: the one that it was announced for last, from step ``from_step`` on;
+    ``in_force_at``: when that came in force, in seconds of the failure detector's clock; ``told``,
+    ``told_evaluations``: how many steps and evaluations its script was told of.
     """
 
     member: Member
     phase: Phase = Phase.BEHIND
+    generation: int = 0
     from_step: int = 0
     in_force_at: float | None = None
     told: int = 0
@@ -76,7 +77,6 @@ class Joining:
         self._newcomers: dict[WorkerId, Newcomer] = {}
         self._asked: dict[tuple[int, int], set[WorkerId]] = {}  # by stage and step: whose hashes are to be equal
         self._hashes: dict[tuple[int, int], dict[WorkerId, str]] = {}
-        self.read: dict[str, int] = {}  # by seat, batches that plain iterators had given at the last change
 
     def __bool__(self) -> bool:
         return bool(self._newcomers)
@@ -97,16 +97,14 @@ class Joining:
         """Takes in that a newcomer is gone, or is one no more; returns it."""
         return self._newcomers.pop(worker, None)
 
-    def tell(self, recorder: Recorder, committed: int, out: CoordinatorOutput) -> None:
-        """Tells all newcomers' scripts what is over that they have not been told of.  Costs a message for each."""
+    def tell(self, recorder: Recorder, committed: int, places: Mapping[int, Place], out: CoordinatorOutput) -> None:
+        """Tells all newcomers' scripts what is over that they have not been told of, and at which of ``places`` their
+        replicas' plain iterators stand.  Costs a message for each.
+        """
         for each in self:
             for message in recorder.told(committed, each.told, each.told_evaluations):
-                out.tell(each.member.worker, replace(message, read=self._read_by_other_end(each.member.seat)))
+                out.tell(each.member.worker, replace(message, place=places.get(each.member.seat.replica)))
             each.told, each.told_evaluations = committed, recorder.evaluations
-
-    def _read_by_other_end(self, seat: Seat) -> int | None:
-        ends = [Seat.parse(name) for name in self.read]
-        return next((self.read[str(end)] for end in ends if end.replica == seat.replica and end != seat), None)
 
     # --- on its way --------------------------------------------------------------------------------
 
@@ -133,11 +131,11 @@ class Joining:
         members = [replace(member, joining=False) if member.worker in ready else member for member in roster]
         return Roster((*members, *(each.member for each in ready.values() if each.phase is not Phase.EQUAL)))
 
-    def announced(self, roster: Roster, from_step: int) -> None:
-        """Notes that a generation of ``roster`` is published that holds from ``from_step`` on."""
+    def announced(self, generation: int, roster: Roster, from_step: int) -> None:
+        """Notes that ``generation``, of ``roster``, is published, which holds from ``from_step`` on."""
         for each in self.ready():
             if each.phase is not Phase.EQUAL and each.member.worker in roster.workers:
-                each.phase, each.from_step = Phase.ANNOUNCED, from_step
+                each.phase, each.generation, each.from_step = Phase.ANNOUNCED, generation, from_step
 
     def called_off(self, roster: Roster) -> Roster:
         """The part of ``roster`` that a generation which holds at once is made of: who was announced and has not
@@ -162,12 +160,14 @@ class Joining:
                 self._compare(each.stage, each.from_step - 1, roster)
         return done
 
-    def has_entered(self, worker: WorkerId) -> bool:
-        """Notes that a newcomer has reported for the generation that it was announced for; returns whether that is
-        news.
+    def has_entered(self, worker: WorkerId, generation: int) -> bool:
+        """Notes that a newcomer has reported for ``generation``; returns whether it has entered by that the one that it
+        was announced for, which is not so where that is a later one, in place of one that was called off.
         """
         newcomer = self.get(worker)
         if newcomer is None or newcomer.phase not in (Phase.ANNOUNCED, Phase.REPLAYED):
+            return False
+        if newcomer.phase is Phase.ANNOUNCED and generation < newcomer.generation:
             return False
         newcomer.phase = Phase.ENTERED
         return True

@@ -50,6 +50,7 @@ from recycle_plugin.core.messages.protocol import (
     Missing,
     Note,
     OfWorker,
+    OutOfData,
     Ready,
     Replaying,
     Resized,
@@ -149,6 +150,8 @@ class Membership:
                 self.course.logs.heard(message)
             case LogBroken():
                 self._log_broken(message, out)
+            case OutOfData():
+                self.course.out_of_data(message, now, out)
             case Stepped():
                 self.course.step(message, now, out)
             case Contribution():

@@ -25,6 +25,7 @@ class Recorder:
         self._unknown: set[int] = set()  # steps between others
         self._evaluations = array("d")
         self._refused = ""
+        self._unfilled: list[int] = []
 
     @property
     def evaluations(self) -> int:
@@ -43,6 +44,10 @@ class Recorder:
         """Takes the losses of an evaluation, of which the first one has the number 1."""
         if losses:
             _put(self._evaluations, number, losses)
+
+    def unfilled(self, step: int) -> None:
+        """Notes that all plain iterators had ended before ``step`` was filled, and scripts have heard so."""
+        self._unfilled.append(step)
 
     def rewind(self, step: int) -> None:
         """Notes that all go on from a checkpoint of ``step``, which was loaded while they trained."""
@@ -69,6 +74,7 @@ class Recorder:
                 committed,
                 tuple(sorted(step for step in self._unknown if step <= committed)),
                 self._refused,
+                unfilled=tuple(self._unfilled),
             )
 
 

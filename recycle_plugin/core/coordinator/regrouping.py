@@ -17,6 +17,7 @@ from typing import Any
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.shards import drawn_by_all, held_by_all
 from recycle_plugin.core.messages.protocol import Generation, SurvivorReport
+from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 
@@ -58,12 +59,10 @@ class Reports:
         return self._by_seat(lambda told: drawn_by_all([report.held_draws for report in told]))
 
     @property
-    def read(self) -> dict[str, int]:
-        """How many batches the plain iterators have given that stand at their replicas' places, by the seat's text
-        form.
-        """
-        told = self._by_seat(lambda reports: reports[0].read)
-        return {seat: read for seat, read in told.items() if read is not None}
+    def placed(self) -> dict[Seat, SurvivorReport]:
+        """The reports of whose plain iterators stand at their replicas' places, one of each seat."""
+        told = self._by_seat(lambda reports: reports[0])
+        return {Seat.parse(seat): report for seat, report in told.items() if report.places}
 
     def _by_seat(self, joined: Callable[[list[SurvivorReport]], Any]) -> dict[str, Any]:
         """The reports of each seat of which somebody has reported, its shards' ``joined`` in their order."""

@@ -41,7 +41,7 @@ def begin(course: Course, ready: Ready, out: CoordinatorOutput) -> None:
         out.tell(ready.worker, End(0, text, failed=True))
         return
     member = course.joining.add(ready.member).member
-    course.joining.tell(course.steps.recorded, course.committed, out)
+    course.joining.tell(course.steps.recorded, course.committed, course.places.known(), out)
     out.say(
         "newcomer",
         f"{member} on {member.host} comes back, as process {member.incarnation} of its rank; its script runs "
@@ -119,10 +119,10 @@ def enter(course: Course, message: SurvivorReport, out: CoordinatorOutput) -> No
     newcomer = course.joining.get(message.worker)
     if newcomer is None:
         return
-    if course.joining.has_entered(message.worker):
+    if course.joining.has_entered(message.worker, message.generation):
         course.vacancies.entered(message.worker)
         course.attendance.failure_detector.observe(message.worker)
-    elif newcomer.phase is Phase.CAUGHT_UP:
+    elif newcomer.phase in (Phase.CAUGHT_UP, Phase.ANNOUNCED):
         why = "it has come too late into a membership that the others have left"
         course.attendance.fence(message.worker, why, out)
 

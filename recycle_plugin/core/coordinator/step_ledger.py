@@ -157,6 +157,11 @@ class StepLedger:
             self.validation.discard_after(committed + 1)
         return committed, norm, rejected
 
+    def leave_out(self, step: int) -> None:
+        """Forgets what was said of ``step``, which plain iterators can't fill, and of what would follow."""
+        self._contributions.discard_after(step - 1)
+        self.validation.discard_after(step - 1)
+
     def resume(self, workers: Iterable[WorkerId], committed: int) -> None:
         """Lets ``workers`` go on from step ``committed``; whoever is ahead, and stays so, says it again."""
         self._applied = dict.fromkeys(workers, committed)

@@ -12,6 +12,7 @@ from typing import Any
 
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 
 # exit code of a job that has fallen below recycle.max_slowdown, or was ended from outside: sysexits' "temporary
@@ -153,8 +154,10 @@ class SurvivorReport(OfWorker):
     takes less than ``bound_us``, and still holds ``held`` (core.vocabulary.dataflow.pack), and of plain iterators' data
     ``held_draws`` (core.vocabulary.iterator_draws.pack).  ``timings``: seconds that it took to notice and to plan.
     ``loaded``: its state is that of a checkpoint that all have loaded.  ``valid_from``: the generation from which data
-    is valid there (core/worker/step_store.py).  ``read``: batches that its plain iterator has given, None where that
-    does not stand at its replica's place, or there is none.
+    is valid there (core/worker/step_store.py).  ``places``: where its plain iterator stood behind the last applied
+    step, and behind the next where that was begun, by their numbers; nothing where it does not stand at its replica's
+    place, or there is none.  ``ended``: its number, if it has given all that it has, else 0; ``lacks``: the step for
+    which this worker has found nothing to draw, 0 for none.
     """
 
     generation: int
@@ -167,7 +170,17 @@ class SurvivorReport(OfWorker):
     bound_us: int = 0
     held_draws: dict[str, str] = field(default_factory=dict)
     valid_from: int = 0
-    read: int | None = None
+    places: dict[str, Place] = field(default_factory=dict)
+    ended: int = 0
+    lacks: int = 0
+
+
+@dataclass(frozen=True)
+class OutOfData(OfWorker):
+    """A worker has found nothing to draw for ``step``, since its plain iterator has ended, or all have."""
+
+    generation: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -193,10 +206,13 @@ class Resized(OfWorker):
 
 @dataclass(frozen=True)
 class Stepped(OfWorker):
-    """A worker has applied ``step``."""
+    """A worker has applied ``step``.  ``place``: where its plain iterator stood when all was drawn for that, None where
+    it does not stand at its replica's place, or there is none.
+    """
 
     generation: int
     step: int
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -494,8 +510,9 @@ class Resume:
 
     ``held``, ``held_draws``: by the seat's text form, as reported.  ``norm``: where the next step was rejected
     (core/coordinator/step_validation.py), why; ``rejected``: not everybody knew that, so what was computed after it
-    counts nowhere.  ``read``: how many batches plain iterators have given, by the text form of seats whose iterator
-    stands at its replica's place.
+    counts nowhere.  ``placed``: seats whose plain iterators stand at their replicas' places; ``places``: these, by
+    replica, as far as they are known; ``ended``: by replica, which of its script's iterators has ended.
+    ``unfilled``: the step that the iterators can't fill, since all have ended, and that is dropped; 0 for none.
     """
 
     generation: int
@@ -504,7 +521,10 @@ class Resume:
     norm: float | None = None
     rejected: bool = False
     held_draws: dict[str, dict[str, str]] = field(default_factory=dict)
-    read: dict[str, int] = field(default_factory=dict)
+    placed: tuple[Seat, ...] = ()
+    places: dict[str, Place] = field(default_factory=dict)
+    ended: dict[str, int] = field(default_factory=dict)
+    unfilled: int = 0
 
 
 @dataclass(frozen=True)
@@ -584,8 +604,9 @@ class Recorded:
 
     ``committed``: the last step that is over; ``unknown``: steps whose loss nobody knows.
 
-    ``refused``: why such a script can't come to the present, or empty.  ``read``: how many batches the plain iterator
-    of the other end of its replica has given, as far as is known.
+    ``refused``: why such a script can't come to the present, or empty.  ``place``: where the plain iterator of its
+    replica stood behind ``committed``, as far as is known.  ``unfilled``: the steps before which all data had ended,
+    one for each time.
     """
 
     step: int
@@ -595,7 +616,8 @@ class Recorded:
     committed: int
     unknown: tuple[int, ...] = ()
     refused: str = ""
-    read: int | None = None
+    place: Place | None = None
+    unfilled: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -643,6 +665,7 @@ MESSAGES = (
     LogBroken,
     StateHash,
     SurvivorReport,
+    OutOfData,
     Fingerprint,
     ComputeTime,
     Stepped,

@@ -19,10 +19,15 @@ stage (the *ends*) call ``next`` once per micro-batch; both ends of a replica ha
   membership changes, and what was once drawn for a micro-batch stays so: ends that have come unequally far in a step
   continue in the same order.
 * Where the copies are gone of what was computed with, the job ends.  It ends too where no source is left.
-* Who comes back brings an iterator that begins anew.  It is read up to where the other end of its replica stands, whose
-  iterator nobody has read meanwhile, and the replica is a source again: it goes on with what nobody has had of it.
-  Where that is not known, since the other end is lost too, or the script has given several iterators by then, the
-  replica has no place in its iterator: it is no source.
+* Iterators end.  A replica whose own has *ended* is no source any more until its script gives another one, and the rest
+  of its share is dealt like a lost one's: sources that have more left give more.  When all have ended, what there is of
+  the step that can't be filled is dropped, as DeepSpeed does, and everybody's script hears so in that step.
+* Where an iterator stands is its *place*: the number of the iterator, where a script gives several in turn, and how
+  many batches that has given.  Ends say it with each step, and the coordinator keeps it by replica for steps that stay
+  (core/coordinator/places.py), also of replicas that have lost both their ends.
+* Who comes back brings an iterator that begins anew.  It is read up to its replica's place, which nobody has moved
+  meanwhile; one that the script has given since is at its beginning.  Once both ends are there the replica is a source
+  again: it goes on with what nobody has had of it.
 
 Draws of step k are never made after draws of step k+1: who begins k+1 has the gradient sum of k, so that every batch of
 k was used at both ends, and drawn and copied before that.
@@ -30,9 +35,9 @@ k was used at both ends, and drawn and copied before that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
@@ -54,8 +59,25 @@ class Draw(NamedTuple):
         return f"{self.source}.{self.position}"
 
 
+class Place(NamedTuple):
+    """Where a plain iterator stands: it is the ``iterator``-th that its script has given, and has given ``read``
+    batches.
+    """
+
+    iterator: int = 1
+    read: int = 0
+
+
 Batches = Mapping[MicroBatch, Draw]
 """Of one step: micro-batches whose data is there, and where it is from."""
+
+
+class Ended(Exception):
+    """An iterator has given all that it has."""
+
+
+class Lacking(Exception):
+    """There is nothing to draw for a micro-batch, since iterators have ended."""
 
 
 class Gone(Exception):
@@ -67,14 +89,17 @@ class IteratorState:
     """The state of plain iterators that everybody knows when a generation goes on: its plan, what each worker holds of
     uncommitted steps (data, and by step the batches drawn), and the recovery plans of those steps.
 
-    ``read``: how many batches the iterator of each end has given that stands at its replica's place; None: all do.
+    ``placed``: the ends whose iterators stand at their replicas' places; None: all do.  ``places``: by replica, as far
+    as they are known.  ``ended``: by replica, which of its script's iterators has ended last.
     """
 
     plan: Plan
     held: Held
     held_draws: Mapping[Seat, Mapping[int, Batches]]
     recovery_plans: Mapping[int, RecoveryPlan]
-    read: Mapping[Seat, int] | None = None
+    placed: AbstractSet[Seat] | None = None
+    places: Mapping[int, Place] = field(default_factory=dict)
+    ended: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -86,7 +111,7 @@ class IteratorState:
             replica
             for replica in self.plan.view.live_replicas(0)
             if replica in self.plan.view.live_replicas(last)
-            and (self.read is None or {Seat(replica, 0), Seat(replica, last)} <= self.read.keys())
+            and (self.placed is None or {Seat(replica, 0), Seat(replica, last)} <= self.placed)
         )
 
 
@@ -120,11 +145,12 @@ class Share:
         return {micro_batch: draw for micro_batch, draw in self.draws.items() if draw.source != micro_batch.replica}
 
 
-def share(iterator_state: IteratorState, step: int) -> Share:
-    """Shares out the data of ``step``; everybody finds the same.
+def share(iterator_state: IteratorState, step: int, iterator: int = 1) -> Share:
+    """Shares out the data of ``step``, for which scripts give their ``iterator``-th; everybody finds the same.
 
-    Raises :class:`Gone` where data can't be had any more, and :class:`Torn` where two workers have different draws for
-    one micro-batch.  Costs time in proportion to the micro-batches, times the workers of the first and last stage.
+    Raises :class:`Gone` where data can't be had any more, :class:`Lacking` where all sources' iterators have ended, and
+    :class:`Torn` where two workers have different draws for one micro-batch.  Costs time in proportion to the
+    micro-batches, times the workers of the first and last stage.
     """
     plan = iterator_state.plan
     last = plan.stages - 1
@@ -132,7 +158,8 @@ def share(iterator_state: IteratorState, step: int) -> Share:
     runs = _runs(iterator_state, step)
     traced = _traced(iterator_state, step)
     known = _known(here, step)
-    draws = _deal(iterator_state, step, known, sorted({micro_batch for _, micro_batch in runs}), traced)
+    alive = [source for source in iterator_state.sources if iterator_state.ended.get(source) != iterator]
+    draws = _deal(iterator_state, step, known, sorted({micro_batch for _, micro_batch in runs}), traced, alive)
     transfers = [
         transfer
         for (stage, micro_batch), runner in sorted(runs.items())
@@ -189,9 +216,15 @@ def _traced(iterator_state: IteratorState, step: int) -> AbstractSet[MicroBatch]
 
 
 def _deal(
-    iterator_state: IteratorState, step: int, known: Batches, wanted: list[MicroBatch], traced: AbstractSet[MicroBatch]
+    iterator_state: IteratorState,
+    step: int,
+    known: Batches,
+    wanted: list[MicroBatch],
+    traced: AbstractSet[MicroBatch],
+    alive: Sequence[int],
 ) -> dict[MicroBatch, Draw]:
-    own, alive = iterator_state.plan.view.topology.micro_batches, iterator_state.sources
+    """The draws of the ``wanted`` micro-batches, those that are not ``known`` from sources that are ``alive``."""
+    own = iterator_state.plan.view.topology.micro_batches
     draws = {one: known.get(one, Draw(*one)) for one in wanted if one in known or one.replica in alive}
     orphans = [one for one in wanted if one not in draws]
     lost = [one for one in orphans if one in traced]
@@ -201,6 +234,8 @@ def _deal(
             "and plain iterators can't be read again; go on from the last checkpoint, "
             "or use engine.set_data_source(), which needs no copies"
         )
+    if orphans and not alive and iterator_state.sources:
+        raise Lacking(f"all iterators have ended, and step {step} lacks the data of {len(orphans)} micro-batches")
     if orphans and not alive:
         raise Gone(
             "no replica has both its first and its last stage left, so that plain iterators give no inputs with their "
@@ -249,6 +284,20 @@ def _transfers(
     else:
         giver = next(seat for seat in here if seat.stage == other[0] and micro_batch in here[seat])
     yield from (BatchTransfer(micro_batch, giver, taker) for taker in sorted(takers))
+
+
+ALL_ENDED = "the end of the data before step"
+
+
+def end_before(step: int) -> str:
+    """The name of the barrier where all are when all iterators have ended before ``step`` was filled."""
+    return f"{ALL_ENDED} {step}"
+
+
+def ends_before(place: str) -> int | None:
+    """The step before which the data has ended, of the barrier ``place`` that is for that; None for another one."""
+    what, _, step = place.rpartition(" ")
+    return int(step) if what == ALL_ENDED else None
 
 
 def pack(drawn: Mapping[int, Batches]) -> dict[str, str]:

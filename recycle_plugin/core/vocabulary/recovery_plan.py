@@ -116,6 +116,14 @@ def without_later(held: Held, step: int) -> Held:
     }
 
 
+def before(held: Held, step: int) -> Held:
+    """The part of ``held`` that counts where data does not fill ``step``, which nobody has applied."""
+    return {
+        seat: frozenset(datum for datum in have if datum.step < step or datum.kind == "params")
+        for seat, have in held.items()
+    }
+
+
 def surviving(held: Held, recovery: RecoveryPlan) -> Held:
     """The data that is still held once those who take the step of ``recovery`` back have done so."""
     later = Datum("params", 0, None, recovery.step + 1)

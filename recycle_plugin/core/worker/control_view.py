@@ -22,6 +22,7 @@ from recycle_plugin.core.messages.protocol import (
     Serving,
 )
 from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.executor import Interrupted
 
@@ -66,7 +67,9 @@ class ControlView:
         self.departed = False
         self.newcomer = False  # it has come back to a job that had started
         self.present = False  # a newcomer knows where the job is
-        self.read_by_other_end: int | None = None  # of the batches of a newcomer's replica, as far as is known
+        self._unfilled: tuple[int, ...] = ()  # the steps before which data had ended, each time
+        self._ends_heard = 0  # of these, by a newcomer's script
+        self.place: Place | None = None  # where the plain iterator of a newcomer's replica stands, as far as is known
         self._sources: list[Serving] = []
         self._serves: list[Serve] = []
         self.replay: Replay | None = None
@@ -139,7 +142,7 @@ class ControlView:
             case Recorded():
                 self.recorded.append(message)
                 self.committed, self.present = max(self.committed, message.committed), True
-                self.read_by_other_end = message.read
+                self.place, self._unfilled = message.place, message.unfilled
             case BarrierPassed():
                 self._barriers_passed[message.place] = message
             case Serving():
@@ -154,6 +157,14 @@ class ControlView:
                 self.replayed += 1
             case End():
                 self.end = message
+
+    def hears_end(self, step: int) -> bool:
+        """Whether a newcomer's script is to hear now that the data had ended before ``step``; it hears it once each
+        time.
+        """
+        heard = self._ends_heard
+        self._ends_heard += heard < len(self._unfilled) and self._unfilled[heard] == step
+        return self._ends_heard > heard
 
     def has_left(self, generation: Generation) -> bool:
         """Whether ``generation``, which holds at once, is without this worker because the step has come before which it

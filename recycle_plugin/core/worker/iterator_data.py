@@ -12,11 +12,23 @@ from typing import Any, Protocol
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
-from recycle_plugin.core.vocabulary.iterator_draws import Batches, Draw, Gone, IteratorState, Share, pack, share
+from recycle_plugin.core.vocabulary.iterator_draws import (
+    Batches,
+    Draw,
+    Ended,
+    Gone,
+    IteratorState,
+    Lacking,
+    Place,
+    Share,
+    pack,
+    share,
+)
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
 
 KIND = "drawn"
+UNCOMMITTED = 2  # steps at most, which may have to be done again
 
 
 class DataIterator(Protocol):
@@ -24,7 +36,7 @@ class DataIterator(Protocol):
 
     def read(self, step: int, position: int, draw: Draw | None) -> Any:
         """Reads the next batch, in ``step`` the ``position``-th; returns it as it is kept where it is ``draw``.
-        ``draw`` is None where nobody needs it.
+        ``draw`` is None where nobody needs it.  Raises Ended where there is none.
         """
 
     def skip(self, number: int, until: int) -> None:
@@ -50,14 +62,16 @@ class IteratorData:
         stays_out: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._stays_out = stays_out
-        self.iterators = 1  # which the script has given, one after the other
-        self._begun_in = 0  # the step for which it has given the last one
+        self._begun_in = 0  # the step for which the script has given its last iterator
         self._store, self._iterator, self._hand_on, self._say = store, iterator, hand_on, say
         self._read_so_far: dict[int, int] = {}  # how often the iterator was asked in a step
-        self._read_in_all = 0
+        self.stands = Place()
+        self._behind = [(-1, self.stands)]  # steps of late, and where it stood when all was drawn for them
         self._taken: IteratorState | None = None
-        self._usual: Share | None = None  # of a step of which nobody has anything yet
+        self._usual: tuple[int, Share] | None = None  # of a step of which nobody has anything yet, by the iterator
         self._said: set[int] = set()
+        self._ended = 0  # the last iterator that has, by its number
+        self.lacks = 0  # the step for which there is nothing to draw any more, as far as is known here
         self.in_place = True  # the iterator stands where its replica does
         self._said_out = False
 
@@ -76,22 +90,19 @@ class IteratorData:
 
     def take_state(self, iterator_state: IteratorState) -> None:
         """Goes by ``iterator_state`` from now on, until the next one comes."""
-        self._taken, self._usual = iterator_state, None
+        self._taken, self._usual, self.lacks = iterator_state, None, 0
         if not self.in_place and self._store.reads_iterator:
             self._find_place(iterator_state)
 
     def _find_place(self, iterator_state: IteratorState) -> None:
-        """Reads up to where the other end of the replica stands, if that is known."""
-        seat, last = self._store.seat, iterator_state.plan.stages - 1
-        other = Seat(seat.replica, last - seat.stage)
-        if self.iterators > 1:
-            why = f"was given {self.iterators} iterators by its script, and nobody knows how far the last was read"
-        elif other == seat:
-            why = "is both ends of its replica, and nobody else knows how far its iterator was read"
-        elif iterator_state.read is None or other not in iterator_state.read:
-            why = f"does not know how far its iterator was read, as seat {other} was lost too"
+        """Reads up to the replica's place, if that is known."""
+        place = iterator_state.places.get(self._store.seat.replica)
+        if place is None:
+            why = "does not know how far its iterator was read, as all who had its last batches were lost together"
+        elif place.iterator > self.stands.iterator:
+            why = f"was given {self.stands.iterator} iterators by its script, and its replica had read {place.iterator}"
         else:
-            self.skip_to(iterator_state.read[other])
+            self.skip_to(place)
             self.in_place = True
             return
         if not self._said_out:
@@ -102,15 +113,24 @@ class IteratorData:
         """Draws what this worker has to draw for ``step``, and sends what others lack, before anything of the step is
         run.
 
-        Raises :class:`core.vocabulary.iterator_draws.Gone` where data can't be had any more.
+        Raises :class:`core.vocabulary.iterator_draws.Gone` where data can't be had any more, and
+        :class:`core.vocabulary.iterator_draws.Lacking` where the iterator, or all sources' iterators, have ended: then
+        the others have to hear of it.
         """
         if not self._store.reads_iterator or control_view.is_committed(step):
             return  # by the others, who did not need what is here
-        shared, seat = self._share(step), self._store.seat
-        self._say_dealt(step, shared.dealt)
-        for draw, micro_batch in shared.of(seat):
-            if self._here(step, micro_batch) not in self._store:
-                self._draw(step, micro_batch, draw)
+        seat = self._store.seat
+        try:
+            shared = self._share(step)
+            self._say_dealt(step, shared.dealt)
+            for draw, micro_batch in shared.of(seat):
+                if self._here(step, micro_batch) not in self._store:
+                    self._draw(step, micro_batch, draw)
+        except Lacking:
+            self.lacks = step
+            raise
+        finally:
+            self._note_place(step)
         for transfer in shared.transfers:
             if transfer.giver == seat:
                 self._hand_on(
@@ -127,46 +147,78 @@ class IteratorData:
             (one.giver for one in transfers if one.taker == seat and one.micro_batch == datum.micro_batch), seat
         )
 
-    def batches_read(self) -> int:
-        """The number of batches that the iterator has given so far."""
-        return self._read_in_all
-
-    @property
-    def place(self) -> int | None:
-        """The number of batches that the iterator has given, where it stands at its replica's place."""
-        return self._read_in_all if self.in_place else None
-
-    def skip_to(self, read: int) -> None:
-        """Brings the iterator to where it stood when it had given ``read`` batches.  Raises ValueError where it is past
-        that.
+    def place_behind(self, step: int) -> Place | None:
+        """Where the iterator stood when all was drawn for ``step``; None where it does not stand at its replica's
+        place.
         """
-        if read < self._read_in_all:
+        return next(place for at, place in reversed(self._behind) if at <= step) if self.in_place else None
+
+    def places(self, stepped: int) -> dict[str, Place]:
+        """The place behind step ``stepped``, and behind the next where that was begun, by their numbers; nothing where
+        the iterator does not stand at its replica's place.
+        """
+        behind = self.place_behind(stepped)
+        if behind is None:
+            return {}
+        return {str(stepped): behind} | {str(step): place for step, place in self._behind if step > stepped}
+
+    def skip_to(self, place: Place) -> None:
+        """Brings the iterator to ``place``, where it is that one and not a later one, which begins anew.  Raises
+        ValueError where it is past that.
+        """
+        number, read = self.stands
+        until = place.read if place.iterator == number else 0
+        if until < read:
             raise ValueError(
-                f"the data iterator of seat {self._store.seat} has given {self._read_in_all} batches, "
-                f"and is to stand behind {read}: it can't be read again; pass one that begins anew"
+                f"the data iterator of seat {self._store.seat} has given {read} batches, "
+                f"and is to stand behind {until}: it can't be read again; pass one that begins anew"
             )
-        while self._read_in_all < read:
-            self._iterator.skip(self._read_in_all + 1, read)
-            self._read_in_all += 1
+        for one in range(read + 1, until + 1):
+            self._iterator.skip(one, until)
+            self.stands = Place(number, one)
+        self._behind = [(-1, self.stands)]
 
     def begin_another(self, step: int) -> None:
         """Takes in that the script gives another iterator, from ``step`` on."""
-        self.iterators += 1
-        self._begun_in = step
+        self.stands = Place(self.stands.iterator + 1)
+        self._begun_in, self.lacks = step, 0
+
+    @property
+    def ended(self) -> int:
+        """The number of the iterator, if it has ended, and 0 if not."""
+        return self._ended if self._ended == self.stands.iterator else 0
+
+    def leave_out(self, step: int) -> None:
+        """Drops what was drawn for ``step``, which can't be filled: all iterators have ended."""
+        self._store.drop_draws(step)
+        self._read_so_far.pop(step, None)
+        self.lacks = step  # which others may have to hear once more
+        self._behind = [(at, place) for at, place in self._behind if at < step]
 
     def rewind(self) -> None:
         """Goes on from a checkpoint that everybody has loaded, whose steps' data is read as if for the first time."""
         self._read_so_far = {}
+        self._behind = [(-1, self.stands)]
+
+    def _note_place(self, step: int) -> None:
+        """Notes where the iterator stands now that all is drawn for ``step``; nothing is drawn for a step again when
+        the next was begun.
+        """
+        if step > self._behind[-1][0]:
+            self._behind = [*self._behind[-UNCOMMITTED:], (step, self.stands)]
+        elif step == self._behind[-1][0]:
+            self._behind[-1] = (step, self.stands)
 
     def _share(self, step: int) -> Share:
+        iterator = self.stands.iterator - (step < self._begun_in)
         if (
             any(step in batches for batches in self._iterator_state.held_draws.values())
             or step in self._iterator_state.recovery_plans
         ):
-            return share(self._iterator_state, step)
-        if self._usual is None:
-            self._usual = share(self._iterator_state, step)
-        return self._usual
+            return share(self._iterator_state, step, iterator)
+        if self._usual is None or self._usual[0] != iterator:
+            self._usual = iterator, share(self._iterator_state, step, iterator)
+        return self._usual[1]
 
     def _draw(self, step: int, micro_batch: MicroBatch, draw: Draw) -> None:
         if step < self._begun_in:  # at the other end it might be read of the one before: inputs and labels of two
@@ -181,10 +233,21 @@ class IteratorData:
                 "drawn past that"
             )
         while (count := self._read_so_far.get(step, 0)) <= draw.position:
-            batch = self._iterator.read(step, count, draw if count == draw.position else None)
+            batch = self._read(step, count, draw if count == draw.position else None)
             self._read_so_far = {step: count + 1}
-            self._read_in_all += 1
+            self.stands = Place(self.stands.iterator, self.stands.read + 1)
         self._store.put(self._here(step, micro_batch), batch)
+
+    def _read(self, step: int, position: int, draw: Draw | None) -> Any:
+        try:
+            return self._iterator.read(step, position, draw)
+        except Ended as ended:
+            if self.ended:
+                raise Gone(
+                    f"{ended}; the one of its replica's other end has more: both have to give the same"
+                ) from None
+            self._ended = self.stands.iterator
+            raise Lacking(str(ended)) from None
 
     def _here(self, step: int, micro_batch: MicroBatch) -> Datum:
         return Datum(KIND, self._store.seat.stage, micro_batch, step)

@@ -14,18 +14,19 @@ from typing import Any
 
 from recycle_plugin.core.messages.protocol import CatchUp, CaughtUp, Generation, Note, Replay, Serving, Unreplayable
 from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.catching_up import CatchingUp, FilledState, Inlet
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.replay import CantReplay, StageReplay
-from recycle_plugin.core.worker.training_loop import LoopPort, TrainingLoop
+from recycle_plugin.core.worker.training_loop import DataEnded, LoopPort, TrainingLoop
 
 PROGRESS_S = 1.0  # between two words on how far it has come
 
 
 class Newcomer:
     """The worker of ``loop`` before it is a member.  ``open_line``: makes the line to a source (core/messages/protocol:
-    Serving says where).  ``skip(read)``: reads so many batches of its plain iterator before anybody waits for that.
+    Serving says where).  ``skip(place)``: reads its plain iterator up to there before anybody waits for that.
     ``wants_script()``: its script asks a peer's for what is theirs alone; ``replay``: how the stage is replayed, where
     nobody has it, in a job that logs; ``handed`` is that, once it is a member, b""
     where the peer has gone before it was there.
@@ -37,7 +38,7 @@ class Newcomer:
         loop: TrainingLoop,
         state: FilledState,
         open_line: Callable[[Serving], Inlet],
-        skip: Callable[[int], None] = lambda read: None,
+        skip: Callable[[Place], None] = lambda place: None,
         wants_script: Callable[[], bool] = lambda: False,
         replay: StageReplay | None = None,
     ) -> None:
@@ -62,8 +63,9 @@ class Newcomer:
 
     def train(self, step: int) -> Waits[bool]:
         """Yields until ``step`` is committed by the others, and applied here if need be: True.  False where from this
-        step on the worker is a member.  Raises JobEnded.
+        step on the worker is a member.  Raises JobEnded, and DataEnded where the others' data had ended before it.
         """
+        self._check_data(step)
         self._position = step
         if not self._asked and step < self._view.committed:
             return True  # not the last one: behind that the script may end, with a state that it does not have
@@ -114,6 +116,9 @@ class Newcomer:
             yield from self._replay.run(replay)
         except CantReplay as error:
             self._port.send(Unreplayable(self._view.rank, str(error)))
+        else:
+            if self._view.place is not None:
+                self._skip(self._view.place)
 
     def _await_script(self, generation: Generation) -> Iterator[Any]:
         """Waits for what a peer's script hands over: that of the stage's first worker, which had a part before."""
@@ -131,6 +136,10 @@ class Newcomer:
         yield from self._loop.enter(generation)
         return self._view.generation is generation
 
+    def _check_data(self, step: int) -> None:
+        if self._view.hears_end(step):
+            raise DataEnded(step)
+
     def _followed(self, step: int) -> bool | Generation | Replay | None:
         """What there is to replay, where nobody else has the state.  Else True once ``step`` is followed; the
         generation that is to be entered before it; before that False where it has come closer, and None where nothing
@@ -141,6 +150,7 @@ class Newcomer:
         """
         if (replay := self._view.take_replay()) is not None:
             return replay
+        self._check_data(step)
         if self.replayed is not None:
             return True if self.replayed >= step else self._view.interruption()
         for serving in self._view.take_sources():
@@ -162,7 +172,8 @@ class Newcomer:
             return planned  # one that holds at once has taken the place of one that this worker has reported for
         if not self._said:
             self._said = True
-            self._skip(self._view.read_by_other_end or 0)
+            if self._view.place is not None:
+                self._skip(self._view.place)
             taken, followed = self._catching_up.taken, self._catching_up.followed
             self._port.send(CaughtUp(self._view.rank, clock or 0, taken, followed))
         return False if closer else None

@@ -291,6 +291,10 @@ class StepStore:
             lambda datum: datum.step > after and datum.kind not in GIVEN and self._data[datum].valid_from < valid_from
         )
 
+    def drop_draws(self, step: int) -> None:
+        """Drops the data of plain iterators for ``step``, which they can't fill."""
+        self._remove_all(lambda datum: datum.step == step and datum.kind == "drawn")
+
     def rewind(self, step: int, valid_from: int) -> None:
         """Empties the store for the state of ``step``, from a checkpoint; later data is valid from generation
         ``valid_from``.

@@ -30,10 +30,17 @@ from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack, unpack
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
-from recycle_plugin.core.vocabulary.iterator_draws import IteratorState
+from recycle_plugin.core.vocabulary.iterator_draws import Batches, IteratorState, Place, end_before
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 from recycle_plugin.core.vocabulary.plan import Plan
-from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan, surviving, unfinished, without_later
+from recycle_plugin.core.vocabulary.recovery_plan import (
+    Held,
+    RecoveryPlan,
+    before,
+    surviving,
+    unfinished,
+    without_later,
+)
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
@@ -42,6 +49,14 @@ from recycle_plugin.core.worker.executor import Interrupted, Waits
 T = TypeVar("T")
 LEAVE = "planned leave"  # why one worker's training ends
 Slowness = tuple[tuple[Seat, int], ...]  # core.vocabulary.cost.CostModel's
+
+
+class DataEnded(Exception):
+    """All plain iterators have ended before ``step`` was filled, and everybody hears so in that step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the data has ended before step {step} was filled")
+        self.step = step
 
 
 @dataclass(frozen=True)
@@ -82,9 +97,27 @@ class StepRunner(Protocol):
         """The data of plain iterators that this worker keeps (core.vocabulary.iterator_draws.pack)."""
 
     @property
-    def read(self) -> int | None:
-        """How many batches this worker's plain iterator has given; None where that does not stand at its replica's
-        place, or there is none.
+    def places(self) -> dict[str, Place]:
+        """Where this worker's plain iterator stood behind the last applied step, and behind the next where that was
+        begun, by their numbers; nothing where it does not stand at its replica's place, or there is none.
+        """
+
+    def place_behind(self, step: int) -> Place | None:
+        """Where this worker's plain iterator stood behind ``step``; None where that is not its replica's place, or
+        there is none.
+        """
+
+    @property
+    def ended(self) -> int:
+        """The number of this worker's plain iterator, if it has given all that it has; else 0."""
+
+    @property
+    def lacks(self) -> int:
+        """The step for which this worker has found nothing to draw; 0 for none."""
+
+    def leave_out(self, step: int, valid_from: int) -> None:
+        """Drops all that there is of ``step``, which plain iterators can't fill; data is valid from generation
+        ``valid_from`` now.
         """
 
     def take_state(self, iterator_state: IteratorState) -> None:
@@ -179,6 +212,7 @@ class TrainingLoop:
         self.machine = machine
         self._plan: Plan | None = None
         self._loaded = False  # a checkpoint, of which the coordinator does not know yet
+        self._unfilled = 0  # the step that the data does not fill, if any
 
     @property
     def plan(self) -> Plan:
@@ -192,7 +226,9 @@ class TrainingLoop:
         yield from self.recover()
 
     def train(self, step: int) -> Waits[dict[str, float]]:
-        """Applies ``step``; the value is the loss of each of its micro-batches.  It may be committed later."""
+        """Applies ``step``; the value is the loss of each of its micro-batches.  It may be committed later.  Raises
+        DataEnded.
+        """
         while True:
             yield from self.advance(step)
             try:
@@ -202,14 +238,25 @@ class TrainingLoop:
                 yield from self.recover()
 
     def advance(self, step: int) -> Iterator[Any]:
-        """Returns when ``step`` is applied here, and what peers need for it is done."""
+        """Returns when ``step`` is applied here, and what peers need for it is done.  Raises DataEnded."""
         while (coming := min([*self._recovery_plans, self.machine.stepped + 1])) <= step:
             try:
+                if coming == self._unfilled:
+                    yield from self._end_data(coming)
                 yield from self._change_at(coming)
                 yield from self._runner.execute(self._recovery_plans.get(coming) or self._program(coming))
                 self._recovery_plans.pop(coming, None)
             except Interrupted:
                 yield from self.recover()
+
+    def _end_data(self, step: int) -> Iterator[Any]:
+        """Raises DataEnded once all are at ``step``, which the data does not fill, and know so."""
+        yield from self._await_commit(step - 1)
+        if self.machine.committed < step - 1:
+            self.machine.commit(step - 1)
+        yield from self.barrier(end_before(step), {})
+        self._unfilled = 0
+        raise DataEnded(step)
 
     def _program(self, step: int) -> StepProgram:
         if self.seat not in self.plan.view.live:  # it is joining: its state is compared before it is given work
@@ -223,7 +270,10 @@ class TrainingLoop:
     def applied(self, step: int) -> None:
         """Tells the coordinator that ``step`` has been applied here."""
         self.machine.applied(step)
-        self._port.send(Stepped(self._control_view.rank, self._control_view.number, step))
+        self._tell_applied(self._control_view.number, step)
+
+    def _tell_applied(self, generation: int, step: int) -> None:
+        self._port.send(Stepped(self._control_view.rank, generation, step, self._runner.place_behind(step)))
 
     def settle(self) -> Iterator[Any]:
         """Returns when all steps applied here are committed: only then may their effects be shown or saved."""
@@ -353,7 +403,9 @@ class TrainingLoop:
             plan.bound_us,
             drawn,
             self._runner.valid_from,
-            self._runner.read,
+            self._runner.places,
+            self._runner.ended,
+            self._runner.lacks,
         )
         self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
@@ -370,7 +422,7 @@ class TrainingLoop:
         self._control_view.adopt(generation)
         self._loaded = False
         if self.machine.stepped > self.machine.committed:
-            self._port.send(Stepped(self._control_view.rank, generation.number, self.machine.stepped))
+            self._tell_applied(generation.number, self.machine.stepped)
         self._plan = plan
 
     def _await_stages(self, empty: tuple[int, ...], generation: Generation) -> Iterator[Any]:
@@ -402,6 +454,8 @@ class TrainingLoop:
         """Works out what is left of the unfinished steps, and takes the last one back where that is in the way."""
         started = self._port.clock()
         reported: Held = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
+        if resume.unfilled:
+            reported = before(reported, resume.unfilled)
         held = reported
         recovery_plans = {
             recovery.step: recovery for recovery in unfinished(plan, resume.committed, held, resume.rejected)
@@ -421,9 +475,11 @@ class TrainingLoop:
             IteratorState(
                 plan,
                 counts,
-                {Seat.parse(seat): unpack_drawn(packed) for seat, packed in resume.held_draws.items()},
+                {Seat.parse(seat): _draws(packed, resume.unfilled) for seat, packed in resume.held_draws.items()},
                 recovery_plans,
-                {Seat.parse(seat): read for seat, read in resume.read.items()},
+                frozenset(resume.placed),
+                {int(replica): place for replica, place in resume.places.items()},
+                {int(replica): number for replica, number in resume.ended.items()},
             )
         )
         self.machine.resume(resume.committed, undo)
@@ -432,6 +488,9 @@ class TrainingLoop:
             self._port.reach("recovery.undone")
         if resume.rejected:
             self._runner.discard_after(resume.committed + 1, resume.generation)
+        self._unfilled = resume.unfilled
+        if resume.unfilled:
+            self._runner.leave_out(resume.unfilled, resume.generation)
         if self._recovery_plans:
             self._say_recovery_plan(undo, self._port.clock() - started)
 
@@ -459,3 +518,8 @@ class TrainingLoop:
         if case not in self._plans:
             self._plans[case] = self._planner.plan(ClusterView(self._topology, case[0]), generation)
         return self._plans[case]
+
+
+def _draws(packed: Mapping[str, str], unfilled: int) -> dict[int, Batches]:
+    """The batches by step, but those of a step that they don't fill."""
+    return {step: batches for step, batches in unpack_drawn(packed).items() if not unfilled or step < unfilled}

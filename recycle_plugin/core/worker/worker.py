@@ -17,12 +17,12 @@ from typing import Any, Protocol, TypeVar
 
 from recycle_plugin.core.messages import protocol
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
-from recycle_plugin.core.messages.protocol import Contribution, Serve
+from recycle_plugin.core.messages.protocol import Contribution, OutOfData, Serve
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Instruction, Op
-from recycle_plugin.core.vocabulary.iterator_draws import IteratorState
+from recycle_plugin.core.vocabulary.iterator_draws import IteratorState, Lacking, Place
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -229,16 +229,22 @@ class Worker:
         with self._machine.running(program) as instructions:
             self.forget_committed()
             if program.step > 0:
-                self._begin(program)
+                yield from self._begin(program)
             if program.resumed:
                 self._say_losses(program.step)  # of forwards that the failure has cut off from their last one
             yield from execute(self.seat, instructions, self)
 
-    def _begin(self, program: StepProgram) -> None:
+    def _begin(self, program: StepProgram) -> Iterator[Any]:
         if self._stopwatch is not None:
             self._stopwatch.begin(program)
-        if self.iterator_data is not None:
+        if self.iterator_data is None:
+            return
+        try:
             self.iterator_data.provide(program.step, self._control_view)
+        except Lacking as lacking:
+            view, text = self._control_view, f"all to hear that {lacking}"
+            self._machine.send(OutOfData(view.rank, view.number, program.step))
+            yield from self._machine.wait(text, lambda: None)
 
     @property
     def valid_from(self) -> int:
@@ -260,18 +266,44 @@ class Worker:
         return self.iterator_data.held_draws() if self.iterator_data is not None else {}
 
     @property
-    def read(self) -> int | None:
-        """How many batches the plain iterator has given; None where that does not stand at its replica's place, or
-        there is none.
+    def places(self) -> dict[str, Place]:
+        """Where the plain iterator stood behind the last applied step, and behind the next where that was begun, by
+        their numbers; nothing where it does not stand at its replica's place, or there is none.
         """
-        return self.iterator_data.place if self.iterator_data is not None else None
+        return self.iterator_data.places(self._steps.stepped) if self.iterator_data is not None else {}
 
-    def skip_to(self, read: int) -> None:
-        """Brings a newcomer's plain iterator to where it had given ``read`` batches; there it is not in its place
-        before it is known whether that is its replica's.
+    def place_behind(self, step: int) -> Place | None:
+        """Where the plain iterator stood behind ``step``; None where that is not its replica's place, or there is
+        none.
         """
-        if self.iterator_data is not None and self.store.reads_iterator:
-            self.iterator_data.skip_to(read)
+        data = self.iterator_data
+        return data.place_behind(step) if data is not None and self.store.reads_iterator else None
+
+    @property
+    def ended(self) -> int:
+        """The number of the plain iterator, if it has given all that it has; else 0."""
+        return self.iterator_data.ended if self.iterator_data is not None else 0
+
+    @property
+    def lacks(self) -> int:
+        """The step for which this worker has found nothing to draw; 0 for none."""
+        return self.iterator_data.lacks if self.iterator_data is not None else 0
+
+    def leave_out(self, step: int, valid_from: int) -> None:
+        """Drops all that there is of ``step``, which plain iterators can't fill; data is valid from generation
+        ``valid_from`` now.
+        """
+        self.discard_after(step - 1, valid_from)
+        if self.iterator_data is not None:
+            self.iterator_data.leave_out(step)
+
+    def skip_to(self, place: Place) -> None:
+        """Brings a newcomer's plain iterator to ``place`` if it is that one; there it is not in its place before it is
+        known whether that is its replica's.
+        """
+        data = self.iterator_data
+        if data is not None and self.store.reads_iterator and place.iterator == data.stands.iterator:
+            data.skip_to(place)
 
     def take_state(self, iterator_state: IteratorState) -> None:
         """Takes what everybody knows of plain iterators; it holds from now on, until the next one comes."""

@@ -41,7 +41,9 @@ def stage_state(
         parts.append(of_parameters("masters", stepped))
         called |= {master: name for name, master in stepped.items()}
     if iterator_data is not None:
-        parts.append(StatePart("iterator", get=iterator_data.batches_read, set=iterator_data.skip_to, own=True))
+        parts.append(
+            StatePart("iterator", get=partial(getattr, iterator_data, "stands"), set=iterator_data.skip_to, own=True)
+        )
     return StageState(
         lambda: framework.optimizer.steps,
         OptimizerState(framework.optimizer.wrapped, called),

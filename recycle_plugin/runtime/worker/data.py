@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.vocabulary.ids import MicroBatch
-from recycle_plugin.core.vocabulary.iterator_draws import Draw
+from recycle_plugin.core.vocabulary.iterator_draws import Draw, Ended
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
@@ -73,13 +73,18 @@ class ScriptsIterator:
         self._session, self._next_batch = session, next_batch
 
     def read(self, step: int, position: int, draw: Draw | None) -> Tensors | None:
-        """Read the next batch, packed with ``draw``, which says for whom it is; with None it is skipped."""
+        """Read the next batch, packed with ``draw``, which says for whom it is; with None it is skipped.  Raises
+        Ended.
+        """
         batch = self._read(f"in step {step}, at its micro-batch {position}")
         return None if draw is None else packed(batch, draw)
 
     def skip(self, number: int, until: int) -> None:
-        """Read a batch that its replica has had before this worker came."""
-        self._read(f"at batch {number} of the {until} that its replica has had before")
+        """Read a batch that its replica has had before this worker came.  Raises RecycleError where there is none."""
+        try:
+            self._read(f"at batch {number} of the {until} that its replica has had before")
+        except Ended as ended:
+            raise RecycleError(str(ended)) from None
 
     def _read(self, what: str) -> Any:
         with self._session.heartbeats.at(ELSEWHERE, "the data iterator"), self._session.at_work(f"the data {what}"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
-from recycle_plugin.core.vocabulary.iterator_draws import Batches
+from recycle_plugin.core.vocabulary.iterator_draws import Batches, Place
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.control.session import Session
@@ -70,20 +70,28 @@ class Feed:
             self.iterator_data.begin_another(step)
         self._last_given = data_iter
 
+    def data_ended(self, step: int) -> None:
+        """Note that the script hears before ``step`` that all iterators have ended: what it gives next is another one,
+        or one that begins anew.
+        """
+        self._last_given = None
+        if self.iterator_data is not None:
+            self.iterator_data.begin_another(step)
+
     def go_on(self) -> None:
         """Read the script's first iterator up to where it stood when the checkpoint was saved, if that is asked for."""
         if self.iterator_data is not None and self._had:
             had, self._had = self._had, 0
-            self.iterator_data.skip_to(had)
+            self.iterator_data.skip_to(Place(1, had))
 
     def place(self, replicas: int, size: int) -> iterator_places.IteratorPlace | None:
         """Where this worker's plain iterator stands, one of ``replicas``, with batches of ``size`` samples; None where
         it has none, or does not stand where its replica does.
         """
         data, replica = self.iterator_data, self._store.seat.replica
-        if data is None or data.place is None or not self._store.reads_iterator:
+        if data is None or not data.in_place or not self._store.reads_iterator:
             return None
-        return iterator_places.IteratorPlace(replica, replicas, data.place, size, data.iterators)
+        return iterator_places.IteratorPlace(replica, replicas, data.stands.read, size, data.stands.iterator)
 
     def resume(self, folder: Path, replicas: int, size: int, wanted: bool) -> None:
         """Take over where the checkpoint ``folder`` says that iterators stood, if that is ``wanted``; else say where a

@@ -83,7 +83,7 @@ def resumed(places: dict[int, IteratorPlace], replicas: int, size: int) -> Resum
     if (several := max(each.iterators for each in places.values())) > 1:
         raise RecycleError(
             f"recycle.resume_iterators: the script that has saved the checkpoint had given {several} iterators in "
-            "turn, and how far the last one was read is not known; skip in the script, and set it to false"
+            "turn, and nobody knows which of them one that goes on gives first; skip in the script, and set it to false"
         )
     given = {each.replica: each.read for each in sorted(places.values(), key=lambda each: each.replica)}
     if (replicas, size) == (before.replicas, before.size):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from recycle_plugin.core.worker.training_loop import DataEnded
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.worker.ports import Optimizer
 from recycle_plugin.runtime.worker.script_replay import ScriptReplay
@@ -54,10 +55,13 @@ class Newcomer:
     def loss(self) -> float | None:
         """The loss of the script's next step, which is counted; None where this worker is to train it itself.
 
-        Blocks until one of both is known, and raises as Session.wait and ScriptReplay.loss do.
+        Blocks until one of both is known, and raises as Session.wait and ScriptReplay.loss do, and DataEnded where the
+        others' data had ended before that step.
         """
         replay = self._begun
         coming = replay.position + 1
+        if self._session.hears_end(coming):
+            raise DataEnded(coming)
         if self._further is None and not self._is_over(coming):
             return None
         loss = self._wait(f"the loss of step {coming}", replay.loss)

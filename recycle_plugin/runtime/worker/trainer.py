@@ -38,7 +38,7 @@ from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
-from recycle_plugin.core.worker.training_loop import StepProgram
+from recycle_plugin.core.worker.training_loop import DataEnded, StepProgram
 from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.observability.trace import TraceFile
@@ -170,8 +170,16 @@ class Trainer:
     def train(self) -> float:
         """Train one step; returns the mean loss over all micro-batches of all replicas, on every worker.
 
-        A newcomer's script is given the losses of steps that are over, and nothing is computed.
+        A newcomer's script is given the losses of steps that are over, and nothing is computed.  Raises DataEnded where
+        plain iterators have ended and don't fill the step.
         """
+        try:
+            return self._train()
+        except DataEnded as ended:
+            self.feed.data_ended(ended.step)
+            raise
+
+    def _train(self) -> float:
         with self.lifted():
             self._begin_training()
             if self._newcomer is not None and (past := self._newcomer.loss()) is not None:

@@ -1,0 +1,155 @@
+"""Where each replica's plain iterator stands behind the last step that stays, whoever is lost (the rules:
+core/vocabulary/iterator_draws.py).
+
+Ends say it with each step that they apply.  Of a replica that has lost both its ends nobody says it: what counts of its
+batches in unfinished steps is what others have copies of, by which they go on.  Where also these copies are gone once a
+step is summed, nobody knows how many batches are in that, and the replica has no place any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from recycle_plugin.core.coordinator.regrouping import Reports
+from recycle_plugin.core.messages.protocol import Stepped
+from recycle_plugin.core.vocabulary.dataflow import unpack
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.iterator_draws import Place
+from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
+
+
+@dataclass
+class Unfinished:
+    """A step that is not committed: the places ``said`` behind it, by replica; how many batches were ``drawn`` of
+    replicas of which nobody says that; and which iterators of their scripts, by ``numbers``, ends have read for it.
+    """
+
+    said: dict[int, Place] = field(default_factory=dict)
+    drawn: dict[int, int] = field(default_factory=dict)
+    numbers: set[int] = field(default_factory=set)
+
+    def behind(self, replica: int, before: Place | None) -> Place | None:
+        """The place of ``replica`` behind this step, given that ``before`` it; None where that is not known."""
+        if replica in self.said or not self.drawn.get(replica):
+            return self.said.get(replica, before)
+        if before is None or len(self.numbers) != 1:
+            return None
+        (number,) = self.numbers  # scripts are alike: of those lost too
+        return Place(number, self.drawn[replica] + (before.read if before.iterator == number else 0))
+
+
+class Places:
+    """The places of a job's plain iterators, by replica."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Place] = {}  # behind the last committed step
+        self._unfinished: dict[int, Unfinished] = {}  # by step
+        self._placed: set[int] = set()  # replicas of which somebody has said a place at the last change
+
+    def stepped(self, message: Stepped, replica: int) -> None:
+        """Takes in where the iterator of an end of ``replica`` stands behind a step."""
+        if message.place is not None:
+            step = self._of(message.step)
+            step.said[replica] = message.place
+            step.numbers.add(message.place.iterator)
+
+    def commit(self, last: int) -> None:
+        """Keeps the places behind step ``last``, which is committed, and those before it."""
+        for number in sorted(step for step in self._unfinished if step <= last):
+            step = self._unfinished.pop(number)
+            for replica in (*step.said, *step.drawn):
+                self._keep(replica, step.behind(replica, self._kept.get(replica)))
+
+    def rewind(self) -> None:
+        """Notes that all go on from a checkpoint; their iterators go on where they are."""
+        self._unfinished.clear()
+
+    def agree(self, reports: Reports, committed: int, batch: int) -> None:
+        """Takes in what members report that go on together, with ``batch`` micro-batches in a step, ``committed`` being
+        the last one so far.  Costs time in proportion to the batches that they hold.
+        """
+        for seat, report in reports.placed.items():
+            for name, place in report.places.items():
+                if int(name) <= committed:
+                    self._keep(seat.replica, place)
+                else:
+                    self._of(int(name)).numbers.add(place.iterator)
+                if committed < int(name) <= report.stepped:
+                    self._of(int(name)).said[seat.replica] = place
+        placed = {seat.replica for seat in reports.placed}
+        self._count_draws(reports, committed, batch, placed)
+        self._placed = placed
+
+    def known(self, reports: Reports | None = None) -> dict[int, Place]:
+        """The places, as far as they are known: those behind the last committed step, or with ``reports`` where they
+        are now.
+        """
+        if reports is None:
+            return dict(self._kept)
+        found: dict[int, Place | None] = dict(self._kept)
+        for number in sorted(self._unfinished):
+            for replica, before in found.items():
+                found[replica] = self._unfinished[number].behind(replica, before)
+        for seat, report in reports.placed.items():
+            found[seat.replica] = report.places[max(report.places, key=int)]
+        return {replica: place for replica, place in found.items() if place is not None}
+
+    def _count_draws(self, reports: Reports, committed: int, batch: int, placed: Collection[int]) -> None:
+        """Counts what is known of the batches of those not ``placed``, in the steps behind the last committed one."""
+        known: dict[int, dict] = {}
+        for packed in reports.held_draws.values():
+            for number, batches in unpack_drawn(packed).items():
+                known.setdefault(number, {}).update(batches)
+        for number in (committed + 1, committed + 2):
+            draws, step = known.get(number, {}), self._of(number)
+            silent, drawn = self._placed.difference(placed, step.said), step.drawn
+            if (silent or drawn) and len(draws) < batch and _summed(reports, number):
+                for replica in silent:
+                    self._kept.pop(replica, None)
+                continue  # what was known of the others before that has stayed
+            drawn.clear()
+            for draw in draws.values():
+                if draw.source not in placed:
+                    drawn[draw.source] = max(drawn.get(draw.source, 0), draw.position + 1)
+
+    @staticmethod
+    def unfilled(reports: Reports, committed: int) -> int:
+        """The step behind ``committed`` for which somebody has nothing to draw, and nobody has: the iterators of all
+        replicas with both their ends have ended.  0 where there is none.
+        """
+        step = max((report.lacks for report in reports.by_worker.values()), default=0)
+        if step <= committed:
+            return 0
+        ended, seats = ended_iterators(reports), reports.generation.roster.working & reports.placed.keys()
+        first, last = 0, max(seat.stage for seat in reports.generation.roster.working)
+        whole = [seat.replica for seat in seats if seat.stage == first and Seat(seat.replica, last) in seats]
+        newest = max(ended.values(), default=0)
+        return step if all(ended.get(replica) == newest for replica in whole) else 0
+
+    def _of(self, step: int) -> Unfinished:
+        return self._unfinished.setdefault(step, Unfinished())
+
+    def _keep(self, replica: int, place: Place | None) -> None:
+        if place is None:
+            self._kept.pop(replica, None)
+        else:
+            self._kept[replica] = place
+
+
+def ended_iterators(reports: Reports) -> dict[int, int]:
+    """By replica, which of its script's iterators has given all that it has to one of its ends."""
+    found: dict[int, int] = {}
+    for seat, report in reports.placed.items():
+        if report.ended:
+            found[seat.replica] = max(report.ended, found.get(seat.replica, 0))
+    return found
+
+
+def _summed(reports: Reports, step: int) -> bool:
+    """Whether somebody has a gradient sum of ``step``, or has applied it."""
+    return any(
+        datum.micro_batch is None and (datum.step == step + 1 if datum.kind == "params" else datum.step == step)
+        for packed in reports.holdings.values()
+        for datum in unpack(packed)
+    )

@@ -1,0 +1,105 @@
+"""``train_batch(data_iter=…)`` in jobs to which lost workers come back: whichever ends of a replica were lost, it goes
+on at its place, and each sample is used once, of each epoch's iterator (see tests/jobs/iterators.py).
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cluster.test_iterators import A_STEP, counts, retired
+from tests.support.cluster import Result
+from tests.support.jobs import SQUARE, Shape
+
+LONG, HELD = 60, 12
+EPOCH = 20  # steps
+
+
+@pytest.fixture
+def come_back(launch, tmp_path):
+    """``come_back(*kills, shape=, case=, comes=, **job)``: the finished job of LONG steps, whose others wait for the
+    newcomers' scripts.
+    """
+
+    def run(*kills: str, shape: Shape = SQUARE, case: str = "plain", comes: bool = True, **more: object) -> Result:
+        folder = tmp_path / "run0"
+        job = {"folder": str(folder), "faults": kills, "steps": LONG, "case": case, "held": HELD}
+        job |= {"replicas": shape.replicas, "stages": shape.stages, **more}
+        started = launch(shape=shape, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))
+        started.wait_for(
+            lambda: len({each["seat"] for each in started.events() if each["event"] == "newcomer"}) == len(kills),
+            "newcomers",
+        )
+        (folder / "go").touch()
+        result = started.finish()
+        assert result.code == 0, result.output[-6000:]
+        seats = sorted(kill.split()[1] for kill in kills)
+        assert sorted(each["seat"] for each in result.of("lost")) == seats
+        assert sorted(each["seat"] for each in result.of("rejoined")) == (seats if comes else [])
+        return result
+
+    return run
+
+
+def stays_out(result: Result) -> list[str]:
+    return [each["text"] for each in result.of("data") if "stays no source" in each["text"]]
+
+
+def assert_each_once(result: Result, shape: Shape, lost: int, epoch: int = LONG) -> None:
+    """Of each epoch's iterator of each replica everything up to some batch, once; replica ``lost`` was no source for
+    some steps, and is one again.
+    """
+    ((first, replicas),) = retired(result)
+    assert replicas == [lost] and not stays_out(result)
+    used = counts(result, shape)
+    of_epoch = len(used[0]) * epoch // LONG
+    parts = [[each[begin : begin + of_epoch] for begin in range(0, len(each), of_epoch)] for each in used]
+    for replica, epochs in enumerate(parts):
+        for number, part in enumerate(epochs, 1):
+            assert part == [1] * sum(part) + [0] * (of_epoch - sum(part)), f"replica {replica}, epoch {number}: {part}"
+    for number in range(LONG // epoch):
+        assert sum(sum(epochs[number]) for epochs in parts) == epoch * shape.replicas * A_STEP
+    assert (first - 1) * A_STEP < sum(used[lost]) < LONG * A_STEP, "it was no source again"
+
+
+@pytest.mark.parametrize("shape", (SQUARE, Shape(3)), ids=("2x2", "3x2"))
+@pytest.mark.parametrize("kill", ("kill 0.0 before 0F0.1@4", "kill 0.1 before 1W0.1@4"))
+def test_a_replica_goes_on_at_its_place(come_back, shape, kill):
+    """Who comes back reads its iterator up to where the other end stands: each sample is used once, all the time."""
+    assert_each_once(come_back(kill, shape=shape), shape, lost=0)
+
+
+@pytest.mark.parametrize("shape", (SQUARE, pytest.param(Shape(3), marks=pytest.mark.all_kills)), ids=("2x2", "3x2"))
+def test_a_replica_that_has_lost_both_ends_at_once_goes_on_too(come_back, shape):
+    """What others have of its batches in the interrupted step is used, and it goes on behind that."""
+    assert_each_once(come_back("kill 0.0 before 0F0.1@4", "kill 0.1 before 1W0.1@4", shape=shape), shape, lost=0)
+
+
+def test_a_replica_of_one_stage_goes_on_too(come_back):
+    shape = Shape(2, 1)
+    assert_each_once(come_back("kill 0.0 before 0I0.1@4", shape=shape), shape, lost=0)
+
+
+@pytest.mark.parametrize(
+    "kills",
+    (
+        ("kill 0.0 before 0F0.1@4",),
+        ("kill 0.0 before 0F0.1@4", "kill 0.1 before 1W0.1@4"),
+        pytest.param(("kill 0.0 before 0F0.1@21",), marks=pytest.mark.all_kills),
+    ),
+    ids=("one end", "both ends", "as an epoch begins"),
+)
+def test_with_a_new_iterator_for_each_epoch(come_back, kills):
+    """It is lost in the first epoch and comes back in the second, whose iterator it reads from its beginning."""
+    result = come_back(*kills, case="epochs", epoch=EPOCH, held=EPOCH + 3)
+    assert all(EPOCH < each["step"] < LONG for each in result.of("rejoined"))
+    assert_each_once(result, SQUARE, lost=0, epoch=EPOCH)
+
+
+def test_an_iterator_that_ends_while_it_is_read_up(come_back):
+    result = come_back("kill 0.0 before 0F0.1@4", case="short again", comes=False)
+    said = {each["text"] for each in result.of("warning")}
+    assert any(
+        "the data iterator of seat 0.0 has ended at batch 5 of the 8 that its replica has had" in one for one in said
+    ), said
