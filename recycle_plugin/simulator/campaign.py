@@ -111,11 +111,8 @@ def may_end(cluster: Cluster) -> bool:
     anybody before the start, or iterators' data that is not to be had again.
     """
     membership, gone = cluster.membership, cluster.gone()
-    left = {
-        worker.seat.stage
-        for rank, worker in cluster.workers.items()
-        if rank not in gone and not worker.stuck and not worker.stopped
-    }
+    away = cluster.lost_seats | {worker.seat for worker in cluster.workers.values() if worker.stuck or worker.stopped}
+    left = {seat.stage for seat in cluster.scenario.shape.seats if seat not in away}
     without = (
         not membership.started
         or len(left) < cluster.scenario.shape.stages

@@ -72,7 +72,8 @@ class Scenario:
     again; ``iterators``: data comes from one plain iterator for each replica (core/vocabulary/iterator_draws.py);
     ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after
     steps: evaluate, save, or pause; ``heavy``: work that takes long, whoever does it; ``full``: after which step a
-    seat's share of a checkpoint, or its "latest", can't be written.
+    seat's share of a checkpoint, or its "latest", can't be written; ``shards``: workers that hold each seat together,
+    of which the one with the number ``struck`` has the troubles and faults.
     """
 
     shape: Topology
@@ -95,6 +96,8 @@ class Scenario:
     full: tuple[tuple[int, str], ...] = ()
     damaged_share: float = 0.0
     rejoin: str | int = "never"
+    shards: int = 1
+    struck: int = 0
 
     @property
     def exact(self) -> bool:

@@ -40,6 +40,7 @@ class Newcomer:
     ) -> None:
         self._port, self._view, self._loop, self._open = port, port.control_view, loop, open_line
         self._asked = self._said = False
+        self._called_off = -1  # the last generation without this worker that it has said to have passed over
         self._skip = skip
         self._wants_script = wants_script
         self._catching_up = CatchingUp(state, wants_script)
@@ -77,7 +78,7 @@ class Newcomer:
 
     def _await_script(self, generation: Generation) -> Iterator[Any]:
         """Waits for what a peer's script hands over: that of the stage's first worker, which had a part before."""
-        giver = generation.roster.first_working(self._loop.seat.stage)
+        giver = generation.roster.first_working(self._loop.seat.stage, self._view.shard)
         self.handed = yield from self._port.wait(
             f"what the script of {giver} hands over by on_join",
             lambda: self._catching_up.handed(giver.worker),
@@ -98,6 +99,9 @@ class Newcomer:
         So the deadline of a wait is one for the next piece, and not for all of a state, which may be large and the
         rate low.
         """
+        if self._view.called_off > self._called_off:
+            self._called_off = self._view.called_off
+            self._loop.pass_over(self._called_off)
         for serving in self._view.take_sources():
             self._catching_up.add_source(serving.worker, self._open(serving))
         had = not self._catching_up.deserted
