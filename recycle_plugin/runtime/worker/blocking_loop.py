@@ -18,6 +18,7 @@ from recycle_plugin.core.worker import training_loop as core
 from recycle_plugin.core.worker.checkpoint_saving import CheckpointFiles, save
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.filled_stage import FilledStage
+from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.planner.forwards import forwards
@@ -43,14 +44,16 @@ class BlockingLoop:
         recover: Callable[[], None],
         max_slowdown: float | None = None,
         wants_script: Callable[[], bool] = lambda: False,
+        lockstep: Lockstep | None = None,
     ) -> None:
         """Make the loop; ``recover()`` is called after a membership change between steps, where the script's own
-        changes have to be put aside; ``wants_script()``: a newcomer's script asks its peers' for what is theirs alone.
+        changes have to be put aside; ``wants_script()``: a newcomer's script asks its peers' for what is theirs alone;
+        ``lockstep``: as for core.worker.training_loop.TrainingLoop.
         """
         self._session, self._recover = session, recover
         self._planner = _Planner(costs, policy, session, max_slowdown)
         self._planner.resize(topology.full())
-        self._loop = core.TrainingLoop(world, worker, self._planner, topology, worker.seat, machine)
+        self._loop = core.TrainingLoop(world, worker, self._planner, topology, worker.seat, machine, lockstep)
         worker.applied = self._loop.applied
         self._evaluations = Evaluations(world, worker, self._loop, forwards, self._recover_between)
         filled = FilledStage(world, worker.store, machine)
