@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from recycle_plugin import cli
 from tests.cluster.conftest import launching
 from tests.support.cluster import ForkServer, Result
 from tests.support.jobs import PLAIN, Shape
@@ -99,6 +100,7 @@ def test_a_seat_goes_whole_and_comes_back_whole(launch, calm, tmp_path, kill):
         rank: int(rank in ranks) for rank in range(4)
     }
     assert not result.of("error") and not result.of("warning"), result.output[-6000:]
+    assert cli.main(["status", str(tmp_path / "run0")]) == cli.main(["report", str(tmp_path / "run0")]) == 0
     same_training(result, calm())
 
 
