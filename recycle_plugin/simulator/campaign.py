@@ -88,7 +88,7 @@ def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -
     watcher = failure_detector(given, weights, late)
     cluster = Cluster(given, weights, watcher)
     try:
-        cluster.run(LIMIT_US)
+        cluster.run(LIMIT_US * given.shards)
         watcher.finished(cluster, may_end(cluster))
     except Exception as error:  # whatever the code under test raises is what is looked for
         watcher.say(f"{type(error).__name__}: {error}")
