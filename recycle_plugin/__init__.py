@@ -39,3 +39,18 @@ def mean(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     from recycle_plugin.runtime.collectives.average import mean
 
     return mean(tensor, group)
+
+
+def seat_group() -> ProcessGroup:
+    """The process group of the workers that hold this process's seat together: those of one stage of one replica.
+
+    For layers of which each of them has a part, as a linear layer cut by its columns or rows: in their forward and
+    backward, where no other group may be used, ``torch.distributed.all_reduce(tensor, group=seat_group())`` and the
+    like add up what these have.  A member's place in it, ``torch.distributed.get_rank(group)``, is the part that it
+    has; that is the same for all replicas.
+
+    Raises RecycleError where each worker holds its seat alone.
+    """
+    from recycle_plugin.runtime.collectives.seat import seat_group
+
+    return seat_group()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from math import isfinite
 from typing import Any
 
@@ -59,6 +59,13 @@ def seats(value: object) -> bool:
         return False
 
 
+def others(value: object) -> bool:
+    """Whether it is the ranks that hold each seat with its first one, by the seat's name."""
+    return isinstance(value, dict) and all(
+        isinstance(ranks, list) and all(map(count, ranks)) for ranks in value.values()
+    )
+
+
 FIELDS: Mapping[str, Mapping[str, Check]] = {
     "start": {
         "job.replicas": positive,
@@ -103,9 +110,12 @@ COORDINATOR: Mapping[str, Check] = {
 def check(events: Iterable[Mapping[str, Any]], start: Mapping[str, Any]) -> None:
     """Raise ValueError that names the first field which is missing or can't be; ``start``: the job's start event."""
     _check(start, FIELDS["start"] | (COORDINATOR if start.get("coordinator") else {}))
+    if "others" in start:
+        _check(start, {"others": others})
+    ranks = {*start["seats"].values(), *(rank for ranks in start.get("others", {}).values() for rank in ranks)}
     for event in events:
         _check(event, {"time": moment} | FIELDS.get(event["event"], {}))
-        _check_member(event, start["seats"])
+        _check_member(event, start["seats"], ranks)
 
 
 def _check(event: Mapping[str, Any], fields: Mapping[str, Check]) -> None:
@@ -119,9 +129,9 @@ def _check(event: Mapping[str, Any], fields: Mapping[str, Check]) -> None:
             raise ValueError(f"its {event['event']} event has {str(value)[:60]!r} as {name}: {OTHER}")
 
 
-def _check_member(event: Mapping[str, Any], ranks: Mapping[str, int]) -> None:
+def _check_member(event: Mapping[str, Any], seats: Collection[str], ranks: Collection[int]) -> None:
     """Raise ValueError where someone is lost, leaves or comes back, who is not among the job's workers."""
-    if event["event"] in ("lost", "leaving", "rejoined") and event["seat"] not in ranks:
+    if event["event"] in ("lost", "leaving", "rejoined") and event["seat"] not in seats:
         raise ValueError(f"its {event['event']} event names seat {event['seat']}, which its start event has not")
-    if event["event"] == "left" and event["rank"] not in ranks.values():
+    if event["event"] == "left" and event["rank"] not in ranks:
         raise ValueError(f"its left event names rank {event['rank']}, which its start event has not")

@@ -142,7 +142,12 @@ class Metrics:
 
     def _start(self, details: dict) -> None:
         self._batch = details["job"]["batch"]
-        self._stages = {rank: Seat.parse(seat).stage for seat, rank in details["seats"].items()}
+        others = details.get("others", {})
+        self._stages = {
+            rank: Seat.parse(seat).stage
+            for seat, first in details["seats"].items()
+            for rank in (first, *others.get(seat, ()))
+        }
         self._workers.labels(LIVE).set(len(self._stages))
         for stage in range(details["job"]["stages"]):
             self._bubbles.labels(stage).set(nan)

@@ -88,7 +88,7 @@ def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -
     watcher = failure_detector(given, weights, late)
     cluster = Cluster(given, weights, watcher)
     try:
-        cluster.run(LIMIT_US)
+        cluster.run(LIMIT_US * given.shards)
         watcher.finished(cluster, may_end(cluster))
     except Exception as error:  # whatever the code under test raises is what is looked for
         watcher.say(f"{type(error).__name__}: {error}")
@@ -111,11 +111,8 @@ def may_end(cluster: Cluster) -> bool:
     anybody before the start, or iterators' data that is not to be had again.
     """
     membership, gone = cluster.membership, cluster.gone()
-    left = {
-        worker.seat.stage
-        for rank, worker in cluster.workers.items()
-        if rank not in gone and not worker.stuck and not worker.stopped
-    }
+    away = cluster.lost_seats | {worker.seat for worker in cluster.workers.values() if worker.stuck or worker.stopped}
+    left = {seat.stage for seat in cluster.scenario.shape.seats if seat not in away}
     without = (
         not membership.started
         or len(left) < cluster.scenario.shape.stages

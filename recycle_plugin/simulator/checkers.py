@@ -49,22 +49,22 @@ class Watcher:
             late,
             given.rounds,
         )
-        self.reference = Reference(given.shape, weights, given.clip, given.policy.block)
+        self.reference = Reference(given.shape, weights, given.clip, given.policy.block, given.shards)
         self._samples = Samples(given.shape, given.epoch, given.lengths, self.say) if given.iterators else None
         if not given.iterators:
             for step in range(1, given.steps + 1):
                 self.reference.follow(step)
         self.violations: list[str] = []
         self._ended_before = 0  # the step before which all data has ended just now
-        self._counted: dict[Seat, Counter] = defaultdict(Counter)
+        self._counted: dict[tuple[Seat, int], Counter] = defaultdict(Counter)  # by what workers hold
         self._told: dict[tuple[int, str], Mapping] = {}
         self._told_with: dict[int, dict] = {}  # when losses were told, the batches that they are of
-        self._applied: dict[tuple[Seat, int], tuple[int, float | None]] = {}
+        self._applied: dict[tuple[tuple[Seat, int], int], tuple[int, float | None]] = {}  # by that, and step
         self._pauses = {
             step for step, what in given.between if what != "pause"
         }  # steps after which all do something together
         self._evaluated: dict[int, Mapping[str, int]] = {}
-        self._moments: dict[tuple[int, int], tuple[int, ...]] = {}  # by stage, before a step that is committed
+        self._moments: dict[tuple[int, int, int], tuple[int, ...]] = {}  # by stage and shard, before a committed step
         self._published: set[int] = set()
         self._costly: set[tuple[int, str]] = set()  # work for which somebody was given up
         self._why_unsaved: dict[int, str] = {}  # by step: why there is no checkpoint of it
@@ -83,8 +83,8 @@ class Watcher:
         if instruction.op not in (Op.W, Op.B):
             return
         key = instruction.step, instruction.micro_batch
-        self._counted[worker.seat][key] += 1
-        if self._counted[worker.seat][key] > 1:
+        self._counted[worker.held][key] += 1
+        if self._counted[worker.held][key] > 1:
             self.say(f"seat {worker.seat} counts {instruction} twice")
 
     def loaded(self, worker: Any, instruction: Instruction, batch: Batch) -> None:
@@ -96,12 +96,12 @@ class Watcher:
         """Takes in that a worker has dropped what it has counted of the steps after ``after``, computed with rejected
         weights.
         """
-        counted = self._counted[worker.seat]
-        self._counted[worker.seat] = Counter({key: count for key, count in counted.items() if key[0] <= after})
+        counted = self._counted[worker.held]
+        self._counted[worker.held] = Counter({key: count for key, count in counted.items() if key[0] <= after})
 
     def replaced(self, worker: Any) -> None:
         """Takes in that another process comes in the place of a worker's, and has counted nothing."""
-        self._counted.pop(worker.seat, None)
+        self._counted.pop(worker.held, None)
 
     def sent(self, worker: Any) -> None:
         """Takes in that a worker has sent a boundary tensor, so that others may have to go."""
@@ -189,7 +189,7 @@ class Watcher:
         """Takes in the gradient that a worker applies in ``step``, clipped by ``norm``.  What was taken back and is
         applied again is told again.
         """
-        self._applied[worker.seat, step] = gradient, norm
+        self._applied[worker.held, step] = gradient, norm
 
     @staticmethod
     def _how_often(found: Counter, wrong: list[str]) -> str:
@@ -225,21 +225,21 @@ class Watcher:
             roster = cluster.membership.roster  # who is joining may be a step behind, until it has entered
             live = [cluster.workers[member.rank] for member in roster if not member.joining]
             for step in range(self._committed + 1, now + 1):
-                self._alike([worker.seat for worker in live], step)
+                self._alike([worker.held for worker in live], step)
             self._committed = now
             for worker in live:
                 self._right_weights(worker, now)
 
-    def _alike(self, live: list[Seat], step: int) -> None:
+    def _alike(self, live: list[tuple[Seat, int]], step: int) -> None:
         """Checks that all have applied ``step`` alike.  Weights follow from that, where they were equal before."""
-        for seat in live:
-            if (seat, step) not in self._applied:
-                self.say(f"step {step} is committed, and seat {seat} has not applied it")
+        for held in live:
+            if (held, step) not in self._applied:
+                self.say(f"step {step} is committed, and seat {held[0]} has not applied it")
                 return
-        if len(norms := self._several(self._applied[seat, step][1] for seat in live)) > 1:
+        if len(norms := self._several(self._applied[held, step][1] for held in live)) > 1:
             self.say(f"step {step} is clipped by {' and '.join(map(str, norms))}")
         for stage in range(self.shape.stages):
-            if len(self._several(self._applied[seat, step][0] for seat in live if seat.stage == stage)) > 1:
+            if len(self._several(self._applied[held, step][0] for held in live if held[0].stage == stage)) > 1:
                 self.say(f"the replicas of stage {stage} have applied different gradients in step {step}")
 
     @staticmethod
@@ -253,7 +253,7 @@ class Watcher:
                 if self._samples is not None and step - 1 > self._committed:
                     self._follow(step - 1, step - 1)
                 moments = tuple(worker.numbers.moments.values())
-                if self._moments.setdefault((worker.seat.stage, step), moments) != moments:
+                if self._moments.setdefault((worker.seat.stage, worker.held.shard, step), moments) != moments:
                     self.say(f"seat {worker.seat} has other moments behind step {step - 1} than its stage's others")
                 if not self.rounds and held != self.reference.weights[step][worker.seat.stage]:
                     self.say(f"seat {worker.seat} has wrong weights behind step {step - 1}")
@@ -275,7 +275,7 @@ class Watcher:
         if self._evaluated.setdefault(number, losses) != losses:
             self.say(f"seat {worker.seat} was told other losses of evaluation {number} than another")
         found = {MicroBatch.parse(name): loss for name, loss in losses.items()}
-        gone = {worker.cluster.workers[rank].seat for rank in worker.cluster.gone()}
+        gone = worker.cluster.lost_seats
         for replica in range(self.shape.replicas):
             batch = {MicroBatch(replica, index) for index in range(count)}
             if not batch <= found.keys() and not {Seat(replica, 0), Seat(replica, self.shape.stages - 1)} <= gone:
@@ -284,27 +284,27 @@ class Watcher:
             if not self.rounds and loss != self.reference.loss(step + 1, sampled(micro_batch, -number)):
                 self.say(f"the loss of micro-batch {micro_batch} in evaluation {number} is wrong")
 
-    def published(self, worker: Any, step: int, written: Mapping[Seat, int | None]) -> None:
-        """Takes in that a checkpoint of ``step`` has its name.  ``written``: the weight that each seat has written,
-        None where it could not.
+    def published(self, worker: Any, step: int, written: Mapping[tuple[Seat, int], int | None]) -> None:
+        """Takes in that a checkpoint of ``step`` has its name.  ``written``: the weight that each worker has written,
+        by what it holds, None where it could not.
         """
         self._published.add(step)
         self._check_nobody_writes(worker, step, written)
         for stage in range(self.shape.stages):
-            weights = {weight for seat, weight in written.items() if seat.stage == stage}
+            weights = {weight for (seat, _), weight in written.items() if seat.stage == stage}
             if len(weights) != 1 or (not self.rounds and weights != {self.reference.weights[step + 1][stage]}):
                 self.say(
                     f"the checkpoint of step {step} has {'no' if not weights else 'wrong'} weights of stage {stage}"
                 )
 
-    def discarded(self, worker: Any, step: int, written: Mapping[Seat, int | None]) -> None:
+    def discarded(self, worker: Any, step: int, written: Mapping[tuple[Seat, int], int | None]) -> None:
         """Takes in that what there is of a checkpoint of ``step`` is removed.  ``written``: as for
         :meth:`published`.
         """
         self._check_nobody_writes(worker, step, written)
 
-    def _check_nobody_writes(self, worker: Any, step: int, written: Mapping[Seat, int | None]) -> None:
-        live = {member.seat for member in worker.control_view.roster}
+    def _check_nobody_writes(self, worker: Any, step: int, written: Mapping[tuple[Seat, int], int | None]) -> None:
+        live = {(member.seat, member.shard) for member in worker.control_view.roster}
         if live - written.keys():
             self.say(f"seat {worker.seat} takes a checkpoint of step {step} for written, which others still write")
 
@@ -369,11 +369,11 @@ class Watcher:
         """
         if cluster.scenario.heavy:
             return
-        healthy = [
-            str(worker.seat)
-            for rank, worker in cluster.workers.items()
-            if worker.control_view.worker in cluster.membership.lost and rank not in cluster.deafened
-        ]
+        deaf = {cluster.workers[rank].seat for rank in cluster.deafened}
+        lost = {
+            worker.seat for worker in cluster.workers.values() if worker.control_view.worker in cluster.membership.lost
+        }
+        healthy = list(map(str, sorted(lost - deaf)))
         if cluster.deafened and len(healthy) > (not all(cluster.deafened.values())):
             self.say(f"seats {', '.join(healthy)} were given up, since another hears nobody")
 

@@ -44,14 +44,15 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.worker.lockstep import Word
 from recycle_plugin.core.worker.training_loop import LEAVE
 from recycle_plugin.simulator.exercised import Exercised, ProtocolRule
-from recycle_plugin.simulator.message_delays import MessageDelays
+from recycle_plugin.simulator.message_delays import CLOSE, MessageDelays
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 from recycle_plugin.simulator.script import Died, Script
 from recycle_plugin.simulator.simulated_log import SimulatedLog
 from recycle_plugin.simulator.simulated_state import Pipe
-from recycle_plugin.simulator.simulated_worker import DEADLINES, SharedPlanner, SimulatedMachine, Sum
+from recycle_plugin.simulator.simulated_worker import DEADLINES, Holding, SharedPlanner, SimulatedMachine, Sum
 
 WORKER, SECOND, SUPERVISOR, DATA = (
     "worker",
@@ -74,20 +75,22 @@ class Cluster:
 
     def __init__(self, scenario: Scenario, weights: tuple[int, ...], watcher: Any) -> None:
         self.scenario, self.watcher, self.random = scenario, watcher, Random(scenario.torn)
-        self.membership = Membership(len(scenario.shape.seats))
+        self.membership = Membership(len(scenario.shape.seats) * scenario.shards)
         self.now, self._ticket = 0, count()
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self.planner = SharedPlanner(scenario.costs, scenario.policy)
         self.logs: list[SimulatedLog] = []  # of all processes that there have been
         self.saved: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}  # by step and stage: weight and moments
         self.workers = {
-            rank: SimulatedMachine(self, rank, seat, weights[seat.stage])
-            for rank, seat in enumerate(scenario.shape.seats)
+            rank: SimulatedMachine(self, rank, weights[seat.stage])
+            for rank, seat in enumerate(seat for seat in scenario.shape.seats for _ in range(scenario.shards))
         }
         self.pipes: dict[str, Pipe] = {}  # by address, between sources and newcomers
         self._damages = Random(f"damages in {scenario.torn}")
-        self.rank_of = {seat: rank for rank, seat in enumerate(scenario.shape.seats)}
-        self.sums: dict[tuple[int, Op, int, int], Sum] = {}  # by generation, what it is, its first stage, step
+        self.rank_of = {  # of the worker that troubles strike
+            seat: place * scenario.shards + scenario.struck for place, seat in enumerate(scenario.shape.seats)
+        }
+        self.sums: dict[tuple[int, Op, int, int, int], Sum] = {}  # by generation, op, its first stage, step, shard
         self.events: list[tuple[int, Event]] = []
         self.spans: list[Span] = []
         self.links: dict[tuple[int, int], tuple[str, int, int]] = {}  # kind, until, delay
@@ -99,18 +102,20 @@ class Cluster:
         self.hits: Counter[tuple[str, Op]] = Counter()  # kind of trouble, and what the worker was at
         self.exercised = Exercised()
         self.lines = MessageDelays(scenario.weather, scenario.torn)
+        self._in_seats = MessageDelays(CLOSE, scenario.torn)
         self._inbox: deque[Callable[[], None]] = deque()  # what the coordinator has not read yet
         self._stalled_until, self._reloads = 0, Random(f"reloads in {scenario.torn}")
         self.over = False
         self._watched = -1
         self._departed: set[int] = set()
         self._joining: set[WorkerId] = set()
+        self._fenced: set[WorkerId] = set()  # by their supervisors
         self._under_way: dict[
             int, tuple[int, int, Callable[[], None]]
         ] = {}  # data, by number: from whom, to whom, and its arrival
         self.returned: list[SimulatedMachine] = []  # processes in whose place others have come
         self.written: dict[
-            tuple[int, int], dict[Seat, int | None]
+            tuple[int, int], dict[Holding, int | None]
         ] = {}  # checkpoints, whole or not, by step and attempt: a weight of each writer, None where it could not
 
     def run(self, until_us: int) -> None:
@@ -148,6 +153,11 @@ class Cluster:
             for rank, worker in self.workers.items()
             if worker.control_view.worker in lost | joining or worker.reason == LEAVE or worker.control_view.outside
         }
+
+    @property
+    def lost_seats(self) -> set[Seat]:
+        """The seats of which a shard is gone."""
+        return {self.workers[rank].seat for rank in self.gone()}
 
     @property
     def homeless(self) -> set[int]:
@@ -216,6 +226,8 @@ class Cluster:
         self.exercised.answered(cause, output, self.membership, changing, lost)
         self._note_departures()
         self.events += [(self.now, event) for event in output.events]
+        back = sum(event.kind == "rejoined" for event in output.events)
+        self.exercised[ProtocolRule.SEAT_RETURNED] += back * (self.scenario.shards > 1)
         for whom, message in output.messages:
             if whom == SUPERVISORS:
                 self._tell_supervisors(message)
@@ -269,6 +281,7 @@ class Cluster:
             self.travel((SUPERVISOR, "back", rank), wait)
 
     def _kill_fenced(self, fenced: WorkerId) -> None:
+        self._fenced.add(fenced)
         if self.workers[fenced.rank].control_view.worker == fenced:
             self.kill(fenced.rank)
 
@@ -308,6 +321,24 @@ class Cluster:
         self.travel(
             (DATA, source, target), partial(self.later, delay, arrive) if self.now < until and delay else arrive
         )
+
+    def tell_seat(self, source: SimulatedMachine, word: Word) -> None:
+        """Sends a word of one worker to all others that hold its seat."""
+        for rank in self._together(source.rank):
+            if rank != source.rank and (rank in self.cut) == (source.rank in self.cut):
+                target = self.workers[rank]
+                arrival = self._in_seats.arrival((source.rank, rank), self.now)
+                self.later(arrival - self.now, partial(self._hear_in_seat, source, target, word))
+
+    def _together(self, rank: int) -> range:
+        """The ranks that hold one seat with ``rank``, itself included."""
+        first = rank - rank % self.scenario.shards
+        return range(first, first + self.scenario.shards)
+
+    def _hear_in_seat(self, source: SimulatedMachine, target: SimulatedMachine, word: Word) -> None:
+        if source.alive and target.alive:
+            target.hear_in_seat(source.held.shard, word)
+            self.wake(target)
 
     def _end_of_way(self, number: int) -> None:
         if number in self._under_way:  # it may have been hurried up
@@ -357,7 +388,7 @@ class Cluster:
             case "deafened" | "walled":
                 self.deafened |= dict.fromkeys(ranks, trouble.kind == "deafened")
             case "cut":
-                self._cut_off(ranks)
+                self._cut_off([rank for struck in ranks for rank in self._together(struck)])
             case "stall":
                 self._stalled_until = self.now + trouble.for_us
                 self.later(trouble.for_us, self._read)
@@ -429,8 +460,10 @@ class Cluster:
         before = self.workers[message.rank]
         if before.control_view.incarnation >= message.incarnation or message.rank in self.cut:
             return
+        if self.scenario.shards > 1 and message.worker in self._fenced:  # with another one of its seat, which has died
+            return
         self._departed.discard(message.rank)
-        worker = SimulatedMachine(self, message.rank, before.seat, 0, message.incarnation)
+        worker = SimulatedMachine(self, message.rank, 0, message.incarnation)
         self.returned.append(before)
         self.watcher.replaced(before)
         self.workers[message.rank] = worker

@@ -85,6 +85,8 @@ class ProtocolRule(str, Enum):
     RETURNED = "a newcomer came to be a member"
     CALLED_OFF = "a newcomer was announced again"
     NEWCOMER_LOST = "a newcomer was lost before it was a member"
+    RAN_ON = "a shard had stopped before another one of its seat"
+    SEAT_RETURNED = "a seat of several shards came to have work again"
     RELOADED = "the coordinator's state was written down and read again"
 
 

@@ -33,6 +33,7 @@ class Weather:
 
 FAIR = Weather((300, 300))
 UNEVEN = Weather((100, 2_000), 0.15, (5_000, 40_000), 0.01)
+CLOSE = Weather((50, 300))  # between the workers of one seat
 STORMY = Weather((100, 5_000), 0.3, (20_000, 90_000), 0.05)
 
 

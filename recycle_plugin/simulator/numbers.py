@@ -27,15 +27,17 @@ class Numbers:
 
     Once a stash's weights are written over, as by a step that is taken back and done again, it is of no use: as torch's
     graphs are.
+
+    The weights of all shards of a stage are equal, so that one reference does for them; the moments are not.
     """
 
-    def __init__(self, scenario: Scenario, seat: Seat) -> None:
+    def __init__(self, scenario: Scenario, seat: Seat, shard: int = 0) -> None:
         self._scenario, self._seat = scenario, seat
         self.tie = scenario.shape.tie(seat.stage)
         self._blocks = scenario.policy.blocks(scenario.shape)
         self._written = 0  # how often parameters were, as torch counts versions
         self._sums: dict[tuple[int, Block], int] = {}  # of weight gradients, by step
-        self.moments: dict[str, int] = dict.fromkeys(MOMENTS, 0)  # what an optimizer keeps, which no number shows
+        self.moments: dict[str, int] = dict.fromkeys(MOMENTS, shard)  # what an optimizer keeps, which no number shows
         self._before: dict[str, int] = {}  # the last step
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:

@@ -17,8 +17,13 @@ class Reference:
     followed.
     """
 
-    def __init__(self, shape: Topology, weights: tuple[int, ...], clip: float = 0.0, block: int | None = 1) -> None:
-        """Begins with ``weights``, one per stage.  ``block``: as in core.vocabulary.plan.Policy."""
+    def __init__(
+        self, shape: Topology, weights: tuple[int, ...], clip: float = 0.0, block: int | None = 1, shards: int = 1
+    ) -> None:
+        """Begins with ``weights``, one per stage.  ``block``: as in core.vocabulary.plan.Policy; ``shards``: of each
+        stage, all alike.
+        """
+        self._shards = shards
         self._shape, self._clip, self._exact, self._block = shape, clip, block != 1, block or shape.micro_batches
         self.weights = {1: weights}
         self.losses: dict[int, dict[str, int]] = {}
@@ -79,7 +84,7 @@ class Reference:
 
     def _clipped(self, gradients: list[int], counted: list[bool]) -> list[int]:
         """The gradients clipped as by a worker that waits for all stages' shares before it applies anything."""
-        norm = sum(share(gradient) for gradient, counts in zip(gradients, counted) if counts) ** 0.5
+        norm = (self._shards * sum(share(gradient) for gradient, counts in zip(gradients, counted) if counts)) ** 0.5
         if not self._clip or norm + 1e-6 <= self._clip:
             return gradients
         return [clipped(gradient, norm) for gradient in gradients]

@@ -75,7 +75,8 @@ class Scenario:
     ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after
     steps: evaluate, save, or pause; ``heavy``: work that takes long, whoever does it; ``full``: after which step a
     seat's share of a checkpoint, or its "latest", can't be written; ``damaged_share``: of what newcomers are sent;
-    ``logs``: what crosses stages is logged, and there is a checkpoint before the first step.
+    ``logs``: what crosses stages is logged, and there is a checkpoint before the first step; ``shards``: workers that
+    hold each seat together, of which the one with the number ``struck`` has the troubles and faults.
     """
 
     shape: Topology
@@ -101,6 +102,8 @@ class Scenario:
     epoch: int = 0
     lengths: tuple[int, ...] = ()
     logs: bool = False
+    shards: int = 1
+    struck: int = 0
 
     @property
     def exact(self) -> bool:

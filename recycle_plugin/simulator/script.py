@@ -149,7 +149,7 @@ class SimulatedFiles:
         yield WRITING_US * machine.percent // 100
         machine.reach("checkpoint.written")
         written, full = machine.cluster.written, self._is_full(str(machine.seat))
-        written.setdefault((self.step, number), {})[machine.seat] = (
+        written.setdefault((self.step, number), {})[machine.held] = (
             None if full else machine.store[Datum("params", machine.seat.stage, None, self.step + 1)]
         )
         state = machine.store[Datum("params", machine.seat.stage, None, self.step + 1)], dict(machine.numbers.moments)

@@ -92,6 +92,7 @@ def scenario(seed: int) -> Scenario:
         ("deafness", _with_deafness),
         ("returns", _with_returns),
         ("places", _with_places),
+        ("shards", _with_groups),
     ):
         job = change(
             job, Random(f"{name} in {seed}")
@@ -236,6 +237,28 @@ def _with_places(given: Scenario, random: Random) -> Scenario:
     batch = len(given.shape.batch)  # else one alone could never fill a step
     lengths = tuple(max(batch, random.randrange(least, 4 * least)) for _ in range(given.shape.replicas))
     return replace(given, lengths=lengths[:1] * given.shape.replicas if random.random() < 0.25 else lengths)
+
+
+def _with_groups(given: Scenario, random: Random) -> Scenario:
+    """Has two workers hold each seat together in one job of eight that reads no iterators; in three of four of these
+    lost seats come back.
+    """
+    if random.random() >= 1 / 8 or given.iterators:
+        return given
+    given = replace(given, shards=2, struck=random.randrange(2), clip=given.clip * 2**0.5)  # as often over it as one is
+    if random.random() < 0.25 or given.rejoin != "never":
+        return given
+    seat, at = random.choice(given.shape.seats), random.randrange(SETTLED_US // 2, CALM_US)
+    more = tuple(
+        Trouble("kill", at + place * random.randrange(CALM_US), (seat,)) for place in range(random.choice((1, 2)))
+    )
+    return replace(
+        given,
+        troubles=given.troubles + more,
+        steps=given.steps + 24,
+        damaged_share=random.choice((0.0, 0.3)),
+        rejoin=random.choice(("always", 2)),
+    )
 
 
 def _with_paces(given: Scenario, random: Random) -> Scenario:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from recycle_plugin import planner
 from recycle_plugin.core.coordinator.step_validation import over
@@ -33,6 +33,7 @@ from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.iterator_data import IteratorData
+from recycle_plugin.core.worker.lockstep import Lockstep, Word
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.replay import CantReplay, StageReplay
 from recycle_plugin.core.worker.step_log import StepLog
@@ -64,6 +65,13 @@ DEADLINES = Deadlines(
 )
 
 
+class Holding(NamedTuple):
+    """The part of the job that a worker holds: ``shard`` of ``seat``."""
+
+    seat: Seat
+    shard: int
+
+
 @dataclass
 class Sum:
     """A REDUCE or a TIE under way: who takes part, what each has brought, and whether all are there."""
@@ -79,12 +87,14 @@ class SimulatedMachine:
     it.  What may happen to it: simulator/scenario.py.
     """
 
-    def __init__(self, cluster: Cluster, rank: int, seat: Seat, weight: int, incarnation: int = 0) -> None:
-        self.cluster, self.rank, self.seat = cluster, rank, seat
-        self.control_view = ControlView(rank, incarnation)
-        self.control_view.newcomer = incarnation > 0
+    def __init__(self, cluster: Cluster, rank: int, weight: int, incarnation: int = 0) -> None:
         scenario = cluster.scenario
-        self.numbers = Numbers(scenario, seat)
+        place, shard = divmod(rank, scenario.shards)
+        seat = scenario.shape.seats[place]
+        self.cluster, self.rank, self.seat, self.held = cluster, rank, seat, Holding(seat, shard)
+        self.control_view = ControlView(rank, incarnation)
+        self.control_view.newcomer, self.control_view.shard = incarnation > 0, shard
+        self.numbers = Numbers(scenario, seat, shard)
         self.store = StepStore(seat, scenario.shape.stages, bool(self.numbers.tie), Retention(budget=scenario.budget))
         self.store.put(Datum("params", seat.stage, None, 1), weight)
         self.steps = StepMachine(0)
@@ -104,8 +114,12 @@ class SimulatedMachine:
             Stopwatch(scenario.costs) if scenario.rebalances else None,
         )
         log = self._log() if scenario.logs else None
-        self.worker = Worker(self, scenario.shape, self.store, self.steps, judging, self.iterator_data, stopwatch, log)
-        self.script = FaultScript(scenario.faults, seat, incarnation)
+        self._words: dict[int, Word] = {}  # the last of each other shard
+        self.lockstep = Lockstep(self, seat, shard, scenario.shards) if scenario.shards > 1 else None
+        self.worker: Worker = Worker(
+            self, scenario.shape, self.store, self.steps, judging, self.iterator_data, stopwatch, log, self.lockstep
+        )
+        self.script = FaultScript(scenario.faults if shard == scenario.struck else (), seat, incarnation)
         self.shared = SimulatedState(self)
         self.fill, self.write, self.gathered = self.shared.fill, self.shared.write, self.shared.gathered
         self.alive = self.runs = True
@@ -116,7 +130,9 @@ class SimulatedMachine:
         self.losses: dict[int, dict] = {}  # as the training script gets them, by step
         self.reason: str | None = None  # of its end before the last step
         self.life: Iterator[Any]  # its training script (simulator/script.py)
-        self.loop = TrainingLoop(self, self.worker, cluster.planner, scenario.shape, seat, self.steps)
+        self.loop: TrainingLoop = TrainingLoop(
+            self, self.worker, cluster.planner, scenario.shape, seat, self.steps, self.lockstep
+        )
         self.worker.applied = self.loop.applied
         self.newcomer = (
             Newcomer(
@@ -150,6 +166,7 @@ class SimulatedMachine:
                 f"{self.rank}" + f".{incarnation}" * (incarnation > 0),
                 f"host{self.rank}",
                 incarnation,
+                self.held.shard,
             ),
             0,
             _job(self.cluster.scenario),
@@ -240,9 +257,25 @@ class SimulatedMachine:
             message = replace(message, incarnation=self.control_view.incarnation)
         self.cluster.tell_coordinator(self.rank, message)
 
+    def say_in_seat(self, word: Word) -> None:
+        """Sends ``word`` to the other shards of the seat."""
+        self.cluster.tell_seat(self, word)
+
+    def hear_in_seat(self, shard: int, word: Word) -> None:
+        """Takes in a word of another shard."""
+        self._words[shard] = word
+        assert self.lockstep is not None, "there are other shards"
+        goes_on = word.generation == self.control_view.number and self.control_view.generation is not None
+        self.cluster.exercised[ProtocolRule.RAN_ON] += goes_on and (word.stopped or 0) > self.lockstep.finished
+
+    def heard_in_seat(self, shard: int) -> Word:
+        """The last word of another shard."""
+        return self._words.get(shard, Word())
+
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
         """Sends a value to the peer at ``target``."""
-        self.cluster.send(self.rank, self.control_view.roster.holding(target).rank, datum, value, valid_from)
+        peer = self.control_view.roster.holding(target, self.held.shard)
+        self.cluster.send(self.rank, peer.rank, datum, value, valid_from)
 
     def deliver(self, datum: Datum, value: Any, valid_from: int) -> None:
         """Puts a value that a peer has sent where :meth:`arrivals` finds it."""
@@ -406,11 +439,16 @@ class SimulatedMachine:
         """Makes the sum of a REDUCE or TIE as a collective does: nobody has the result before all have come, and a
         death leaves some with it and some without.
         """
-        return (
+        total = (
             yield from self._sum(instruction, have, holder)
             if instruction.op is Op.REDUCE
             else self._sum_over_tie(instruction, have)
         )
+        if self.lockstep is not None:
+            yield from self.lockstep.begin_sum(instruction)
+        if instruction.op is Op.REDUCE and holder is None:
+            self.numbers.forget_sums()
+        return total
 
     def share(self, step: int, have: StepStore) -> float:
         """This stage's share of the squared norm of ``step``."""
@@ -439,12 +477,11 @@ class SimulatedMachine:
         if holder is not None:
             brought = yield from self._together(instruction, stage, have[reduced] if holder == self.seat else None)
             self.cluster.exercised[ProtocolRule.ROLLED_FORWARD] += reduced not in have
-            return brought[self.control_view.roster.holding(holder).rank]
+            return brought[self.control_view.roster.holding(holder, self.held.shard).rank]
         counted = have.of("wgrad", instruction.step)
         brought = yield from self._together(instruction, stage, (counted, self.numbers.sums(instruction.step)))
         self.cluster.exercised[ProtocolRule.SUMMED_AGAIN] += self.worker.running.resumed
         self.cluster.watcher.summed(self, instruction.step, [part for part, _ in brought.values()])
-        self.numbers.forget_sums()
         return self.numbers.total([sums for _, sums in brought.values()])
 
     def _sum_over_tie(self, instruction: Instruction, have: StepStore) -> Waits[Any]:
@@ -463,9 +500,9 @@ class SimulatedMachine:
 
     def _together(self, instruction: Instruction, stages: tuple[int, ...], mine: Any) -> Waits[Any]:
         """The values that all live workers of ``stages`` bring to ``instruction``, by rank."""
-        members = frozenset(member.rank for member in self.control_view.roster.stages(stages))
+        members = frozenset(member.rank for member in self.control_view.roster.stages(stages, self.held.shard))
         sum_ = self.cluster.sums.setdefault(
-            (self.control_view.number, instruction.op, stages[0], instruction.step), Sum(members)
+            (self.control_view.number, instruction.op, stages[0], instruction.step, self.held.shard), Sum(members)
         )
         sum_.brought[self.rank] = mine
         if set(sum_.brought) == members:

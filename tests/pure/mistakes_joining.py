@@ -38,7 +38,7 @@ def wrong_weights(monkeypatch) -> None:
     monkeypatch.setattr(Pipe, "send", changed)
 
 
-@mistake("a newcomer enters a step too early", seen=14)
+@mistake("a newcomer enters a step too early")
 def too_early(monkeypatch) -> None:
     followed = Newcomer._followed
 
@@ -51,7 +51,7 @@ def too_early(monkeypatch) -> None:
     monkeypatch.setattr(Newcomer, "_followed", sooner)
 
 
-@mistake("a newcomer misses an update", seen=14)
+@mistake("a newcomer misses an update")
 def missed(monkeypatch) -> None:
     all_hashes_are_equal(monkeypatch)
     follow = FilledStage.follow
@@ -63,13 +63,13 @@ def missed(monkeypatch) -> None:
     monkeypatch.setattr(FilledStage, "follow", without_one)
 
 
-@mistake("a damaged unit is taken as it is", seen=14)
+@mistake("a damaged unit is taken as it is")
 def damaged(monkeypatch) -> None:
     all_hashes_are_equal(monkeypatch)
     wrong_weights(monkeypatch)
 
 
-@mistake("what may be taken back is served", seen=14)
+@mistake("what may be taken back is served", seen=91)
 def uncommitted(monkeypatch) -> None:
     all_hashes_are_equal(monkeypatch)
     between = Servings.between
@@ -80,7 +80,7 @@ def uncommitted(monkeypatch) -> None:
     )
 
 
-@mistake("a newcomer applies steps without regard to their norm", seen=14)
+@mistake("a newcomer applies steps without regard to their norm", seen=51)
 def without_norm(monkeypatch) -> None:
     all_hashes_are_equal(monkeypatch)
     follow = FilledStage.follow

@@ -22,7 +22,7 @@ from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.message_delays import UNEVEN
 from recycle_plugin.simulator.reference import Reference
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
-from tests.pure import mistakes_between, mistakes_joining, mistakes_suspicion  # noqa: F401  add their own
+from tests.pure import mistakes_between, mistakes_joining, mistakes_suspicion, mistakes_together  # noqa: F401
 from tests.pure.mistakes import MISTAKES, SEEN, believed_of_many, void_is_not_heard_again
 
 FOUND_WITHIN = 2000  # seeds, by every mistake, and every rule is needed in one; most need a few

@@ -39,5 +39,5 @@ def test_epochs_have_as_many_steps_as_all_batches_fill(stages, lengths, epoch) -
 
 def test_what_was_said_of_a_step_that_is_dropped_does_not_count(monkeypatch) -> None:
     """Who had data for it has computed with that, and said its losses."""
-    monkeypatch.setattr(StepLedger, "drop", lambda self, step: None)
+    monkeypatch.setattr(StepLedger, "leave_out", lambda self, step: None)
     assert "was told wrong losses of step 4" in outcome(1, (6, 8)).violations[0]

@@ -86,7 +86,7 @@ def job_of(rejoin: str | int = "always", **more: object) -> Membership:
 )
 def test_each_time_it_waits_longer_and_then_it_is_given_up(rejoin, waits):
     policy, found, out = Restarts(rejoin), [], CoordinatorOutput()
-    while (after_s := policy.decide(WorkerId(2, len(found)), "rank 2", "it died", False, False, out)) is not None:
+    while (after_s := policy.decide(WorkerId(2, len(found)), "rank 2", "it died", False, False, out, 2)) is not None:
         found.append(after_s)
         policy.in_vain(2)
         assert len(found) < 20
@@ -105,16 +105,16 @@ def test_an_admission_begins_anew_and_each_rank_has_its_own_count():
     policy, out = Restarts("always"), CoordinatorOutput()
     for _ in range(4):
         policy.in_vain(2)
-    assert policy.decide(WorkerId(3), "rank 3", "it died", False, False, out) == 1
-    assert policy.decide(WorkerId(2, 4), "rank 2", "it died", False, False, out) == 16
+    assert policy.decide(WorkerId(3), "rank 3", "it died", False, False, out, 3) == 1
+    assert policy.decide(WorkerId(2, 4), "rank 2", "it died", False, False, out, 2) == 16
     policy.admitted(2)
-    assert policy.decide(WorkerId(2, 5), "rank 2", "it died", False, False, out) == 1
+    assert policy.decide(WorkerId(2, 5), "rank 2", "it died", False, False, out, 2) == 1
     assert out.events[1].details == {"rank": 2, "incarnation": 4, "after_s": 16, "in_vain": 4}
 
 
 def test_nobody_is_started_once_the_job_ends_and_that_is_no_news():
     out = CoordinatorOutput()
-    assert Restarts("always").decide(WorkerId(2), "rank 2", "it died", True, False, out) is None and not out.events
+    assert Restarts("always").decide(WorkerId(2), "rank 2", "it died", True, False, out, 2) is None and not out.events
 
 
 # --- who is started again ----------------------------------------------------------------------------

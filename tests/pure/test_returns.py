@@ -202,7 +202,7 @@ def test_a_line_from_which_nothing_comes_is_waited_for_until_the_deadline():
 
 def test_a_report_for_a_generation_that_was_called_off_lets_nobody_into_the_next():
     """It comes when the newcomer is announced once more: it has stopped for a membership that is no more."""
-    joining, worker = Joining(), WorkerId(1, 1)
+    joining = Joining()
     newcomer = joining.add(Member(1, Seat(1, 0), "1.1", "host", 1))
     newcomer.phase = Phase.CAUGHT_UP
     for generation, from_step in ((5, 10), (7, 12)):
@@ -210,5 +210,5 @@ def test_a_report_for_a_generation_that_was_called_off_lets_nobody_into_the_next
         joining.announced(generation, roster, from_step)
         if generation == 5:
             joining.called_off(roster)
-    assert not joining.has_entered(worker, 5) and newcomer.phase is Phase.ANNOUNCED
-    assert joining.has_entered(worker, 7) and newcomer.phase is Phase.ENTERED
+    assert not joining.may_enter(newcomer, 5) and joining.may_enter(newcomer, 7)
+    assert joining.reported(newcomer) == [newcomer] and newcomer.phase is Phase.ENTERED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,14 +63,26 @@ def test_every_answer_is_what_a_search_of_the_members_finds(roster, random):
         )
     assert roster.live_stages == tuple(sorted({one.seat.stage for one in shuffled}))
     for stage in roster.live_stages:
-        assert roster.first_of(stage).rank == min(one.rank for one in shuffled if one.seat.stage == stage)
+        for shard in range(SHARDS):
+            peers = sorted(one.rank for one in shuffled if (one.seat.stage, one.shard) == (stage, shard))
+            assert [one.rank for one in roster.peers(stage, shard)] == peers
+            assert not peers or roster.first_of(stage, shard).rank == peers[0]
     shards = sorted({one.shard for one in shuffled})
     assert [list(group) for group in roster.counterparts] == [
         sorted((one for one in shuffled if one.shard == shard), key=lambda one: one.seat) for shard in shards
     ]
-    assert roster.stages((1, 0, 1)) == roster.members and roster.stages((7,)) == ()
+    for shard in range(SHARDS):
+        assert roster.stages((1, 0, 1), shard) == tuple(one for one in roster if one.shard == shard)
+    assert roster.stages((7,)) == ()
     for replica in range(REPLICAS):
         assert set(roster.replica(replica)) == {one for one in shuffled if one.seat.replica == replica}
+
+
+def test_half_a_seat_and_one_that_is_joining_have_no_work():
+    roster = ALL.without({WorkerId(2)})
+    assert roster.working == frozenset(ALL.seats) - {ALL.members[2].seat}
+    joining = [replace(one, joining=one.rank == 7) for one in ALL]
+    assert Roster(tuple(joining)).working == frozenset(ALL.seats) - {ALL.members[7].seat}
 
 
 @given(alive, alive)

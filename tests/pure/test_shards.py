@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from random import Random
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.shards import JOINT, WITH_OTHERS, Lockstep, drawn_by_all, held_by_all
+from recycle_plugin.core.coordinator.shards import drawn_by_all, held_by_all
 from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.straggler_detector import STEPS
 from recycle_plugin.core.messages.contributions import LOSS, NORM, Contributions
@@ -36,6 +37,9 @@ from recycle_plugin.core.vocabulary.instruction import RECEIVES, Instruction
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.core.worker.lockstep import JOINT, LEFT_OUT, SUMS, Lockstep, Word
 from recycle_plugin.planner import lowered, plan
 from tests.support.membership import job, said
 
@@ -50,67 +54,170 @@ TIED = [
 # --- where they stop ------------------------------------------------------------------------------------
 
 
-class Shards:
-    """Two that run ``program`` as fast as ``random`` has it, until they are stopped."""
+class Line:
+    """One shard's means to wait and to talk; what it says is heard when the test delivers it."""
 
-    def __init__(self, program: tuple[Instruction, ...], random: Random) -> None:
-        self.program, self.random = program, random
-        self.finished = [0, 0]
-        self.entered = [False, False]  # a joint instruction that is not finished
+    def __init__(self) -> None:
+        self.control_view = ControlView(0)
+        self.said: deque[Word] = deque()
+        self.heard = Word()
 
-    def run(self, turns: int) -> None:
-        for _ in range(turns):
-            shard = self.random.randrange(2)
-            if self.finished[shard] < len(self.program) and self._may_go_on(shard):
-                self.finished[shard], self.entered[shard] = self.finished[shard] + 1, False
+    def wait(self, what, ready, interruptible=True):
+        while True:
+            if interruptible:
+                self.control_view.check()
+            if (value := ready()) is not None:
+                return value
+            yield what if isinstance(what, str) else what()
 
-    def _may_go_on(self, shard: int) -> bool:
-        one, mine, other = self.program[self.finished[shard]], self.finished[shard], self.finished[1 - shard]
-        if one.op in JOINT:
-            self.entered[shard] = True
-            return other > mine or (other == mine and self.entered[1 - shard])
-        return one.op not in WITH_OTHERS or self.random.random() < 0.9  # it comes at another time for each
+    def say_in_seat(self, word: Word) -> None:
+        self.said.append(word)
+
+    def heard_in_seat(self, shard: int) -> Word:
+        return self.heard
+
+
+class Shard:
+    """One that runs ``program`` until it is stopped.  ``comes(instruction)``: whether what that waits for is here, None
+    where it is not yet.
+    """
+
+    def __init__(self, number: int, program: tuple[Instruction, ...], comes) -> None:
+        self.line, self.ran, self.left_out, self._comes = Line(), [], [], comes
+        self.lockstep = Lockstep(self.line, Seat(0, 0), number, 2)
+        self.life, self.ended = self._run(program), ""
+
+    def _run(self, program):
+        assert (yield from self.lockstep.take_up(0))
+        for one in program:
+            yield from self.lockstep.come_to()
+            if (yield from self._awaits(one)):
+                if one.op in JOINT and not self.lockstep.stops:
+                    yield from self.lockstep.begin(str(one))
+                if one.op in SUMS:
+                    yield from self.lockstep.begin_sum(one)
+                self.ran.append(one)
+            else:
+                self.left_out.append(one)
+            self.lockstep.finished += 1
+
+    def _awaits(self, one: Instruction):
+        if one.op not in LEFT_OUT | SUMS:
+            return True
+        if self.lockstep.stops:
+            return bool(self._comes(one))
+        try:
+            return (yield from self.line.wait(str(one), lambda: self._comes(one)))
+        except Interrupted:
+            yield from self.lockstep.stop()
+            return False
+
+    def turn(self) -> None:
+        if not self.ended:
+            try:
+                next(self.life)
+            except StopIteration:
+                self.ended = "through"
+            except Interrupted:
+                self.ended = "stopped"
+
+
+def play(program: tuple[Instruction, ...], random: Random, turns: int, share: float) -> list[Shard]:
+    """Two shards run ``program``, as fast as ``random`` has it.  After so many turns each hears that the membership has
+    changed, at another time; what waits for others may not come then, where they are among a ``share``.
+    """
+    lost = {one for one in program if one.op in LEFT_OUT | SUMS and random.random() < share}
+    shards: list[Shard] = []
+
+    def comes(number: int):
+        return lambda one: None if (one in lost and turn > turns / 2) or random.random() < 0.2 else True
+
+    shards = [Shard(number, program, comes(number)) for number in range(2)]
+    for turn in range(turns + 20 * len(program)):
+        if turn >= turns and random.random() < 0.1:
+            view = random.choice(shards).line.control_view
+            view.take(Generation(1, (sharded(0), sharded(1)), 0, "a loss", 0.0))
+        one, other = random.sample(shards, 2)
+        if one.line.said and random.random() < 0.7:
+            other.line.heard = one.line.said.popleft()
+        one.turn()
+        if all(shard.ended for shard in shards):
+            break
+    return shards
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(PROGRAMS + TIED), st.randoms(use_true_random=False), st.integers(0, 200), st.floats(0, 1))
-def test_both_stop_at_the_same_instruction_with_the_same_data(program, random, turns, share):
-    shards = Shards(program, random)
-    shards.run(turns)
-    control_view, lockstep = max(shards.finished), Lockstep(program, SHAPE.stages)
-    lost = {one for one in program if one.op in WITH_OTHERS and random.random() < share}
-    ran = [
-        [*program[:finished], *lockstep.catch_up(finished, control_view, lambda one: one not in lost)]
-        for finished in shards.finished
-    ]
-    ahead, behind = sorted(ran, key=len, reverse=True)
-    assert ahead == list(program[:control_view]) and set(behind) <= set(ahead)
-    left_out = [one for one in ahead if one not in behind]
-    assert all(one.op in WITH_OTHERS for one in left_out) and (share or not left_out)
-    void = {
-        datum for one in left_out for datum in (requires(one, SHAPE.stages) if one.op in RECEIVES else provides(one))
+@given(st.sampled_from(PROGRAMS + TIED), st.integers(0, 2**32), st.integers(0, 400), st.floats(0, 1))
+def test_both_stop_at_the_same_instruction_with_the_same_data(program, seed, turns, share):
+    shards = play(program, Random(seed), turns, share)
+    assert [shard.ended for shard in shards] in (["through"] * 2, ["stopped"] * 2), "nobody waits for the other"
+    behind, ahead = sorted(shards, key=lambda shard: len(shard.ran))
+    assert [*program[: behind.lockstep.finished]] == sorted([*behind.ran, *behind.left_out], key=program.index)
+    assert behind.lockstep.finished == ahead.lockstep.finished
+    for shard in shards:
+        assert all(one.op in LEFT_OUT for one in shard.left_out) and len(set(shard.ran)) == len(shard.ran)
+    only = set(behind.ran) ^ set(ahead.ran)
+    void = {datum for one in only for datum in (requires(one, SHAPE.stages) if one.op in RECEIVES else provides(one))}
+    used = {
+        datum
+        for shard in shards
+        for one in shard.ran
+        for datum in requires(one, SHAPE.stages, tied=True)
+        if one not in only
     }
-    assert not any(void & set(requires(one, SHAPE.stages, tied=True)) for one in behind if one not in left_out), (
-        "nobody has used what is not there"
-    )
+    assert not void & used, "nobody has used what the other has not"
 
 
-def test_who_is_behind_finishes_the_joint_instruction_that_it_is_in_and_what_needs_nobody():
-    program = tuple(map(Instruction.parse, ("1F0.0@1", "1SA0.0>0.2@1", "1RA1.0<0.0@1", "1W0.0@1", "1F1.0@1")))
-    lockstep = Lockstep(program, 3)
-    assert lockstep.catch_up(0, 4, lambda one: True) == program[:4]
-    assert lockstep.catch_up(0, 4, lambda one: False) == (*program[:2], program[3])
-    assert lockstep.catch_up(4, 4, lambda one: False) == ()
-    with pytest.raises(
-        AssertionError, match="has finished 1F1.0@1, and another has not come to it: it stands before 1W0.0@1"
-    ):
-        lockstep.catch_up(3, 5, lambda one: True)
+def test_who_is_behind_runs_what_needs_nobody_and_leaves_out_what_does_not_come():
+    program = tuple(map(Instruction.parse, ("1W0.0@1", "1SA0.0>0.2@1", "1RA1.0<0.0@1", "1W1.0@1", "1F1.0@1")))
+    ahead, behind = Shard(0, program, lambda one: True), Shard(1, program, lambda one: None)
+    for _ in range(9):
+        for one, other in ((ahead, behind), (behind, ahead)):
+            one.turn()
+            while one.line.said:
+                other.line.heard = one.line.said.popleft()
+    assert ahead.ran == [*program[:4]] and behind.ran == [*program[:2]]
+    for shard in (ahead, behind):
+        shard.line.control_view.take(Generation(1, (sharded(0), sharded(1)), 0, "a loss", 0.0))
+    for _ in range(9):
+        for one, other in ((ahead, behind), (behind, ahead)):
+            one.turn()
+            while one.line.said:
+                other.line.heard = one.line.said.popleft()
+    assert (ahead.ended, behind.ended) == ("stopped", "stopped")
+    assert behind.ran == [*program[:2], program[3]] and behind.left_out == [program[2]]
 
 
-def test_a_sum_that_does_not_come_about_takes_what_is_made_of_it_along():
-    program = tuple(map(Instruction.parse, ("0W0.0@1", "0REDUCE@1", "0TIE@1", "0VALIDATE@1", "0STEP@1")))
-    assert Lockstep(program, 3).catch_up(0, 4, lambda one: str(one) != "0REDUCE@1") == program[:1]
-    assert Lockstep(program, 3).catch_up(0, 4, lambda one: str(one) != "0TIE@1") == program[:2]
+def test_shards_that_are_at_different_things_say_so():
+    one, other = (Lockstep(Line(), Seat(0, 0), number, 2) for number in range(2))
+    next(one.begin("1F0.0@1"))
+    other._port.heard = one._port.said[-1]
+    with pytest.raises(AssertionError, match="the shards of seat 0.0 are apart: one is at 1W0.0@1, another at 1F0.0@1"):
+        next(other.begin("1W0.0@1"))
+
+
+def test_a_generation_is_taken_up_by_all_or_by_none():
+    lines = [Line(), Line()]
+    one, other = (Lockstep(line, Seat(0, 0), number, 2) for number, line in enumerate(lines))
+    takes = one.take_up(3)
+    next(takes)
+    other.say_stopped(4)
+    lines[0].heard = lines[1].said[-1]
+    with pytest.raises(StopIteration) as ended:
+        next(takes)
+    assert ended.value.value is False
+    takes = one.take_up(4)
+    next(takes)
+    lines[1].heard = lines[0].said[-1]
+    with pytest.raises(StopIteration) as ended:
+        next(other.take_up(4))
+    assert ended.value.value is True
+    other.say_stopped(5)  # it hears of yet another one at once, and has said before that it takes this one up
+    assert [word.generation for word in lines[1].said] == [-1, 4, 4]
+    lines[0].heard = lines[1].said[-1]
+    with pytest.raises(StopIteration) as ended:
+        next(takes)
+    assert ended.value.value is True
 
 
 # --- what they have together ----------------------------------------------------------------------------

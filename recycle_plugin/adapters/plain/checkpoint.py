@@ -25,7 +25,8 @@ from recycle_plugin.runtime.worker.ports import Reach
 class StageFiles:
     """Writes and reads the file of one worker's stage, whose layers are in ``module`` (runtime/worker/ports.py).
 
-    ``kinds``: the names of the classes of what else has a state, which says nothing to others.
+    ``kinds``: the names of the classes of what else has a state, which says nothing to others; ``shards``: workers that
+    hold a seat together, each of which has a file of its own, and which of them this one is.
     """
 
     session: Session
@@ -33,6 +34,8 @@ class StageFiles:
     stages: int
     module: torch.nn.Module
     kinds: Mapping[str, str]
+    shards: int = 1
+    shard: int = 0
 
     def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
         """Write the stage's file, if this worker does so; it is on the disk when this returns.  Raises NotSaved."""
@@ -48,7 +51,7 @@ class StageFiles:
 
     def read(self, state: StageState, folder: Path) -> None:
         """Load everything from the checkpoint ``folder``.  Raises RecycleError where it is not one of this job."""
-        file = folder / _name(self.seat.stage)
+        file = folder / self._name
         if not file.is_file():
             raise RecycleError(
                 f"load(): {file} is missing; name a folder that save() has written to, and load with as many stages"
@@ -62,6 +65,11 @@ class StageFiles:
         if contents["stages"] != self.stages:
             raise RecycleError(
                 f"load(): {folder} is of {contents['stages']} stages, and this pipeline has {self.stages}; use as many"
+            )
+        if contents.get("shards", 1) != self.shards:
+            raise RecycleError(
+                f"load(): {folder} is of a job with shards={contents.get('shards', 1)}, and this one has "
+                f"shards={self.shards}; use as many"
             )
         for what, kind in self.kinds.items():
             if contents["kinds"][what] != kind:
@@ -79,7 +87,11 @@ class StageFiles:
     @property
     def _writes(self) -> bool:
         """Whether this worker writes the file of its stage: one does."""
-        return self.session.roster.first_of(self.seat.stage).worker == self.session.worker
+        return self.session.roster.first_of(self.seat.stage, self.shard).worker == self.session.worker
+
+    @property
+    def _name(self) -> str:
+        return f"stage_{self.seat.stage:02d}" + f"_shard_{self.shard}" * (self.shard > 0) + ".pt"
 
     def _contents(self, state: StageState) -> dict[str, Any]:
         """The contents of the stage's file.
@@ -91,6 +103,7 @@ class StageFiles:
         return {
             "step": state.step,
             "stages": self.stages,
+            "shards": self.shards,
             "kinds": dict(self.kinds),
             "layers": self.module.state_dict(),
             "small": state.small(),
@@ -99,7 +112,7 @@ class StageFiles:
 
     def _save(self, contents: dict[str, Any], folder: Path, reach: Reach) -> None:
         folders.make(folder)
-        folders.write(folder / _name(self.seat.stage), partial(torch.save, contents))
+        folders.write(folder / self._name, partial(torch.save, contents))
         reach("checkpoint.file")
 
 
@@ -113,7 +126,3 @@ def chosen(folder: Path, tag: str | None) -> Path:
             f"load(): there is no checkpoint in {folder}: {latest} is missing; name the folder that was given to save()"
         )
     return folder / (latest.read_text().strip() if tag is None else tag)
-
-
-def _name(stage: int) -> str:
-    return f"stage_{stage:02d}.pt"

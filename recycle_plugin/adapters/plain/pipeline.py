@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, settings_of
+from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, meet, settings_of
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
@@ -23,6 +23,7 @@ from recycle_plugin.runtime.movers.batches import packed
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.worker.data import DatasetSource
 from recycle_plugin.runtime.worker.ports import Source
+from recycle_plugin.settings.schema import Settings
 
 Layer = Callable[[], nn.Module] | nn.Module
 Data = Callable[[int, int, int], Any]  # of (step, replica, micro-batch): (inputs, labels)
@@ -41,6 +42,9 @@ class Pipeline(PlainJob):
       Or a map-style dataset of such pairs, read in order, of which a micro-batch has ``micro_batch_size``.
     * ``stages``: of each replica; there are as many replicas as the job's workers are enough for, at least two.
       ``micro_batches``: of a replica, in a step.
+    * ``shards``: processes that hold a stage of a replica together, each with a part of it: a tensor-parallel layer
+      adds its parts up by recycle_plugin.seat_group().  What goes from stage to stage, and the loss, comes out alike in
+      all of them; a parameter that all of them have gets the same gradient in all.
     * ``settings``: the plugin's, as in a DeepSpeed config's section "recycle" (``recycle docs settings``).  ``seed``:
       of the layers that are made here.  ``device``: where they compute, by default on this worker's accelerator, if
       torch finds one and the environment variable DS_ACCELERATOR names no other kind, and else on the CPU.
@@ -62,12 +66,14 @@ class Pipeline(PlainJob):
         parts: Sequence[int] | None = None,
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         clip: float = 0.0,
+        shards: int = 1,
         seed: int = 0,
         device: torch.device | str | None = None,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        chosen_settings = settings_of(settings)
-        check_numbers(stages=stages, micro_batches=micro_batches, micro_batch_size=micro_batch_size)
+        check_numbers(stages=stages, micro_batches=micro_batches, micro_batch_size=micro_batch_size, shards=shards)
+        chosen_settings = settings_of(settings, **({"split_backward": False} if shards > 1 else {}))
+        _refuse_shards(shards, chosen_settings, clip)
         if not callable(optimizer):
             raise RecycleError(
                 f"optimizer is a {type(optimizer).__name__}: give a function that makes one for a stage's parameters, "
@@ -76,16 +82,18 @@ class Pipeline(PlainJob):
         line = session.of_this_process()
         line.configure(chosen_settings.wait_timeout_s, chosen_settings.regroup_timeout_s, chosen_settings.group_sums)
         workers = int(os.environ["WORLD_SIZE"])
-        cut = _cut(len(layers), stages, workers, parts, chosen_settings.log is not None)
+        cut = _cut(len(layers), stages, workers, parts, shards, chosen_settings.log is not None)
         _refuse_shared(layers, cut)
-        topology = Topology(workers // stages, stages, micro_batches)
+        topology = Topology(workers // (stages * shards), stages, micro_batches)
+        place = meet(line, topology, shards)
         where = own_device(os.environ.get("DS_ACCELERATOR")).where if device is None else torch.device(device)
-        module = _built(layers, range(*cut[line.rank // topology.replicas]), seed).to(where)
+        module = _built(layers, range(*cut[place.seat.stage]), seed).to(where)
         made = optimizer(module.parameters())
         super().__init__(
             line,
             chosen_settings,
             topology,
+            place,
             module,
             made,
             None if scheduler is None else scheduler(made),
@@ -108,15 +116,38 @@ class Pipeline(PlainJob):
         return self._trainer.evaluate(ours, count)
 
 
-def _cut(layers: int, stages: int, workers: int, parts: Sequence[int] | None, logs: bool) -> list[tuple[int, int]]:
+def _refuse_shards(shards: int, settings: Settings, clip: float) -> None:
+    """Refuse what is not supported where ``shards`` workers hold a seat together."""
+    if shards > 1 and settings.split_backward:
+        raise RecycleError(
+            f"recycle.split_backward with shards={shards}: a layer's workers add up in its backward, which is not "
+            "split yet; leave it out, or set it to false"
+        )
+    if shards > 1 and clip:
+        raise RecycleError(
+            f"clip={clip} with shards={shards}: nobody knows which parameters are parts and which are copies, so the "
+            "norm over all of them is not known; leave it out"
+        )
+    if shards > 1 and settings.log is not None:
+        raise RecycleError(
+            f"recycle.log with shards={shards}: what several workers of one seat log can't be replayed yet; leave it "
+            "out"
+        )
+
+
+def _cut(
+    layers: int, stages: int, workers: int, parts: Sequence[int] | None, shards: int, logs: bool
+) -> list[tuple[int, int]]:
     """The first layer of each stage and that of the next one.  ``logs``: a stage without a replica can be replayed."""
     if not 1 <= stages <= layers:
         raise RecycleError(f"stages is {stages}, and there are {layers} layers: write 1 to {layers}")
-    if workers % stages or workers < (1 if logs else 2) * stages:
+    each_replica = stages * shards
+    if workers % each_replica or workers < (1 if logs else 2) * each_replica:
         raise RecycleError(
-            f"{workers} workers for {stages} stages: start a multiple of {stages}, and at least {2 * stages}, "
+            f"{workers} workers for {stages} stages{f' of {shards} shards' * (shards > 1)}: start a multiple of "
+            f"{each_replica}, and at least {2 * each_replica}, "
             "since a lost worker needs a replica to take its micro-batches: python -m recycle_plugin.launch --workers "
-            f"{2 * stages}; or set recycle.log, so that a stage without one can be replayed"
+            f"{2 * each_replica}; or set recycle.log, so that a stage without one can be replayed"
         )
     each = (
         list(parts) if parts is not None else [layers // stages + (stage < layers % stages) for stage in range(stages)]

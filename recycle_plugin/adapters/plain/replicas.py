@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, settings_of
+from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, meet, settings_of
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control import session
@@ -51,7 +51,7 @@ class Replicas(PlainJob):
                 "one worker: start at least 2, since a lost one needs another to take its micro-batches: python -m "
                 "recycle_plugin.launch --workers 2"
             )
-        super().__init__(
-            line, chosen, Topology(workers, 1, micro_batches), module, optimizer, scheduler, None, clip, compute=compute
-        )
+        topology = Topology(workers, 1, micro_batches)
+        place = meet(line, topology)
+        super().__init__(line, chosen, topology, place, module, optimizer, scheduler, None, clip, compute=compute)
         self._trainer.feed.source = lambda step, micro_batch: None

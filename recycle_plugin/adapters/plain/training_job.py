@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,50 @@ def device_of_all(module: nn.Module) -> Device:
     return device_of(found.pop())
 
 
+@dataclass(frozen=True)
+class Place:
+    """The place of a worker: ``shard`` of ``seat``, which so many ``shards`` hold together.  ``peers``: the group of
+    those with the same shard of the same stage.
+    """
+
+    seat: Seat
+    peers: dist.ProcessGroup
+    shards: int = 1
+    shard: int = 0
+
+
+def meet(line: Session, topology: Topology, shards: int = 1) -> Place:
+    """The place of this worker, whose groups all workers make: by its rank, which goes by stage, then by replica, then
+    by shard.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(BACKEND)
+    check_backend(dist.get_backend())
+    stage, rest = divmod(line.rank, topology.replicas * shards)
+    replica, shard = divmod(rest, shards)
+    of_stage = topology.replicas * shards
+    peers = {
+        (of, part): dist.new_group(range(of * of_stage + part, (of + 1) * of_stage, shards))
+        for of in range(topology.stages)
+        for part in range(shards)
+    }
+    if shards > 1:
+        first = [dist.new_group(range(at, at + shards)) for at in range(0, topology.stages * of_stage, shards)]
+        line.seat_group = first[line.rank // shards]
+    return Place(Seat(replica, stage), peers[stage, shard], shards, shard)
+
+
 class PlainJob:
-    """The training of one worker's stage ``module`` by ``optimizer``; ``line`` is the worker's session."""
+    """The training of one worker's stage ``module`` by ``optimizer``; ``line`` is the worker's session, which has its
+    ``place``.
+    """
 
     def __init__(
         self,
         line: Session,
         settings: Settings,
         topology: Topology,
+        place: Place,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
@@ -85,8 +122,7 @@ class PlainJob:
         micro_batch_size: int = 1,
         compute: Compute | None = None,
     ) -> None:
-        stage, replica = divmod(line.rank, topology.replicas)
-        self.seat, self.module, self.optimizer, self.scheduler = Seat(replica, stage), module, optimizer, scheduler
+        self.seat, self.module, self.optimizer, self.scheduler = place.seat, module, optimizer, scheduler
         check_layers(module)
         check_optimizer(module, optimizer)
         device = device_of_all(module)
@@ -97,12 +133,12 @@ class PlainJob:
             )
         if not clip >= 0:
             raise RecycleError(f"clip is {clip}: write the largest norm that gradients may have, or 0 for any")
-        peers = _meet(topology, stage)
+        stage, peers = self.seat.stage, place.peers
         assert line.startup is not None, "there are groups"
         with line.startup.building(trained(module)):
             _alike(module, peers)
         kinds = {what: type(which).__name__ for what, which in (("optimizer", optimizer), ("scheduler", scheduler))}
-        self._files = StageFiles(line, self.seat, topology.stages, module, kinds)
+        self._files = StageFiles(line, self.seat, topology.stages, module, kinds, place.shards, place.shard)
         first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
         model = StageModel(module, loss, topology.micro_batches, first, last, device, keyed=keyed_forwards)
         steps = PlainOptimizer(optimizer, scheduler, lambda: self._trainer.clip())
@@ -123,6 +159,8 @@ class PlainJob:
             clipping=clip,
             state=(scheduler_part(lambda: scheduler), steps.counters),
             compute=compute,
+            shards=place.shards,
+            shard=place.shard,
         )
         self._trainer = Trainer(line, settings, framework)
         line.at_end = self._trainer.finish
@@ -185,17 +223,6 @@ class PlainJob:
             )  # only now is nobody writing one, so that all find the same
             self._trainer.loaded(whole=True)
         self._trainer.remember_loading(place)
-
-
-def _meet(topology: Topology, stage: int) -> dist.ProcessGroup:
-    """The group of this stage's workers, of those that all workers make."""
-    if not dist.is_initialized():
-        dist.init_process_group(BACKEND)
-    check_backend(dist.get_backend())
-    replicas = topology.replicas
-    return [dist.new_group(range(number * replicas, (number + 1) * replicas)) for number in range(topology.stages)][
-        stage
-    ]
 
 
 @torch.no_grad()

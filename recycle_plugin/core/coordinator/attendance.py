@@ -47,7 +47,7 @@ from recycle_plugin.core.messages.protocol import (
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.describe import how_ended, named
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
+from recycle_plugin.core.vocabulary.roster import FailureDomain, Group, Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 
 OF_MEMBERS = (
@@ -223,6 +223,10 @@ class Attendance:
         self.left.add(worker)
         self._remove(worker)
 
+    def await_goodbye(self, worker: WorkerId) -> None:
+        """Goes on without a worker that is about to leave of its own will."""
+        self._remove(worker)
+
     def _remove(self, worker: WorkerId) -> None:
         """Removes a worker that is gone, whether it was a member still or not."""
         self.roster = self.roster.without({worker})
@@ -287,16 +291,17 @@ class Attendance:
         for whom in (SUPERVISORS, worker):
             out.tell(whom, Fence(worker.rank, why, incarnation=worker.incarnation))
 
-    def lose(self, member: Member, cause: Cause, how: str, at: float, out: CoordinatorOutput) -> None:
-        """Gives up ``member`` and whoever is in its failure domain; the others are fenced.  ``at``: when that was seen,
-        in seconds.
+    def lose(self, member: Member, cause: Cause, how: str, at: float, out: CoordinatorOutput) -> Group:
+        """Gives up ``member`` and whoever is in its failure domain, and returns them; the others are fenced.  ``at``:
+        when that was seen, in seconds.
         """
-        first, *others = self._domain.of(member, self.roster)
+        first, *others = domain = self._domain.of(member, self.roster)
         self._lose(first, cause, how, at, out)
         for other in others:
             why = f"it is given up with {member}, which is lost"
             self.fence(other.worker, why, out)
             self._lose(other, Cause.TOGETHER, why, at, out)
+        return domain
 
     def _lose(self, member: Member, cause: Cause, how: str, at: float, out: CoordinatorOutput) -> None:
         if member.worker in self._crashes:

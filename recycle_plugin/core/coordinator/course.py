@@ -25,7 +25,7 @@ lead to is in core/coordinator/returns.py, and how a stage that has nobody comes
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from recycle_plugin.core.coordinator import replays, returns
 from recycle_plugin.core.coordinator.attendance import Attendance
@@ -120,7 +120,9 @@ class Course:
         self._throughput_floor = ThroughputFloor(job.max_slowdown)
         names = {rank: named(rank, seat) for rank, seat in roster.seats_by_rank().items()}
         hosts = roster.hosts_by_rank()
-        self.vacancies.begin(job.rejoin, names, hosts, roster.workers, job.deadlines.heartbeat_timeout_s)
+        seats = [tuple(member.rank for member in roster.group(seat)) for seat in sorted(roster.seats)]
+        self.vacancies.begin(job.rejoin, names, hosts, seats, roster.workers, job.deadlines.heartbeat_timeout_s)
+        self.joining = Joining(roster.shards)
 
     def resize(self, message: Resized, out: CoordinatorOutput) -> None:
         """Takes another number of micro-batches.  The first worker who says it says it for all."""
@@ -341,11 +343,20 @@ class Course:
         """Takes in that members want to leave, or are to, and plans for it."""
         if self.ending.ended is not None:
             return
-        news = [each.worker for each in wishes if self.attendance.announce(each, out)]
+        news = [each.worker for each in self._with_their_seats(wishes) if self.attendance.announce(each, out)]
         for worker in news:
             self.vacancies.stay_away(worker.rank, out)
         if news:
             self.plan_change(now, out)
+
+    def _with_their_seats(self, wishes: Collection[Leaving]) -> Iterator[Leaving]:
+        """The wishes, and for each those that hold the same seat: nobody can hold it without the others."""
+        for wish in wishes:
+            member = self.roster.member(wish.worker)
+            group = self.roster.group(member.seat) if member is not None else ()
+            yield wish
+            for other in group:
+                yield Leaving(other.rank, wish.reason, incarnation=other.incarnation)
 
     def plan_change(self, now: float, out: CoordinatorOutput) -> None:
         """Announces a generation without those who leave, and with those who come back, for a step that nobody can
@@ -365,9 +376,9 @@ class Course:
             self.end_planned(f"stage {empty[0]} would have no worker left", out, cause=self.attendance.why_leaving)
             return
         changes = {
-            "planned leave of": [member.seat for member in stay.leaves(self.roster)],
-            "return of": [each.member.seat for each in joins if each.phase is not Phase.EQUAL],
-            "work for": [each.member.seat for each in joins if each.phase is Phase.EQUAL],
+            "planned leave of": {member.seat for member in stay.leaves(self.roster)},
+            "return of": {each.seat for each in joins if each.phase is not Phase.EQUAL},
+            "work for": {each.seat for each in joins if each.phase is Phase.EQUAL},
         }
         cause = "; ".join(f"{what} {', '.join(map(str, sorted(seats)))}" for what, seats in changes.items() if seats)
         self.regroup(cause, now, out, from_step=unstarted(self.committed))
@@ -382,6 +393,8 @@ class Course:
         if member is not None and not message.planned and self.ending.ended is None:
             self._script_ended(member, message.step, out)
         self.attendance.leave(worker)
+        if early and member is not None:
+            self._leave_with(member, out)
         self.ending.goodbye(message.code, member is not None and not early)
         if self.attendance.started and not self.ending.failed:
             planned = early or self.ending.ended is not None
@@ -392,6 +405,15 @@ class Course:
             )
         self._await_without(member, early, now, out)
         self._finish_if_empty(out)
+
+    def _leave_with(self, member: Member, out: CoordinatorOutput) -> None:
+        """Counts on nobody any more who holds the seat of ``member`` too, which has left as planned: they are about to
+        do so.  Who was told meanwhile that it is to go on can't, and is ended.
+        """
+        for other in self.roster.group(member.seat):
+            self.attendance.await_goodbye(other.worker)
+            if self.regrouping.counts_on(other.worker):
+                self.attendance.fence(other.worker, f"{member} has left, and they hold one seat", out)
 
     def heartbeat(self, message: Heartbeat, out: CoordinatorOutput) -> None:
         """Takes in a worker's heartbeat, and answers it with a lease."""
@@ -471,7 +493,7 @@ class Course:
         replays.call_off_late(self, now, out)
         if cut_off := self.attendance.cut_off():
             self._give_up_going_on(f"{cut_off}. {self.ending.safe_point}", out)
-        self.vacancies.tick(self.attendance.unreachable, self.is_ending, now, out)
+        returns.tick(self, now, out)
 
     def _act_on(self, worker: WorkerId, suspicion: Suspicion, now: float, out: CoordinatorOutput) -> None:
         member, failure_detector = self.roster.member(worker), self.attendance.failure_detector
@@ -514,7 +536,9 @@ class Course:
         return f"Who waits for whom: {shown(edges)}"
 
     def give_up(self, worker: WorkerId, cause: Cause, why: str, now: float, out: CoordinatorOutput) -> None:
-        """Fences a worker that may be alive, and takes it for lost."""
+        """Fences a worker that may be alive, and takes it for lost, unless it has gone with another one meanwhile."""
+        if self.attendance.is_gone(worker):
+            return
         self.attendance.fence(worker, why, out)
         self.lose(worker, cause, why, now, now, out)
 
@@ -543,11 +567,13 @@ class Course:
                 out,
                 killed=worker.rank if killed else None,
             )
+        elif (newcomer := self.joining.get(worker)) is not None and member is None:
+            returns.lose(self, newcomer, cause, how, now, out)
         elif member is None:
             self._depart(worker, out)
         else:
-            self.joining.forget(worker)
-            self.attendance.lose(member, cause, how, at, out)
+            for each in self.attendance.lose(member, cause, how, at, out):
+                self.joining.forget(each.worker)
             if cause is Cause.SILENT:
                 self.vacancies.silent(member.rank)
             self._after_loss(member, now, out)

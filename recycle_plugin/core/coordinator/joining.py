@@ -13,6 +13,10 @@
 Until it has entered, a loss, or its being late, takes it back to where it follows, and it is announced anew.  What
 becomes of any of this for the job core/coordinator/course.py decides.
 
+Where several workers hold one seat, its *shards*, they come back together: they are announced when all of them have
+caught up, have entered when all have, get work when all are equal, and are called off together.  Each is compared with
+its peers, which hold the same shard of other seats.
+
 Where nobody is left in its stage it goes another way (core/coordinator/replays.py):
 
     behind -> replaying -> replayed -> entered -> a member like all
@@ -22,15 +26,18 @@ and one that comes to a stage which another one replays is *waiting* until that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.recorded import Recorder
 from recycle_plugin.core.coordinator.replica_check import Mismatch, compared
 from recycle_plugin.core.messages.protocol import Serve, StateHash
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 
@@ -52,7 +59,8 @@ class Phase(Enum):
 @dataclass
 class Newcomer:
     """One of them.  ``generation``: the one that it was announced for last, from step ``from_step`` on;
-    ``in_force_at``: when that came in force, in seconds of the failure detector's clock; ``told``,
+    ``in_force_at``: when that came in force, in seconds of the failure detector's clock; ``reported``: it has reported
+    for that; ``told``,
     ``told_evaluations``: how many steps and evaluations its script was told of.
     """
 
@@ -61,6 +69,7 @@ class Newcomer:
     generation: int = 0
     from_step: int = 0
     in_force_at: float | None = None
+    reported: bool = False
     told: int = 0
     told_evaluations: int = 0
 
@@ -69,14 +78,34 @@ class Newcomer:
         """The stage that it is to hold."""
         return self.member.seat.stage
 
+    @property
+    def seat(self) -> Seat:
+        """The seat that it is to hold, or a shard of it."""
+        return self.member.seat
+
+    def compared_at(self, step: int) -> Comparison:
+        """The comparison of its state after ``step``."""
+        return Comparison(self.stage, self.member.shard, step)
+
+
+class Comparison(NamedTuple):
+    """A comparison of the states after ``step`` of those that hold ``shard`` of ``stage``."""
+
+    stage: int
+    shard: int
+    step: int
+
 
 class Joining:
-    """The newcomers of a job, and the hashes that are said for their sake."""
+    """The newcomers of a job in which every seat has so many ``shards``, and the hashes that are said for their
+    sake.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, shards: int = 1) -> None:
+        self._shards = shards
         self._newcomers: dict[WorkerId, Newcomer] = {}
-        self._asked: dict[tuple[int, int], set[WorkerId]] = {}  # by stage and step: whose hashes are to be equal
-        self._hashes: dict[tuple[int, int], dict[WorkerId, str]] = {}
+        self._asked: dict[Comparison, set[WorkerId]] = {}  # whose hashes are to be equal
+        self._hashes: dict[Comparison, dict[WorkerId, str]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._newcomers)
@@ -111,19 +140,38 @@ class Joining:
     def catch_up(self, newcomer: Newcomer, roster: Roster, committed: int, out: CoordinatorOutput) -> None:
         """Has the stage's workers serve a newcomer, and hash their state.  Costs a message to each of them."""
         newcomer.phase, newcomer.in_force_at, step = Phase.CATCHING_UP, None, unstarted(committed)
-        for source in self._compare(newcomer.stage, step, roster):
+        for source in self._compare(newcomer.compared_at(step), roster):
             out.tell(source, Serve(newcomer.member.worker, step))
+
+    def of_seat(self, seat: Seat) -> list[Newcomer]:
+        """The newcomers that are to hold ``seat`` together, as far as they are there.  Costs one look at each
+        newcomer.
+        """
+        return self._by_seat().get(seat, [])
+
+    def _by_seat(self) -> dict[Seat, list[Newcomer]]:
+        found: dict[Seat, list[Newcomer]] = {}
+        for each in self:
+            found.setdefault(each.seat, []).append(each)
+        return found
+
+    def _whole(self, seats: Collection[Seat]) -> list[Newcomer]:
+        """The newcomers of those of ``seats`` that name a seat once for each of its shards."""
+        shards = Counter(seats)
+        return [each for each in self if shards[each.seat] == self._shards]
 
     def ready(self) -> list[Newcomer]:
         """The newcomers that only wait for a generation: to enter, or to be given work."""
-        doubtful = {stage for stage, _ in self._asked}
-        return [
-            each
+        doubtful = {(of.stage, of.shard) for of in self._asked}
+        equal = [each.seat for each in self if each.phase is Phase.EQUAL]
+        waiting = [
+            each.seat
             for each in self
-            if each.phase is Phase.EQUAL
-            or (each.phase is Phase.CAUGHT_UP and each.stage not in doubtful)
+            if (each.phase is Phase.CAUGHT_UP and (each.stage, each.member.shard) not in doubtful)
             or (each.phase is Phase.ANNOUNCED and each.in_force_at is None)
         ]
+        whole = {each.member.worker for each in (*self._whole(equal), *self._whole(waiting))}
+        return [each for each in self if each.member.worker in whole]
 
     def planned(self, roster: Roster) -> Roster:
         """The roster of a generation to come: ``roster``, with those who wait for it."""
@@ -136,6 +184,10 @@ class Joining:
         for each in self.ready():
             if each.phase is not Phase.EQUAL and each.member.worker in roster.workers:
                 each.phase, each.generation, each.from_step = Phase.ANNOUNCED, generation, from_step
+                each.reported = False
+        for each in self:
+            if each.phase is Phase.ANNOUNCED and each.member.worker not in roster.workers:
+                each.phase = Phase.CAUGHT_UP  # another one that is to hold its seat is not ready any more
 
     def called_off(self, roster: Roster) -> Roster:
         """The part of ``roster`` that a generation which holds at once is made of: who was announced and has not
@@ -143,7 +195,7 @@ class Joining:
         """
         waiting = [each for each in self if each.phase is Phase.ANNOUNCED]
         for each in waiting:
-            self._doubt_no_more(each.stage, each.from_step - 1)
+            self._doubt_no_more(each.compared_at(each.from_step - 1))
             each.phase, each.in_force_at = Phase.CAUGHT_UP, None
         return roster.without({each.member.worker for each in waiting})
 
@@ -157,20 +209,28 @@ class Joining:
                 self.forget(member.worker)
             elif member is not None and each.phase in (Phase.ANNOUNCED, Phase.ENTERED) and each.in_force_at is None:
                 each.in_force_at = clock
-                self._compare(each.stage, each.from_step - 1, roster)
+                self._compare(each.compared_at(each.from_step - 1), roster)
         return done
 
-    def has_entered(self, worker: WorkerId, generation: int) -> bool:
-        """Notes that a newcomer has reported for ``generation``; returns whether it has entered by that the one that it
-        was announced for, which is not so where that is a later one, in place of one that was called off.
+    @staticmethod
+    def may_enter(newcomer: Newcomer, generation: int) -> bool:
+        """Whether a newcomer that reports for ``generation`` comes in by that; not where it was announced for a later
+        one, in place of one that was called off.
         """
-        newcomer = self.get(worker)
-        if newcomer is None or newcomer.phase not in (Phase.ANNOUNCED, Phase.REPLAYED):
-            return False
-        if newcomer.phase is Phase.ANNOUNCED and generation < newcomer.generation:
-            return False
-        newcomer.phase = Phase.ENTERED
-        return True
+        announced = newcomer.phase is Phase.ANNOUNCED and generation >= newcomer.generation
+        return announced or newcomer.phase is Phase.REPLAYED
+
+    def reported(self, newcomer: Newcomer) -> list[Newcomer]:
+        """Notes that a newcomer has reported for the generation that it was announced for, or let in by; returns who
+        has entered by that: all that are to hold its seat, once every one of them has reported.
+        """
+        newcomer.reported = True
+        seat = self.of_seat(newcomer.seat)
+        if len(seat) < self._shards or not all(each.reported for each in seat):
+            return []
+        for each in seat:
+            each.phase = Phase.ENTERED
+        return seat
 
     def late(self, clock: float, limit_s: float) -> list[Newcomer]:
         """The newcomers that have not entered ``limit_s`` seconds after their generation came in force."""
@@ -182,10 +242,10 @@ class Joining:
 
     # --- hashes ------------------------------------------------------------------------------------
 
-    def _compare(self, stage: int, step: int, roster: Roster) -> set[WorkerId]:
-        """Has the state of the stage's workers compared; returns these."""
-        workers = {member.worker for member in roster.stage(stage) if not member.joining}
-        self._asked.setdefault((stage, step), set()).update(workers)
+    def _compare(self, of: Comparison, roster: Roster) -> set[WorkerId]:
+        """Has the state of a shard's workers compared; returns these."""
+        workers = {member.worker for member in roster.peers(of.stage, of.shard) if not member.joining}
+        self._asked.setdefault(of, set()).update(workers)
         return workers
 
     @property
@@ -193,29 +253,29 @@ class Joining:
         """How many are still to be made."""
         return len(self._asked)
 
-    def add_hash(self, message: StateHash, stage: int) -> None:
-        """Takes in the hash of a worker's state."""
-        if (stage, message.step) in self._asked:
-            self._hashes.setdefault((stage, message.step), {})[message.worker] = message.digest
+    def add_hash(self, message: StateHash, member: Member) -> None:
+        """Takes in the hash of the state of ``member``, who says it."""
+        of = Comparison(member.seat.stage, member.shard, message.step)
+        if of in self._asked:
+            self._hashes.setdefault(of, {})[message.worker] = message.digest
 
     def mismatches(self, roster: Roster) -> Iterator[Mismatch]:
         """What differs among those of whom all hashes are there.  A newcomer has no say in what is right."""
-        for (stage, step), asked in list(self._asked.items()):
-            said = self._hashes.get((stage, step), {})
-            trusted = [member for member in roster.stage(stage) if member.worker in asked]
+        for of, asked in list(self._asked.items()):
+            said = self._hashes.get(of, {})
+            trusted = [member for member in roster.peers(of.stage, of.shard) if member.worker in asked]
             new = [
                 each
                 for each in self
                 if each.phase in (Phase.ANNOUNCED, Phase.ENTERED)
                 and each.in_force_at is not None
-                and (each.stage, each.from_step - 1) == (stage, step)
+                and each.compared_at(each.from_step - 1) == of
             ]
-            if all(
-                worker in said for worker in (*(one.worker for one in trusted), *(one.member.worker for one in new))
-            ):
-                self._doubt_no_more(stage, step)
-                yield from compared(step, {member: said[member.worker] for member in trusted})
-                yield from self._judged(step, new, said, {said[member.worker] for member in trusted})
+            workers = (*(one.worker for one in trusted), *(one.member.worker for one in new))
+            if all(worker in said for worker in workers) and all(each.phase is Phase.ENTERED for each in new):
+                self._doubt_no_more(of)
+                yield from compared(of.step, {member: said[member.worker] for member in trusted})
+                yield from self._judged(of.step, new, said, {said[member.worker] for member in trusted})
 
     @staticmethod
     def _judged(step: int, newcomers: list[Newcomer], said: dict[WorkerId, str], right: set[str]) -> Iterator[Mismatch]:
@@ -232,6 +292,6 @@ class Joining:
         for each in self:
             each.phase = Phase.EQUAL
 
-    def _doubt_no_more(self, stage: int, step: int) -> None:
-        self._asked.pop((stage, step), None)
-        self._hashes.pop((stage, step), None)
+    def _doubt_no_more(self, of: Comparison) -> None:
+        self._asked.pop(of, None)
+        self._hashes.pop(of, None)

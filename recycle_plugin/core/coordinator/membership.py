@@ -330,12 +330,14 @@ class Membership:
         shape, roster = job.shape, self._enrolment.roster
         self.course.begin(roster, job, stepped)
         seats = {str(seat): roster.holding(seat).rank for seat in roster.seats}
+        others = {str(seat): [other.rank for other in roster.group(seat)[1:]] for seat in roster.seats}
         out.say(
             "start",
             f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder "
             f"{job.run_dir}",
             job=asdict(job),
             seats=seats,
+            **({"others": others} if roster.shards > 1 else {}),
             hosts=sorted({member.host for member in roster}),
             seat_hosts={str(seat): roster.holding(seat).host for seat in roster.seats},
         )

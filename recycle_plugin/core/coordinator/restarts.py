@@ -1,5 +1,5 @@
 """Whether a dead worker's process is started again, and after how long: each time that one dies before it was admitted,
-the next one waits longer, and at last it is given up.
+the next one waits longer, and at last it is given up.  Where several hold one seat, they count as one.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ ELSEWHERE = "python -m recycle_plugin.launch --join takes its seat"
 
 
 class Restarts:
-    """How often each rank was started again in vain, by the setting ``rejoin``: "always", "never", or a number of
-    starts in a row.
+    """How often the holders of each seat were started again in vain, by the setting ``rejoin``: "always", "never", or a
+    number of starts in a row.  A seat goes by its first rank.
     """
 
     def __init__(self, rejoin: str | int = "never") -> None:
         self._limit = LIMITS[rejoin] if isinstance(rejoin, str) else rejoin
-        self._in_vain: dict[int, int] = {}  # by rank, newcomers in a row that died before they were admitted
+        self._in_vain: dict[int, int] = {}  # by seat, newcomers in a row that died before they were admitted
 
-    def in_vain(self, rank: int) -> None:
-        """Notes that a newcomer of ``rank`` has died before it was admitted."""
-        self._in_vain[rank] = self._in_vain.get(rank, 0) + 1
+    def in_vain(self, seat: int) -> None:
+        """Notes that newcomers of ``seat`` have died before they were admitted."""
+        self._in_vain[seat] = self._in_vain.get(seat, 0) + 1
 
-    def admitted(self, rank: int) -> None:
-        """Notes that a newcomer of ``rank`` was admitted, or has come from elsewhere: it is counted anew."""
-        self._in_vain.pop(rank, None)
+    def admitted(self, seat: int) -> None:
+        """Notes that newcomers of ``seat`` were admitted, or have come from elsewhere: they are counted anew."""
+        self._in_vain.pop(seat, None)
 
     def decide(
-        self, worker: WorkerId, who: str, why: str, ending: bool, unguarded: bool, out: CoordinatorOutput
+        self, worker: WorkerId, who: str, why: str, ending: bool, unguarded: bool, out: CoordinatorOutput, seat: int
     ) -> float | None:
-        """The seconds after which the successor of ``worker`` is started, or None if it is not; said to the user, but
-        where the settings or the job's end make it plain.
+        """The seconds after which the successor of ``worker``, of ``seat``, is started, or None if it is not; said to
+        the user, but where the settings or the job's end make it plain.
 
         ``who`` and ``why``: its name, and how it ended, in words.  ``unguarded``: nobody is left who could start it.
         """
-        in_vain = self._in_vain.get(worker.rank, 0)
+        in_vain = self._in_vain.get(seat, 0)
         if ending or not self._limit:
             return None
         if unguarded or in_vain >= self._limit:

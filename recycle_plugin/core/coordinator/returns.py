@@ -1,7 +1,8 @@
 """The course of those who come back: what their messages, and their deaths, lead to for the job.
 
 How far each of them has come core/coordinator/joining.py knows, and whose seat is free core/coordinator/vacancies.py.
-Nobody waits for a newcomer before it has entered a generation; from then on it is a member, and lost as one.
+Nobody waits for a newcomer before it has entered a generation; from then on it is a member, and lost as one.  Those
+that are to hold one seat together go together too: where one dies, the others are ended, and started again with it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from recycle_plugin.core.messages.protocol import (
     StateHash,
     SurvivorReport,
 )
+from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.roster import WorkerId
 
 if TYPE_CHECKING:
     from recycle_plugin.core.coordinator.course import Course
@@ -61,7 +64,7 @@ def catch_up(course: Course, message: CatchUp, now: float, out: CoordinatorOutpu
     if replays.is_awaited(course, newcomer.stage):
         replays.catch_up(course, newcomer, out)
         return
-    before = replace(newcomer)
+    before = [replace(each) for each in course.joining.of_seat(newcomer.seat)]
     course.joining.catch_up(newcomer, course.roster, course.committed, out)
     _call_off(course, before, now, out)
 
@@ -96,7 +99,7 @@ def state_hash(course: Course, message: StateHash, now: float, out: CoordinatorO
     newcomer, member = course.joining.get(message.worker), course.roster.member(message.worker)
     seated = newcomer.member if newcomer is not None else member
     if seated is not None:
-        course.joining.add_hash(message, seated.seat.stage)
+        course.joining.add_hash(message, seated)
         if compare(course, now, out):
             course.plan_change(now, out)
 
@@ -119,9 +122,10 @@ def enter(course: Course, message: SurvivorReport, out: CoordinatorOutput) -> No
     newcomer = course.joining.get(message.worker)
     if newcomer is None:
         return
-    if course.joining.has_entered(message.worker, message.generation):
-        course.vacancies.entered(message.worker)
-        course.attendance.failure_detector.observe(message.worker)
+    if course.joining.may_enter(newcomer, message.generation):
+        for each in course.joining.reported(newcomer):
+            course.vacancies.entered(each.member.worker)
+            course.attendance.failure_detector.observe(each.member.worker)
     elif newcomer.phase in (Phase.CAUGHT_UP, Phase.ANNOUNCED):
         why = "it has come too late into a membership that the others have left"
         course.attendance.fence(message.worker, why, out)
@@ -150,29 +154,59 @@ def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
     failure_detector = course.attendance.failure_detector
     late = course.joining.late(failure_detector.clock, failure_detector.instruction_s)
     if late and not course.halted:
-        course.regroup(f"{', '.join(str(each.member.seat) for each in late)} not back in time", now, out)
+        seats = dict.fromkeys(str(each.seat) for each in late)
+        course.regroup(f"{', '.join(seats)} not back in time", now, out)
 
 
 def died(course: Course, message: Exited, now: float, out: CoordinatorOutput) -> None:
     """Takes in that a process which is no member has ended.  Nobody has waited for it."""
-    newcomer = course.joining.forget(message.worker)
-    course.vacancies.died(message, course.is_ending, now, out)
-    if newcomer is not None:
-        replays.gone(course, newcomer, now, out)
-        _call_off(course, newcomer, now, out)
+    with_it = course.vacancies.died(message, course.is_ending, now, out)
+    _forget([message.worker, *with_it], course, now, out)
 
 
-def _call_off(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
-    """Takes a newcomer that can't enter out of a generation to come: by another one to come, or where its step may
-    have come, by one that holds at once.
+def lose(course: Course, newcomer: Newcomer, cause: Cause, how: str, at: float, out: CoordinatorOutput) -> None:
+    """Takes a newcomer for lost that has reported for a generation which is not in force yet, and all that were to hold
+    its seat with it; ``cause``, ``how``, ``at``: as core/coordinator/course.py has them.
     """
-    if newcomer.phase is not Phase.ANNOUNCED or course.ending.failed:
+    seat = course.joining.of_seat(newcomer.seat)
+    course.attendance.lose(newcomer.member, cause, how, at, out)
+    for other in seat:
+        course.joining.forget(other.member.worker)
+        if other is not newcomer:
+            why = f"it is given up with {newcomer.member}, which is lost"
+            course.attendance.fence(other.member.worker, why, out)
+            course.attendance.lose(other.member, Cause.TOGETHER, why, at, out)
+    _call_off(course, seat, at, out)
+
+
+def tick(course: Course, now: float, out: CoordinatorOutput) -> None:
+    """Lets time pass, which may show that the host of a newcomer is gone."""
+    gone = course.vacancies.tick(course.attendance.unreachable, course.is_ending, now, out)
+    for worker in gone:
+        _forget([worker], course, now, out)
+
+
+def _forget(workers: list[WorkerId], course: Course, now: float, out: CoordinatorOutput) -> None:
+    """Goes on without newcomers of one seat, who are gone."""
+    newcomers = [newcomer for newcomer in map(course.joining.forget, workers) if newcomer is not None]
+    for newcomer in newcomers:
+        replays.gone(course, newcomer, now, out)
+    _call_off(course, newcomers, now, out)
+
+
+def _call_off(course: Course, seat: list[Newcomer], now: float, out: CoordinatorOutput) -> None:
+    """Takes newcomers of one ``seat`` that can't enter out of a generation to come: by another one to come, or where
+    its step may have come, by one that holds at once.
+    """
+    announced = [each for each in seat if each.phase in (Phase.ANNOUNCED, Phase.ENTERED)]
+    if not announced or course.ending.failed:
         return
-    cause = f"{newcomer.member.seat} not back yet"
-    if newcomer.in_force_at is None and not course.regrouping.has_come(course.committed):
+    cause = f"{announced[0].seat} not back yet"
+    if announced[0].in_force_at is None and not course.regrouping.has_come(course.committed):
         course.regroup(cause, now, out, from_step=unstarted(course.committed))
     elif not course.halted:
-        course.attendance.roster = course.roster.without({newcomer.member.worker})  # where that is in force already
+        gone = {each.member.worker for each in seat}  # where that is in force already
+        course.attendance.roster = course.roster.without(gone)
         course.go_on_without(cause, now, out)
 
 

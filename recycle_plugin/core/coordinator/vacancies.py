@@ -8,6 +8,8 @@
   (core/coordinator/operating.py); its seat is nobody's until then.  On a host that is drained nobody is started.
 * Each newcomer has an incarnation that nobody has had.  Until it is admitted it is no member, and nothing that it does
   costs the others anything; where it dies, the seat is vacant again.
+* Those that hold one seat together, its shards, come together: where one dies the others are ended, and when all are
+  dead, all are started at once.
 """
 
 from __future__ import annotations
@@ -26,14 +28,19 @@ OVER = "the job is over"
 
 @dataclass
 class Vacancy:
-    """A vacant seat.  ``newcomer``: who is to hold it; ``due``: when its own supervisor starts that, in seconds;
-    ``come``: it has connected; ``heard``: when its supervisor has last said that its process is there.
+    """A vacant seat, or a shard of it.  ``newcomer``: who is to hold it; ``due``: when its own supervisor starts that,
+    in seconds; ``come``: it has connected; ``heard``: when its supervisor has last said that its process is there.
+    ``before``: who held it last, or was to, ``how`` that has ended, in words, and whether ``in_vain``: before it was
+    admitted.
     """
 
     newcomer: WorkerId | None = None
     due: float = 0.0
     come: bool = False
     heard: float | None = None
+    before: WorkerId | None = None
+    how: str = ""
+    in_vain: bool = False
 
 
 class Vacancies:
@@ -42,6 +49,7 @@ class Vacancies:
     def __init__(self) -> None:
         self._restarts = Restarts()
         self._names: Mapping[int, str] = {}  # by rank, once the job has started
+        self._together: dict[int, tuple[int, ...]] = {}  # by rank, all that hold one seat, itself included
         self._absent_s = 0.0  # for so long a supervisor may be gone before its host is
         self._members: set[WorkerId] = set()  # all that have ever been
         self._unproven: set[WorkerId] = set()  # of them, those that have not had work yet
@@ -63,12 +71,15 @@ class Vacancies:
         rejoin: str | int,
         names: Mapping[int, str],
         hosts: Mapping[int, str],
+        seats: Collection[tuple[int, ...]],
         workers: Collection[WorkerId],
         absent_s: float,
     ) -> None:
         """Starts with ``workers`` as members.  ``names``: of all ranks, for people; ``hosts``: of all ranks;
-        ``absent_s``: where a supervisor is gone for so many seconds, so is its host.
+        ``seats``: the ranks that hold each; ``absent_s``: where a supervisor is gone for so many seconds, so is its
+        host.
         """
+        self._together = {rank: ranks for ranks in seats for rank in ranks}
         self._restarts, self._names, self._absent_s = Restarts(rejoin), dict(names), absent_s
         self._hosts = dict(hosts)
         self._members = set(workers)
@@ -123,42 +134,66 @@ class Vacancies:
         if worker.rank in self._vacant or worker.incarnation != self._holders.get(worker.rank):
             return
         self._silent.discard(worker.rank)  # its supervisor has been heard
-        if worker in self._unproven:
-            self._unproven.discard(worker)
-            self._restarts.in_vain(worker.rank)
+        in_vain = worker in self._unproven
+        self._unproven.discard(worker)
         self._goes_with(message)
-        self._vacant[worker.rank] = Vacancy()
-        self._fill(worker, how, ending, now, out)
+        self._vacant[worker.rank] = Vacancy(before=worker, how=how, in_vain=in_vain)
+        self._fill(worker.rank, ending, now, out)
 
-    def died(self, message: Exited, ending: bool, now: float, out: CoordinatorOutput) -> None:
-        """Takes in that a process which is no member has ended."""
-        if self.is_newcomer(message.worker):
-            self._goes_with(message)
-            self._in_vain(message.worker, f"its process {how_ended(message.code)}", ending, now, out)
+    def died(self, message: Exited, ending: bool, now: float, out: CoordinatorOutput) -> list[WorkerId]:
+        """Takes in that a process which is no member has ended; returns who is ended with it."""
+        if not self.is_newcomer(message.worker):
+            return []
+        self._goes_with(message)
+        return self._in_vain(message.worker, f"its process {how_ended(message.code)}", ending, now, out)
 
     def _goes_with(self, message: Exited) -> None:
         """Note that a supervisor goes with a worker that says that all is well."""
         if message.code == 0 and message.rank not in self._away:
             self._unguarded.add(message.rank)
 
-    def _in_vain(self, worker: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
-        self._restarts.in_vain(worker.rank)
-        self._vacant[worker.rank] = Vacancy()
-        self._fill(worker, how, ending, now, out)
+    def _in_vain(self, worker: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> list[WorkerId]:
+        """Takes in that a newcomer is no more, and ends those that were to hold its seat with it; returns these."""
+        self._vacant[worker.rank] = Vacancy(before=worker, how=how, in_vain=True)
+        others = [self._vacant[rank] for rank in self._together[worker.rank] if self.is_filled(rank)]
+        ended = []
+        for other in others:
+            assert other.newcomer is not None, "it is filled"
+            ended.append(other.newcomer)
+            why = f"it is ended with {self._names[worker.rank]}, which was to hold the seat with it: {how}"
+            self._fence(other.newcomer, why, out)
+            if not other.come:  # it may never be started, and then nobody says that it has ended
+                self._vacant[other.newcomer.rank] = Vacancy(before=other.newcomer, how=why, in_vain=True)
+        self._fill(worker.rank, ending, now, out)
+        return ended
 
-    def _fill(self, before: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> None:
-        rank = before.rank
-        if rank in self._away:
+    def _fill(self, rank: int, ending: bool, now: float, out: CoordinatorOutput) -> None:
+        """Sees to a seat once all that have held it together are dead."""
+        ranks = self._together[rank]
+        if any(each not in self._vacant or self.is_filled(each) for each in ranks):
             return
-        if self._spares and not ending:
-            number = next(iter(self._spares))
-            self._seat(number, self._spares.pop(number), rank, out)
+        if any(self._vacant[each].in_vain for each in ranks):
+            self._restarts.in_vain(ranks[0])
+        for each in ranks:
+            self._vacant[each].in_vain = False
+        for each in ranks:
+            if each not in self._away and self._spares and not ending:
+                number = next(iter(self._spares))
+                self._seat(number, self._spares.pop(number), each, out)
+        self._start_all([each for each in ranks if not self.is_filled(each)], ending, now, out)
+
+    def _start_all(self, ranks: Collection[int], ending: bool, now: float, out: CoordinatorOutput) -> None:
+        """Has the supervisors of ``ranks``, of one seat, start its next holders, unless one of them can't."""
+        if any(rank in self._away or self._hosts[rank] in self._drained for rank in ranks):
             return
-        if self._hosts[rank] in self._drained:
-            return
-        after_s = self._restarts.decide(before, self._names[rank], how, ending, rank in self._unguarded, out)
-        if after_s is not None:
-            self._start(rank, after_s, now, out)
+        unguarded = any(rank in self._unguarded for rank in ranks)
+        for rank in ranks:
+            before, how = self._vacant[rank].before, self._vacant[rank].how
+            assert before is not None, "somebody has held it"
+            seat = self._together[rank][0]
+            after_s = self._restarts.decide(before, self._names[rank], how, ending, unguarded, out, seat)
+            if after_s is not None:
+                self._start(rank, after_s, now, out)
 
     def _start(self, rank: int, after_s: float, now: float, out: CoordinatorOutput) -> None:
         number = self._unused(rank)
@@ -185,7 +220,7 @@ class Vacancies:
     def admitted(self, worker: WorkerId) -> None:
         """Notes that a newcomer has become a member like all."""
         self._unproven.discard(worker)
-        self._restarts.admitted(worker.rank)
+        self._restarts.admitted(self._together[worker.rank][0])
 
     # --- supervisors, and hosts that are gone ----------------------------------------------------
 
@@ -220,18 +255,23 @@ class Vacancies:
         if worker.incarnation == self._holders.get(worker.rank):
             self._unguarded.add(worker.rank)
 
-    def tick(self, unreachable: Collection[WorkerId], ending: bool, now: float, out: CoordinatorOutput) -> None:
-        """Lets time pass, which may show that a host is gone.  ``unreachable``: lost workers that are not known to be
-        dead.  Costs one look at each vacant seat and at each supervisor that is gone.
+    def tick(
+        self, unreachable: Collection[WorkerId], ending: bool, now: float, out: CoordinatorOutput
+    ) -> list[WorkerId]:
+        """Lets time pass, which may show that a host is gone; returns the newcomers that go with it.  ``unreachable``:
+        lost workers that are not known to be dead.  Costs one look at each vacant seat and at each supervisor that is
+        gone.
         """
+        gone: list[WorkerId] = []
         for worker in self.newcomers:
             if self._is_host_gone(worker.rank, now) or self._is_silent(worker.rank, now):
                 self._unguarded.add(worker.rank)
                 self._fence(worker, "its host is gone", out)
-                self._in_vain(worker, "its host is gone", ending, now, out)
-        while self._spares and not ending and (gone := self._gone(unreachable, now)):
+                gone += [worker, *self._in_vain(worker, "its host is gone", ending, now, out)]
+        while self._spares and not ending and (ranks := self._gone(unreachable, now)):
             number = next(iter(self._spares))
-            self._seat(number, self._spares.pop(number), gone[0], out)
+            self._seat(number, self._spares.pop(number), ranks[0], out)
+        return gone
 
     def _is_host_gone(self, rank: int, now: float) -> bool:
         return rank in self._silent or now - self._absent.get(rank, now) > self._absent_s
@@ -290,7 +330,7 @@ class Vacancies:
         before = self._vacant.get(rank)
         if before is not None and before.newcomer is not None:
             self._fence(before.newcomer, f"host {host} takes its seat", out)
-        self._restarts.admitted(rank)
+        self._restarts.admitted(self._together[rank][0])
         self._hosts[rank] = host
         for gone in self._unguarded, self._silent:
             gone.discard(rank)
@@ -298,6 +338,17 @@ class Vacancies:
         out.say("joined", f"host {host} takes {self._names[rank]}", rank=rank, host=host)
         out.tell(Joiner(number), Seated(rank))
         self._start(rank, 0.0, 0.0, out)
+        self._start_others(rank, out)
+
+    def _start_others(self, rank: int, out: CoordinatorOutput) -> None:
+        """Has those come too that hold a seat with ``rank``, whose next holder comes from elsewhere, as far as they are
+        dead and their own supervisors can start them.
+        """
+        for other in self._together[rank]:
+            waits = other in self._vacant and not self.is_filled(other) and other not in self._away
+            here = other not in self._unguarded | self._silent and other not in self._absent
+            if waits and here and self._hosts[other] not in self._drained:
+                self._start(other, 0.0, 0.0, out)
 
     @staticmethod
     def _fence(worker: WorkerId, why: str, out: CoordinatorOutput) -> None:
@@ -364,7 +415,7 @@ class Vacancies:
         """
         self._away.discard(rank)
         self._drained.discard(self._hosts[rank])
-        self._restarts.admitted(rank)
+        self._restarts.admitted(self._together[rank][0])
         if self._spares:
             number = next(iter(self._spares))
             host = self._spares.pop(number)

@@ -2,7 +2,8 @@
 
 A *worker* is one process: a rank, and which of the processes that have had it, its *incarnation*. So one that comes
 back is another worker than the one that was lost.  A *seat* is held by a group of workers in a fixed order, its
-*shards* (one today, a tensor-parallel group later).
+*shards*: each has a part of the stage, and they compute together.  Those that hold the same shard of a stage have the
+same state, and are each other's *peers*.
 
 Whoever asks who holds, lives, comes first, joins or leaves asks a :class:`Roster`; nobody searches a generation's
 members.
@@ -127,6 +128,10 @@ class Roster:
         return self._grouped(lambda member: member.seat.stage)
 
     @cached_property
+    def _by_shard(self) -> dict[tuple[int, int], Group]:
+        return self._grouped(lambda member: (member.seat.stage, member.shard))
+
+    @cached_property
     def _by_replica(self) -> dict[int, Group]:
         return self._grouped(lambda member: member.seat.replica)
 
@@ -141,8 +146,14 @@ class Roster:
 
     @cached_property
     def working(self) -> frozenset[Seat]:
-        """The seats whose holders are given work: all but those that are still joining."""
-        return frozenset(member.seat for member in self.members if not member.joining)
+        """The seats whose holders are given work: all but those that are still joining, or of which a shard is
+        missing.
+        """
+        return frozenset(
+            seat
+            for seat, group in self._by_seat.items()
+            if len(group) == self.shards and not any(member.joining for member in group)
+        )
 
     @cached_property
     def shards(self) -> int:
@@ -171,9 +182,9 @@ class Roster:
         """
         return next((member for member in self.group(seat) if member.shard == shard), None)
 
-    def holding(self, seat: Seat) -> Member:
-        """The holder of the first shard of ``seat``; AssertionError where nobody holds it."""
-        holder = self.holder(seat)
+    def holding(self, seat: Seat, shard: int = 0) -> Member:
+        """The holder of ``shard`` of ``seat``; AssertionError where nobody holds it."""
+        holder = self.holder(seat, shard)
         assert holder is not None, f"nobody holds seat {seat}"
         return holder
 
@@ -196,9 +207,13 @@ class Roster:
         """The members that are live in ``stage``, in the order of the ranks."""
         return self._by_stage.get(stage, ())
 
-    def joining(self, stage: int) -> Group:
-        """The members of ``stage`` that are still joining.  Costs time in proportion to the stage's members."""
-        return tuple(member for member in self.stage(stage) if member.joining)
+    def peers(self, stage: int, shard: int = 0) -> Group:
+        """The members that hold ``shard`` of ``stage``, which have one state, in the order of the ranks."""
+        return self._by_shard.get((stage, shard), ())
+
+    def joining(self, stage: int, shard: int = 0) -> Group:
+        """The members with ``shard`` of ``stage`` that are still joining.  Costs time in proportion to these."""
+        return tuple(member for member in self.peers(stage, shard) if member.joining)
 
     def is_last(self, member: Member) -> bool:
         """Whether no other seat of ``member``'s stage is at work, so that only this one is known to have its state.
@@ -213,22 +228,27 @@ class Roster:
         """The stages that somebody is live in, in order."""
         return tuple(sorted(self._by_stage))
 
-    def first_of(self, stage: int) -> Member:
-        """The member of the lowest rank in ``stage``, which does what one does for the stage.  Raises IndexError where
-        nobody is left.
+    def first_of(self, stage: int, shard: int = 0) -> Member:
+        """The member of the lowest rank with ``shard`` of ``stage``, which does what one does for it.  Raises
+        IndexError where nobody is left.
         """
-        return self.stage(stage)[0]
+        return self.peers(stage, shard)[0]
 
-    def first_working(self, stage: int) -> Member:
-        """The member of the lowest rank in ``stage`` that is not joining; StopIteration where there is none."""
-        return next(member for member in self.stage(stage) if not member.joining)
+    def first_working(self, stage: int, shard: int = 0) -> Member:
+        """The member of the lowest rank with ``shard`` of ``stage`` that is not joining; StopIteration where there is
+        none.
+        """
+        return next(member for member in self.peers(stage, shard) if not member.joining)
 
-    def stages(self, stages: Collection[int]) -> Group:
-        """The members that are live in any of ``stages``, in the order of the ranks.  Costs their number, times the
+    def stages(self, stages: Collection[int], shard: int = 0) -> Group:
+        """The members with ``shard`` of any of ``stages``, in the order of the ranks.  Costs their number, times the
         logarithm of that.
         """
         return tuple(
-            sorted((member for stage in set(stages) for member in self.stage(stage)), key=lambda member: member.rank)
+            sorted(
+                (member for stage in set(stages) for member in self.peers(stage, shard)),
+                key=lambda member: member.rank,
+            )
         )
 
     def replica(self, replica: int) -> Group:

@@ -52,11 +52,12 @@ class ControlView:
     ``changed_behind`` that at which the members were others last,
     ``news`` how commits were said, and ``recorded`` what a newcomer's script was told, for whoever takes them from
     there, ``end`` the job's; ``departed``: the others go on without this worker, since it was to leave; ``newcomer``:
-    it has come back to a job that had started.
+    it has come back to a job that had started; ``shard``: which of its seat's it is; ``called_off``: the last
+    generation that held at once and that a newcomer was not in; ``heard_in``: the last one that this worker is in.
     """
 
     def __init__(self, rank: int, incarnation: int = 0) -> None:
-        self.rank, self.incarnation = rank, incarnation
+        self.rank, self.incarnation, self.shard = rank, incarnation, 0
         self.generation: Generation | None = None
         self.pending: Generation | None = None
         self.committed = self.durable = 0
@@ -65,6 +66,8 @@ class ControlView:
         self.recorded: list[Recorded] = []
         self.end: End | None = None
         self.departed = False
+        self.called_off = -1
+        self.heard_in: Generation | None = None
         self.newcomer = False  # it has come back to a job that had started
         self.present = False  # a newcomer knows where the job is
         self._unfilled: tuple[int, ...] = ()  # the steps before which data had ended, each time
@@ -114,9 +117,11 @@ class ControlView:
         """Takes in one message of the coordinator's."""
         if isinstance(message, Generation) and self.outside and self.worker not in message.roster.workers:
             self.pending = self._next = None  # the others go on, and have not waited for this worker
+            self.called_off = self.called_off if message.from_step else message.number
             return
         if isinstance(message, Generation):
             self.departed = self.has_left(message)
+            self.heard_in = message if self.worker in message.roster.workers else self.heard_in
             if message.from_step or self.worker in message.roster.workers:
                 self._leaves_at = 0 if self.worker in message.roster.workers else message.from_step
         match message:

@@ -46,6 +46,7 @@ class Newcomer:
         self._asked = self._said = False
         self._position = 0  # the last step that the script has gone through, or is at
         self._passed: tuple[str, ...] = ()  # barriers behind the last step that was replayed
+        self._called_off = -1  # the last generation without this worker that it has said to have passed over
         self._skip = skip
         self._wants_script = wants_script
         self._catching_up, self._replay = CatchingUp(state, wants_script), replay
@@ -122,7 +123,7 @@ class Newcomer:
 
     def _await_script(self, generation: Generation) -> Iterator[Any]:
         """Waits for what a peer's script hands over: that of the stage's first worker, which had a part before."""
-        giver = generation.roster.first_working(self._loop.seat.stage)
+        giver = generation.roster.first_working(self._loop.seat.stage, self._view.shard)
         self.handed = yield from self._port.wait(
             f"what the script of {giver} hands over by on_join",
             lambda: self._catching_up.handed(giver.worker),
@@ -153,6 +154,9 @@ class Newcomer:
         self._check_data(step)
         if self.replayed is not None:
             return True if self.replayed >= step else self._view.interruption()
+        if self._view.called_off > self._called_off:
+            self._called_off = self._view.called_off
+            self._loop.pass_over(self._called_off)
         for serving in self._view.take_sources():
             self._catching_up.add_source(serving.worker, self._open(serving))
         had = not self._catching_up.deserted

@@ -45,6 +45,7 @@ from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from recycle_plugin.core.worker.executor import Interrupted, Waits
+from recycle_plugin.core.worker.lockstep import Lockstep
 
 T = TypeVar("T")
 LEAVE = "planned leave"  # why one worker's training ends
@@ -190,7 +191,7 @@ class LoopPort(Protocol):
 
 class TrainingLoop:
     """The training loop of the worker at ``seat``: it runs one step after the other, and recovers when the membership
-    changes.
+    changes.  ``lockstep``: with the others that hold the seat, where there are some.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class TrainingLoop:
         topology: Topology,
         seat: Seat,
         machine: StepMachine,
+        lockstep: Lockstep | None = None,
     ) -> None:
         self._port, self._control_view = port, port.control_view
         self._runner = runner
@@ -210,6 +212,7 @@ class TrainingLoop:
         self._recovery_plans: dict[int, StepProgram] = {}  # of steps that a failure has interrupted
         self.seat = seat
         self.machine = machine
+        self._lockstep = lockstep
         self._plan: Plan | None = None
         self._loaded = False  # a checkpoint, of which the coordinator does not know yet
         self._unfilled = 0  # the step that the data does not fill, if any
@@ -336,9 +339,16 @@ class TrainingLoop:
         """Returns when every member of the newest generation has agreed where to go on.  Raises JobEnded."""
         self._port.reach("recovery.start")
         while (generation := self._control_view.interruption()) is not None:
+            if self._lockstep is not None:
+                self._lockstep.say_stopped(generation.number)
             if self._control_view.departed:
                 raise JobEnded(LEAVE, failed=False)
             yield from self.enter(generation)
+
+    def pass_over(self, called_off: int) -> None:
+        """Notes that this worker, a newcomer, enters no generation before ``called_off``."""
+        if self._lockstep is not None:
+            self._lockstep.pass_over(called_off)
 
     def catch_up(self) -> Iterator[Any]:
         """Recovers from a membership change between steps: returns when all steps that the script has been told of are
@@ -412,6 +422,13 @@ class TrainingLoop:
         resume = yield from self._port.wait(what, lambda: self._control_view.resume_of(generation), interruptible=False)
         if not isinstance(resume, Resume):
             return
+        if self._lockstep is not None and not (yield from self._lockstep.take_up(generation.number)):
+            yield from self._port.wait(
+                f"what has come after generation {generation.number}",
+                lambda: True if self._control_view.pending is not generation else None,
+                interruptible=False,
+            )
+            return
         self._port.reach("recovery.resume")
         self._take_up(plan, resume)
         self._runner.keep_only(generation.roster.addresses)
@@ -439,13 +456,14 @@ class TrainingLoop:
             yield from self._port.wait(what, news, interruptible=False)
 
     def _begin_to_join(self, generation: Generation) -> list[Member]:
-        """The members of this worker's stage that are joining since this generation."""
+        """The peers of this worker that are joining since this generation."""
         before = self._control_view.roster.workers
-        return [one for one in generation.roster.joining(self.seat.stage) if one.worker not in before]
+        joining = generation.roster.joining(self.seat.stage, self._control_view.shard)
+        return [one for one in joining if one.worker not in before]
 
     def _hand_over(self, joining: list[Member], generation: Generation) -> None:
         """Gives newcomers what is its script's alone, as one worker of the stage does, the first that has it."""
-        giver = generation.roster.first_working(self.seat.stage)
+        giver = generation.roster.first_working(self.seat.stage, self._control_view.shard)
         if giver.worker == self._control_view.worker:
             for one in joining:
                 self._runner.hand_over(one.worker, self.machine.stepped)

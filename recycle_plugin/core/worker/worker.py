@@ -27,8 +27,9 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
-from recycle_plugin.core.worker.executor import Waits, execute
+from recycle_plugin.core.worker.executor import Interrupted, Waits, execute
 from recycle_plugin.core.worker.iterator_data import IteratorData
+from recycle_plugin.core.worker.lockstep import JOINT, LEFT_OUT, Lockstep
 from recycle_plugin.core.worker.serving import Outlet, Serving, Servings, SharedState
 from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import StepStore
@@ -114,7 +115,8 @@ class Machine(Protocol):
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
         """Makes the sum of a REDUCE or TIE with all that take part; that is the value.
 
-        ``holder``: who has it already, and gives it to the others.
+        ``holder``: who has it already, and gives it to the others.  Where several workers hold the seat, contributions
+        stay until all of them begin to have the sum (core/worker/lockstep.py).
         """
 
     def tied_in_order(self, total: Any) -> Any:
@@ -164,8 +166,8 @@ class Worker:
     """The worker at ``store.seat``: it runs programs on its machine, and keeps what it makes in its store.
 
     ``stopwatch``: if given, it says how fast it computes; ``log``: if given, what it sends, draws and applies is kept
-    there.  ``applied(step)``: called for each step that is
-    (core.worker.training_loop.TrainingLoop.applied).
+    there; ``lockstep``: with the others that hold the seat, where there are some.  ``applied(step)``: called for each
+    step that is (core.worker.training_loop.TrainingLoop.applied).
     """
 
     def __init__(
@@ -178,6 +180,7 @@ class Worker:
         iterator_data: IteratorData | None = None,
         stopwatch: Stopwatch | None = None,
         log: StepLog | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         self.store, self.seat = store, store.seat
         self._machine, self._control_view, self._shape, self._steps, self._judging, self.iterator_data = (
@@ -188,7 +191,8 @@ class Worker:
             judging,
             iterator_data,
         )
-        self._stopwatch, self._log = stopwatch, log
+        self._stopwatch, self._log, self._lockstep = stopwatch, log, lockstep
+        self._left_out: Instruction | None = None  # which the furthest shard of the seat may have run
         self.applied: Callable[[int], None] = lambda step: None
         self.servings = Servings()
         self.hash_at: set[int] = set()  # steps after which the state is to be hashed, once they are committed
@@ -232,6 +236,9 @@ class Worker:
                 yield from self._begin(program)
             if program.resumed:
                 self._say_losses(program.step)  # of forwards that the failure has cut off from their last one
+            if self._lockstep is not None:
+                yield from self._lockstep.come_to()
+                yield from self._lockstep.begin(f"the program of step {program.step}")
             yield from execute(self.seat, instructions, self)
 
     def _begin(self, program: StepProgram) -> Iterator[Any]:
@@ -383,7 +390,10 @@ class Worker:
         """Raises Interrupted where the membership has changed, or JobEnded where the job is over; serves newcomers, and
         drops the sums of committed steps.
         """
-        self._control_view.check()
+        if self._lockstep is None:
+            self._control_view.check()
+        else:
+            self._control_view.check_end()  # of a change it hears in await_inputs, with the others of its seat
         while self.serve_now(waiting=False):
             pass
         self.store.drop_sums(min(self._control_view.committed, self.running.step - 1))
@@ -394,8 +404,32 @@ class Worker:
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
         """Waits for what comes from elsewhere, and, before a step, for the commit of the one whose undo record it
-        overwrites.
+        overwrites; and for the others that hold the seat, where only all can do it.
         """
+        self._left_out = None
+        if self._lockstep is None:
+            yield from self._await_inputs(instruction)
+            return
+        yield from self._lockstep.come_to()
+        if self._lockstep.stops:
+            self._left_out = instruction if self._lacks(instruction) else None
+            return
+        try:
+            yield from self._await_inputs(instruction)
+        except Interrupted:
+            yield from self._lockstep.stop()
+            self._left_out = instruction
+            return
+        if instruction.op in JOINT:
+            yield from self._lockstep.begin(str(instruction))
+
+    def _lacks(self, instruction: Instruction) -> bool:
+        """Whether ``instruction``, which another shard of the seat has run, waits for what is not here."""
+        if instruction.op is Op.VALIDATE:
+            return self._control_view.collected(instruction.step, NORM) is None
+        return instruction.op in LEFT_OUT and next(self.store.missing(instruction), None) is not None
+
+    def _await_inputs(self, instruction: Instruction) -> Iterator[Any]:
         if instruction.op in RECEIVES or instruction.op is Op.LOAD:
             for datum in self.store.missing(instruction):
                 yield from self._machine.wait_for(
@@ -412,6 +446,15 @@ class Worker:
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
         """Carries ``instruction`` out: computes, sends, adds up, validates or steps."""
+        try:
+            if self._left_out is None:
+                yield from self._perform(instruction)
+        except Interrupted:
+            if self._lockstep is None:
+                raise
+            yield from self._lockstep.stop()
+
+    def _perform(self, instruction: Instruction) -> Iterator[Any]:
         with self._machine.performing(instruction):
             yield from self._machine.spend(instruction)
             match instruction.op:
@@ -428,6 +471,8 @@ class Worker:
 
     def record(self, span: Span) -> None:
         """Takes the time span of an instruction that has run, for the stopwatch and the machine's trace."""
+        if self._lockstep is not None:
+            self._lockstep.finished += 1
         for over in self._machine.record(span):
             if self._stopwatch is not None and over.instruction.step > 0:
                 self._stopwatch.add(over)
@@ -556,10 +601,18 @@ class Worker:
 
     def _say_share(self, step: int, name: str, share: float) -> None:
         self._machine.send(
-            Contribution(self._control_view.rank, step, name, {str(self.seat.stage): share}, self._shape.stages)
+            Contribution(
+                self._control_view.rank,
+                step,
+                name,
+                {str(self.seat.stage): share},
+                self._shape.stages,
+                self._control_view.shard,
+            )
         )
 
     def _say_losses(self, step: int) -> None:
         losses = self.losses(step)
         if losses:
-            self._machine.send(Contribution(self._control_view.rank, step, LOSS, losses, len(self._shape.batch)))
+            batch, shard = len(self._shape.batch), self._control_view.shard
+            self._machine.send(Contribution(self._control_view.rank, step, LOSS, losses, batch, shard))

@@ -20,6 +20,7 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 
+OF_SEAT = frozenset({Op.F, Op.I, Op.B})  # what all workers of a seat run together
 SUMS = frozenset({Op.REDUCE, Op.TIE})  # the plugin's own: rerouting has put the lost members' part into them
 BETWEEN = frozenset(
     {"torch", "deepspeed", "recycle_plugin", "typing_extensions", "warnings", "contextlib", "functools"}
@@ -58,8 +59,9 @@ class Callers:
             )
         raise RecycleError(
             f"{where} in {work}: after a loss other workers run what a micro-batch needs, some more often than others, "
-            "so the members would wait for each other in vain; leave collectives out of layers, loss functions, "
-            "data and optimizers: train_batch() returns the loss over all micro-batches, "
+            "so the members would wait for each other in vain; leave collectives out of layers, but for those over "
+            "recycle_plugin.seat_group(), out of loss functions, data and optimizers: train_batch() returns the loss "
+            "over all micro-batches, "
             "and between steps there is recycle_plugin.mean(tensor, group)"
         )
 
@@ -90,6 +92,12 @@ class Callers:
                     line=line,
                     lost=lost,
                 )
+
+    @property
+    def in_layer(self) -> bool:
+        """Whether what is called now is called by a layer, in what all workers of a seat run together."""
+        work = self._session.work
+        return isinstance(work, Instruction) and work.op in OF_SEAT and self._session.trainer == threading.get_ident()
 
     @property
     def is_own(self) -> bool:

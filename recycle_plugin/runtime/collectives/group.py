@@ -42,6 +42,7 @@ from recycle_plugin.runtime.collectives.link import (
     Send,
 )
 from recycle_plugin.runtime.collectives.outcomes import Outcomes
+from recycle_plugin.runtime.collectives.seat import SeatLink
 from recycle_plugin.runtime.collectives.staging import in_pieces
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import on_host
@@ -98,12 +99,13 @@ class MemberGroup(dist.ProcessGroup):
     def __init__(self, session: Session, callers: Callers, outcomes: Outcomes, options: Any) -> None:
         base: Any = super()  # torch's stubs know of no way to be one
         base.__init__(options.group_rank, options.group_size)
-        self._callers = callers
+        self._callers, self._session = callers, session
         self._rank = options.group_rank
         self._ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         self._flight = Flight(
             session, outcomes, options.group_id, self._ranks, self._rank, options.store, options.timeout
         )
+        self._seat_link = SeatLink(session, self._ranks, self._flight.apart)
 
     def getBackendName(self) -> str:
         """torch.distributed's question for the backend's name: "recycle"."""
@@ -286,6 +288,9 @@ class MemberGroup(dist.ProcessGroup):
         """Start what the script or stock code asks for, if it can be right where it is called
         (runtime/collectives/callers.py).
         """
+        if self._session.seat_group is self and self._callers.in_layer:
+            self._seat_link.run(asked)
+            return Finished()
         self._callers.admit(asked.called, self._ranks)
         touch(
             asked.tensors, asked.given

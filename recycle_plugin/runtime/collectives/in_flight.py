@@ -558,6 +558,11 @@ class Flight:
 
     # --- links ----------------------------------------------------------------------------------------
 
+    def apart(self, called: str) -> GlooLink:
+        """A link of all members, named ``called``, that no change of the membership breaks."""
+        name, own = f"ranks {', '.join(map(str, self._ranks))}", self._session.own_address
+        return GlooLink(0, self._rendezvous, called, self._rank, len(self._ranks), name, own, self._timeout)
+
     def _link(self, which: str, members: Sequence[int]) -> tuple[Link, Handle]:
         """The link of the present membership among these logical members, and the handle of its connecting.
 

@@ -37,6 +37,8 @@ from recycle_plugin.runtime.control.connections import Control, connect
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
 
 if TYPE_CHECKING:  # it takes torch, which the script imports when it likes
+    from torch.distributed import ProcessGroup
+
     from recycle_plugin.runtime.collectives.startup import Startup
 
 T = TypeVar("T")
@@ -66,6 +68,7 @@ class Session(ControlView):
       through, to go when everybody's last step is committed.
     * ``newcomer``: the process has come into a job that had started, in the place of a lost one, and runs its script
       from the top; ``startup``: what that one's collectives gave before its first step, once there are groups.
+    * ``seat_group``: of the workers that hold this one's seat with it, None where it does so alone.
     * ``forked``: this process is not the worker, but was forked from it.
     * ``incarnation``: which process of its rank this one was started as; the coordinator says which one it is.
     * ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
@@ -95,6 +98,7 @@ class Session(ControlView):
         self.trains = False
         self.idle: Callable[..., bool | None] = lambda waiting: None
         self.startup: Startup | None = None
+        self.seat_group: ProcessGroup | None = None
         self.heartbeats = Heartbeats(rank, self.send)
         self.given_up: Callable[[str], None] | None = None
         self.coordinator_is_gone = False  # so nobody but this worker can tell the user

@@ -68,14 +68,16 @@ class Gradients:
         """Drop all contributions, and their sum."""
         self._put([None] * len(self._parameters))
 
-    def reduce(self, step: int, holder: int | None) -> list[torch.Tensor] | None:
+    def reduce(self, step: int, holder: int | None, agree: Callable[[], object] = bool) -> list[torch.Tensor] | None:
         """Sum the stage's contributions, or take the sum from the live worker of rank ``holder``: one tensor for each
         parameter.
 
-        None where this worker has the sum already, and only gives it to others.
+        None where this worker has the sum already, and only gives it to others.  ``agree()`` is called when all of it
+        is here, and the contributions are as they were.
         """
         owners = self._blocks.owners(self._buckets.group) if self._blocks is not None and holder is None else None
         reduced = [(bucket, self._sum(bucket, step, holder, owners)) for bucket in self._cut()]
+        agree()
         if self._whole(step) is not None:
             return None  # here was what the others got
         for bucket, flat in reduced:

@@ -28,6 +28,8 @@ class Operations:
 
     ``timeline``: what the device has run, and when.
 
+    ``agree(instruction)`` returns when all that hold the seat have the sum, before it takes the contributions' place.
+
     ``source`` gives data that is addressed by step and micro-batch; ``applied(step)`` is called after each step.
     """
 
@@ -46,13 +48,17 @@ class Operations:
             source,
             applied,
         )
+        self.agree: Callable[[Instruction], object] = bool
         self.timeline = Timeline(stage.device, lambda: session.wait_timeout_s)
         self._table: Mapping[Op, Operation] = {
             Op.LOAD: self._load,
             **dict.fromkeys(COMPUTE, stage.compute),
             Op.STEP: self._step,
         }
-        self._sums: Mapping[Op, Callable[[int, Seat | None], Any]] = {Op.REDUCE: self._reduce, Op.TIE: self._tie}
+        self._sums: Mapping[Op, Callable[[Instruction, Seat | None], Any]] = {
+            Op.REDUCE: self._reduce,
+            Op.TIE: self._tie,
+        }
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
         """What LOAD, F, I, W, B or STEP makes, once the device is done with what was before the last instruction.
@@ -63,7 +69,7 @@ class Operations:
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
         """What REDUCE or TIE makes, together with all workers that take part in it."""
-        return self._sums[instruction.op](instruction.step, holder)
+        return self._sums[instruction.op](instruction, holder)
 
     def share(self, step: int, have: StepStore) -> float:
         """This stage's share of the squared norm of ``step``."""
@@ -91,11 +97,12 @@ class Operations:
         drawn = have.requires(instruction)  # of an iterator's data, or an evaluation's
         return {data: self._stage.load(unpacked(have[drawn[0]]) if drawn else self._source(step, one))}
 
-    def _reduce(self, step: int, holder: Seat | None) -> list[torch.Tensor] | None:
-        return self._stepping.reduce(step, None if holder is None else self._session.roster.holding(holder).rank)
+    def _reduce(self, instruction: Instruction, holder: Seat | None) -> list[torch.Tensor] | None:
+        rank = None if holder is None else self._session.roster.holding(holder, self._session.shard).rank
+        return self._stepping.reduce(instruction.step, rank, lambda: self.agree(instruction))
 
-    def _tie(self, step: int, holder: Seat | None) -> dict[int, torch.Tensor]:
-        return self._stepping.tie(step)
+    def _tie(self, instruction: Instruction, holder: Seat | None) -> dict[int, torch.Tensor]:
+        return self._stepping.tie(instruction.step)
 
     def _step(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         self._stepping.apply(instruction.step)

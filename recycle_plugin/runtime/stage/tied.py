@@ -39,6 +39,6 @@ class TiedWeight:
         """Of each live worker of the group, in its order, the stages whose sum it brings."""
         roster = self._session.roster
         return [
-            [member.seat.stage] * (member == roster.first_of(member.seat.stage))
+            [member.seat.stage] * (member == roster.first_of(member.seat.stage, member.shard))
             for member in roster.stages(self.stages)
         ]

@@ -18,6 +18,7 @@ from recycle_plugin.core.worker import training_loop as core
 from recycle_plugin.core.worker.checkpoint_saving import CheckpointFiles, save
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.filled_stage import FilledStage
+from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.worker import Worker
@@ -45,15 +46,17 @@ class BlockingLoop:
         max_slowdown: float | None = None,
         wants_script: Callable[[], bool] = lambda: False,
         replay: StageReplay | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         """Make the loop; ``recover()`` is called after a membership change between steps, where the script's own
         changes have to be put aside; ``wants_script()``: a newcomer's script asks its peers' for what is theirs alone;
-        ``replay``: how its stage is replayed where nobody has it.
+        ``replay``: how its stage is replayed where nobody has it; ``lockstep``: as for
+        core.worker.training_loop.TrainingLoop.
         """
         self._session, self._recover = session, recover
         self._planner = _Planner(costs, policy, session, max_slowdown)
         self._planner.resize(topology.full())
-        self._loop = core.TrainingLoop(world, worker, self._planner, topology, worker.seat, machine)
+        self._loop = core.TrainingLoop(world, worker, self._planner, topology, worker.seat, machine, lockstep)
         worker.applied = self._loop.applied
         self._evaluations = Evaluations(world, worker, self._loop, forwards, self._recover_between)
         filled = FilledStage(world, worker.store, machine)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from recycle_plugin.core.vocabulary.instruction import COMPUTE, SENDS, STAGE_WID
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.catching_up import Inlet
 from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.lockstep import Lockstep, Word
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.training_loop import StepProgram
 from recycle_plugin.errors import WaitTimeout
@@ -29,12 +31,14 @@ from recycle_plugin.runtime.catch_up.transfers import Transfers
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import There
 from recycle_plugin.runtime.devices.kinds import fetch
+from recycle_plugin.runtime.movers.batches import described, packed
 from recycle_plugin.runtime.movers.mover import Mover
 from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.state.background_hash import BackgroundHash
 from recycle_plugin.runtime.state.units import Units
 
 T = TypeVar("T")
+WORD = "word"  # the kind of what workers of one seat say to each other
 OUTWARD = SENDS | STAGE_WIDE  # what a worker that the others have given up must not do
 
 
@@ -63,7 +67,9 @@ class TorchMachine:
         self.control_view = self._session = session
         self._mover, self.operations, self._faults = mover, operations, faults
         self._takers: set[str] = set()  # of batches that were drawn here
-        self.send, self.arrivals, self.keep_only, self.clock = session.send, mover.arrivals, mover.keep_only, time.time
+        self._words: dict[int, Word] = {}  # the last of each other worker of the seat
+        self._come: deque[tuple[Datum, Any, int]] = deque()  # beside words
+        self.send, self.keep_only, self.clock = session.send, mover.keep_only, time.time
         self.compute, self.share, self.norm = operations.compute, operations.share, operations.norm
         self._trace, self._prepare, self.script_state = trace, prepare, script_state
         self.tied_in_order = operations.tied_in_order
@@ -104,11 +110,41 @@ class TorchMachine:
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
         """Send a datum to the worker at ``target``, valid from the generation ``valid_from``."""
-        address = self._session.roster.holding(target).address
+        address = self._session.roster.holding(target, self._session.shard).address
         if datum.kind == "drawn":
             self._takers.add(address)
             value = There(value)  # what is packed (runtime/movers/batches.py) is on the host
         self._mover.send(address, datum, value, valid_from)
+
+    def arrivals(self) -> Iterator[tuple[Datum, Any, int]]:
+        """The data that has come from peers since this was asked last (core.worker.worker.Machine)."""
+        self._take_words()
+        while self._come:
+            yield self._come.popleft()
+
+    def _take_words(self) -> None:
+        for datum, value, valid_from in self._mover.arrivals():
+            if datum.kind == WORD:
+                self._words[datum.stage] = Word(*described(value))
+            else:
+                self._come.append((datum, value, valid_from))
+
+    def say_in_seat(self, word: Word) -> None:
+        """Send ``word`` to the others that hold this worker's seat, as far as it has heard of them."""
+        heard_in, session = self._session.heard_in, self._session
+        own = heard_in.roster.member(session.worker) if heard_in is not None else None
+        for other in heard_in.roster.group(own.seat) if heard_in is not None and own is not None else ():
+            if other != own:
+                self._mover.send(other.address, Datum(WORD, session.shard, None, 0), There(packed((), word)), 0)
+
+    def heard_in_seat(self, shard: int) -> Word:
+        """The last word of another worker of this one's seat."""
+        self._take_words()
+        return self._words.get(shard, Word())
+
+    def keep_in_step(self, lockstep: Lockstep) -> None:
+        """Have sums count only once all workers of the seat have them."""
+        self.operations.agree = lambda instruction: deque(lockstep.begin_sum(instruction), maxlen=0)  # it blocks
 
     def open_inlet(self, serving: Serving) -> Inlet:
         """The line from a source, which ``serving`` names."""

@@ -166,6 +166,7 @@ class Framework:
     any.  ``state``: what else a step changes, schedulers and counters. ``masters``: those of a model in bf16 or fp16,
     which the optimizer steps.  ``norm`` None: the true one over all stages; ``scaler`` None: losses are not scaled.
     ``compute``: the script's own forward and backward of a model that is one stage (runtime/worker/scripted.py).
+    ``shards``: workers that hold each seat together, of which this one is number ``shard``.
     """
 
     seat: Seat
@@ -186,6 +187,8 @@ class Framework:
     norm: Norm | None = None
     scaler: Scaler | None = None
     compute: Compute | None = None
+    shards: int = 1
+    shard: int = 0
 
     @property
     def parameters(self) -> Parameters:

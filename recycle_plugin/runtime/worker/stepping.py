@@ -52,12 +52,13 @@ class Stepping:
 
     # --- forwards ----------------------------------------------------------------------------------
 
-    def reduce(self, step: int, holder: int | None) -> list[torch.Tensor] | None:
+    def reduce(self, step: int, holder: int | None, agree: Callable[[], object] = bool) -> list[torch.Tensor] | None:
         """Sum the stage's gradients; afterwards every live worker of it has them, or its contributions are as before.
 
-        Where the worker of rank ``holder`` has the sum from before a failure, the others get it from there.
+        Where the worker of rank ``holder`` has the sum from before a failure, the others get it from there.  ``agree``:
+        as for Gradients.reduce.
         """
-        whole = self._gradients.reduce(step, holder)
+        whole = self._gradients.reduce(step, holder, agree)
         if whole is not None:
             self._stage.summed()
         return whole

@@ -28,6 +28,7 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.deadlines import lease_s
 from recycle_plugin.core.vocabulary.evaluation_route import end_of
+from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member
@@ -35,6 +36,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.checkpoint_saving import end_of_saving
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
@@ -108,7 +110,7 @@ class Trainer:
             )
         session.trains = True
         self._session, self._settings, self._framework = session, settings, framework
-        self.topology, self.seat = framework.topology, framework.seat
+        self.topology, self.seat, session.shard = framework.topology, framework.seat, framework.shard
         _check_faults(settings, self.topology)
         model = framework.model
         assert not isinstance(settings.pinned_bytes, str), "a checked size is a number"
@@ -130,13 +132,16 @@ class Trainer:
         self._operations = operations = Operations(session, self._stage, self._stepping, self.feed.batch, self._applied)
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._log = StageLog(session, framework, settings.log, self.run_dir) if settings.log is not None else None
-        self._trace = TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace else None
+        first = framework.shard == 0  # which does what one does for a seat
+        self._trace = (
+            TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace * first else None
+        )
         self._on_join = OnJoin()
         self._world = TorchMachine(
             session,
             self._transport,
             operations,
-            settings.fault_script(self.seat, session.incarnation),
+            settings.fault_script(self.seat, session.incarnation) if first else FaultScript((), self.seat),
             self.transfers,
             self.hash,
             stage_units(framework, self.state, self._gradients),
@@ -388,10 +393,10 @@ class Trainer:
         machine = StepMachine(self.step)
         self._store.rewind(machine.stepped, valid_from=0)
         waits, costs, policy = self._planning()
-        judging = Judging(waits, settings.clip == "validate")
+        judging, lockstep = Judging(waits, settings.clip == "validate"), self._lockstep()
         log = None if self._log is None else self._log.steps
         self._worker = Worker(
-            self._world, shape, self._store, machine, judging, self.feed.iterator_data, Stopwatch(costs), log
+            self._world, shape, self._store, machine, judging, self.feed.iterator_data, Stopwatch(costs), log, lockstep
         )
         session.idle = self._worker.serve_now
         self._waiting_loop = BlockingLoop(
@@ -406,6 +411,7 @@ class Trainer:
             settings.max_slowdown,
             lambda: bool(self._on_join),
             self._replay(machine),
+            lockstep,
         )
         return self._waiting_loop
 
@@ -418,11 +424,22 @@ class Trainer:
         splits = self._settings.split_backward
         return StageReplay(world, self._store, machine, self.topology, splits, self._log.steps)
 
+    def _lockstep(self) -> Lockstep | None:
+        """The lockstep with the others that hold this worker's seat; None where it does so alone."""
+        framework = self._framework
+        if framework.shards == 1:
+            return None
+        lockstep = Lockstep(self._world, self.seat, framework.shard, framework.shards)
+        self._world.keep_in_step(lockstep)
+        return lockstep
+
     def _begin(self, loop: BlockingLoop) -> None:
         """Train by ``loop`` from now on."""
         session, self._loop = self._session, loop
         loop.count_on(self._evaluated)
-        if self.seat.replica == 0 and not session.incarnation:  # one of each stage: nobody else knows what it trains
+        if (
+            self.seat.replica == self._framework.shard == session.incarnation == 0
+        ):  # one of each stage: nobody else knows what it trains
             session.note("stage", f"stage {self.seat.stage} is built", **described(self._framework))
         files, reach = self._framework.checkpoints, self._world.reach
         self._checkpoints = JobCheckpoints(
@@ -474,7 +491,8 @@ class Trainer:
         if self._asked:
             return
         self._asked, session, (_, costs, policy) = True, self._session, self._planning()
-        member = Member(session.rank, self.seat, self._transport.address, session.host, session.incarnation)
+        address, shard = self._transport.address, self._framework.shard
+        member = Member(session.rank, self.seat, address, session.host, session.incarnation, shard)
         session.heartbeats.start(lease_s(self._settings.deadlines))
         session.send(Ready(member, self.step, self._job(costs, policy)))
 

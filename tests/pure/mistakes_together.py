@@ -1,0 +1,98 @@
+"""Mistakes about seats that several workers hold together.
+
+As tests/pure/mistakes.py; found in jobs whose seats have two shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from recycle_plugin.core.coordinator import regrouping
+from recycle_plugin.core.coordinator.joining import Joining, Phase
+from recycle_plugin.core.vocabulary.roster import FailureDomain, Group, Roster
+from recycle_plugin.core.worker.lockstep import Lockstep
+from recycle_plugin.simulator.simulated_worker import SimulatedMachine
+from tests.pure.mistakes import mistake
+
+
+class Mixed:
+    """A roster in which all shards of a stage are peers."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    def peers(self, stage: int, shard: int) -> Group:
+        return self._roster.stage(stage)
+
+
+class Crossed(Mixed):
+    """A roster in which the peers of a shard are those of the other one."""
+
+    def peers(self, stage: int, shard: int) -> Group:
+        return self._roster.peers(stage, 1 - shard)
+
+
+@mistake("half a seat is admitted")
+def half_a_seat(monkeypatch) -> None:
+    monkeypatch.setattr(Joining, "_whole", lambda self, seats: [each for each in self if each.seat in seats])
+    joining = lambda self, seat: any(member.joining for member in self.group(seat))
+    monkeypatch.setattr(
+        Roster, "working", property(lambda self: frozenset(seat for seat in self.seats if not joining(self, seat)))
+    )
+
+
+@mistake("hashes of all shards of a stage are compared with each other")
+def hashes_of_all_shards(monkeypatch) -> None:
+    compare, mismatches, add_hash = Joining._compare, Joining.mismatches, Joining.add_hash
+    monkeypatch.setattr(Joining, "_compare", lambda self, of, roster: compare(self, of, Mixed(roster)))
+    monkeypatch.setattr(Joining, "mismatches", lambda self, roster: mismatches(self, Mixed(roster)))
+
+    def of_both(self, message, member) -> None:
+        add_hash(self, message, member)
+        for of in self._asked:
+            if (of.stage, of.step) == (member.seat.stage, message.step):
+                self._hashes.setdefault(of, {})[message.worker] = message.digest
+
+    monkeypatch.setattr(Joining, "add_hash", of_both)
+
+
+@mistake("a newcomer takes the state of another shard, and no hash is compared")
+def state_of_another_shard(monkeypatch) -> None:
+    compare = Joining._compare
+    monkeypatch.setattr(Joining, "_compare", lambda self, of, roster: compare(self, of, Crossed(roster)))
+
+    def no_mismatches(self, roster) -> Iterator:
+        self._asked.clear()
+        for each in self:
+            each.phase = Phase.EQUAL if each.phase is Phase.ENTERED else each.phase
+        return iter(())
+
+    monkeypatch.setattr(Joining, "mismatches", no_mismatches)
+
+
+@mistake("a lost worker leaves the others of its seat in the job")
+def alone(monkeypatch) -> None:
+    monkeypatch.setattr(FailureDomain, "of", lambda self, member, roster: (member,))
+
+
+@mistake("a shard stops where it is, and not where the others of its seat have got to", seen=115)
+def stops_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(Lockstep, "_furthest", lambda self: self.finished)
+
+
+@mistake("a shard begins what the others of its seat have not come to")
+def begins_alone(monkeypatch) -> None:
+    monkeypatch.setattr(Lockstep, "_begun", lambda self: True)
+
+
+@mistake("what the first shard holds its seat holds", seen=142)
+def held_by_the_first(monkeypatch) -> None:
+    monkeypatch.setattr(regrouping, "held_by_all", lambda reported: reported[0])
+
+
+@mistake("a tensor goes to the first shard of its target", seen=27)
+def to_the_first_shard(monkeypatch) -> None:
+    def transfer(self, datum, value, target, valid_from) -> None:
+        self.cluster.send(self.rank, self.control_view.roster.holding(target).rank, datum, value, valid_from)
+
+    monkeypatch.setattr(SimulatedMachine, "transfer", transfer)
