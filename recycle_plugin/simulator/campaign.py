@@ -25,6 +25,7 @@ from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.simulator import given_up
 from recycle_plugin.simulator.checkers import Watcher
 from recycle_plugin.simulator.cluster import Cluster, redone_share
 from recycle_plugin.simulator.exercised import ProtocolRule
@@ -82,6 +83,7 @@ def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -
     weights = initial_weights(given.shape)
     late = (
         bool(given.heavy)
+        or (given.logs and given.shape.replicas > 2)  # for whoever does the work of all of them alone
         or any(trouble.kind not in HARMLESS for trouble in given.troubles)
         or any(fault.kind != "kill" for fault in given.faults)
     )
@@ -107,8 +109,8 @@ def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -
 
 
 def may_end(cluster: Cluster) -> bool:
-    """Whether what has been lost allows the end of the job: a stage without workers, too few in touch with each other,
-    anybody before the start, or iterators' data that is not to be had again.
+    """Whether what has been lost allows the end of the job: a stage without workers that can't be replayed, too few in
+    touch with each other, anybody before the start, or iterators' data that is not to be had again.
     """
     membership, gone = cluster.membership, cluster.gone()
     left = {
@@ -118,7 +120,7 @@ def may_end(cluster: Cluster) -> bool:
     }
     without = (
         not membership.started
-        or len(left) < cluster.scenario.shape.stages
+        or (len(left) < cluster.scenario.shape.stages and (not cluster.scenario.logs or given_up.rightly(cluster)))
         or len(membership.unreachable) > len(membership.roster)
     )
     return without or (
@@ -134,6 +136,11 @@ def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:
     whole = [replica for replica in range(shape.replicas) if not {Seat(replica, stage) for stage in ends} & set(gone)]
     sources = set(whole) - cluster.homeless
     by_stage = Counter(seat.stage for seat in gone)
+    if cluster.scenario.logs:  # who is back has brought nothing of steps that are not committed
+        lost = {cluster.workers[worker.rank].seat for worker in cluster.membership.lost}
+        by_stage = Counter(seat.stage for seat in lost)
+        if shape.replicas == 1 and lost:
+            return True
     return (
         not sources
         or any(by_stage[stage] > 1 for stage in ends)

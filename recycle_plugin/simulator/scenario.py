@@ -73,7 +73,9 @@ class Scenario:
     ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after
     steps: evaluate, save, or pause; ``heavy``: work that takes long, whoever does it; ``full``: after which step a
     seat's share of a checkpoint, or its "latest", can't be written; ``damaged_share``: of what newcomers are sent;
-    ``logs``: what crosses stages is logged, and there is a checkpoint before the first step.
+    ``logs``: what crosses stages is logged, and there is a checkpoint before the first step; ``log_lag_us``: by how
+    much longer than usual that takes to be on a disk; ``log_damaged_share``: of its records; ``log_full``: from which
+    step on a seat's log finds its disk full.
     """
 
     shape: Topology
@@ -97,6 +99,9 @@ class Scenario:
     damaged_share: float = 0.0
     rejoin: str | int = "never"
     logs: bool = False
+    log_lag_us: int = 0
+    log_damaged_share: float = 0.0
+    log_full: tuple[tuple[int, str], ...] = ()
 
     @property
     def exact(self) -> bool:

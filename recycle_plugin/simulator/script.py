@@ -62,8 +62,8 @@ class Script:
     def _train(self) -> Iterator[Any]:
         newcomer = self._machine.newcomer
         yield from self._loop.start() if newcomer is None else newcomer.start()
-        if newcomer is None and self._scenario.logs:
-            yield from self._save(0)
+        if self._scenario.logs:
+            newcomer = yield from self._save_first(newcomer)
         for step in range(1, self._scenario.steps + 1):
             if newcomer is None or not (yield from newcomer.train(step)):
                 newcomer = None
@@ -75,6 +75,15 @@ class Script:
                 yield from {"evaluate": self._evaluate, "save": self._save, "pause": self._pause}[what](step)
         if newcomer is None:
             yield from self._loop.settle()
+
+    def _save_first(self, newcomer: Newcomer | None) -> Waits[Newcomer | None]:
+        """Saves a checkpoint before the first step, where the others do so; the value is whoever is a newcomer yet."""
+        if newcomer is not None and self._machine.control_view.committed:
+            return newcomer
+        if newcomer is not None and (yield from newcomer.train(0)) and (yield from self._is_over(newcomer, "save", 0)):
+            return newcomer
+        yield from self._save(0)
+        return None
 
     def _is_over(self, newcomer: Newcomer, what: str, step: int) -> Waits[bool]:
         """Whether what the others do together after ``step`` is over; else they wait for this newcomer at it."""

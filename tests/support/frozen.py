@@ -87,6 +87,7 @@ def read(record: dict) -> Scenario:
         "troubles": _troubles,
         "between": _tuples,
         "full": _tuples,
+        "log_full": _tuples,
         "faults": lambda texts: tuple(map(Fault.parse, texts)),
         "weather": _weather,
         "heavy": lambda records: tuple(Heavy(**record) for record in records),

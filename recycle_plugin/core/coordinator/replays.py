@@ -251,11 +251,19 @@ def unreplayable(course: Course, message: Unreplayable, out: CoordinatorOutput) 
 
 
 def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
-    """Ends the job where nothing has been heard for too long of a stage that is to be replayed."""
+    """Ends the job where nothing has been heard for too long of a stage that is to be replayed, or where nobody comes
+    any more who could do so, since the job is about to end.
+    """
     since, job = course.logs.waits_since, course.job
-    if since is None or job is None or now - since <= job.deadlines.wait_timeout_s:
+    if since is None or job is None:
         return
     empty = course.attendance.view(course.roster).empty_stages()
+    at_work = {each.stage for each in course.joining if each.phase in (Phase.REPLAYING, Phase.REPLAYED)}
+    if course.is_ending and not at_work.issuperset(empty):
+        course.go_on_without_stage(now, out)
+        return
+    if now - since <= job.deadlines.wait_timeout_s:
+        return
     course.end(
         f"stage {', '.join(map(str, empty))} has no live worker left, and nothing was heard for "
         f"{job.deadlines.wait_timeout_s:.0f} s of who was to replay it. {course.ending.safe_point}",
