@@ -52,9 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=_demo)
 
-    from recycle_plugin.commands import campaign, docs, doctor, operate, plan, profile, report, simulate, status
+    from recycle_plugin.commands import campaign, docs, doctor, log, operate, plan, profile, report, simulate, status
 
-    for command in (doctor, plan, simulate, profile, campaign, status, operate, report, docs):
+    for command in (doctor, plan, simulate, profile, campaign, status, operate, report, log, docs):
         command.add(commands)
 
     settings = commands.add_parser("settings", help='print the settings of the "recycle" section as a table')

@@ -23,11 +23,13 @@ def survival(job: ConfiguredJob) -> Section:
     rows = [_host(job, host, risky.get(host, ())) for host in job.hosts]
     each, workers = (job.replicas - 1) * job.survives, len(job.shape.seats)
     lines = ["workers: none"]
+    logs = job.settings.log is not None
+    ends = "the host of rank 0, which runs the coordinator and the store"
+    if logs:
+        lines = [f"replayed from the logs, while all others wait: a stage's last worker; ends it: {ends}"]
     if job.survives:
-        lines = [
-            f"workers: any {each}; at best {each * job.stages} of {workers}, if one is left in every stage",
-            "ends it: a stage's last worker; the host of rank 0, which runs the coordinator and the store",
-        ]
+        count = f"workers: any {each}; at best {each * job.stages} of {workers}, if one is left in every stage"
+        lines = [count, *(lines if logs else [f"ends it: a stage's last worker; {ends}"])]
     if len(rows) == 1:
         lines.append("hosts: none, all ranks are on one" + " (no --hostfile given)" * (ONE_HOST in job.hosts))
     if job.spare_slots:
@@ -78,10 +80,10 @@ def _weak(job: ConfiguredJob, risky: dict[str, tuple[int, ...]]) -> Iterator[str
         yield f"{SECTION}.enabled is false: the stock engine runs, and any loss ends the job; set it to true"
     if not job.settings.reroute:
         yield f"{SECTION}.reroute is false: any loss ends the job; set it to true"
-    if job.replicas == 1:
+    if job.replicas == 1 and job.settings.log is None:
         yield (
             "--dp 1: a lost worker has no peer to take its micro-batches, and the plugin refuses it; "
-            "use two replicas or more"
+            f"use two replicas or more, or set {SECTION}.log, so that a stage without a replica can be replayed"
         )
     elif risky and (len(job.hosts) > 1 or job.settings.strict_placement):
         refuses = f"; {SECTION}.strict_placement refuses to start" if job.settings.strict_placement else ""

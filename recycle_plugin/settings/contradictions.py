@@ -33,6 +33,15 @@ def refuse_contradictions(settings: Settings) -> None:
             "contradicts recycle.reroute = false, because it moves micro-batches too",
             "write false, or set recycle.reroute to true",
         )
+    if settings.log is not None and (settings.checkpoint is None or settings.rejoin == "never"):
+        lacks = "checkpoint = null" if settings.checkpoint is None else 'rejoin = "never"'
+        raise SettingsError(
+            "log",
+            f"contradicts recycle.{lacks}: a stage is replayed by a process that comes back, from the last automatic "
+            "checkpoint",
+            'write null, or set recycle.checkpoint to an object such as {"overhead": 0.035} and recycle.rejoin to '
+            '"always"',
+        )
     _refuse_steps(settings)
     _refuse_inexact(settings)
     _refuse_unheeded(settings)

@@ -24,7 +24,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.settings import activation_cap as cap
 from recycle_plugin.settings.contradictions import refuse_contradictions
 from recycle_plugin.settings.field_types import BOOL, CAP, STRICT, Bytes, Cap, Count, Faults, Norm, Rejoin, setting
-from recycle_plugin.settings.sections import SECTIONS, CheckpointSettings, CostSettings, MetricsSettings
+from recycle_plugin.settings.sections import SECTIONS, CheckpointSettings, CostSettings, LogSettings, MetricsSettings
 from recycle_plugin.settings.wording import FAULT, SettingsError, explained, kind, shown
 
 _OF_A_PROFILE = "write the path of a file that recycle profile --out wrote"
@@ -262,6 +262,12 @@ class Settings(BaseModel):
         'an object such as {"overhead": 0.035}, or null',
         "checkpoints that are made by themselves: copied to host memory between two steps, and written in the "
         "background; null for none",
+    )
+    log: LogSettings | None = setting(
+        None,
+        'an object such as {"folder": null}, or null',
+        "what crosses stages is logged on each sender's disk: where a stage's last worker is lost, the next process "
+        "replays it from the last checkpoint while all others wait; needs `checkpoint` and `rejoin`; null for no log",
     )
     metrics: MetricsSettings | None = setting(
         None,

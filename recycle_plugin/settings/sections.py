@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from recycle_plugin.settings.field_types import ONE, PER_STAGE, STRICT, Milliseconds, PerStage, setting
+from recycle_plugin.settings.field_types import ONE, PER_STAGE, STRICT, Bytes, Milliseconds, PerStage, setting
 
 
 class CostSettings(BaseModel):
@@ -45,6 +45,27 @@ class CheckpointSettings(BaseModel):
     keep: int = setting(2, "a whole number of at least 1", "how many of a run's stay", ge=1)
 
 
+class LogSettings(BaseModel):
+    """What crosses stages is logged on each sender's disk, so that a stage without a live worker can be replayed from
+    the last automatic checkpoint.
+    """
+
+    model_config = STRICT
+
+    folder: str | None = setting(
+        None,
+        "a folder's path, or null",
+        "where segments go, one that all hosts share; null for `log` in the run folder",
+        min_length=1,
+    )
+    ring_bytes: Bytes = setting(
+        "256MiB",
+        'a whole number of at least 1, a size such as "2GiB", or null',
+        "host memory that may wait for a worker's disk; where that can't follow, nothing is logged until the next "
+        "checkpoint, and training goes on; null for any number",
+    )
+
+
 class MetricsSettings(BaseModel):
     """What the coordinator's process serves over HTTP, in Prometheus' text format, while the job runs."""
 
@@ -66,5 +87,5 @@ class MetricsSettings(BaseModel):
     )
 
 
-SECTIONS = {"costs": CostSettings, "checkpoint": CheckpointSettings, "metrics": MetricsSettings}
+SECTIONS = {"costs": CostSettings, "checkpoint": CheckpointSettings, "log": LogSettings, "metrics": MetricsSettings}
 """The settings that are such objects, by their keys."""

@@ -12,7 +12,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.iterator_draws import Gone
-from recycle_plugin.core.worker.checkpoint_saving import save
+from recycle_plugin.core.worker.checkpoint_saving import end_of_saving, save
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.executor import Waits
@@ -89,7 +89,7 @@ class Script:
         """Whether what the others do together after ``step`` is over; else they wait for this newcomer at it."""
         if what == "pause":
             return False
-        ends = {"evaluate": end_of(self._evaluated + 1), "save": f"the end of {_place(step)}"}
+        ends = {"evaluate": end_of(self._evaluated + 1), "save": end_of_saving(_place(step))}
         if (yield from newcomer.meets(ends[what])):
             return False
         if what == "evaluate":

@@ -7,11 +7,11 @@ durable.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recycle_plugin.core.messages.protocol import LogBroken, Logged
 from recycle_plugin.core.vocabulary.dataflow import Datum
-from recycle_plugin.core.worker.step_log import StepRecord
+from recycle_plugin.core.worker.step_log import CountsFrom, StepRecord
 from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.scenario import MILLISECOND
 
@@ -20,6 +20,21 @@ if TYPE_CHECKING:
 
 WRITING_US = 3 * MILLISECOND  # until a record is on the disk
 FULL = "its disk is full"
+
+
+class Void(NamedTuple):
+    """What was kept of the steps after ``after`` counts no more, where it is valid from before ``valid_from``."""
+
+    after: int
+    valid_from: int
+
+
+class Kept(NamedTuple):
+    """A value that was kept."""
+
+    datum: Datum
+    value: Any
+    valid_from: int
 
 
 class SimulatedLog:
@@ -36,6 +51,7 @@ class SimulatedLog:
         self.broken: set[int] = set()
         self.data: dict[Datum, list[tuple[int, Any]]] = {}  # with the generation that each is valid from
         self.records: dict[int, StepRecord] = {}
+        self.voids: list[Void] = []
 
     @property
     def worker(self) -> Any:
@@ -45,11 +61,15 @@ class SimulatedLog:
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
         """Keeps a value; on the disk it is later."""
         self._cluster.exercised[ProtocolRule.MADE_AGAIN] += datum in self._cluster.unlogged
-        self._write(datum.step, (datum, valid_from, value))
+        self._write(datum.step, Kept(datum, value, valid_from))
 
     def commit(self, record: StepRecord) -> None:
         """Keeps a record; on the disk it is later."""
         self._write(record.step, record)
+
+    def void(self, after: int, valid_from: int) -> None:
+        """Takes back what was kept of the steps after ``after``; on the disk it is later."""
+        self._write(after + 1, Void(after, valid_from))
 
     def mark(self, step: int) -> None:
         """Notes that all of ``step`` was kept."""
@@ -68,7 +88,7 @@ class SimulatedLog:
 
     def _written(self) -> None:
         if not self._machine.alive:
-            self._cluster.unlogged |= {entry[0] for entry in self._under_way if isinstance(entry, tuple)}
+            self._cluster.unlogged |= {entry.datum for entry in self._under_way if isinstance(entry, Kept)}
             self._under_way.clear()
         elif self._under_way:
             self._take(self._under_way.pop(0))
@@ -76,13 +96,14 @@ class SimulatedLog:
     def _take(self, entry: Any) -> None:
         if isinstance(entry, int):
             self._machine.send(Logged(self._machine.rank, entry))
+        elif isinstance(entry, Void):
+            self.voids.append(entry)
         elif self._cluster.log_damages.random() < self._cluster.scenario.log_damaged_share:
             self._cluster.damaged.add(_name(entry))
         elif isinstance(entry, StepRecord):
             self.records[entry.step] = entry
         else:
-            datum, valid_from, value = entry
-            self.data.setdefault(datum, []).append((valid_from, value))
+            self.data.setdefault(entry.datum, []).append((entry.valid_from, entry.value))
 
     def checkpointed(self, step: int) -> None:
         """Drops what is kept up to ``step``; a disk that was full has room again.  Where something is missing of a
@@ -110,11 +131,11 @@ class SimulatedLog:
         self._under_way.clear()
 
 
-def _name(entry: Any) -> str:
+def _name(entry: StepRecord | Kept) -> str:
     """What is damaged, as who replays names it where it is nowhere else."""
     if isinstance(entry, StepRecord):
         return f"the record of step {entry.step}"
-    datum = entry[0]
+    datum = entry.datum
     return f"the sum over tied weights of step {datum.step}" if datum.kind == "tied" else str(datum)
 
 
@@ -128,7 +149,14 @@ class SimulatedLogs:
         """The record of a committed step, whoever has written it."""
         return next((log.records[step] for log in self._logs if step in log.records), None)
 
-    def get(self, datum: Datum, counts_from: int) -> Any:
-        """The value of a datum, whoever has written it."""
-        found = (value for log in self._logs for number, value in log.data.get(datum, ()) if number >= counts_from)
-        return next(found, None)
+    def get(self, datum: Datum) -> Any:
+        """The value of a datum that counts, whoever has written it."""
+        records = [log.records[datum.step] for log in self._logs if datum.step in log.records]
+        voids, commits = (void for log in self._logs for void in log.voids), ((r.step, r.counts_from) for r in records)
+        since = CountsFrom(voids, commits).of(datum.step)
+        found = (value for log in self._logs for number, value in log.data.get(datum, ()) if number >= since)
+        return next(found, None) if records else None
+
+    def faults(self) -> str:
+        """Nothing: what can't be read is not there."""
+        return ""

@@ -119,6 +119,16 @@ class EngineFiles:
         finally:
             engine.optimizer = optimizer
 
+    def read(self, state: StageState, folder: Path) -> None:
+        """Take the state of this worker's stage from the checkpoint ``folder``, by itself, as a newcomer does, whose
+        collectives are its own.  Raises RecycleError where it can't be had.
+        """
+        with self.loading():
+            found = PipelineEngine.load_checkpoint(self.engine, str(folder.parent), folder.name)
+        if found[0] is None:
+            raise RecycleError(f"{folder} has no file of stage {self.engine.stage_id}")
+        self.load_rest(state, Path(found[0]).parent, True)
+
     def load_rest(self, state: StageState, path: Path, with_optimizer: bool) -> None:
         """Load what stock code leaves to the plugin, from the checkpoint at ``path``.  Raises RecycleError where it
         does not fit.

@@ -40,7 +40,7 @@ def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters:
             'there is no optimizer: add an "optimizer" section to the DeepSpeed config, or pass optimizer= to '
             "deepspeed.initialize"
         )
-    _check_module(model, parameters)
+    _check_module(model, parameters, (config.get(SECTION) or {}).get("log") is not None)
     _refuse(sizes(config))
 
 
@@ -98,7 +98,7 @@ def _check_device() -> None:
         ) from None
 
 
-def _check_module(model: PipelineModule, parameters: Any) -> None:
+def _check_module(model: PipelineModule, parameters: Any, logs: bool) -> None:
     ties.check(layer_specs(model))
     grid = model.mpu()
     if grid.slice_parallel_size > 1:
@@ -118,10 +118,11 @@ def _check_module(model: PipelineModule, parameters: Any) -> None:
             "give PipelineModule another partition_method or fewer stages, and pass frozen parameters to "
             "deepspeed.initialize as well (requires_grad = False is enough)"
         )
-    if grid.data_parallel_size == 1:
+    if grid.data_parallel_size == 1 and not logs:
         raise RecycleError(
             "data parallelism is 1: a lost worker would have no peer to take its micro-batches; "
-            "use at least twice as many ranks as pipeline stages, or set recycle.enabled to false"
+            "use at least twice as many ranks as pipeline stages, set recycle.log, so that a stage without a replica "
+            "can be replayed, or set recycle.enabled to false"
         )
 
 

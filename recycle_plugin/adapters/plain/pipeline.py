@@ -76,7 +76,7 @@ class Pipeline(PlainJob):
         line = session.of_this_process()
         line.configure(chosen_settings.wait_timeout_s, chosen_settings.regroup_timeout_s, chosen_settings.group_sums)
         workers = int(os.environ["WORLD_SIZE"])
-        cut = _cut(len(layers), stages, workers, parts)
+        cut = _cut(len(layers), stages, workers, parts, chosen_settings.log is not None)
         _refuse_shared(layers, cut)
         topology = Topology(workers // stages, stages, micro_batches)
         where = own_device(os.environ.get("DS_ACCELERATOR")).where if device is None else torch.device(device)
@@ -108,15 +108,15 @@ class Pipeline(PlainJob):
         return self._trainer.evaluate(ours, count)
 
 
-def _cut(layers: int, stages: int, workers: int, parts: Sequence[int] | None) -> list[tuple[int, int]]:
-    """The first layer of each stage and that of the next one."""
+def _cut(layers: int, stages: int, workers: int, parts: Sequence[int] | None, logs: bool) -> list[tuple[int, int]]:
+    """The first layer of each stage and that of the next one.  ``logs``: a stage without a replica can be replayed."""
     if not 1 <= stages <= layers:
         raise RecycleError(f"stages is {stages}, and there are {layers} layers: write 1 to {layers}")
-    if workers % stages or workers < 2 * stages:
+    if workers % stages or workers < (1 if logs else 2) * stages:
         raise RecycleError(
             f"{workers} workers for {stages} stages: start a multiple of {stages}, and at least {2 * stages}, "
             "since a lost worker needs a replica to take its micro-batches: python -m recycle_plugin.launch --workers "
-            f"{2 * stages}"
+            f"{2 * stages}; or set recycle.log, so that a stage without one can be replayed"
         )
     each = (
         list(parts) if parts is not None else [layers // stages + (stage < layers % stages) for stage in range(stages)]

@@ -37,14 +37,15 @@ class CheckpointInterval:
     """The interval between automatic checkpoints, in steps (``every``), and the step before which the next one is made
     (``due``).
 
-    ``overhead``: what checkpoints may cost, as a share of the steps between them.
+    ``overhead``: what checkpoints may cost, as a share of the steps between them; ``at_once``: the first one is due
+    before the first step.
     """
 
-    def __init__(self, overhead: float, stepped: int) -> None:
+    def __init__(self, overhead: float, stepped: int, at_once: bool = False) -> None:
         self._overhead = overhead
         self._costs: deque[Cost] = deque(maxlen=COSTS)
         self.every = FIRST
-        self.due = stepped + FIRST + 1
+        self.due = stepped + 1 if at_once else stepped + FIRST + 1
 
     def made(self, begun: int, costs: Collection[Cost], free: int) -> None:
         """Sets the interval anew once the checkpoint before step ``begun`` is written, at the ``costs`` of each worker.
@@ -78,6 +79,13 @@ class CheckpointInterval:
         on from ``committed``.
         """
         self.due = unstarted(committed)
+
+    def joined(self, committed: int) -> None:
+        """Begins anew behind ``committed``, since somebody has joined who knows nothing of earlier costs: all have to
+        find the same step.  The next one is due at once.
+        """
+        self._costs.clear()
+        self.every, self.due = FIRST, unstarted(committed)
 
     def loaded(self, step: int) -> None:
         """Goes on from the checkpoint of ``step``, which everybody has loaded."""

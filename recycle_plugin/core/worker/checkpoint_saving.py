@@ -63,10 +63,15 @@ def save(
                 yield from files.discard(control_view.number)
             elif control_view.is_first:
                 error = yield from files.publish(control_view.number)
-            ended = yield from loop.barrier(f"the end of {place}", _said(control_view, error))
+            ended = yield from loop.barrier(end_of_saving(place), _said(control_view, error))
             return why or why_not(ended)
         except Interrupted:
             yield from recover()
+
+
+def end_of_saving(place: str) -> str:
+    """The name of the barrier at the end of a saving whose own is ``place``."""
+    return f"the end of {place}"
 
 
 def why_not(passed: BarrierPassed) -> str:

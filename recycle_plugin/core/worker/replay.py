@@ -139,7 +139,7 @@ class StageReplay:
 
     def _fetch(self, logs: LogReader, instruction: Instruction, record: StepRecord) -> Iterator[Any]:
         for datum in list(self._store.missing(instruction)):
-            look, made = partial(logs.get, datum, record.counts_from), datum.stage not in self._others
+            look, made = partial(logs.get, datum), datum.stage not in self._others
             value = yield from self._machine.wait_logged(str(datum), look, made)
             self._store.put(datum, value)
             if datum.kind not in TRAVELS:
@@ -156,7 +156,7 @@ class StageReplay:
         others = [stage for stage in self._shape.tie(self._stage) if stage != self._stage]
 
         def logged() -> Any:
-            found = (logs.get(Datum("tied", other, None, record.step), record.counts_from) for other in others)
+            found = (logs.get(Datum("tied", other, None, record.step)) for other in others)
             return next((value for value in found if value is not None), None)
 
         what = f"the sum over tied weights of step {record.step}"

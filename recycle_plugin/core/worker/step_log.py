@@ -9,8 +9,10 @@ record says from which one on it counts.  What is made twice is the same numbers
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from bisect import bisect_right
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum
@@ -29,6 +31,24 @@ class StepRecord:
     valid_from: int = 0
 
 
+class CountsFrom:
+    """The generation from which data of each step has to be valid to count.
+
+    ``voids``: after which steps data counts only from which generation on; ``commits``: committed steps, each with the
+    generation from which on data of it counts.  Costs a sort of both.
+    """
+
+    def __init__(self, voids: Iterable[tuple[int, int]], commits: Iterable[tuple[int, int]] = ()) -> None:
+        points = sorted([*((after + 1, valid_from) for after, valid_from in voids), *commits])
+        self._steps = [step for step, _ in points]
+        self._since = list(accumulate((since for _, since in points), max))
+
+    def of(self, step: int) -> int:
+        """The one for ``step``."""
+        place = bisect_right(self._steps, step)
+        return self._since[place - 1] if place else 0
+
+
 class LogWriter(Protocol):
     """A worker's log on its disk.  Nothing that is called here waits for the disk but :meth:`flush`; where that can't
     follow, the log says so, and is whole again from the next checkpoint on.
@@ -39,6 +59,9 @@ class LogWriter(Protocol):
 
     def commit(self, record: StepRecord) -> None:
         """Keeps the record of a committed step."""
+
+    def void(self, after: int, valid_from: int) -> None:
+        """Takes back what was kept of the steps after ``after`` and is valid from before generation ``valid_from``."""
 
     def mark(self, step: int) -> None:
         """Notes that all that ``step`` needs of this worker was kept; the coordinator is told once all of it is on the
@@ -61,10 +84,13 @@ class LogReader(Protocol):
     def record(self, step: int) -> StepRecord | None:
         """The record of a committed step; None as long as nobody has written it."""
 
-    def get(self, datum: Datum, counts_from: int) -> Any:
-        """The value of a datum, valid from the generation ``counts_from`` or a later one; None as long as nobody has
-        written it.
+    def get(self, datum: Datum) -> Any:
+        """The value of a datum of a committed step, of an attempt that counts; None as long as nobody has written
+        it.
         """
+
+    def faults(self) -> str:
+        """What there is and can't be read, in words; empty where all can."""
 
 
 class StepLog:
@@ -101,6 +127,7 @@ class StepLog:
         ``valid_from`` on.
         """
         self._discarded.append((after, valid_from))
+        self._log.void(after, valid_from)
 
     def applied(self, step: int, norm: Any) -> None:
         """Notes with regard to which ``norm`` this worker has applied ``step``, which may yet be taken back."""
@@ -113,9 +140,10 @@ class StepLog:
         """
         if step <= self._committed:
             return
+        known = CountsFrom(self._discarded)
         for each in sorted(each for each in self._applied if each <= step):
-            known = max((number for after, number in self._discarded if after < each), default=counts_from)
-            self._log.commit(StepRecord(each, self._applied.pop(each), known, valid_from))
+            since = max(known.of(each), counts_from)
+            self._log.commit(StepRecord(each, self._applied.pop(each), since, valid_from))
         self._committed = step
         self._kept = {datum: number for datum, number in self._kept.items() if datum.step > step}
 

@@ -117,6 +117,9 @@ class Machine(Protocol):
         ``holder``: who has it already, and gives it to the others.
         """
 
+    def tied_in_order(self, total: Any) -> Any:
+        """What TIE has made, as all stages of the tie log it."""
+
     def share(self, step: int, have: StepStore) -> float:
         """This stage's part of the squared gradient norm of ``step``."""
 
@@ -436,7 +439,7 @@ class Worker:
         if datum not in self.store:
             self.store.conclude(instruction, {datum: total})
             if self._log is not None and instruction.op is Op.TIE:
-                self._log.keep(datum, total, self.store.valid_from)
+                self._log.keep(datum, self._machine.tied_in_order(total), self.store.valid_from)
             if datum == self._last_sum(datum.step):
                 self.servings.summed(datum.step)
 

@@ -41,6 +41,21 @@ class Group(Protocol):
         """
 
 
+class Alone:
+    """The group of a worker that has all of a stage's contributions by itself."""
+
+    def live_position(self) -> tuple[int, int]:
+        """The only one."""
+        return 0, 1
+
+    def exchange(self, target: torch.Tensor, source: torch.Tensor, incoming: list[int], outgoing: list[int]) -> None:
+        """Give the worker its own part."""
+        target.copy_(source)
+
+
+ALONE = Alone()
+
+
 @contextmanager
 def in_place_of(parameters: list[torch.nn.Parameter], gradients: Gradients) -> Iterator[None]:
     """Put ``gradients`` in the place of ``parameter.grad`` inside of this context; afterwards they hold what was

@@ -22,7 +22,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.worker_bytes import EXACT_BUCKET
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.stage.block_sums import BlockSums, in_place_of
+from recycle_plugin.runtime.stage.block_sums import ALONE, BlockSums, in_place_of
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.worker.ports import Buckets, Parameters
 
@@ -82,6 +82,34 @@ class Gradients:
             for parameter, gradient in zip(bucket, self._buckets.unflatten(flat, bucket), strict=True):
                 parameter.grad = gradient
         return [_there(parameter.grad) for parameter in self._parameters]
+
+    def reduce_alone(self) -> list[torch.Tensor]:
+        """Sum the stage's contributions, all of which are here: one tensor for each parameter."""
+        owners = None if self._blocks is None else self._blocks.owners(ALONE)
+        for bucket in self._cut():
+            flat = self._all_here(bucket, owners)
+            if self._buckets.averages:
+                flat.mul_(1.0 / self._buckets.group.size())
+            for parameter, gradient in zip(bucket, self._buckets.unflatten(flat, bucket), strict=True):
+                parameter.grad = gradient
+        return [_there(parameter.grad) for parameter in self._parameters]
+
+    def _all_here(self, bucket: Parameters, owners: list[list[Block]] | None) -> torch.Tensor:
+        if self._blocks is not None and owners is not None:
+            return self._blocks.total([self._places[parameter] for parameter in bucket], owners, ALONE)
+        gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket]
+        return self._buckets.flatten(gradients).clone()
+
+    def tied_of(self, totals: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """What :meth:`tie` gives, of the sums over the stages in the order of the weights' names, whichever stage they
+        come from.
+        """
+        named = sorted(self._tied.items(), key=lambda each: each[1].name)
+        return {place: total for (place, _), total in zip(named, totals, strict=True)}
+
+    def tied_in_order(self, totals: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What :meth:`tie` has given, in the order of the weights' names."""
+        return tuple(totals[place] for place, _ in sorted(self._tied.items(), key=lambda each: each[1].name))
 
     def tie(self, step: int) -> dict[int, torch.Tensor]:
         """Sum what is tied over the stages, from their own sums: one tensor for each tied parameter, by its place.

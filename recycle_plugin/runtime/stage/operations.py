@@ -73,6 +73,10 @@ class Operations:
         """The norm over all stages, from the share of each."""
         return self._stepping.norm_of(shares)
 
+    def tied_in_order(self, total: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What TIE has made, as all stages of the tie log it."""
+        return self._stepping.tied_in_order(total)
+
     def undo(self, step: int) -> None:
         """Take ``step``, the last one, back."""
         self._stepping.undo(step)

@@ -1,4 +1,5 @@
-"""Automatic checkpoints, written in the background while training goes on.
+"""Automatic checkpoints, written in the background while training goes on.  Logs reach back to the last of them
+(core/worker/step_log.py), and so one is made before the first step where there are logs, and after each loss.
 
 Between two steps everybody copies what it has to write (which needs a second copy of the state in host memory, on the
 lowest live replica of each stage), and a thread writes it.  How often follows from the measured cost
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE
-from recycle_plugin.core.messages.protocol import BarrierPassed, BarrierReached
+from recycle_plugin.core.messages.protocol import BarrierPassed, BarrierReached, Durable
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval, Cost, Meter
 from recycle_plugin.core.worker.executor import Interrupted
@@ -54,7 +55,8 @@ class Background:
     """Makes automatic checkpoints, of which the last ``keep`` stay in ``folder``.
 
     ``copy(tag)`` copies this worker's share of the state and returns what writes it under that tag; ``recover()`` is
-    called after a membership change between steps.
+    called after a membership change between steps.  ``valid_from()``: the generation from which this worker's data is
+    valid, where there are logs that reach back to checkpoints; None where there are not.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class Background:
         keep: int,
         copy: Callable[[str], Write],
         recover: Callable[[], None],
+        valid_from: Callable[[], int] | None = None,
     ) -> None:
         self._session, self._loop, self._saving, self._interval = session, loop, saving, interval
+        self._valid_from = valid_from
         self._folder, self._keep = folder, keep
         self._copy, self._recover = copy, recover
         self._meter = Meter()
@@ -83,6 +87,8 @@ class Background:
         if self._begun is not None:
             self._follow(self._begun)
         if self._members != self._live():
+            if self._valid_from is not None or not self._live() <= self._members:
+                self._interval.joined(self._session.since)
             self._members = self._live()
             self._meter.forget()
         if self._begun is None and step >= self._interval.due:
@@ -200,6 +206,9 @@ class Background:
         details = {"cost_s": round(cost.seconds, 4), "step_s": round(cost.step_s, 4), "every": self._interval.every}
         if error := self._saving.publish(self._folder, begun.tag, begun.unfinished, True, said, **details):
             return error
+        if self._valid_from is not None:
+            path = str((self._folder / begun.tag).absolute())
+            self._session.send(Durable(self._session.rank, begun.step - 1, path, self._valid_from()))
         for tag in self._made[: -self._keep]:
             threading.Thread(
                 target=folders.remove, args=(self._folder / tag,), name="recycle: old checkpoint", daemon=True

@@ -19,6 +19,7 @@ from recycle_plugin.core.worker.checkpoint_saving import CheckpointFiles, save
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.newcomer import Newcomer
+from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.planner.forwards import forwards
 from recycle_plugin.runtime.control.session import Session
@@ -43,9 +44,11 @@ class BlockingLoop:
         recover: Callable[[], None],
         max_slowdown: float | None = None,
         wants_script: Callable[[], bool] = lambda: False,
+        replay: StageReplay | None = None,
     ) -> None:
         """Make the loop; ``recover()`` is called after a membership change between steps, where the script's own
-        changes have to be put aside; ``wants_script()``: a newcomer's script asks its peers' for what is theirs alone.
+        changes have to be put aside; ``wants_script()``: a newcomer's script asks its peers' for what is theirs alone;
+        ``replay``: how its stage is replayed where nobody has it.
         """
         self._session, self._recover = session, recover
         self._planner = _Planner(costs, policy, session, max_slowdown)
@@ -54,7 +57,7 @@ class BlockingLoop:
         worker.applied = self._loop.applied
         self._evaluations = Evaluations(world, worker, self._loop, forwards, self._recover_between)
         filled = FilledStage(world, worker.store, machine)
-        self._newcomer = Newcomer(world, self._loop, filled, world.open_inlet, worker.skip_to, wants_script)
+        self._newcomer = Newcomer(world, self._loop, filled, world.open_inlet, worker.skip_to, wants_script, replay)
         self.machine = machine
 
     def start(self) -> None:
@@ -64,8 +67,7 @@ class BlockingLoop:
     @property
     def followed(self) -> int | None:
         """The step after which this newcomer has its stage's state; None as long as it has not all of it."""
-        catching_up = self._newcomer.catching_up
-        return catching_up.clock if catching_up.whole else None
+        return self._newcomer.clock
 
     def follow(self, step: int) -> bool:
         """Wait, as a newcomer does, until ``step`` is over with the others, and followed here if need be: True.  False
@@ -73,6 +75,10 @@ class BlockingLoop:
         """
         _drain(self._newcomer.start())
         return _drain(self._newcomer.train(step))
+
+    def meets(self, place: str) -> bool:
+        """Whether the others may wait for this newcomer at what ends with the barrier ``place``; it is a member now."""
+        return _drain(self._newcomer.meets(place))
 
     @property
     def handed(self) -> bytes:

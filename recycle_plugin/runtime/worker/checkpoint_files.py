@@ -27,6 +27,11 @@ UNFINISHED = ".incomplete-"
 STALE_S = 3600.0
 
 
+def saving_place(folder: Path, tag: str) -> str:
+    """The name of the barrier at which all come together to save ``folder``/``tag``."""
+    return f"save_checkpoint({str(folder)!r}, {tag!r})"
+
+
 class Saving:
     """Saves a job's checkpoints as folders, at one worker.  ``reach(point)`` is where injected faults strike."""
 
@@ -39,7 +44,7 @@ class Saving:
 
         Raises NotSaved, on all workers, where it can't be written.
         """
-        place = f"save_checkpoint({str(folder)!r}, {tag!r})"
+        place = saving_place(folder, tag)
         why = self._loop.save(place, _Folder(self, folder, tag, latest, write, said))
         if why:
             raise NotSaved(f"{place} has failed: {why}")

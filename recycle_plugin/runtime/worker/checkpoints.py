@@ -27,7 +27,7 @@ class JobCheckpoints:
 
     ``reach(point)`` is where injected faults strike; ``recover()`` is called after a membership change between steps;
     ``place()``: where the plain iterator of the worker at ``seat`` stands, None where it has none or that is not
-    known.
+    known; ``valid_from()``: the generation from which the worker's data is valid.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class JobCheckpoints:
         recover: Callable[[], None],
         seat: Seat,
         place: Callable[[], iterator_places.IteratorPlace | None],
+        valid_from: Callable[[], int],
     ) -> None:
         self._session, self._files, self._state, self._reach = session, files, state, reach
         self._saving, self._seat, self._place = Saving(session, loop, reach), seat, place
@@ -50,7 +51,11 @@ class JobCheckpoints:
         self._unsaved = ""  # why the script's last one is not there, until it has gone on without
         self._background: Background | None = None
         if settings.checkpoint is not None:
-            interval = CheckpointInterval(settings.checkpoint.overhead, loop.machine.stepped)
+            logs = settings.log is not None
+            first = logs and not session.newcomer
+            interval = CheckpointInterval(settings.checkpoint.overhead, loop.machine.stepped, first)
+            if session.newcomer:
+                interval.joined(session.since)
             self._background = Background(
                 session,
                 loop,
@@ -60,6 +65,7 @@ class JobCheckpoints:
                 settings.checkpoint.keep,
                 partial(self._copy, self.folder),
                 recover,
+                valid_from if logs else None,
             )
 
     def save(self, folder: Path, tag: str, latest: bool, files: Checkpoints | None, step: int) -> None:

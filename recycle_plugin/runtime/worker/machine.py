@@ -66,6 +66,7 @@ class TorchMachine:
         self.send, self.arrivals, self.keep_only, self.clock = session.send, mover.arrivals, mover.keep_only, time.time
         self.compute, self.share, self.norm = operations.compute, operations.share, operations.norm
         self._trace, self._prepare, self.script_state = trace, prepare, script_state
+        self.tied_in_order = operations.tied_in_order
         self.undo, self.forget_sums = operations.undo, operations.forget_sums
         self.open_outlet, self.hash_state, self.finish_hash = transfers.to, hashing.hash_state, hashing.wait
         self.fill, self.write, self.gathered = units.fill, units.write, units.gathered

@@ -129,6 +129,11 @@ class Checkpoints(Protocol):
         It raises NotSaved too.
         """
 
+    def read(self, state: StageState, folder: Path) -> None:
+        """Take the state of this worker's stage, the optimizer's too, from the checkpoint ``folder``, by itself: the
+        others may be anywhere.  Raises RecycleError where it can't be had.
+        """
+
 
 @dataclass(frozen=True)
 class StageModel:

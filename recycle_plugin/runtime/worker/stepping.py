@@ -8,7 +8,7 @@ are what the optimizer will apply: stock code clips after STEP has begun.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -61,6 +61,20 @@ class Stepping:
         if whole is not None:
             self._stage.summed()
         return whole
+
+    def reduce_alone(self, step: int) -> list[torch.Tensor]:
+        """Sum the stage's gradients, all of which are here, where this worker replays what all its workers did."""
+        whole = self._gradients.reduce_alone()
+        self._stage.summed()
+        return whole
+
+    def tied_of(self, totals: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """What :meth:`tie` gives, of what another stage has logged of it."""
+        return self._gradients.tied_of(totals)
+
+    def tied_in_order(self, totals: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What :meth:`tie` has given, as it is logged: alike in all stages that share these weights."""
+        return self._gradients.tied_in_order(totals)
 
     def tie(self, step: int) -> dict[int, torch.Tensor]:
         """Sum tied weights' gradients over the stages that share them; one tensor for each, by its place."""

@@ -27,12 +27,15 @@ from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.deadlines import lease_s
+from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.checkpoint_saving import end_of_saving
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
 from recycle_plugin.core.worker.training_loop import StepProgram
@@ -56,6 +59,7 @@ from recycle_plugin.runtime.state.surroundings import AsStarted, Surroundings
 from recycle_plugin.runtime.state.touch import FirstTouch
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.changed_state import Counts, stage_state, stage_units
+from recycle_plugin.runtime.worker.checkpoint_files import saving_place
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.iterator_places import IteratorPlace
@@ -65,6 +69,7 @@ from recycle_plugin.runtime.worker.on_join import Callback, Give, OnJoin
 from recycle_plugin.runtime.worker.ports import Checkpoints, Framework, described, trained
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
+from recycle_plugin.runtime.worker.stage_log import ReplayMachine, StageLog
 from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
 from recycle_plugin.runtime.worker.tiers import AsMade, Host
 from recycle_plugin.settings.schema import Settings
@@ -122,8 +127,9 @@ class Trainer:
         self.state = stage_state(framework, self._stage, scale, self.feed.iterator_data)
         self.hash = BackgroundHash(self.state, self._tell_hash)
         self._stepping = self._make_stepping(blocks, scale)
-        operations = Operations(session, self._stage, self._stepping, self.feed.batch, self._applied)
+        self._operations = operations = Operations(session, self._stage, self._stepping, self.feed.batch, self._applied)
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
+        self._log = StageLog(session, framework, settings.log, self.run_dir) if settings.log is not None else None
         self._trace = TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace else None
         self._on_join = OnJoin()
         self._world = TorchMachine(
@@ -237,8 +243,9 @@ class Trainer:
             kept_bytes=store.peak_weight,
             dropped=store.let_go,
         )
-        if self._trace is not None:
-            self._trace.close()
+        for files in (self._trace, self._log):
+            if files is not None:
+                files.close()
         if self._waiting_loop is not None:
             self._worker.serve_now(waiting=True)
         self.transfers.close()
@@ -256,7 +263,24 @@ class Trainer:
 
         Called in the place of :meth:`evaluate`, before any data is read for that.
         """
-        return None if self._newcomer is None else self._newcomer.evaluation()
+        if self._newcomer is None or self._meets(end_of(self._newcomer.evaluated + 1)):
+            return None
+        return self._newcomer.evaluation()
+
+    def _meets(self, place: str) -> bool:
+        """Whether the others may wait for this newcomer, whose stage nobody had, at what ends with the barrier
+        ``place``; then it is a member now.
+        """
+        if self._waiting_loop is None or not self._waiting_loop.meets(place):
+            return False
+        self._take_part(self._waiting_loop)
+        return True
+
+    def _take_part(self, loop: BlockingLoop) -> None:
+        assert self._newcomer is not None, "only a newcomer comes to take part"
+        self._evaluated, self._newcomer = self._newcomer.evaluated, None
+        self._begin(loop)
+        self.joined(loop.machine.stepped, loop.handed)
 
     @property
     def _in_step(self) -> bool:
@@ -352,8 +376,9 @@ class Trainer:
         self._store.rewind(machine.stepped, valid_from=0)
         waits, costs, policy = self._planning()
         judging = Judging(waits, settings.clip == "validate")
+        log = None if self._log is None else self._log.steps
         self._worker = Worker(
-            self._world, shape, self._store, machine, judging, self.feed.iterator_data, Stopwatch(costs)
+            self._world, shape, self._store, machine, judging, self.feed.iterator_data, Stopwatch(costs), log
         )
         session.idle = self._worker.serve_now
         self._waiting_loop = BlockingLoop(
@@ -367,8 +392,18 @@ class Trainer:
             self._between_steps,
             settings.max_slowdown,
             lambda: bool(self._on_join),
+            self._replay(machine),
         )
         return self._waiting_loop
+
+    def _replay(self, machine: StepMachine) -> StageReplay | None:
+        """How this worker's stage is replayed, where it may come to that."""
+        if self._log is None or self._newcomer is None:
+            return None
+        session, framework, stepping = self._session, self._framework, self._stepping
+        world = ReplayMachine(session, framework, self.state, stepping, self._operations, self._log.folder, self.apart)
+        splits = self._settings.split_backward
+        return StageReplay(world, self._store, machine, self.topology, splits, self._log.steps)
 
     def _begin(self, loop: BlockingLoop) -> None:
         """Train by ``loop`` from now on."""
@@ -388,6 +423,7 @@ class Trainer:
             self._between_steps,
             self.seat,
             self._place,
+            lambda: self._worker.valid_from,
         )
         session.between_steps = self._between_steps
 
@@ -411,10 +447,7 @@ class Trainer:
         self.feed.begin()
         if loop.follow(step):
             return True
-        assert self._newcomer is not None, "only a newcomer follows"
-        self._evaluated, self._newcomer = self._newcomer.evaluated, None
-        self._begin(loop)
-        self.joined(step - 1, loop.handed)
+        self._take_part(loop)
         return False
 
     def _begin_training(self) -> None:
@@ -454,6 +487,7 @@ class Trainer:
             clipping=framework.clipping,
             arithmetic=framework.model.device.arithmetic() if settings.exact else None,
             metrics=settings.endpoint,
+            log=settings.log is not None,
             **{name: getattr(settings, name) for name in IN_RECORD},
         )
 
@@ -614,15 +648,14 @@ class Trainer:
         where the script adds to them.  Raises NotSaved, on all workers, where one can't write it.  A newcomer's script
         comes by what the others have saved.
         """
-        if self.behind:
+        tag = str(tag if tag is not None else f"global_step{self.step}")
+        if self.behind and not self._meets(end_of_saving(saving_place(folder, tag))):
             return
         with self.lifted(), self.apart():
             self.start()
             self._checkpoints.conclude()
             self.settle()
-            self._checkpoints.save(
-                folder, str(tag if tag is not None else f"global_step{self.step}"), latest, files, self.step
-            )
+            self._checkpoints.save(folder, tag, latest, files, self.step)
 
     def begin_loading(self, place: str) -> None:
         """Prepare for a script's loading a checkpoint, at ``place``.

@@ -1,0 +1,218 @@
+"""Which boundaries of a pipeline to log: selective logging (SWIFT, Zhong et al., PPoPP'23).
+
+A log of every boundary lets each stage be replayed by itself, and may be more than the disk holds.  Where the boundary
+between two stages is not logged, they are one *group*: a failure of either makes both replay, and what crosses the
+boundary between them is made and sent again.  The model of a recovery, which SWIFT's is, with the log's reading added:
+
+* a group's time for a step is the recompute time of its stages, what crosses its inner boundaries over the network's
+  bandwidth, and what its logged boundaries have of the step over the bandwidth at which the log is read;
+* a failure comes, on average, in the middle between two checkpoints: a recovery takes the loading of a checkpoint, and
+  the group's time for half of the steps between them;
+* the expected time of a recovery is the sum over the stages of the probability that it is the one that fails, times
+  the time of its group's recovery;
+* the log of a boundary takes what crosses it in a step, both ways, times the steps between two checkpoints.
+
+Logging more is not always better: a log that is read slowly may cost more than a neighbour's replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Line:
+    """A pipeline whose stages stand in a line; boundary i is between stages i and i + 1.
+
+    ``recompute_s``: a step of each stage in a replay; ``boundary_bytes``: what crosses each boundary in a step, both
+    ways; ``failure``: the probability of each stage to be the one that fails; ``hosts``: where each stage is.
+
+    ``load_s``: the loading of a checkpoint; ``every``: steps from one checkpoint to the next.  Raises ValueError for
+    what can't be.
+    """
+
+    recompute_s: tuple[float, ...]
+    boundary_bytes: tuple[int, ...]
+    failure: tuple[float, ...]
+    hosts: tuple[str, ...]
+    load_s: float
+    every: int
+    network_bytes_per_s: float
+    read_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        stages = len(self.recompute_s)
+        lengths = {"boundary_bytes": stages - 1, "failure": stages, "hosts": stages}
+        for name, length in lengths.items():
+            if len(getattr(self, name)) != length:
+                raise ValueError(f"{name} has {len(getattr(self, name))} numbers, and {stages} stages need {length}")
+        if not stages or min(*self.recompute_s, *self.boundary_bytes, *self.failure, self.load_s, self.every) < 0:
+            raise ValueError("a line has at least one stage, and no number below 0")
+        if min(self.network_bytes_per_s, self.read_bytes_per_s) <= 0:
+            raise ValueError("bandwidths have to be above 0")
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.recompute_s)
+
+    def log_bytes(self, logged: Sequence[int]) -> int:
+        """What the log of these boundaries takes when it is largest, just before a checkpoint."""
+        return self.every * sum(self.boundary_bytes[each] for each in logged)
+
+    def groups(self, logged: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The groups of stages, each as its first and the one behind its last; ``logged`` in order."""
+        cuts = [0, *(each + 1 for each in logged), self.stages]
+        return zip(cuts, cuts[1:])
+
+    def recovery_s(self, first: int, end: int) -> float:
+        """The time of a recovery of the group of stages ``first`` to ``end - 1``.  Costs the same for any group."""
+        return self.load_s + self.every / 2 * self.step_s(first, end)
+
+    def step_s(self, first: int, end: int) -> float:
+        """The time of a step of that group in a replay."""
+        crossing = (0, *self.boundary_bytes, 0)  # of the line's ends nothing
+        sent, read = self._sent, crossing[first] + crossing[end]
+        return (
+            self._computed[end]
+            - self._computed[first]
+            + (sent[end - 1] - sent[first]) / self.network_bytes_per_s
+            + read / self.read_bytes_per_s
+        )
+
+    def share_s(self, first: int, end: int) -> float:
+        """The part of the expected time that this group has."""
+        return (self._failing[end] - self._failing[first]) * self.recovery_s(first, end)
+
+    def expected_s(self, logged: Sequence[int]) -> float:
+        """The expected time of a recovery where these boundaries are logged, given in order."""
+        return sum(self.share_s(first, end) for first, end in self.groups(logged))
+
+    @cached_property
+    def _computed(self) -> tuple[float, ...]:
+        return (0.0, *accumulate(self.recompute_s))
+
+    @cached_property
+    def _failing(self) -> tuple[float, ...]:
+        return (0.0, *accumulate(self.failure))
+
+    @cached_property
+    def _sent(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.boundary_bytes))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The boundaries that are ``logged``, in order, what their log takes, and the time of a recovery: expected, and
+    that of the slowest group.  ``fits``: the log is within the budget.
+    """
+
+    logged: tuple[int, ...]
+    groups: tuple[tuple[int, int], ...]
+    log_bytes: int
+    expected_s: float
+    worst_s: float
+    fits: bool
+
+    def __str__(self) -> str:
+        which = ", ".join(f"{each}|{each + 1}" for each in self.logged) or "no boundary"
+        room = "" if self.fits else ", more than the budget"
+        return (
+            f"logged: {which}; {self.log_bytes / 1e6:.1f} MB between checkpoints{room}; a recovery takes "
+            f"{self.expected_s:.1f} s on average, {self.worst_s:.1f} s where the slowest group has failed"
+        )
+
+
+def choose(line: Line, boundaries: str | Sequence[int], budget: int | None = None) -> Selection:
+    """The boundaries to log within ``budget`` bytes: ``auto`` the best ones, ``all``, ``hosts`` those between hosts, or
+    the ones of a list, whatever they take.  Raises ValueError for others.
+    """
+    everywhere = range(line.stages - 1)
+    match boundaries:
+        case "auto":
+            return selection(line, best(line, budget), budget)
+        case "all":
+            logged: Sequence[int] = everywhere
+        case "hosts":
+            logged = [each for each in everywhere if line.hosts[each] != line.hosts[each + 1]]
+        case str():
+            raise ValueError(f"boundaries is {boundaries!r}, and it has to be auto, all, hosts or a list")
+        case _:
+            logged = sorted(set(boundaries))
+            if wrong := [each for each in logged if each not in everywhere]:
+                raise ValueError(f"there is no boundary {wrong[0]}: {line.stages} stages have 0 to {line.stages - 2}")
+    return selection(line, logged, budget)
+
+
+def selection(line: Line, logged: Sequence[int], budget: int | None) -> Selection:
+    """What logging these boundaries, given in order, means."""
+    groups = tuple(line.groups(logged))
+    size = line.log_bytes(logged)
+    worst = max(line.recovery_s(*group) for group in groups)
+    fits = budget is None or size <= budget
+    return Selection(tuple(logged), groups, size, line.expected_s(logged), worst, fits)
+
+
+class _Prefix(NamedTuple):
+    """A way to log the boundaries up to one that is logged."""
+
+    crossing: int  # bytes of a step
+    expected_s: float
+    logged: tuple[int, ...]
+
+
+def best(line: Line, budget: int | None = None) -> tuple[int, ...]:
+    """The boundaries with the least expected time of a recovery whose log is within ``budget`` bytes; of equal ones
+    those that take least.
+
+    A dynamic program over the last group: of the ways to log what is before it, only those matter to which no other is
+    as small and as quick.  Costs time in proportion to S² · F for S stages where there are F of those ways: at most S
+    where all boundaries are alike, at most as many as there are different sums of their bytes within the budget
+    otherwise (it is a knapsack problem), which is 2^S where these are all different.
+    """
+    room = inf if budget is None else budget // line.every if line.every else inf
+    ways: list[list[_Prefix]] = [[_Prefix(0, 0.0, ())]]
+    for end in range(1, line.stages + 1):
+        last = end == line.stages
+        crossing, logged = (0, ()) if last else (line.boundary_bytes[end - 1], (end - 1,))
+        ways.append(
+            _least(
+                _Prefix(way.crossing + crossing, way.expected_s + line.share_s(first, end), way.logged + logged)
+                for first in range(end)
+                for way in ways[first]
+                if way.crossing + crossing <= room
+            )
+        )
+    return ways[-1][-1].logged
+
+
+def _least(ways: Iterator[_Prefix]) -> list[_Prefix]:
+    """Those to which no other is as small and as quick; from the smallest and slowest to the largest and quickest."""
+    found: list[_Prefix] = []
+    for way in sorted(ways):
+        if not found or way.expected_s < found[-1].expected_s:
+            found.append(way)
+    return found
+
+
+def swift_greedy(line: Line, budget: int) -> tuple[int, ...]:
+    """The boundaries that SWIFT's own rule logs: from all of them, as long as their log is too large, the one goes that
+    costs the least recovery time for what it takes.  Costs time in proportion to S³.  For comparison.
+    """
+    logged = tuple(range(line.stages - 1))
+
+    def without(boundary: int) -> tuple[int, ...]:
+        return tuple(each for each in logged if each != boundary)
+
+    def price(boundary: int) -> float:
+        saved = line.boundary_bytes[boundary]
+        return (line.expected_s(without(boundary)) - line.expected_s(logged)) / saved if saved else inf
+
+    while line.log_bytes(logged) > budget:
+        logged = without(min(logged, key=price))
+    return logged

@@ -1,0 +1,69 @@
+"""The disk that a log is written to: files that grow at their end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from recycle_plugin import folders
+from recycle_plugin.runtime.log.segment import Buffer
+
+
+class GrowingFile(Protocol):
+    """A file that grows.  Each method raises OSError."""
+
+    def append(self, pieces: Sequence[Buffer]) -> None:
+        """Writes all the pieces at the file's end."""
+
+    def cut(self, size: int) -> None:
+        """Takes away what is behind the first ``size`` bytes."""
+
+    def sync(self) -> None:
+        """Returns when all that was written is on the disk."""
+
+    def close(self) -> None:
+        """Closes the file."""
+
+
+class Disk:
+    """The file system.  Each method raises OSError."""
+
+    def create(self, path: Path) -> GrowingFile:
+        """A new, empty file; FileExistsError where there is one."""
+        return _File(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666))
+
+    def sync(self, path: Path) -> None:
+        """Flushes a file or folder to the disk."""
+        folders.sync(path)
+
+    def remove(self, path: Path) -> None:
+        """Removes a file, which may be gone already."""
+        path.unlink(missing_ok=True)
+
+
+class _File:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def append(self, pieces: Sequence[Buffer]) -> None:
+        left = [memoryview(piece) for piece in pieces if len(piece)]
+        while left:
+            done = os.writev(self._descriptor, left[:MOST])
+            while left and done >= len(left[0]):
+                done -= len(left.pop(0))
+            if done:
+                left[0] = left[0][done:]
+
+    def cut(self, size: int) -> None:
+        os.ftruncate(self._descriptor, size)
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+MOST = 1024  # pieces that the system takes at once

@@ -1,0 +1,202 @@
+"""A worker's log and the logs of all its job's workers, as core.worker.step_log needs them: values of a real worker's
+store as records, and back.
+
+On an accelerator a boundary tensor may still be on its way to the host when it is sent.  A thread waits for the copy,
+so that the one that trains never does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recycle_plugin.core.messages.protocol import LogBroken, Logged
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.worker.step_log import StepRecord
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices.host import There
+from recycle_plugin.runtime.devices.port import COPY_S, Copy, Device, Tensors
+from recycle_plugin.runtime.log import records
+from recycle_plugin.runtime.log.reader import LogReader, NotKept
+from recycle_plugin.runtime.log.records import DatumRecord, Part, Stream
+from recycle_plugin.runtime.log.segment import Damaged
+from recycle_plugin.runtime.log.writer import LogWriter, Resumed, Stopped
+
+FLUSH_S = 60.0
+
+
+class WorkerLog:
+    """The log of this worker's process, in ``folder`` (core.worker.step_log.LogWriter).  ``budget``: bytes that may
+    wait for the disk.
+    """
+
+    def __init__(self, session: Session, folder: Path, stream: Stream, budget: int, device: Device) -> None:
+        self._session, self._device = session, device
+        self._writer = LogWriter(folder, stream, budget, self._report)
+        self._waiting: deque[Callable[[], None]] = deque()  # behind a copy that is under way
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._off = ""  # why nothing is kept before the next checkpoint
+
+    def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
+        """Keep a value, once it is in host memory."""
+        copy = self._copied(value)
+        if copy is not None and not self._off:
+            self._after(copy, lambda: self._write(datum, copy, valid_from))
+
+    def _copied(self, value: Any) -> Copy | None:
+        if type(value) is tuple:
+            return self._device.to_host(value, "what is logged", shared=True)
+        return value
+
+    def _write(self, datum: Datum, copy: Copy, valid_from: int) -> None:
+        tensors = copy.wait(COPY_S)
+        parts = tuple(Part(str(place), _dtype(tensor), tuple(tensor.shape)) for place, tensor in enumerate(tensors))
+        self._writer.keep(DatumRecord(datum, parts, valid_from), [_raw(tensor) for tensor in tensors])
+
+    def commit(self, record: StepRecord) -> None:
+        """Keep the record of a committed step."""
+        norm = None if record.norm is None else float(record.norm)
+        kept = records.StepRecord(record.step, record.valid_from, norm, "", None, ())
+
+        def write() -> None:
+            if not self._off:
+                self._writer.keep(kept)
+                self._writer.commit(record.step, record.counts_from)
+
+        self._after(None, write)
+
+    def void(self, after: int, valid_from: int) -> None:
+        """Take back what was kept of the steps after ``after`` and is valid from before generation ``valid_from``."""
+        self._after(None, lambda: self._writer.void(after, valid_from))
+
+    def mark(self, step: int) -> None:
+        """Tell the coordinator once all that was kept so far is on the disk."""
+        self._after(None, lambda: self._writer.reached(lambda: self._session.send(Logged(self._session.rank, step))))
+
+    def checkpointed(self, step: int) -> None:
+        """Drop what is kept up to ``step``, and go on where the log had stopped."""
+        self._off = ""
+        self._after(None, lambda: self._writer.checkpointed(step))
+
+    def interrupted(self, step: int, why: str) -> None:
+        """Keep nothing from ``step`` on, before the next checkpoint."""
+        self._off = why
+        self._session.send(LogBroken(self._session.rank, step, why))
+
+    def flush(self) -> None:
+        """Return when all that was kept can be read by others."""
+        done = threading.Event()
+        self._after(None, done.set)
+        if not done.wait(FLUSH_S):
+            raise RecycleError(f"waited {FLUSH_S:.0f} s for what is logged to come from the device")
+        self._writer.flush(FLUSH_S)
+
+    def close(self) -> None:
+        """Write what is left, and end."""
+        with suppress(RecycleError):  # the disk may have refused, which was said
+            self.flush()
+            self._writer.close()
+
+    def _report(self, news: Stopped | Resumed) -> None:
+        session = self._session
+        with suppress(RecycleError, OSError):  # the session may be over
+            if isinstance(news, Stopped):
+                session.send(LogBroken(session.rank, news.step, news.why))
+            else:
+                session.note("log", f"everything is logged again from step {news.step} on", step=news.step)
+
+    # --- behind copies -----------------------------------------------------------------------------
+
+    def _after(self, copy: Copy | None, write: Callable[[], None]) -> None:
+        """Do ``write`` behind what was asked before, at once where nothing is under way."""
+        with self._changed:
+            if not self._waiting and (copy is None or isinstance(copy, There)):
+                write()
+                return
+            self._waiting.append(write)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="recycle: log copies", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                write = self._waiting[0]
+            try:
+                write()
+            except Exception as error:  # the copy's: who sends it finds so too
+                self.interrupted(0, f"a copy from the device has failed: {error}")
+            with self._changed:
+                self._waiting.popleft()
+
+
+class JobLogs:
+    """The logs of all workers of the run ``run_id`` that are in ``folder`` (core.worker.step_log.LogReader).
+
+    What is not there is looked for again, at most every ``look_s`` seconds: another stage may be writing it.
+    """
+
+    def __init__(self, folder: Path, run_id: str, look_s: float) -> None:
+        self._folder, self._run_id, self._look_s = folder, run_id, look_s
+        self._damaged = ""
+        self._look()
+
+    def _look(self) -> None:
+        self._reader, self._looked = LogReader(self._folder, self._run_id), time.monotonic()
+
+    def _again(self) -> bool:
+        """Whether it has been looked once more just now."""
+        late = time.monotonic() - self._looked >= self._look_s
+        if late:
+            self._look()
+        return late
+
+    def record(self, step: int) -> StepRecord | None:
+        """The record of a committed step; None as long as nobody has written it."""
+        found = [each.record for each in self._reader.step_records(step)]
+        if not found:
+            return self.record(step) if self._again() else None
+        kept = max(found, key=lambda each: each.valid_from)
+        return StepRecord(step, kept.norm, self._reader.counts_from(step), kept.valid_from)
+
+    def get(self, datum: Datum) -> Tensors | None:
+        """The value of a datum in host memory, as it was sent or drawn; None as long as nobody has written it, or
+        where no copy of it can be read.
+        """
+        try:
+            kept = self._reader.get(datum)
+        except NotKept:
+            return self.get(datum) if self._again() else None
+        except Damaged as error:
+            self._damaged = str(error)
+            return None
+        return tuple(_tensor(part, raw) for part, raw in zip(kept.record.parts, kept.tensors, strict=True))
+
+    def faults(self) -> str:
+        """What there is and can't be read, in words; empty where all can."""
+        return "; ".join([*filter(None, [self._damaged]), *map(str, self._reader.faults[:3])])
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _raw(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _tensor(part: Part, raw: bytearray) -> torch.Tensor:
+    dtype = getattr(torch, part.dtype)
+    return torch.frombuffer(raw, dtype=dtype).view(part.shape) if raw else torch.empty(part.shape, dtype=dtype)

@@ -1,0 +1,266 @@
+"""Reads a folder of logs: which steps can be replayed from it, and what was kept of them.
+
+The streams of a folder are read together, because what counts of one is said in any of them: the generations are those
+of the whole job.  A step's data counts
+
+* where the step is *committed*: a stream has a Commit of it that counts itself;
+* and where it is valid from the generation that the latest of these allow: a Void of the steps after an earlier one, or
+  the Commit of this or an earlier step.
+
+So records of rejected and abandoned attempts are never given.  What a log can't know is a Void that none of its writers
+lived to write; whoever replays has it from the coordinator and gives it to the reader.
+
+What says what counts is read at once, all else when it is asked for, each with its CRC checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.worker.step_log import CountsFrom
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.log.records import Address, Commit, DatumRecord, Entry, Gap, StepRecord, Stream, Void
+from recycle_plugin.runtime.log.segment import Damaged, Fault, Found, Segment, called, files, head, load
+
+
+class KeptDatum(NamedTuple):
+    """A datum of a log: its record, and the bytes of its tensors, each in memory of its own; or only its address."""
+
+    record: DatumRecord | Address
+    tensors: tuple[bytearray, ...]
+
+
+class KeptStep(NamedTuple):
+    """A stream's record of a step, with the bytes of its tensors."""
+
+    stream: Stream
+    record: StepRecord
+    tensors: tuple[bytearray, ...]
+
+
+class _Place(NamedTuple):
+    segment: Segment
+    entry: Entry
+
+
+class NotKept(RecycleError):
+    """A log does not have what it was asked for; the message says why."""
+
+
+class LogReader:
+    """The logs of the run ``run_id`` in ``folder``.
+
+    ``voids``: what the job has taken back, as far as the caller knows.  Read-only: ``segments``, by stream and in
+    order; ``gaps`` of each stream; ``faults``: what can't be read, of these and of any other segment in the folder.
+    Raises nothing for a damaged log.
+    """
+
+    def __init__(self, folder: Path, run_id: str, voids: Iterable[Void] = ()) -> None:
+        self.folder, self.run_id = folder, run_id
+        self.faults: list[Fault] = []
+        self.segments: dict[WorkerId, list[Segment]] = {}
+        self.gaps: dict[WorkerId, tuple[Gap, ...]] = {}
+        self._data: dict[int, dict[Datum, list[_Place]]] = {}
+        self._steps: dict[int, dict[WorkerId, list[_Place]]] = {}
+        self._commits: dict[int, dict[WorkerId, Commit]] = {}
+        for worker, paths in files(folder).items():
+            self._open(worker, paths)
+        found = list(voids)
+        for worker, segments in self.segments.items():
+            found += self._read(worker, segments)
+        commits = [each for of in self._commits.values() for each in of.values()]
+        self._since = CountsFrom(
+            ((each.after, each.valid_from) for each in found), ((each.step, each.valid_from) for each in commits)
+        )
+
+    # --- what there is -------------------------------------------------------------------------------
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        """The steps of which something is kept that counts."""
+        return tuple(sorted(step for step in self._commits if self._counting(step)))
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The committed steps of which everything is there that these streams have kept."""
+        return tuple(step for step in self.committed if not self.why_not(step))
+
+    def why_not(self, step: int) -> list[str]:
+        """The reasons why ``step`` is not whole; none where it is.  Tensors are not read for it."""
+        counting = self._counting(step)
+        if not counting:
+            given_up = step in self._commits
+            return [f"the commit of step {step} was taken back" if given_up else f"step {step} is not committed"]
+        found = [
+            f"{self._name(worker)} has not kept {gap}"
+            for worker, gaps in self.gaps.items()
+            for gap in gaps
+            if gap.covers(step)
+        ]
+        for worker, commit in counting.items():
+            there = sum(
+                any(place.segment.stream.worker == worker for place in places) for _, places in self._that_count(step)
+            )
+            if there < commit.tensors:
+                found.append(
+                    f"{self._name(worker)} has {there} of the {commit.tensors} data that it kept of step {step}"
+                )
+            if not self._counted(step, self._steps.get(step, {}).get(worker, ())):
+                found.append(f"{self._name(worker)} has no record of step {step}")
+        return found
+
+    def data(self, step: int) -> tuple[Datum, ...]:
+        """The data of ``step`` that count; none where it is not committed."""
+        return tuple(datum for datum, _ in self._that_count(step)) if self._counting(step) else ()
+
+    def missing(self, wanted: Iterable[Datum]) -> dict[Datum, str]:
+        """Each datum of ``wanted`` that is not here, and why."""
+        found = {}
+        for datum in wanted:
+            if not self._counting(datum.step):
+                (found[datum],) = self.why_not(datum.step)
+            elif not self._counted(datum.step, self._data.get(datum.step, {}).get(datum, ())):
+                gaps = [gap for of in self.gaps.values() for gap in of if gap.covers(datum.step)]
+                found[datum] = "; ".join([f"nobody has kept the {datum}", *map(str, gaps)])
+        return found
+
+    # --- what was kept -------------------------------------------------------------------------------
+
+    def get(self, datum: Datum) -> KeptDatum:
+        """The datum, its CRC checked.  Raises NotKept where it is not here or does not count, Damaged where none of its
+        copies can be read.
+        """
+        if why := self.missing([datum]).get(datum):
+            raise NotKept(why)
+        fault: Damaged | None = None
+        for place in reversed(self._counted(datum.step, self._data[datum.step][datum])):
+            try:
+                record, tensors = place.segment.read(place.entry)
+            except Damaged as error:
+                fault = fault or error
+                continue
+            assert isinstance(record, DatumRecord | Address), f"the index says {place.entry.what}"
+            return KeptDatum(record, tensors)
+        assert fault is not None, f"the {datum} is somewhere"
+        raise fault
+
+    def step_records(self, step: int) -> list[KeptStep]:
+        """The record of ``step`` by each stream that has one that counts and can be read: of several the last.  What
+        can't be read is among the faults afterwards.
+        """
+        found = []
+        for places in self._steps.get(step, {}).values() if self._counting(step) else ():
+            for place in self._counted(step, places)[-1:]:
+                try:
+                    record, tensors = place.segment.read(place.entry)
+                except Damaged as error:
+                    self.faults.append(error.fault)
+                    continue
+                assert isinstance(record, StepRecord), f"the index says {place.entry.what}"
+                found.append(KeptStep(place.segment.stream, record, tensors))
+        return found
+
+    def verify(self) -> list[Fault]:
+        """Reads every record of every segment; returns all that is wrong."""
+        sealed = [each for segments in self.segments.values() for each in segments if each.sealed]
+        return list(dict.fromkeys([*self.faults, *(fault for each in sealed for fault in each.damaged())]))
+
+    def counts_from(self, step: int) -> int:
+        """The generation from which data of ``step`` has to be valid to count."""
+        return self._since.of(step)
+
+    # --- which of it counts --------------------------------------------------------------------------
+
+    def _counting(self, step: int) -> dict[WorkerId, Commit]:
+        """The commits of a step that were not taken back."""
+        since = self._since.of(step)
+        return {worker: each for worker, each in self._commits.get(step, {}).items() if each.valid_from >= since}
+
+    def _counted(self, step: int, places: Iterable[_Place]) -> list[_Place]:
+        """The places of what counts of a step; the last one is the latest."""
+        since = self._since.of(step)
+        return sorted(
+            (each for each in places if each.entry.valid_from >= since), key=lambda each: each.entry.valid_from
+        )
+
+    def _that_count(self, step: int) -> Iterator[tuple[Datum, list[_Place]]]:
+        for datum, places in self._data.get(step, {}).items():
+            if counted := self._counted(step, places):
+                yield datum, counted
+
+    def _name(self, worker: WorkerId) -> str:
+        return str(self.segments[worker][0].stream)
+
+    # --- reading -------------------------------------------------------------------------------------
+
+    def _open(self, worker: WorkerId, paths: dict[int, Path]) -> None:
+        there, segments = [], []
+        for sequence, path in paths.items():
+            try:
+                segment = load(path)
+            except Damaged as error:
+                if path.exists():  # else it has just been let go
+                    there.append(sequence)
+                    self.faults.append(error.fault)
+                continue
+            there.append(sequence)
+            if segment.stream.run_id != self.run_id:
+                self._fault(path, f"is of run {segment.stream.run_id!r}, expected {self.run_id!r}")
+                continue
+            segments.append(segment)
+            self.faults += segment.faults
+            if not segment.sealed and not segment.faults and sequence < max(paths):
+                self._fault(path, "has no index, expected one, since a later segment is there", segment.size)
+        for sequence in range(there[0], there[-1]) if there else ():
+            if sequence not in there:
+                path = self.folder / called(worker, sequence)
+                self._fault(path, f"is missing, expected behind {called(worker, there[0])}")
+        if segments:
+            self.segments[worker] = segments
+
+    def _read(self, worker: WorkerId, segments: Sequence[Segment]) -> list[Void]:
+        """Takes in what a stream has; returns what it takes back."""
+        voids: list[Void] = []
+        gaps: list[Gap] = []
+        for segment in segments:
+            small = []
+            for place in segment.entries:
+                if place.what == "StepRecord":
+                    of_step = self._steps.setdefault(place.step, {})
+                    of_step.setdefault(worker, []).append(_Place(segment, place))
+                elif place.datum is not None:
+                    of = self._data.setdefault(place.step, {})
+                    of.setdefault(place.datum, []).append(_Place(segment, place))
+                elif place.what == "Void":  # the index has all of it, so that it is known where the record is damaged
+                    voids.append(Void(place.step, place.valid_from))
+                else:
+                    small.append(place)
+            for found in segment.each(small):
+                match found:
+                    case Fault():
+                        self.faults.append(found)
+                    case Found(Commit() as commit, _):
+                        known = self._commits.setdefault(commit.step, {}).get(worker, commit)
+                        self._commits[commit.step][worker] = max(known, commit, key=lambda each: each.valid_from)
+                    case Found(Gap() as gap, _):
+                        gaps = [each for each in gaps if each.last is not None or gap.last is None] + [gap]
+        self.gaps[worker] = tuple(gaps)
+        return voids
+
+    def _fault(self, path: Path, what: str, offset: int = 0) -> None:
+        self.faults.append(Fault(path, offset, what))
+
+
+def runs(folder: Path) -> list[str]:
+    """The runs that have segments in ``folder``, whose heads can be read."""
+    found = set()
+    for paths in files(folder).values():
+        for path in paths.values():
+            with suppress(Damaged):
+                found.add(head(path).stream.run_id)
+    return sorted(found)

@@ -1,0 +1,502 @@
+"""Keeps a worker's log on its disk, and never keeps the worker waiting.
+
+What is to be kept goes into a ring: no copy, only the host memory that sending needed anyway, of at most ``budget``
+bytes at a time.  A thread appends it to the segments (runtime/log/segment.py).  Where the ring is full, or the disk
+refuses (full, quota, broken), training goes on and the log has a *gap*: from a step on it keeps nothing, says so, and
+begins again at the next durable checkpoint, whose :meth:`LogWriter.checkpointed` makes room too.  A step of which a
+single record is lost is in the gap as a whole, and is not committed in this log.
+
+Segments go only when a checkpoint of all of their steps is durable, and a stream's oldest go first, so that a Void
+never goes before what it voids.  A new segment repeats the Voids that still matter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from recycle_plugin import folders
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.errors import WaitTimeout
+from recycle_plugin.runtime.log.disk import Disk
+from recycle_plugin.runtime.log.records import Commit, DatumRecord, Entry, Gap, Head, Kept, Record, Stream, Void
+from recycle_plugin.runtime.log.segment import (
+    Buffer,
+    Damaged,
+    begun,
+    called,
+    ended,
+    entry,
+    files,
+    framed,
+    load,
+    payload,
+)
+
+OVERHEAD = 512  # bytes that a record takes in the ring beside its payload
+SEGMENT_BYTES = 256 << 20
+SEGMENT_RECORDS = 1 << 16  # so that an index stays small
+DURABLE_S = 120.0
+CLOSE_S = 60.0
+BATCH_BYTES, BATCH_RECORDS = 1 << 20, 256  # that are written at once: small records cost little more than large ones
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Nothing is kept from ``step`` on, so that from there on no replay is possible, and ``why``."""
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Everything is kept again from ``step`` on: a replay is possible from any checkpoint of the step before or of
+    later ones.
+    """
+
+    step: int
+
+
+Report = Callable[[Stopped | Resumed], None]
+
+
+@dataclass
+class _Sync:
+    """Everything before this is to be on the disk."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    synced: bool = False
+
+
+@dataclass(frozen=True)
+class _Checkpointed:
+    step: int
+
+
+@dataclass
+class _Reached:
+    """Everything before this was written."""
+
+    happen: Callable[[], None]
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class _Close:
+    """Nothing comes behind this."""
+
+
+class _Waiting(NamedTuple):
+    record: Record
+    tensors: tuple[memoryview, ...]
+    weight: int
+
+
+class LogWriter:
+    """The log of one worker, a ``stream`` of segments in a ``folder``.
+
+    ``budget``: bytes that may wait for the disk.  ``report`` is told when the log stops and begins again, in the
+    caller's thread or in the writer's own.  ``segment_bytes``: the size at which the next segment is begun.
+
+    For any thread; the records of one step may come in any order, before its :meth:`commit`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        stream: Stream,
+        budget: int,
+        report: Report,
+        segment_bytes: int = SEGMENT_BYTES,
+        disk: Disk | None = None,
+    ) -> None:
+        self._folder, self._budget, self._report = folder, budget, report
+        self._segments = _Segments(folder, stream, segment_bytes, disk or Disk())
+        self._ring: deque[_Waiting | _Sync | _Checkpointed | _Reached | _Close] = deque()
+        self._writing: list[_Waiting] = []  # the thread's: taken out of the ring, and not written yet
+        self._weight = 0  # of both
+        self._gap: Gap | None = None
+        self._refusal = ""  # the disk's last one, until a checkpoint
+        self._refused = -1  # the last step of which something was
+        self._base = 0  # the step of the last durable checkpoint
+        self._voids: tuple[Void, ...] = ()
+        self._kept: dict[int, dict[Datum, int]] = {}  # of uncommitted steps: since when each datum is valid
+        self._closed = False
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._thread = threading.Thread(target=self._run, name="recycle: log", daemon=True)
+        self._thread.start()
+
+    # --- the worker's side: nothing here waits, but for durable() and close() ------------------------
+
+    def keep(self, record: Kept, tensors: Sequence[Buffer] = ()) -> bool:
+        """Keeps a record, and the bytes of its tensors, which nobody may change afterwards; returns whether it can.
+
+        Raises ValueError where the tensors are not those that the record describes.
+        """
+        weight = OVERHEAD + sum(part.nbytes for part in record.parts)
+        waiting = _Waiting(record, payload(record.parts, tensors), weight)
+        with self._lock:
+            taken, news = self._admit(record.step, weight)
+            if taken:
+                self._put(waiting)
+                if isinstance(record, DatumRecord):
+                    since = self._kept.setdefault(record.step, {})
+                    since[record.datum] = max(record.valid_from, since.get(record.datum, 0))
+        self._tell(news)
+        return taken
+
+    def void(self, after: int, valid_from: int) -> None:
+        """Takes back what was kept of the steps after ``after`` and is valid from before generation ``valid_from``."""
+        news = None
+        with self._lock:
+            made = Void(after, valid_from)
+            self._voids = (*(each for each in self._voids if each.after < after), made)
+            if self._refusal:
+                news = self._lose(after + 1, after + 1, self._refusal)
+            else:
+                self._put(_Waiting(made, (), 0))
+        self._tell(news)
+
+    def commit(self, step: int, valid_from: int) -> bool:
+        """Says that ``step`` is committed, and that all of it was kept that ever will be, of which counts what is valid
+        from generation ``valid_from`` or a later one; returns whether it is in the log.
+        """
+        with self._lock:
+            kept = self._kept.get(step, {})
+            for older in [each for each in self._kept if each <= step]:
+                del self._kept[older]
+            taken, news = self._admit(step, 0)
+            if taken:
+                count = sum(since >= valid_from for since in kept.values())
+                self._put(_Waiting(Commit(step, valid_from, count), (), 0))
+        self._tell(news)
+        return taken
+
+    def checkpointed(self, step: int) -> None:
+        """Lets go what led to ``step``, of which a checkpoint is durable; a log that has stopped begins again."""
+        with self._lock:
+            of_no_use = [each for each in self._voids if each.after <= step][:-1]
+            self._voids = tuple(each for each in self._voids if each not in of_no_use)
+            self._base = max(self._base, step)
+            self._put(_Checkpointed(step))
+
+    def reached(self, happen: Callable[[], None]) -> None:
+        """Calls ``happen``, in the writer's thread, once all that was kept so far can be read by others; never where
+        some of it was lost.
+        """
+        with self._lock:
+            if not self._closed:
+                self._put(_Reached(happen))
+
+    def flush(self, timeout_s: float = CLOSE_S) -> None:
+        """Returns once all that was kept so far can be read by others, but for what the disk has refused.  Raises
+        WaitTimeout.
+        """
+        asked = _Reached(lambda: None)
+        with self._lock:
+            self._put(asked)
+        if not asked.done.wait(timeout_s):
+            raise WaitTimeout(f"waited {timeout_s:g} s for the log to be written to {self._folder}")
+
+    def durable(self, step: int, timeout_s: float = DURABLE_S) -> bool:
+        """Returns once all that was kept so far is on the disk, files and folder; whether that is all of the steps from
+        the last durable checkpoint up to ``step``.  Raises WaitTimeout.
+        """
+        asked = _Sync()
+        with self._lock:
+            self._put(asked)
+        if not asked.done.wait(timeout_s):
+            raise WaitTimeout(f"waited {timeout_s:g} s for the log of step {step} to be on the disk of {self._folder}")
+        with self._lock:
+            gap = self._gap
+            return asked.synced and (gap is None or gap.first > step or not gap.covers(max(gap.first, self._base + 1)))
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Writes what is in the ring, and ends the stream.  Raises WaitTimeout."""
+        with self._lock:
+            if not self._closed:
+                self._put(_Close())
+            self._closed = True
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise WaitTimeout(f"waited {timeout_s:g} s for the end of the log in {self._folder}")
+
+    def _admit(self, step: int, weight: int) -> tuple[bool, Stopped | None]:
+        """Whether a record of this step is kept, and what is to be told where that is why the log stops."""
+        if self._gap is not None and self._gap.covers(step):
+            self._refused = max(self._refused, step)
+            return False, None
+        if self._refusal:
+            return False, self._lose(step, step, self._refusal)
+        if weight and self._weight + weight > self._budget:
+            news = self._lose(step, step, f"more than {self._budget} bytes wait for the disk")
+            assert self._gap is not None, "it has just been opened"
+            self._put(_Waiting(self._gap, (), 0))
+            return False, news
+        return True, None
+
+    def _put(self, item: _Waiting | _Sync | _Checkpointed | _Reached | _Close) -> None:
+        if self._closed:
+            raise RuntimeError("the log is closed")
+        self._weight += item.weight if isinstance(item, _Waiting) else 0
+        self._ring.append(item)
+        if len(self._ring) == 1:  # else the thread is not waiting
+            self._wake.notify()
+
+    def _lose(self, first: int, last: int, why: str) -> Stopped | None:
+        """Opens a gap from step ``first`` on, or moves its beginning back; returns what is new about that."""
+        before = self._gap.first if self._gap is not None and self._gap.last is None else None
+        self._refused = max(self._refused, last)
+        if before is not None and before <= first:
+            return None
+        self._gap = Gap(first, None, why)
+        return Stopped(first, why)
+
+    def _tell(self, news: Stopped | Resumed | None) -> None:
+        if news is not None:
+            self._report(news)
+
+    # --- the thread's side ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        going_on = True
+        while going_on:
+            item = self._next()
+            try:
+                going_on = self._handle(item)
+            except OSError as error:
+                self._fail(error)
+                going_on = not isinstance(item, _Close)
+            if isinstance(item, _Sync | _Reached):
+                item.done.set()
+
+    def _next(self) -> _Sync | _Checkpointed | _Reached | _Close | None:
+        """Takes what comes next out of the ring: None for records, as many as are written at once, which are
+        ``_writing`` then.
+        """
+        with self._wake:
+            while not self._ring:
+                self._wake.wait()
+            if not isinstance(item := self._ring[0], _Waiting):
+                self._ring.popleft()
+                return item
+            size = 0
+            while self._ring and isinstance(item := self._ring[0], _Waiting):
+                size += item.weight
+                if self._writing and (size > BATCH_BYTES or len(self._writing) >= BATCH_RECORDS):
+                    break
+                self._writing.append(item)
+                self._ring.popleft()
+            return None
+
+    def _handle(self, item: _Sync | _Checkpointed | _Reached | _Close | None) -> bool:
+        """Does what was taken out of the ring; returns whether anything can come behind it."""
+        match item:
+            case None:
+                while self._writing:
+                    written = self._segments.append(self._writing, self._voids)
+                    with self._lock:
+                        self._weight -= sum(each.weight for each in self._writing[:written])
+                    del self._writing[:written]
+            case _Sync():
+                self._segments.sync()
+                item.synced = not self._refusal
+            case _Checkpointed(step):
+                self._segments.let_go(step)
+                self._segments.rotate()
+                self._segments.let_go(step)
+                self._resume()
+            case _Reached(happen) if not self._refusal:
+                happen()
+            case _Close():
+                self._segments.rotate()
+        return not isinstance(item, _Close)
+
+    def _resume(self) -> None:
+        """Closes the gap, where there is one: what is refused by now stays in it."""
+        with self._lock:
+            gap, self._refusal = self._gap, ""
+            if gap is None or gap.last is not None:
+                return
+            self._gap = replace(gap, last=max(gap.first, self._refused))
+        try:
+            self._segments.append([_Waiting(self._gap, (), 0)], self._voids)
+        except OSError:
+            with self._lock:
+                self._gap = gap
+            raise
+        self._tell(Resumed(self._gap.step + 1))
+
+    def _fail(self, error: OSError) -> None:
+        """Stops the log, since the disk has refused something: what waits is lost too."""
+        with self._lock:
+            self._refusal = folders.refusal(self._folder, error)
+            lost = self._writing + [each for each in self._ring if isinstance(each, _Waiting)]
+            self._ring = deque(each for each in self._ring if not isinstance(each, _Waiting))
+            self._weight -= sum(each.weight for each in lost)
+            steps = [each.record.step + isinstance(each.record, Void) for each in lost] + self._segments.doubted
+            self._writing, self._segments.doubted = [], []
+            news = self._lose(min(steps), max(steps), self._refusal) if steps else None
+        self._tell(news)
+
+
+# --- the files -----------------------------------------------------------------------------------------------
+
+
+class _Open:
+    """A segment that is being written."""
+
+    def __init__(self, disk: Disk, path: Path, head: Head) -> None:
+        self.path, self.entries = path, list[Entry]()
+        start, self._seed = begun(head)
+        self._file = disk.create(path)
+        self.size = 0
+        try:
+            self._append([start])
+        except OSError:
+            self._file.close()
+            disk.remove(path)
+            raise
+
+    def append(self, batch: Sequence[_Waiting]) -> None:
+        pieces: list[Buffer] = []
+        entries: list[Entry] = []
+        offset = self.size
+        for record, tensors, _ in batch:
+            made = framed(record, tensors, offset, self._seed)
+            entries.append(entry(record, offset, sum(map(len, made))))
+            offset += entries[-1].size
+            pieces += made
+        self._append(pieces)
+        self.entries += entries
+
+    def seal(self) -> None:
+        self._append(ended(self.entries, self.size, self._seed))
+
+    def sync(self) -> None:
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, pieces: Sequence[Buffer]) -> None:
+        try:
+            self._file.append(pieces)
+        except OSError:
+            with suppress(OSError):  # a torn tail is found in any case
+                self._file.cut(self.size)
+            raise
+        self.size += sum(map(len, pieces))
+
+
+class _Ended(NamedTuple):
+    path: Path
+    last_step: int
+
+
+class _Segments:
+    """The files of a stream, and of those that the same rank's processes have left.  Of the writer's thread; each
+    method raises OSError.
+    """
+
+    def __init__(self, folder: Path, stream: Stream, limit: int, disk: Disk) -> None:
+        self._folder, self._stream, self._limit, self._disk = folder, stream, limit, disk
+        self._next = 0
+        self._open: _Open | None = None
+        self._ended: deque[_Ended] = deque()
+        self._before: list[deque[_Ended]] | None = None  # of each earlier incarnation; None: nobody has looked
+        self._unsynced: dict[Path, int] = {}  # the first step of each segment that may not be on the disk
+        self.doubted: list[int] = []  # steps of which something may be lost that was written
+
+    def append(self, batch: Sequence[_Waiting], voids: Iterable[Void]) -> int:
+        """Writes the first records of ``batch``, in the next segment where this one is large enough; that begins with
+        ``voids``.  Returns how many.
+        """
+        if self._open is not None and not self._fitting(batch):
+            self.rotate()
+        repeated: list[_Waiting] = []
+        if self._open is None:
+            self._open = self._begin()
+            repeated = [_Waiting(each, (), 0) for each in voids]
+        now = batch[: self._fitting(batch) or 1]
+        self._open.append([*repeated, *now])
+        first = min(each.record.step for each in now)
+        self._unsynced[self._open.path] = min(first, self._unsynced.get(self._open.path, first))
+        return len(now)
+
+    def _fitting(self, batch: Sequence[_Waiting]) -> int:
+        """The number of records that have room in the segment that is being written."""
+        assert self._open is not None, "one is"
+        room, count = self._limit - self._open.size, SEGMENT_RECORDS - len(self._open.entries)
+        sizes = accumulate(each.weight for each in batch[:count])
+        return sum(size <= room for size in sizes)
+
+    def _begin(self) -> _Open:
+        folders.make(self._folder)
+        path = self._folder / called(self._stream.worker, self._next)
+        made = _Open(self._disk, path, Head(self._stream, self._next))
+        self._next += 1
+        return made
+
+    def rotate(self) -> None:
+        """Ends the segment that is being written, if there is one."""
+        if (ending := self._open) is None:
+            return
+        ending.seal()
+        self._ended.append(_Ended(ending.path, max((each.step for each in ending.entries), default=-1)))
+        self._open = None
+        with self._doubting():
+            ending.close()
+
+    def sync(self) -> None:
+        """Returns when all that was written is on the disk."""
+        with self._doubting():
+            for path in self._unsynced:
+                if self._open is not None and path == self._open.path:
+                    self._open.sync()
+                else:
+                    self._disk.sync(path)
+            if self._unsynced:
+                self._disk.sync(self._folder)
+        self._unsynced.clear()
+
+    @contextmanager
+    def _doubting(self) -> Iterator[None]:
+        """Where the disk refuses what is done inside of this context, what it has taken before may be lost."""
+        try:
+            yield
+        except OSError:
+            self.doubted += self._unsynced.values()
+            raise
+
+    def let_go(self, step: int) -> None:
+        """Removes the oldest segments, as long as they have nothing of later steps than ``step``."""
+        if self._before is None:
+            self._before = list(self._found())
+        for stream in (self._ended, *self._before):
+            while stream and stream[0].last_step <= step:
+                path = stream[0].path
+                self._disk.remove(path)
+                self._unsynced.pop(path, None)
+                stream.popleft()
+
+    def _found(self) -> Iterator[deque[_Ended]]:
+        """The segments that earlier processes of this rank have left, of this run, by process."""
+        rank, incarnation = self._stream.worker
+        there = files(self._folder)
+        for earlier in range(incarnation):
+            left = deque[_Ended]()
+            with suppress(Damaged):
+                for path in there.get(WorkerId(rank, earlier), {}).values():
+                    segment = load(path)
+                    if segment.stream.run_id == self._stream.run_id:
+                        left.append(_Ended(path, segment.last_step))
+            yield left

@@ -1,0 +1,141 @@
+"""A real worker's log, and the machine by which it replays its stage from everybody's (core/worker/replay.py)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from recycle_plugin import folders
+from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
+from recycle_plugin.core.messages.protocol import Replay
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.replay import CantReplay
+from recycle_plugin.core.worker.step_log import StepLog
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.log.job_log import JobLogs, WorkerLog
+from recycle_plugin.runtime.log.records import Stream
+from recycle_plugin.runtime.stage.operations import Operations
+from recycle_plugin.runtime.state.stage_state import StageState
+from recycle_plugin.runtime.worker.ports import Framework
+from recycle_plugin.runtime.worker.stepping import Stepping
+from recycle_plugin.settings.sections import LogSettings
+
+T = TypeVar("T")
+LOOK_S = 0.05  # between two looks at the logs
+MADE_S = 30.0  # how long what was made before the loss may take to be in a log: its writers write all of it at that
+UNBOUNDED = 1 << 62
+
+
+class StageLog:
+    """The log of the worker of ``session``, of the stage that ``framework`` has, where ``settings`` ask for one.
+
+    ``run_dir``: the run folder.
+    """
+
+    def __init__(self, session: Session, framework: Framework, settings: LogSettings, run_dir: str) -> None:
+        self.folder = Path(settings.folder or f"{run_dir}/log")
+        folders.make(self.folder)
+        assert not isinstance(settings.ring_bytes, str), "a checked size is a number"
+        stream = Stream(session.job_id, session.worker, framework.seat)
+        budget = UNBOUNDED if settings.ring_bytes is None else settings.ring_bytes
+        self._log = WorkerLog(session, self.folder, stream, budget, framework.model.device)
+        self.steps = StepLog(self._log, range(framework.topology.stages - 1))
+
+    def close(self) -> None:
+        """Write what is left, and end."""
+        self._log.close()
+
+
+@dataclass(frozen=True)
+class ReplayMachine:
+    """The machine of a newcomer that replays its stage, which fills ``state`` from the checkpoints of ``framework``.
+
+    ``folder`` has the logs; ``apart()``: a context for what its script does not do over again.
+    """
+
+    session: Session
+    framework: Framework
+    state: StageState
+    stepping: Stepping
+    operations: Operations
+    folder: Path
+    apart: Callable[[], AbstractContextManager]
+
+    @property
+    def control_view(self) -> Session:
+        """What this worker knows of the control plane."""
+        return self.session
+
+    def send(self, message: object) -> None:
+        """Send ``message`` to the coordinator."""
+        self.session.send(message)
+
+    def logs(self) -> JobLogs:
+        """The logs of all workers of the job."""
+        return JobLogs(self.folder, self.session.job_id, LOOK_S)
+
+    def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
+        """Block until ``ready()`` is not None, and return it.  A generator that never yields.
+
+        Raises JobEnded, and CantReplay where what is waited for does not come; what was ``made`` long ago has to come
+        soon.
+        """
+        session = self.session
+        until = time.monotonic() + (MADE_S if made else session.wait_timeout_s)
+        with session.heartbeats.at(WAITS, what):
+            while (value := ready()) is None:
+                with session.changed:
+                    session.check_end()
+                    if time.monotonic() >= until:
+                        raise CantReplay(f"{what} is in no log in {self.folder}")
+                    session.changed.wait(LOOK_S)
+        return value
+        yield
+
+    def restore(self, replay: Replay) -> Waits[int]:
+        """Take the state of this worker's stage from a checkpoint; returns its bytes.  A generator that never yields.
+
+        Raises CantReplay.
+        """
+        framework, session = self.framework, self.session
+        try:
+            with session.heartbeats.at(ELSEWHERE, "a checkpoint"), self.apart():
+                framework.checkpoints.read(self.state, Path(replay.path))
+        except (RecycleError, OSError) as error:
+            raise CantReplay(f"the checkpoint {replay.path} can't be loaded: {error}") from error
+        if framework.optimizer.steps != replay.step:
+            raise CantReplay(
+                f"the checkpoint {replay.path} is of step {framework.optimizer.steps}, and not of {replay.step}"
+            )
+        self.state.rewritten()
+        return sum(tensor.nbytes for tensor in self.state.tensors().values())
+        yield
+
+    def spend(self, instruction: Instruction) -> Iterator[Any]:
+        """Nothing: a real worker's instruction takes its time by itself."""
+        return iter(())
+
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
+        """What LOAD, F, I, W, B or STEP makes."""
+        return self.operations.compute(instruction, have, boundary_only)
+
+    def add_up_alone(self, instruction: Instruction, have: StepStore) -> Any:
+        """The sum of a REDUCE over all contributions of the stage, which are all here."""
+        return self.stepping.reduce_alone(instruction.step)
+
+    def tied_of(self, logged: Any) -> Any:
+        """What TIE leaves here, of what another stage of the tie has logged of it: tensors in the order of the
+        weights' names, alike in all stages.
+        """
+        try:
+            return self.stepping.tied_of(logged)
+        except ValueError as error:
+            raise CantReplay("it shares weights with several stages, each of which has others of them") from error

@@ -1,0 +1,380 @@
+"""A log's writer never keeps the worker waiting: where ring or disk is full it stops, says so, and begins again."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.errors import WaitTimeout
+from recycle_plugin.runtime.log.reader import LogReader
+from recycle_plugin.runtime.log.records import Gap
+from recycle_plugin.runtime.log.segment import called, load
+from recycle_plugin.runtime.log.writer import OVERHEAD, LogWriter, Resumed, Stopped
+from tests.support.logs import (
+    PATIENCE_S,
+    RUN,
+    News,
+    RecordingDisk,
+    RefusingDisk,
+    StuckDisk,
+    act,
+    content,
+    of_step,
+    put,
+    put_step,
+    stream,
+)
+
+ME = WorkerId(1)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def read(folder: Path) -> LogReader:
+    reader = LogReader(folder, RUN)
+    assert not reader.verify()
+    return reader
+
+
+# --- the ring --------------------------------------------------------------------------------------------------
+
+
+def test_a_full_ring_stops_the_log_and_nobody_waits(tmp_path) -> None:
+    disk, news = StuckDisk(), News()
+    writer = LogWriter(tmp_path, stream(), 8 * (24 + OVERHEAD), news, disk=disk)
+    assert put_step(writer, 1) and put_step(writer, 2)  # five of the eight places, and commits take none
+    assert put(writer, act(3))
+    assert not put_step(writer, 4, micro_batches=3)
+    why = f"more than {8 * (24 + OVERHEAD)} bytes wait for the disk"
+    assert news == [Stopped(4, why)]
+    assert not put(writer, act(4)) and not writer.commit(5), "what is after the gap's beginning is not tried"
+    assert news == [Stopped(4, why)]
+    disk.go.set()
+    writer.close()
+    reader = read(tmp_path)
+    assert reader.whole == (1, 2)
+    assert reader.gaps == {ME: (Gap(4, None, why),)}
+
+
+def test_a_step_before_the_gap_is_still_kept(tmp_path) -> None:
+    """Stages are staggered: the end of step 1 comes when step 2 has begun."""
+    disk, news = StuckDisk(), News()
+    writer = LogWriter(tmp_path, stream(), 3 * (24 + OVERHEAD), news, disk=disk)
+    assert put(writer, act(1))
+    assert not put(writer, act(2), size=3 * OVERHEAD)
+    assert put_step(writer, 1, micro_batches=1)
+    disk.go.set()
+    writer.close()
+    reader = read(tmp_path)
+    assert reader.whole == (1,)
+    assert [each.step for each in news] == [2]
+
+
+def test_a_gap_moves_back_where_an_earlier_step_has_no_room_either(tmp_path) -> None:
+    disk, news = StuckDisk(), News()
+    writer = LogWriter(tmp_path, stream(), 2 * (24 + OVERHEAD), news, disk=disk)
+    assert put(writer, act(1, 0))
+    assert not put(writer, act(2), size=3 * OVERHEAD)
+    assert not put(writer, act(1, 1), size=3 * OVERHEAD)
+    assert not writer.commit(1)
+    assert [each.step for each in news] == [2, 1]
+    disk.go.set()
+    writer.close()
+    reader = read(tmp_path)
+    assert not reader.committed
+    assert [gap.first for gap in reader.gaps[ME]] == [2, 1]
+
+
+def test_the_ring_is_emptied_as_it_is_written(tmp_path) -> None:
+    news = News()
+    writer = LogWriter(tmp_path, stream(), 8 * (24 + OVERHEAD), news)
+    for step in range(1, 20):
+        assert put_step(writer, step)
+        assert writer.durable(step)
+    writer.close()
+    assert read(tmp_path).whole == tuple(range(1, 20)) and not news
+
+
+def test_a_checkpoint_begins_again_after_what_was_refused(tmp_path) -> None:
+    disk, news = StuckDisk(), News()
+    writer = LogWriter(tmp_path, stream(), 4 * (24 + OVERHEAD), news, disk=disk)
+    assert put_step(writer, 1)
+    assert not put_step(writer, 2)
+    assert not put(writer, act(4))
+    disk.go.set()
+    writer.checkpointed(1)
+    stopped, resumed = news.wait(2)
+    assert stopped.step == 2 and resumed == Resumed(5)
+    assert not put(writer, act(4, 1)), "a step of which something is lost is lost"
+    assert put_step(writer, 5)
+    writer.close()
+    reader = read(tmp_path)
+    assert reader.whole == (1, 5)
+    assert reader.gaps == {ME: (Gap(2, 4, stopped.why),)}
+    assert reader.why_not(3) == ["step 3 is not committed"]
+
+
+# --- the disk --------------------------------------------------------------------------------------------------
+
+WORDS = {errno.ENOSPC: "disk full", errno.EDQUOT: "disk quota used up", errno.EIO: "disk broken (input/output error)"}
+
+
+@pytest.mark.parametrize("number", WORDS)
+@pytest.mark.parametrize("room", [0, 30, 300, 700, 1_000])
+def test_a_disk_that_refuses_stops_the_log(tmp_path, number, room) -> None:
+    """... wherever in a record, or in the beginning of the file."""
+    disk, news = RefusingDisk(room, number), News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    for step in range(1, 9):
+        put_step(writer, step)
+    (stopped,) = news.wait(1)
+    assert isinstance(stopped, Stopped) and stopped.why.startswith(f"{WORDS[number]}: {tmp_path} can't be written")
+    assert not writer.durable(9)
+    reader = LogReader(tmp_path, RUN)
+    assert reader.whole == tuple(range(1, stopped.step)) and not reader.verify()
+    disk.room = 1 << 20
+    writer.checkpointed(4)
+    _, resumed = news.wait(2)
+    assert resumed == Resumed(9)
+    assert not put_step(writer, 8) and put_step(writer, 9)
+    assert not writer.durable(9), "between the checkpoint and this step is the gap"
+    reader = read(tmp_path)
+    assert reader.gaps == {ME: (Gap(stopped.step, 8, stopped.why),)}
+    assert reader.whole == tuple(step for step in (*range(1, stopped.step), 9) if step > 4 or stopped.step > 5)
+    writer.checkpointed(8)
+    assert writer.durable(9)
+    writer.close()
+
+
+def test_a_disk_that_is_still_full_at_the_checkpoint_stays_off(tmp_path) -> None:
+    disk, news = RefusingDisk(700), News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    for step in range(1, 5):
+        put_step(writer, step)
+    news.wait(1)
+    writer.checkpointed(1)
+    assert not writer.durable(4)
+    assert not put_step(writer, 5)
+    disk.room = 1 << 20
+    writer.checkpointed(2)
+    assert news.wait(2)[1] == Resumed(6)
+    writer.close()
+    read(tmp_path)
+
+
+def test_what_waits_is_lost_where_the_disk_refuses(tmp_path) -> None:
+    """The gap begins with the earliest step that waits."""
+    disk, news = RefusingDisk(), News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    assert put_step(writer, 1)
+    assert writer.durable(1)
+    disk.room = 0
+    put_step(writer, 2)
+    put_step(writer, 3)
+    assert not writer.durable(3)
+    assert news[0].step == 2
+    writer.close()
+    assert LogReader(tmp_path, RUN).whole == (1,)
+
+
+def test_an_index_that_finds_no_room_costs_the_next_steps_only(tmp_path) -> None:
+    disk, news = RefusingDisk(), News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    assert put_step(writer, 1)
+    assert writer.durable(1)
+    disk.room = 10
+    writer.checkpointed(0)
+    assert writer.durable(1) is False
+    assert not news, "nothing is lost yet"
+    assert not put_step(writer, 2)
+    assert [each.step for each in news] == [2]
+    writer.close()
+    reader = LogReader(tmp_path, RUN)
+    assert reader.whole == (1,) and not reader.verify()
+
+
+def test_a_commit_alone_that_is_refused_is_a_gap_too(tmp_path) -> None:
+    disk, news = RefusingDisk(), News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    assert put(writer, act(1))
+    assert writer.durable(1)
+    disk.room = 10
+    writer.checkpointed(0)
+    assert not writer.durable(0)
+    assert not writer.commit(1)
+    assert [each.step for each in news] == [1]
+    writer.close()
+
+
+def test_what_can_not_be_synced_may_be_lost(tmp_path) -> None:
+    disk, news = RefusingDisk(), News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    assert put_step(writer, 1)
+    assert writer.durable(1)
+    assert put_step(writer, 2)
+    disk.refuses_sync = True
+    assert not writer.durable(2)
+    assert news[0].step == 2 and news[0].why.startswith("disk broken")
+    disk.refuses_sync = False
+    writer.checkpointed(0)
+    assert news.wait(2)[1] == Resumed(3)
+    assert put_step(writer, 3) and not writer.durable(3)
+    writer.close()
+    assert read(tmp_path).whole == (1, 3)
+
+
+def test_a_file_that_is_there_already_is_left_alone(tmp_path) -> None:
+    (tmp_path / called(ME, 0)).write_bytes(b"mine")
+    news = News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news)
+    put(writer, act(1))
+    assert "File exists" in news.wait(1)[0].why
+    writer.close()
+    assert (tmp_path / called(ME, 0)).read_bytes() == b"mine"
+
+
+# --- segments --------------------------------------------------------------------------------------------------
+
+
+def test_durable_syncs_the_files_and_the_folder(tmp_path) -> None:
+    disk = RefusingDisk()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, News(), segment_bytes=400, disk=disk)
+    assert put_step(writer, 1, size=300)
+    assert writer.durable(1)
+    made = names(tmp_path)
+    assert len(made) > 1 and disk.syncs == [*made, tmp_path.name]
+    disk.syncs.clear()
+    assert writer.durable(1) and not disk.syncs, "all of it is there"
+    assert put(writer, act(2)) and writer.durable(2)
+    assert disk.syncs == [names(tmp_path)[-1], tmp_path.name]
+    writer.close()
+
+
+def test_a_wait_has_a_deadline_and_says_for_what(tmp_path) -> None:
+    disk = StuckDisk()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, News(), disk=disk)
+    assert put(writer, act(3))
+    with pytest.raises(WaitTimeout, match=f"waited 0 s for the log of step 3 to be on the disk of {tmp_path}"):
+        writer.durable(3, 0)
+    with pytest.raises(WaitTimeout, match="waited 0 s for the end of the log"):
+        writer.close(0)
+    disk.go.set()
+    writer.close(PATIENCE_S)
+
+
+def test_segments_go_only_when_a_checkpoint_of_all_their_steps_is_durable(tmp_path) -> None:
+    writer = LogWriter(tmp_path, stream(), 1 << 20, News(), segment_bytes=900)
+    for step in range(1, 7):
+        assert put_step(writer, step)
+    assert writer.durable(6)
+    last = {each: load(tmp_path / each).last_step for each in names(tmp_path)}
+    assert len(last) > 3
+    writer.checkpointed(3)
+    assert writer.durable(6)
+    assert names(tmp_path) == [each for each, step in last.items() if step > 3]
+    reader = read(tmp_path)
+    assert reader.whole[-3:] == (4, 5, 6)
+    assert put_step(writer, 7)
+    writer.checkpointed(7)
+    assert writer.durable(7)
+    assert not names(tmp_path)
+    writer.close()
+
+
+def test_the_oldest_goes_first(tmp_path) -> None:
+    """A later segment that has only steps of before stays as long as one before it: it may have what voids that."""
+    writer = LogWriter(tmp_path, stream(), 1 << 20, News(), segment_bytes=1)
+    assert put(writer, act(5))
+    writer.void(2, 7)
+    assert put(writer, act(3), valid_from=7)
+    writer.checkpointed(3)
+    assert writer.durable(3)
+    assert len(names(tmp_path)) == 3
+    writer.close()
+
+
+def test_each_checkpoint_begins_a_segment(tmp_path) -> None:
+    writer = LogWriter(tmp_path, stream(), 1 << 20, News())
+    assert put_step(writer, 1)
+    assert put(writer, act(2))
+    writer.checkpointed(1)
+    assert put(writer, act(2, 1))
+    writer.close()
+    assert names(tmp_path) == [called(ME, 0), called(ME, 1)]
+
+
+def test_a_segment_that_is_large_enough_is_the_last_of_its_records(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("recycle_plugin.runtime.log.writer.SEGMENT_RECORDS", 3)
+    writer = LogWriter(tmp_path, stream(), 1 << 20, News())
+    for index in range(7):
+        assert put(writer, act(1, index))
+    writer.close()
+    assert [len(load(tmp_path / each).entries) for each in names(tmp_path)] == [3, 3, 1]
+
+
+def test_what_an_earlier_process_of_the_rank_has_left_goes_too(tmp_path) -> None:
+    """... of this run, and of this rank."""
+    for each in (stream(), stream(rank=2), stream(run="run-2", incarnation=1), stream(incarnation=2)):
+        writer = LogWriter(tmp_path, each, 1 << 20, News())
+        assert put_step(writer, 3)
+        writer.close()
+    writer = LogWriter(tmp_path, stream(incarnation=4), 1 << 20, News())
+    writer.checkpointed(2)
+    assert writer.durable(2)
+    assert len(names(tmp_path)) == 4
+    writer.checkpointed(3)
+    assert writer.durable(3)
+    assert names(tmp_path) == [called(WorkerId(1, 1), 0), called(WorkerId(2), 0)]
+    writer.close()
+
+
+def test_voids_are_said_again_in_each_segment_while_they_matter(tmp_path) -> None:
+    writer = LogWriter(tmp_path, stream(), 1 << 20, News())
+    assert put_step(writer, 1) and writer.durable(1)
+    writer.void(1, 2)
+    writer.void(4, 3)
+    writer.checkpointed(2)
+    assert put_step(writer, 5, valid_from=3) and writer.durable(5)
+    writer.void(3, 6)
+    writer.checkpointed(3)
+    assert put_step(writer, 6, valid_from=6)
+    writer.close()
+    said = [
+        [(each.step, each.valid_from) for each in load(tmp_path / name).entries if each.what == "Void"]
+        for name in names(tmp_path)
+    ]
+    assert said == [[(1, 2), (4, 3)], [(1, 2), (4, 3), (3, 6)], [(3, 6)]]
+
+
+def test_a_writer_may_be_killed_at_any_byte(tmp_path) -> None:
+    """... in a record, in a rotation, while segments go.  Nothing wrong is read, whole steps stay, and what is torn is
+    the last file's end.
+    """
+    disk = RecordingDisk()
+    writer = LogWriter(tmp_path / "none", stream(), 1 << 20, News(), segment_bytes=900, disk=disk)
+    for step in (1, 2, 3):
+        assert put_step(writer, step, micro_batches=1) and writer.durable(step)
+    writer.void(2, 4)
+    assert put_step(writer, 3, valid_from=4, micro_batches=1) and writer.durable(3)
+    writer.checkpointed(2)
+    writer.close()
+    seen = set()
+    for moment in sorted({*disk.moments, *range(0, disk.moments[-1], 5)}):
+        folder = tmp_path / str(moment)
+        disk.after(moment, folder)
+        reader = LogReader(folder, RUN)
+        for step in reader.whole:
+            since = reader.get(act(step)).record.valid_from
+            assert reader.get(act(step)).tensors == (content(act(step), since),)
+            assert {each.record for each in reader.step_records(step)} == {of_step(step, since)}
+        faults = reader.verify()
+        assert {fault.file.name for fault in faults} <= set(names(folder)[-1:]) and len(faults) <= 1
+        seen.add((reader.whole, reader.get(act(3)).record.valid_from if 3 in reader.whole else None))
+    assert [*sorted(seen, key=str)] == sorted(
+        [((), None), ((1,), None), ((1, 2), None), ((1, 2, 3), 0), ((1, 2, 3), 4), ((3,), 4)], key=str
+    )

@@ -1,0 +1,182 @@
+"""Small logs, the records that they have, and disks that refuse."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.runtime.log.disk import Disk, GrowingFile
+from recycle_plugin.runtime.log.records import DatumRecord, Part, StepRecord, Stream
+from recycle_plugin.runtime.log.segment import Buffer
+from recycle_plugin.runtime.log.writer import LogWriter, Resumed, Stopped
+
+RUN = "run-1"
+PATIENCE_S = 30.0
+
+
+def stream(rank: int = 1, incarnation: int = 0, run: str = RUN) -> Stream:
+    return Stream(run, WorkerId(rank, incarnation), Seat(0, rank))
+
+
+def act(step: int, index: int = 0, stage: int = 1) -> Datum:
+    return Datum("act", stage, MicroBatch(0, index), step)
+
+
+def content(datum: Datum, valid_from: int = 0, size: int = 24) -> bytes:
+    """Bytes that no other datum and no other attempt has."""
+    seed = f"{datum} {valid_from} ".encode()
+    return (seed * (size // len(seed) + 1))[:size]
+
+
+def record(datum: Datum, valid_from: int = 0, size: int = 24) -> DatumRecord:
+    return DatumRecord(datum, (Part("", "uint8", (size,)),), valid_from, f"7/{datum.step}")
+
+
+def of_step(step: int, valid_from: int = 0, verdict: str = "applied") -> StepRecord:
+    return StepRecord(step, valid_from, 1.5 + step, verdict, None, (0.1, 0.01))
+
+
+def put(writer: LogWriter, datum: Datum, valid_from: int = 0, size: int = 24) -> bool:
+    return writer.keep(record(datum, valid_from, size), [content(datum, valid_from, size)])
+
+
+def put_step(writer: LogWriter, step: int, valid_from: int = 0, micro_batches: int = 2, size: int = 24) -> bool:
+    """Keeps all of a step, and commits it; returns whether all of that was taken."""
+    taken = [put(writer, act(step, index), valid_from, size) for index in range(micro_batches)]
+    return all([*taken, writer.keep(of_step(step, valid_from)), writer.commit(step)])
+
+
+class News(list[Stopped | Resumed]):
+    """What a writer has reported, for a thread that waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told = threading.Condition()
+
+    def __call__(self, news: Stopped | Resumed) -> None:
+        with self._told:
+            self.append(news)
+            self._told.notify_all()
+
+    def wait(self, count: int) -> list[Stopped | Resumed]:
+        """The first ``count`` of them, once they are there."""
+        with self._told:
+            assert self._told.wait_for(lambda: len(self) >= count, PATIENCE_S), f"{count} reports, so far {self}"
+            return self[:count]
+
+
+class RefusingDisk(Disk):
+    """A disk with room for so many bytes, whose files are real ones; the last bytes that fit are written.
+
+    ``syncs``: what was synced, by name; ``refuses_sync``: no file can be.
+    """
+
+    def __init__(self, room: int = 1 << 30, number: int = errno.ENOSPC) -> None:
+        self.room, self.number = room, number
+        self.refuses_sync = False
+        self.syncs: list[str] = []
+
+    def create(self, path: Path) -> GrowingFile:
+        return _Refusing(self, path, super().create(path))
+
+    def sync(self, path: Path) -> None:
+        self.synced(path)
+        super().sync(path)
+
+    def synced(self, path: Path) -> None:
+        if self.refuses_sync:
+            raise OSError(errno.EIO, "broken")
+        self.syncs.append(path.name)
+
+
+class _Refusing:
+    def __init__(self, disk: RefusingDisk, path: Path, file: GrowingFile) -> None:
+        self._disk, self._path, self._file = disk, path, file
+
+    def append(self, pieces: Sequence[Buffer]) -> None:
+        data = b"".join(pieces)
+        fits = data[: max(0, self._disk.room)]
+        self._disk.room -= len(fits)
+        self._file.append([fits])
+        if len(fits) < len(data):
+            raise OSError(self._disk.number, "refused")
+
+    def cut(self, size: int) -> None:
+        self._file.cut(size)
+
+    def sync(self) -> None:
+        self._disk.synced(self._path)
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class StuckDisk(Disk):
+    """A disk that takes nothing before ``go`` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def create(self, path: Path) -> GrowingFile:
+        assert self.go.wait(PATIENCE_S), "a disk that nobody has let go"
+        return super().create(path)
+
+
+class RecordingDisk(Disk):
+    """A disk that notes what is done to its files, of which :meth:`after` makes the folder as it was at any time."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str, bytes]] = []
+
+    def create(self, path: Path) -> GrowingFile:
+        self.done.append(("create", path.name, b""))
+        return _Recording(self, path.name)
+
+    def sync(self, path: Path) -> None:
+        pass
+
+    def remove(self, path: Path) -> None:
+        self.done.append(("remove", path.name, b""))
+
+    @property
+    def moments(self) -> list[int]:
+        """The moments after each of these: one for each byte, and for each file that came or went."""
+        return list(accumulate(len(data) or 1 for _, _, data in self.done))
+
+    def after(self, moment: int, folder: Path) -> None:
+        """Makes ``folder`` as it was at that moment."""
+        folder.mkdir()
+        for what, name, data in self.done:
+            part = data[:moment]
+            moment -= len(data) or 1
+            if what == "remove":
+                (folder / name).unlink()
+            else:
+                with (folder / name).open("ab") as file:
+                    file.write(part)
+            if moment <= 0:
+                return
+
+
+class _Recording:
+    def __init__(self, disk: RecordingDisk, name: str) -> None:
+        self._disk, self._name = disk, name
+
+    def append(self, pieces: Sequence[Buffer]) -> None:
+        self._disk.done.append(("append", self._name, b"".join(pieces)))
+
+    def cut(self, size: int) -> None:
+        raise AssertionError(f"{self._name} is cut to {size} bytes, and nothing was refused")
+
+    def sync(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
