@@ -181,7 +181,6 @@ class Course:
             self.attendance.failure_detector.rewind(reports.counts[0])
         committed, norm, rejected = self.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)
         self.regrouping.agreed(generation)
-        self.logs.resume(committed, held)
         self.joining.read = reports.read
         if committed > self.committed:
             self._commit(committed, now, out)
@@ -189,6 +188,7 @@ class Course:
         returns.come_in_force(self, out)
         self.attendance.failure_detector.regrouped()
         self.steps.resume(self.roster.workers, committed)
+        self.logs.resume(committed, held, self.roster.workers)
         out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, reports.held_draws, reports.read))
         throughput = self._throughput_floor.throughput(reports.slowest.period_us)
         self._say_resume(reports, committed, throughput, now, out)
@@ -526,7 +526,7 @@ class Course:
 
     def _after_loss(self, member: Member, now: float, out: CoordinatorOutput) -> None:
         """Goes on after the loss of ``member`` and of whoever was given up with it, or ends."""
-        self.logs.lost(member, self.committed)
+        self.logs.lost(member)
         if self.ending.finishing:
             self._await_without(member, False, now, out)
         elif self._empty_stage():

@@ -72,24 +72,33 @@ class Logs:
         """Takes in how much of a worker's log is on its disk."""
         self._written[message.worker] = message.step
 
-    def lost(self, member: Member, committed: int) -> None:
+    def lost(self, member: Member) -> None:
         """Takes in that a worker is lost, and with it what it had not on its disk yet."""
-        worker, written = member.worker, self._written.pop(member.worker, committed)
-        if self.kept:
+        worker, written = member.worker, self._written.pop(member.worker, None)
+        if self.kept and written is not None:
+            written = max(written, self._durable.step) if self._durable is not None else written
             why = "it was lost, and only what was before that was surely on its disk"
             self.broken(LogBroken(worker.rank, written + 1, why, incarnation=worker.incarnation), member.seat.stage)
 
-    def replayed(self, stage: int, committed: int) -> None:
-        """Takes in that ``stage`` was replayed up to step ``committed``: all that it had sent is logged anew."""
+    def replayed(self, by: Member, committed: int) -> None:
+        """Takes in that the stage of ``by`` was replayed up to step ``committed``: all that it had sent is logged anew,
+        but what ``by`` says that it could not.
+        """
+        stage = by.seat.stage
         self._broken = {
-            worker: (replace(each, step=max(each.step, committed + 1)), its) if its == stage else (each, its)
+            worker: (replace(each, step=max(each.step, committed + 1)), its)
+            if its == stage and worker != by.worker
+            else (each, its)
             for worker, (each, its) in self._broken.items()
         }
 
-    def resume(self, committed: int, held: Mapping[str, Mapping[str, str]]) -> None:
-        """Takes in that all go on behind ``committed`` with what they have ``held``.  What is missing of later steps is
-        made again, and logged by who does so, unless somebody of the stage has its sum already.
+    def resume(self, committed: int, held: Mapping[str, Mapping[str, str]], workers: Collection[WorkerId]) -> None:
+        """Takes in that ``workers`` go on behind ``committed`` with what they have ``held``.  What is missing of later
+        steps is made again, and logged by who does so, unless somebody of the stage has its sum already.
+
+        Who is new among them has nothing to log of earlier steps, or has said so.
         """
+        self._written = dict.fromkeys(workers, committed) | self._written
 
         def made_again(each: LogBroken, stage: int) -> bool:
             sums = {f"reduced {stage}@{step}" for step in range(each.step, committed + 3)}
@@ -195,7 +204,7 @@ def progress(course: Course, message: Replaying, now: float, out: CoordinatorOut
 def replayed(course: Course, newcomer: Newcomer, message: CaughtUp, now: float, out: CoordinatorOutput) -> None:
     """Takes in that a newcomer has its stage's state; once all stages have somebody, all go on."""
     newcomer.phase = Phase.REPLAYED
-    course.logs.replayed(newcomer.stage, course.committed)
+    course.logs.replayed(newcomer.member, course.committed)
     begun = course.logs.checkpoint.step
     out.say(
         "replayed",
