@@ -295,13 +295,13 @@ def _without_stages(given: Scenario, random: Random) -> Scenario:
             return replace(given, troubles=given.troubles + _kills(shape, {stage: at}, random) + again)
         case "newcomer":
             of = Instruction(Op.F, stage, random.choice(shape.batch), random.randint(1, 6))
-            first = (
+            next_ones = (
                 Fault("kill", seat, "before", str(of), incarnation=1) for seat in shape.seats if seat.stage == stage
             )
             return replace(
                 given,
                 troubles=given.troubles + _kills(shape, {stage: at}, random),
-                faults=given.faults + tuple(first),
+                faults=given.faults + tuple(next_ones),
             )
         case _:
             program = lowered(
