@@ -90,7 +90,7 @@ def logged(place: Path, tensors: Sequence[bytes]) -> None:
     for number, tensor in enumerate(tensors):
         datum = Datum("act", 0, MicroBatch(0, number), 1)
         assert writer.keep(DatumRecord(datum, (Part("", "uint8", (len(tensor),)),), 0), [tensor])
-    writer.commit(1)
+    writer.commit(1, 0)
     writer.close()
 
 

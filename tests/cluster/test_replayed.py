@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.cluster.conftest import Launch
-from tests.support.jobs import DEEPSPEED, PLAIN, Shape, difference, faults
+from tests.support.jobs import BF16, CHECKPOINT, DEEPSPEED, PLAIN, Shape, difference, faults
 
 LOG = ("++recycle.log={}", "++recycle.checkpoint.overhead=0.02", "recycle.rejoin=always")
 ALONE = Shape(1, 3, 4)
 
 
-@pytest.fixture(params=[PLAIN, DEEPSPEED], ids=lambda vehicle: vehicle.name)
-def vehicle(request):
-    return request.param
+BOTH = pytest.mark.parametrize("vehicle", (PLAIN, DEEPSPEED), ids=lambda vehicle: vehicle.name, indirect=True)
 
 
+@BOTH
 @pytest.mark.parametrize(
     "kills",
     [
@@ -34,6 +35,7 @@ def test_a_job_without_replicas_goes_on(launch: Launch, reference, kills):
     assert difference(result, reference(*LOG, shape=ALONE)).tolerated
 
 
+@BOTH
 @pytest.mark.parametrize("exact", (True, False))
 def test_a_stage_that_has_lost_all_replicas_is_replayed_by_one(launch: Launch, reference, exact):
     """The other one catches up from it later, or is started again too late for that."""
@@ -43,3 +45,48 @@ def test_a_stage_that_has_lost_all_replicas_is_replayed_by_one(launch: Launch, r
     assert len(result.of("replayed")) == 1, result.output[-8000:]
     found = difference(result, reference(*more, shape=Shape(2, 2, 2)))
     assert found.tolerated and (not exact or found.loss == found.parameters == 0)
+
+
+MORE = {
+    "bf16": (DEEPSPEED, (BF16,)),
+    "tied": (DEEPSPEED, ("model.tied=true",)),
+    "clipped later": (DEEPSPEED, ("gradient_clipping=1.25", "recycle.clip=validate")),
+    "clipped at once": (PLAIN, ("optimizer=sgd", "gradient_clipping=0.55")),
+    "exact, in blocks": (PLAIN, ("recycle.exact=true", "recycle.exact_block=2")),
+    "fused, with a scheduler": (PLAIN, ("recycle.split_backward=false", "schedule=true")),
+}
+
+
+@pytest.mark.parametrize("vehicle, more", MORE.values(), ids=MORE, indirect=["vehicle"])
+@pytest.mark.parametrize("kill", ("kill 0.0 before 0F0.1@6", "kill 0.2 after 2REDUCE@6"))
+def test_it_is_the_same_training(launch: Launch, reference, more, kill):
+    """Dropout is in all of them."""
+    result = launch(*LOG, *more, faults(kill), shape=ALONE).finish()
+    assert result.code == 0, result.output[-8000:]
+    assert len(result.of("replayed")) == 1, result.output[-8000:]
+    found = difference(result, reference(*LOG, *more, shape=ALONE))
+    assert found.tolerated and ("recycle.exact=true" not in more or found.loss == found.parameters == 0)
+
+
+@BOTH
+@pytest.mark.parametrize("seat", ("0.0", "0.1", "0.2"))
+@pytest.mark.parametrize("at", ("0F0.1@-2", "checkpoint.written:1", "checkpoint.publish:2"))
+def test_whoever_is_lost_while_all_do_something_together(launch: Launch, tmp_path, seat, at):
+    """An evaluation is made again, and a checkpoint written again, by all: who has come back takes part in it."""
+    at = f"before {seat[-1]}{at[1:]}" if at.startswith("0F") else f"at {at}"
+    if at.startswith("at checkpoint.publish") and seat != "0.0":
+        pytest.skip("only the first worker gives a checkpoint its name")
+    plan = json.dumps({"folder": str(tmp_path / "saved"), "evaluate_at": 4, "times": 3, "save_at": [4]})
+    automatic = "++recycle.checkpoint.overhead=0.0001"  # so that there is one, before the first step
+    options = (*LOG[:1], automatic, LOG[2], "steps=8")
+    result = launch(
+        *options, faults(f"kill {seat} {at}"), shape=ALONE, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=plan
+    ).finish()
+    assert result.code == 0, result.output[-8000:]
+    assert len(result.of("replayed")) == 1, result.output[-8000:]
+    calm = launch(*options, shape=ALONE, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=plan).finish()
+    assert result.losses == pytest.approx(calm.losses, abs=5e-6)
+    evaluated = {rank: record["evaluated"] for rank, record in calm.records.items()}
+    for rank, record in result.records.items():
+        assert record["evaluated"] == pytest.approx(evaluated[rank], abs=5e-6)
+    assert (tmp_path / "saved" / "global_step4").is_dir()

@@ -28,7 +28,7 @@ BELOW = {
     "render": {"core.vocabulary", "planner"},
     "observability": OBSERVES,
     "settings": {"core.vocabulary", "core.messages", "planner", "simulator"},
-    "runtime.log": {*HALVES, "errors", "folders"},
+    "runtime.log": {*HALVES, "core.worker", "errors", "folders"},
     "runtime": {*OBSERVES, "observability", "settings", "runtime.log"},
     "adapters": {*OBSERVES, "observability", "settings", "runtime", "versions"},
     "experiments": {"core.vocabulary", "observability"},

@@ -128,7 +128,7 @@ def test_export_writes_numpy_files_and_says_what_they_are(tmp_path, capsys) -> N
     assert writer.keep(Address(Datum("label", 1, MicroBatch(0, 1), 7), 2, "corpus.bin:64"))
     tied = numpy.array([0.5, -0.5])
     record = StepRecord(7, 2, 1.25, "clipped", 512.0, (0.1,), (Part("tied", "float64", (2,)),))
-    assert writer.keep(record, [tied]) and writer.commit(7)
+    assert writer.keep(record, [tied]) and writer.commit(7, 0)
     writer.close()
     out = tmp_path / "out"
     code, text, _ = said(capsys, "export", tmp_path / "log", 7, "--out", out)

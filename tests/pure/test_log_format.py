@@ -16,7 +16,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.runtime.log.reader import LogReader
 from recycle_plugin.runtime.log.records import Address, DatumRecord, Part, StepRecord
-from recycle_plugin.runtime.log.segment import Damaged, Segment, called, framed, load, payload
+from recycle_plugin.runtime.log.segment import Damaged, Segment, called, ended, framed, load, payload
 from recycle_plugin.runtime.log.writer import LogWriter
 from tests.support.logs import RUN, News, act, content, of_step, put, put_step, stream
 
@@ -70,7 +70,7 @@ def test_all_that_was_kept_is_read(tmp_path) -> None:
     assert writer.keep(there)
     step = StepRecord(1, 3, 0.25, "clipped", 65536.0, (0.1, 1e-5), (Part("embedding", "bfloat16", (2,)),))
     assert writer.keep(step, [b"\1\2\3\4"])
-    assert writer.commit(1)
+    assert writer.commit(1, 0)
     writer.close()
     reader = LogReader(tmp_path, RUN)
     assert not reader.verify() and reader.whole == (1,)
@@ -94,7 +94,7 @@ def test_any_step_is_read_as_it_was_written(tmp_path_factory, norm, verdict, sca
     parts = tuple(Part(str(place), "uint8", (len(each),)) for place, each in enumerate(sums))
     made = StepRecord(4, 0, norm, verdict, scale, tuple(rates), parts)
     writer = LogWriter(folder, stream(), 1 << 20, News())
-    assert writer.keep(made, sums) and writer.commit(4)
+    assert writer.keep(made, sums) and writer.commit(4, 0)
     writer.close()
     (found,) = LogReader(folder, RUN).step_records(4)
     assert found.record == made and list(found.tensors) == sums
@@ -228,6 +228,27 @@ def test_what_a_killed_writer_leaves_is_read_by_scanning(unsealed, tmp_path) -> 
     assert judge(folder).whole == STEPS[:-1]
 
 
+def test_what_was_read_before_is_not_read_again(tmp_path) -> None:
+    """... while the segment grows; what is asked for is checked all the same."""
+    writer = written(tmp_path, closed=False)
+    before = LogReader(tmp_path, RUN)
+    assert put_step(writer, 4) and writer.durable(4)
+    path = tmp_path / called(WorkerId(1), 0)
+    place = load(path).entries[0]
+    damaged(path, flipped(place.offset + place.size - 1, 1), tmp_path)
+    assert LogReader(tmp_path, RUN).faults
+    again = LogReader(tmp_path, RUN, before=before)
+    assert not again.faults and again.whole == (*STEPS, 4)
+    with pytest.raises(Damaged):
+        again.get(act(1))
+    assert put_step(writer, 5)
+    writer.close()
+    last = LogReader(tmp_path, RUN, before=again)
+    assert not last.faults and last.whole == (*STEPS, 4, 5)
+    (sealed,) = last.segments[WorkerId(1)]
+    assert LogReader(tmp_path, RUN, before=last).segments[WorkerId(1)][0] is sealed
+
+
 def test_a_torn_tail_costs_what_is_in_it(unsealed, tmp_path) -> None:
     """... at whatever byte it is torn: whole steps before it stay."""
     segment = load(unsealed)
@@ -328,6 +349,18 @@ def test_a_segment_without_index_before_others_is_named(tmp_path) -> None:
     end = segment.entries[-1].offset + segment.entries[-1].size
     first.write_bytes(first.read_bytes()[:end])
     assert only(first) == f"byte {end}: has no index, expected one, since a later segment is there"
+
+
+def test_an_index_with_a_hole_is_none(sealed, tmp_path) -> None:
+    """... though its CRC is right."""
+    segment = load(sealed)
+    end = segment.entries[-1].offset + segment.entries[-1].size
+    (tmp_path / sealed.name).write_bytes(
+        sealed.read_bytes()[:end] + b"".join(ended(segment.entries[:3] + segment.entries[4:], end, segment.seed))
+    )
+    reader = judge(tmp_path)
+    assert "the end is damaged" in str(reader.verify()[0])
+    assert reader.whole == STEPS
 
 
 def test_an_index_that_names_something_else_is_found(tmp_path) -> None:

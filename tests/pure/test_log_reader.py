@@ -59,7 +59,9 @@ def test_a_rejected_attempt_is_not_given(logs) -> None:
     assert put(writer, act(2, 0)) and put(writer, act(2, 1)) and put(writer, act(2, 2))
     assert writer.keep(of_step(2, 0, "rejected"))
     writer.void(1, 4)
-    assert put(writer, act(2, 0), 4) and put(writer, act(2, 1), 4) and writer.keep(of_step(2, 4)) and writer.commit(2)
+    assert (
+        put(writer, act(2, 0), 4) and put(writer, act(2, 1), 4) and writer.keep(of_step(2, 4)) and writer.commit(2, 4)
+    )
     reader = logs.read()
     assert reader.whole == (1, 2)
     assert reader.get(act(2, 1)).tensors == (content(act(2, 1), 4),)
@@ -74,7 +76,7 @@ def test_of_a_rejected_step_that_is_only_applied_anew_the_data_stays(logs) -> No
     writer = logs.writer()
     assert put(writer, act(1)) and writer.keep(of_step(1, 0, "rejected"))
     writer.void(1, 4)
-    assert writer.keep(of_step(1, 4, "clipped")) and writer.commit(1)
+    assert writer.keep(of_step(1, 4, "clipped")) and writer.commit(1, 0)
     reader = logs.read()
     assert reader.whole == (1,) and reader.get(act(1)).record.valid_from == 0
     assert [each.record.verdict for each in reader.step_records(1)] == ["clipped"]
@@ -101,12 +103,23 @@ def test_another_stream_may_say_what_counts(logs) -> None:
         assert put_step(gone, step)
     assert put(alive, act(2, stage=2))
     alive.void(1, 5)
-    assert put(alive, act(2, stage=2), 5) and alive.keep(of_step(2, 5)) and alive.commit(2)
+    assert put(alive, act(2, stage=2), 5) and alive.keep(of_step(2, 5)) and alive.commit(2, 5)
     reader = logs.read()
     assert reader.committed == (1, 2)
     assert reader.data(2) == (act(2, stage=2),)
     with pytest.raises(NotKept):
         reader.get(act(2))
+
+
+def test_a_commit_alone_says_from_when_its_step_and_later_ones_count(logs) -> None:
+    """Whoever wrote the void is gone, and so is its log."""
+    gone, alive = logs.writer(1), logs.writer(2)
+    for step in (1, 2, 3):
+        assert put_step(gone, step)
+    assert put_step(alive, 2, valid_from=5)
+    reader = logs.read()
+    assert reader.committed == (1, 2) and reader.counts_from(1) == 0 and reader.counts_from(3) == 5
+    assert reader.get(act(2)).tensors == (content(act(2), 5),)
 
 
 def test_what_a_worker_has_sent_before_it_died_counts(logs) -> None:
@@ -189,7 +202,7 @@ def test_a_step_without_one_of_its_data_is_not_whole(logs) -> None:
 
 def test_a_step_without_its_record_is_not_whole(logs) -> None:
     writer = logs.writer()
-    assert put(writer, act(1)) and writer.commit(1)
+    assert put(writer, act(1)) and writer.commit(1, 0)
     assert logs.read().why_not(1) == ["seat 0.1 (rank 1) has no record of step 1"]
 
 
@@ -217,15 +230,15 @@ def test_a_damaged_copy_is_passed_over_for_a_whole_one(logs) -> None:
     """Two workers have made the same datum; which is damaged does not matter."""
     for rank in (1, 2):
         writer = logs.writer(rank)
-        assert writer.keep(record(act(1)), [content(act(1))]) and writer.keep(of_step(1)) and writer.commit(1)
+        assert writer.keep(record(act(1)), [content(act(1))]) and writer.keep(of_step(1)) and writer.commit(1, 0)
     logs.read()
-    for rank in (1, 2):
+    for rank in (2, 1):
         path = logs.folder / called(WorkerId(rank), 0)
         place = load(path).entries[0]
         data = bytearray(path.read_bytes())
         data[place.offset + place.size - 1] ^= 1
         path.write_bytes(data)
-        if rank == 1:
+        if rank == 2:
             assert logs.read().get(act(1)).tensors == (content(act(1)),)
     with pytest.raises(Damaged, match=r"0-000000\.log, byte \d+: is damaged: CRC"):
         logs.read().get(act(1))

@@ -52,7 +52,7 @@ def test_a_full_ring_stops_the_log_and_nobody_waits(tmp_path) -> None:
     assert not put_step(writer, 4, micro_batches=3)
     why = f"more than {8 * (24 + OVERHEAD)} bytes wait for the disk"
     assert news == [Stopped(4, why)]
-    assert not put(writer, act(4)) and not writer.commit(5), "what is after the gap's beginning is not tried"
+    assert not put(writer, act(4)) and not writer.commit(5, 0), "what is after the gap's beginning is not tried"
     assert news == [Stopped(4, why)]
     disk.go.set()
     writer.close()
@@ -81,7 +81,7 @@ def test_a_gap_moves_back_where_an_earlier_step_has_no_room_either(tmp_path) -> 
     assert put(writer, act(1, 0))
     assert not put(writer, act(2), size=3 * OVERHEAD)
     assert not put(writer, act(1, 1), size=3 * OVERHEAD)
-    assert not writer.commit(1)
+    assert not writer.commit(1, 0)
     assert [each.step for each in news] == [2, 1]
     disk.go.set()
     writer.close()
@@ -117,6 +117,39 @@ def test_a_checkpoint_begins_again_after_what_was_refused(tmp_path) -> None:
     assert reader.whole == (1, 5)
     assert reader.gaps == {ME: (Gap(2, 4, stopped.why),)}
     assert reader.why_not(3) == ["step 3 is not committed"]
+
+
+def test_a_log_may_be_told_to_stop(tmp_path) -> None:
+    news = News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news)
+    assert put_step(writer, 1) and put(writer, act(2))
+    writer.interrupted(2, "another number of micro-batches")
+    writer.interrupted(3, "and so on")
+    assert news == [Stopped(2, "another number of micro-batches")]
+    assert not put_step(writer, 3)
+    writer.checkpointed(1)
+    assert news.wait(2)[1] == Resumed(4)
+    assert put_step(writer, 4)
+    writer.close()
+    reader = read(tmp_path)
+    assert reader.whole == (1, 4)
+    assert reader.gaps == {ME: (Gap(2, 3, "another number of micro-batches"),)}
+
+
+def test_what_is_refused_of_steps_that_are_taken_back_is_not_in_the_gap(tmp_path) -> None:
+    """Step 9 was refused, and comes again behind the checkpoint of step 4 that was loaded."""
+    news = News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news)
+    assert put_step(writer, 4)
+    writer.interrupted(5, "a checkpoint was loaded")
+    assert not put_step(writer, 9)
+    writer.void(4, 2)
+    assert not put_step(writer, 5, valid_from=2)
+    writer.checkpointed(5)
+    assert news.wait(2)[1] == Resumed(6)
+    assert put_step(writer, 6, valid_from=2)
+    writer.close()
+    assert read(tmp_path).whole == (6,)
 
 
 # --- the disk --------------------------------------------------------------------------------------------------
@@ -157,7 +190,9 @@ def test_a_disk_that_is_still_full_at_the_checkpoint_stays_off(tmp_path) -> None
     for step in range(1, 5):
         put_step(writer, step)
     news.wait(1)
-    writer.checkpointed(1)
+    assert not writer.durable(4)
+    disk.room = 0
+    writer.checkpointed(0)
     assert not writer.durable(4)
     assert not put_step(writer, 5)
     disk.room = 1 << 20
@@ -165,6 +200,86 @@ def test_a_disk_that_is_still_full_at_the_checkpoint_stays_off(tmp_path) -> None
     assert news.wait(2)[1] == Resumed(6)
     writer.close()
     read(tmp_path)
+
+
+def test_all_that_waits_behind_a_refusal_is_lost(tmp_path, monkeypatch) -> None:
+    """... also what would have had room: a log has no holes.  Nothing of it stays in the ring."""
+    monkeypatch.setattr("recycle_plugin.runtime.log.writer.BATCH_RECORDS", 1)
+    disk, news = RefusingDisk(2_000), News()
+    disk.go.clear()
+    writer = LogWriter(tmp_path, stream(), 3_000 + 4 * (24 + OVERHEAD), news, disk=disk)
+    assert put(writer, act(2), size=1_900)
+    assert put_step(writer, 1) and put(writer, act(3))
+    disk.go.set()
+    assert news.wait(1)[0].step == 1
+    assert not writer.durable(1)
+    disk.room = 1 << 20
+    writer.checkpointed(0)
+    assert news.wait(2)[1] == Resumed(4)
+    disk.go.clear()
+    assert put(writer, act(4), size=1_900) and put_step(writer, 4)
+    disk.go.set()
+    writer.close()
+    reader = read(tmp_path)
+    assert reader.whole == (4,) and [(gap.first, gap.last) for gap in reader.gaps[ME]] == [(1, 3)]
+    assert len(news) == 2
+
+
+def test_what_is_taken_back_while_the_log_is_off_is_in_the_gap_and_said_afterwards(tmp_path) -> None:
+    disk, news = RefusingDisk(), News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    assert put_step(writer, 1) and put_step(writer, 2) and put_step(writer, 3) and writer.durable(3)
+    disk.room = 0
+    put_step(writer, 4)
+    assert not writer.durable(4)
+    writer.void(1, 6)
+    assert [each.step for each in news] == [4, 2]
+    assert LogReader(tmp_path, RUN).whole == (1, 2, 3), "the disk can't be told"
+    disk.room = 1 << 20
+    writer.checkpointed(0)
+    assert news.wait(3)[2] == Resumed(3)
+    assert put_step(writer, 3, valid_from=6)
+    writer.close()
+    reader = read(tmp_path)
+    assert reader.whole == (1, 3)
+    assert [(gap.first, gap.last) for gap in reader.gaps[ME]] == [(2, 2)]
+
+
+def test_a_log_that_can_not_begin_again_keeps_its_gap(tmp_path) -> None:
+    disk, news = RefusingDisk(), News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    assert put_step(writer, 1) and writer.durable(1)
+    disk.room = 0
+    put_step(writer, 2)
+    assert not writer.durable(2)
+    disk.room, disk.refuses_files = 1 << 20, True
+    writer.checkpointed(0)
+    assert not writer.durable(2)
+    assert not put_step(writer, 3)
+    disk.refuses_files = False
+    writer.checkpointed(0)
+    assert news.wait(2)[1] == Resumed(4)
+    assert put_step(writer, 4)
+    writer.close()
+    reader = read(tmp_path)
+    assert reader.whole == (1, 4) and [(gap.first, gap.last) for gap in reader.gaps[ME]] == [(2, 3)]
+    assert [each.step for each in news] == [2, 4]
+
+
+def test_a_checkpoint_makes_room_first(tmp_path) -> None:
+    """... for the index of the segment that was full."""
+    disk, news = RefusingDisk(), News()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    assert put_step(writer, 1)
+    writer.checkpointed(0)
+    assert put_step(writer, 2) and writer.durable(2)
+    disk.room = 0
+    put_step(writer, 3)
+    assert news.wait(1)[0].step == 3
+    writer.checkpointed(1)
+    assert news.wait(2)[1] == Resumed(4)
+    writer.close()
+    assert read(tmp_path).whole == (2,)
 
 
 def test_what_waits_is_lost_where_the_disk_refuses(tmp_path) -> None:
@@ -206,7 +321,7 @@ def test_a_commit_alone_that_is_refused_is_a_gap_too(tmp_path) -> None:
     disk.room = 10
     writer.checkpointed(0)
     assert not writer.durable(0)
-    assert not writer.commit(1)
+    assert not writer.commit(1, 0)
     assert [each.step for each in news] == [1]
     writer.close()
 
@@ -224,8 +339,12 @@ def test_what_can_not_be_synced_may_be_lost(tmp_path) -> None:
     writer.checkpointed(0)
     assert news.wait(2)[1] == Resumed(3)
     assert put_step(writer, 3) and not writer.durable(3)
-    writer.close()
     assert read(tmp_path).whole == (1, 3)
+    disk.room = 0
+    put_step(writer, 4)
+    assert not writer.durable(4)
+    assert news[2].step == 4, "what was doubted once is not doubted for ever"
+    writer.close()
 
 
 def test_a_file_that_is_there_already_is_left_alone(tmp_path) -> None:
@@ -255,12 +374,34 @@ def test_durable_syncs_the_files_and_the_folder(tmp_path) -> None:
     writer.close()
 
 
+def test_what_was_kept_can_be_read_once_it_is_flushed(tmp_path) -> None:
+    disk, heard = RefusingDisk(), News()
+    disk.go.clear()
+    writer = LogWriter(tmp_path, stream(), 1 << 20, News(), disk=disk)
+    assert put_step(writer, 1)
+    writer.reached(lambda: heard(LogReader(tmp_path, RUN).whole))
+    assert not heard
+    disk.go.set()
+    writer.flush(PATIENCE_S)
+    assert heard == [(1,)] and not disk.syncs
+    disk.room = 0
+    put_step(writer, 2)
+    writer.reached(lambda: heard("never: the disk has refused"))
+    writer.flush(PATIENCE_S)
+    assert heard == [(1,)]
+    writer.close()
+    writer.reached(lambda: heard("never: it is closed"))
+    assert heard == [(1,)]
+
+
 def test_a_wait_has_a_deadline_and_says_for_what(tmp_path) -> None:
     disk = StuckDisk()
     writer = LogWriter(tmp_path, stream(), 1 << 20, News(), disk=disk)
     assert put(writer, act(3))
     with pytest.raises(WaitTimeout, match=f"waited 0 s for the log of step 3 to be on the disk of {tmp_path}"):
         writer.durable(3, 0)
+    with pytest.raises(WaitTimeout, match=f"waited 0 s for the log to be written to {tmp_path}"):
+        writer.flush(0)
     with pytest.raises(WaitTimeout, match="waited 0 s for the end of the log"):
         writer.close(0)
     disk.go.set()

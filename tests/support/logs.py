@@ -49,7 +49,7 @@ def put(writer: LogWriter, datum: Datum, valid_from: int = 0, size: int = 24) ->
 def put_step(writer: LogWriter, step: int, valid_from: int = 0, micro_batches: int = 2, size: int = 24) -> bool:
     """Keeps all of a step, and commits it; returns whether all of that was taken."""
     taken = [put(writer, act(step, index), valid_from, size) for index in range(micro_batches)]
-    return all([*taken, writer.keep(of_step(step, valid_from)), writer.commit(step)])
+    return all([*taken, writer.keep(of_step(step, valid_from)), writer.commit(step, valid_from)])
 
 
 class News(list[Stopped | Resumed]):
@@ -74,16 +74,25 @@ class News(list[Stopped | Resumed]):
 class RefusingDisk(Disk):
     """A disk with room for so many bytes, whose files are real ones; the last bytes that fit are written.
 
-    ``syncs``: what was synced, by name; ``refuses_sync``: no file can be.
+    ``syncs``: what was synced, by name; ``refuses_sync``: no file can be; ``refuses_files``: nor can one be made.
+    ``go``: nothing is appended before it is set.
     """
 
     def __init__(self, room: int = 1 << 30, number: int = errno.ENOSPC) -> None:
         self.room, self.number = room, number
-        self.refuses_sync = False
+        self.refuses_sync = self.refuses_files = False
+        self.go = threading.Event()
+        self.go.set()
         self.syncs: list[str] = []
 
     def create(self, path: Path) -> GrowingFile:
+        if self.refuses_files:
+            raise OSError(errno.EIO, "broken")
         return _Refusing(self, path, super().create(path))
+
+    def remove(self, path: Path) -> None:
+        self.room += path.stat().st_size
+        super().remove(path)
 
     def sync(self, path: Path) -> None:
         self.synced(path)
@@ -100,6 +109,7 @@ class _Refusing:
         self._disk, self._path, self._file = disk, path, file
 
     def append(self, pieces: Sequence[Buffer]) -> None:
+        assert self._disk.go.wait(PATIENCE_S), "a disk that nobody has let go"
         data = b"".join(pieces)
         fits = data[: max(0, self._disk.room)]
         self._disk.room -= len(fits)
@@ -108,6 +118,7 @@ class _Refusing:
             raise OSError(self._disk.number, "refused")
 
     def cut(self, size: int) -> None:
+        self._disk.room += self._path.stat().st_size - size
         self._file.cut(size)
 
     def sync(self) -> None:

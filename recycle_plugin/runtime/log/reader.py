@@ -55,13 +55,16 @@ class NotKept(RecycleError):
 class LogReader:
     """The logs of the run ``run_id`` in ``folder``.
 
-    ``voids``: what the job has taken back, as far as the caller knows.  Read-only: ``segments``, by stream and in
+    ``voids``: what the job has taken back, as far as the caller knows.  ``before``: a reader of the same logs, from
+    which what has not changed since is taken.  Read-only: ``segments``, by stream and in
     order; ``gaps`` of each stream; ``faults``: what can't be read, of these and of any other segment in the folder.
     Raises nothing for a damaged log.
     """
 
-    def __init__(self, folder: Path, run_id: str, voids: Iterable[Void] = ()) -> None:
+    def __init__(self, folder: Path, run_id: str, voids: Iterable[Void] = (), before: LogReader | None = None) -> None:
         self.folder, self.run_id = folder, run_id
+        known = before.segments.values() if before is not None else ()
+        self._known = {segment.path: segment for segments in known for segment in segments}
         self.faults: list[Fault] = []
         self.segments: dict[WorkerId, list[Segment]] = {}
         self.gaps: dict[WorkerId, tuple[Gap, ...]] = {}
@@ -202,7 +205,7 @@ class LogReader:
         there, segments = [], []
         for sequence, path in paths.items():
             try:
-                segment = load(path)
+                segment = load(path, self._known.get(path))
             except Damaged as error:
                 if path.exists():  # else it has just been let go
                     there.append(sequence)

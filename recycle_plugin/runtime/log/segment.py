@@ -204,19 +204,22 @@ class Segment:
         raise Damaged(Fault(self.path, place.offset, what))
 
 
-def load(path: Path) -> Segment:
+def load(path: Path, before: Segment | None = None) -> Segment:
     """The segment at ``path``, as far as it can be read.  Raises Damaged where not even its head can be.
 
-    Costs a read of the index; where there is none, one of the whole file.
+    Costs a read of the index; where there is none, one of the whole file, but for what was there ``before``.
     """
     with opened(path) as file:
         size = file.seek(0, 2)
+        if before is not None and before.sealed and before.size == size:
+            return before
         found, first, seed = _head(path, file, size)
         reading = _Reading(path, file, seed)
         if (indexed := reading.indexed(first, size)) is not None:
             return Segment(path, found, seed, indexed, True, size)
-        entries, faults = reading.scanned(first, size)
-        return Segment(path, found, seed, tuple(entries), False, size, tuple(faults))
+        known = before.entries if before is not None and before.seed == seed else ()
+        entries, faults = reading.scanned(known[-1].offset + known[-1].size if known else first, size)
+        return Segment(path, found, seed, (*known, *entries), False, size, tuple(faults))
 
 
 def head(path: Path) -> Head:

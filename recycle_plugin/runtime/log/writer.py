@@ -105,7 +105,8 @@ class LogWriter:
     ``budget``: bytes that may wait for the disk.  ``report`` is told when the log stops and begins again, in the
     caller's thread or in the writer's own.  ``segment_bytes``: the size at which the next segment is begun.
 
-    For any thread; the records of one step may come in any order, before its :meth:`commit`.
+    For any thread; the records of one step may come in any order, before its :meth:`commit`.  A worker that comes in
+    later begins with the :meth:`void` that was in force by then, since those who have written it may be gone.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class LogWriter:
         with self._lock:
             made = Void(after, valid_from)
             self._voids = (*(each for each in self._voids if each.after < after), made)
+            self._refused = min(self._refused, after)  # what was of later steps comes again
             if self._refusal:
                 news = self._lose(after + 1, after + 1, self._refusal)
             else:
@@ -179,6 +181,14 @@ class LogWriter:
                 self._put(_Waiting(Commit(step, valid_from, count), (), 0))
         self._tell(news)
         return taken
+
+    def interrupted(self, step: int, why: str) -> None:
+        """Keeps nothing from ``step`` on before the next checkpoint, as if the disk could not follow."""
+        with self._lock:
+            news = self._lose(step, step, why)
+            if news is not None and not self._refusal:
+                self._put_gap()
+        self._tell(news)
 
     def checkpointed(self, step: int) -> None:
         """Lets go what led to ``step``, of which a checkpoint is durable; a log that has stopped begins again."""
@@ -238,8 +248,7 @@ class LogWriter:
             return False, self._lose(step, step, self._refusal)
         if weight and self._weight + weight > self._budget:
             news = self._lose(step, step, f"more than {self._budget} bytes wait for the disk")
-            assert self._gap is not None, "it has just been opened"
-            self._put(_Waiting(self._gap, (), 0))
+            self._put_gap()
             return False, news
         return True, None
 
@@ -250,6 +259,10 @@ class LogWriter:
         self._ring.append(item)
         if len(self._ring) == 1:  # else the thread is not waiting
             self._wake.notify()
+
+    def _put_gap(self) -> None:
+        assert self._gap is not None, "it has just been opened"
+        self._put(_Waiting(self._gap, (), 0))
 
     def _lose(self, first: int, last: int, why: str) -> Stopped | None:
         """Opens a gap from step ``first`` on, or moves its beginning back; returns what is new about that."""

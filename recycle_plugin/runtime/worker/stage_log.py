@@ -20,10 +20,10 @@ from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.log.job_log import JobLogs, WorkerLog
 from recycle_plugin.runtime.log.records import Stream
 from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.state.stage_state import StageState
+from recycle_plugin.runtime.worker.job_log import JobLogs, WorkerLog
 from recycle_plugin.runtime.worker.ports import Framework
 from recycle_plugin.runtime.worker.stepping import Stepping
 from recycle_plugin.settings.sections import LogSettings

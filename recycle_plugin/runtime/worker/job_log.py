@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from recycle_plugin.core.messages.protocol import LogBroken, Logged
+from recycle_plugin.core.messages.protocol import LogBroken, Logged, Note
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.step_log import StepRecord
 from recycle_plugin.errors import RecycleError
@@ -44,12 +44,12 @@ class WorkerLog:
         self._waiting: deque[Callable[[], None]] = deque()  # behind a copy that is under way
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._off = ""  # why nothing is kept before the next checkpoint
+        self._checkpoint = 0  # the step of the last durable one
 
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
         """Keep a value, once it is in host memory."""
         copy = self._copied(value)
-        if copy is not None and not self._off:
+        if copy is not None:
             self._after(copy, lambda: self._write(datum, copy, valid_from))
 
     def _copied(self, value: Any) -> Copy | None:
@@ -68,9 +68,8 @@ class WorkerLog:
         kept = records.StepRecord(record.step, record.valid_from, norm, "", None, ())
 
         def write() -> None:
-            if not self._off:
-                self._writer.keep(kept)
-                self._writer.commit(record.step, record.counts_from)
+            self._writer.keep(kept)
+            self._writer.commit(record.step, record.counts_from)
 
         self._after(None, write)
 
@@ -80,17 +79,16 @@ class WorkerLog:
 
     def mark(self, step: int) -> None:
         """Tell the coordinator once all that was kept so far is on the disk."""
-        self._after(None, lambda: self._writer.reached(lambda: self._session.send(Logged(self._session.rank, step))))
+        self._after(None, lambda: self._writer.reached(lambda: self._send(Logged(self._session.rank, step))))
 
     def checkpointed(self, step: int) -> None:
         """Drop what is kept up to ``step``, and go on where the log had stopped."""
-        self._off = ""
+        self._checkpoint = step
         self._after(None, lambda: self._writer.checkpointed(step))
 
     def interrupted(self, step: int, why: str) -> None:
         """Keep nothing from ``step`` on, before the next checkpoint."""
-        self._off = why
-        self._session.send(LogBroken(self._session.rank, step, why))
+        self._after(None, lambda: self._writer.interrupted(step, why))
 
     def flush(self) -> None:
         """Return when all that was kept can be read by others."""
@@ -107,12 +105,18 @@ class WorkerLog:
             self._writer.close()
 
     def _report(self, news: Stopped | Resumed) -> None:
-        session = self._session
-        with suppress(RecycleError, OSError):  # the session may be over
-            if isinstance(news, Stopped):
-                session.send(LogBroken(session.rank, news.step, news.why))
-            else:
-                session.note("log", f"everything is logged again from step {news.step} on", step=news.step)
+        rank, lacking = self._session.rank, news.step - 1
+        if isinstance(news, Stopped):
+            self._send(LogBroken(rank, news.step, news.why))
+            return
+        if lacking > self._checkpoint:  # which was of a step before the log went on, so no replay leads on from it
+            self._send(LogBroken(rank, lacking, f"its log has stopped before, and not all of step {lacking} is in it"))
+        text = f"everything is logged again from step {news.step} on"
+        self._send(Note(rank, "log", text, {"step": news.step}))
+
+    def _send(self, message: object) -> None:
+        with suppress(RecycleError, OSError):  # the session may be over, and that is not the disk's fault
+            self._session.send(message)
 
     # --- behind copies -----------------------------------------------------------------------------
 
@@ -150,16 +154,14 @@ class JobLogs:
     def __init__(self, folder: Path, run_id: str, look_s: float) -> None:
         self._folder, self._run_id, self._look_s = folder, run_id, look_s
         self._damaged = ""
-        self._look()
-
-    def _look(self) -> None:
-        self._reader, self._looked = LogReader(self._folder, self._run_id), time.monotonic()
+        self._reader, self._looked = LogReader(folder, run_id), time.monotonic()
 
     def _again(self) -> bool:
         """Whether it has been looked once more just now."""
         late = time.monotonic() - self._looked >= self._look_s
         if late:
-            self._look()
+            self._reader = LogReader(self._folder, self._run_id, before=self._reader)
+            self._looked = time.monotonic()
         return late
 
     def record(self, step: int) -> StepRecord | None:

@@ -1,0 +1,78 @@
+"""A worker's log as the worker uses it: values in, messages to the coordinator out."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recycle_plugin.core.messages.protocol import LogBroken, Logged, Note
+from recycle_plugin.core.worker.step_log import StepRecord
+from recycle_plugin.runtime.devices.host import There
+from recycle_plugin.runtime.worker.job_log import JobLogs, WorkerLog
+from tests.support.logs import PATIENCE_S, RUN, act, stream
+
+
+class Session:
+    """The messages that were sent, for who waits for one of a kind."""
+
+    rank = 1
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+        self._more = threading.Condition()
+
+    def send(self, message: object) -> None:
+        with self._more:
+            self.sent.append(message)
+            self._more.notify_all()
+
+    def wait(self, kind: type, count: int = 1) -> list:
+        def found() -> list:
+            return [each for each in self.sent if isinstance(each, kind)]
+
+        with self._more:
+            assert self._more.wait_for(lambda: len(found()) >= count, PATIENCE_S), f"{count} of {kind}: {self.sent}"
+            return found()
+
+
+def made(folder: Path, budget: int = 1 << 20) -> tuple[Session, WorkerLog]:
+    session = Session()
+    return session, WorkerLog(session, folder, stream(), budget, SimpleNamespace())
+
+
+def keep(log: WorkerLog, step: int) -> None:
+    log.keep(act(step), There((torch.full((3,), float(step), dtype=torch.bfloat16),)), 0)
+    log.commit(StepRecord(step, torch.tensor(0.5)))
+    log.mark(step)
+
+
+def test_what_is_kept_is_told_and_read(tmp_path) -> None:
+    session, log = made(tmp_path)
+    keep(log, 1)
+    assert session.wait(Logged) == [Logged(1, 1)]
+    jobs = JobLogs(tmp_path, RUN, 0.0)
+    assert torch.equal(jobs.get(act(1))[0], torch.ones(3, dtype=torch.bfloat16))
+    assert jobs.record(1) == StepRecord(1, 0.5)
+    assert not jobs.faults()
+    log.close()
+
+
+@pytest.mark.parametrize("checkpoint, broken", [(4, [2, 5]), (5, [2]), (7, [2])])
+def test_a_checkpoint_of_a_step_in_the_gap_is_none_to_replay_from(tmp_path, checkpoint, broken) -> None:
+    """The log goes on behind step 5, of which something was refused: only a checkpoint of that step or of a later one
+    can be replayed from.
+    """
+    session, log = made(tmp_path)
+    keep(log, 1)
+    log.interrupted(2, "for a test")
+    for step in (3, 4, 5):
+        keep(log, step)
+    log.checkpointed(checkpoint)
+    (note,) = session.wait(Note)
+    assert note.text == "everything is logged again from step 6 on"
+    log.close()
+    assert [each.step for each in session.sent if isinstance(each, LogBroken)] == broken
