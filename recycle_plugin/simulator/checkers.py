@@ -186,6 +186,18 @@ class Watcher:
         """
         self._applied[worker.seat, step] = gradient, norm
 
+    def replayed(self, worker: Any, step: int, weight: int) -> None:
+        """Takes in that a worker that replays its stage has come to ``weight`` by ``step``, which is committed: it has
+        what its stage had, moments too, unless sums depend on their order and nothing keeps that.
+        """
+        if self.rounds:
+            return
+        stage, moments = worker.seat.stage, tuple(worker.numbers.moments.values())
+        if weight != self.reference.weights[step + 1][stage]:
+            self.say(f"seat {worker.seat} has replayed step {step} to wrong weights")
+        if self._moments.get((stage, step + 1), moments) != moments:
+            self.say(f"seat {worker.seat} has replayed step {step} to other moments than its stage had")
+
     @staticmethod
     def _how_often(found: Counter, wrong: list[str]) -> str:
         return ", ".join(f"micro-batch {name} {found[MicroBatch.parse(name)]} times" for name in wrong) or "strangers"

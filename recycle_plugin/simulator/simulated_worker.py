@@ -385,6 +385,9 @@ class SimulatedMachine:
             return self.shared.follow(instruction.step)
         if self.control_view.outside:  # it replays, so far only here, where nobody waits for it
             made = self.numbers.compute(instruction, have, boundary_only)
+            if instruction.op is Op.STEP:
+                (weight,) = made.values()
+                self.cluster.watcher.replayed(self, instruction.step, weight)
             self.reach("after", self.seat, instruction)
             return made
         if instruction.op is Op.STEP:
