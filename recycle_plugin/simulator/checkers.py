@@ -186,6 +186,11 @@ class Watcher:
         """
         self._applied[worker.seat, step] = gradient, norm
 
+    def restored(self, worker: Any, committed: int) -> None:
+        """Takes in that a worker begins to replay its stage, up to step ``committed``."""
+        if self._samples is not None:
+            self._samples.restored(worker.seat.replica, committed)
+
     def replayed(self, worker: Any, step: int, weight: int) -> None:
         """Takes in that a worker that replays its stage has come to ``weight`` by ``step``, which is committed: it has
         what its stage had, moments too, unless sums depend on their order and nothing keeps that.

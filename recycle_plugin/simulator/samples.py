@@ -15,6 +15,8 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.simulator.arithmetic import Batch
 from recycle_plugin.simulator.reference import Data
 
+UNFINISHED = 2  # steps at most
+
 
 class Samples:
     """The batches that micro-batches were computed with.  ``say`` is told each violation, in words."""
@@ -25,10 +27,18 @@ class Samples:
             int, dict[MicroBatch, dict[int, Batch]]
         ] = {}  # by step, micro-batch and stage: the last one counts, which takes a discarded one's place
         self._used: dict[tuple[int, int], tuple[int, MicroBatch]] = {}
+        self._begun_without: dict[int, int] = {}  # the last step that may have been begun without it, by replica
         self._committed = 0
         self._returned: set[int] = (
             set()
         )  # replicas that have not always been whole, so that their iterators have rested
+
+    def restored(self, replica: int, committed: int) -> None:
+        """Takes in that somebody of ``replica`` replays its stage up to step ``committed``, and comes into the middle
+        of what follows, which others may have given batches for.
+        """
+        self._begun_without[replica] = committed + UNFINISHED
+        self._returned.add(replica)
 
     def loaded(self, step: int, micro_batch: MicroBatch, stage: int, batch: Batch) -> None:
         """Takes in that ``stage``, an end of the pipeline, has loaded ``batch`` for a micro-batch."""
@@ -53,7 +63,9 @@ class Samples:
         self._returned |= set(range(self._shape.replicas)) - whole
         for step in range(self._committed + 1, last + 1):
             for micro_batch in self._shape.batch:
-                self._check(step, micro_batch, micro_batch.replica in whole - homeless)
+                replica = micro_batch.replica
+                own = replica in whole - homeless and step > self._begun_without.get(replica, 0)
+                self._check(step, micro_batch, own)
         self._committed = max(self._committed, last)
 
     def _check(self, step: int, micro_batch: MicroBatch, own: bool) -> None:

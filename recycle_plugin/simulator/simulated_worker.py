@@ -181,6 +181,7 @@ class SimulatedMachine:
     def restore(self, replay: Replay) -> Waits[int]:
         """Takes the state of this stage from a checkpoint; the value is what it weighs."""
         yield READING_US
+        self.cluster.watcher.restored(self, replay.committed)
         weight, moments = self.cluster.saved[replay.step, self.seat.stage]
         self.fill(None)
         self.write(WEIGHT, weight)

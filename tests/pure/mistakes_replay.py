@@ -12,6 +12,7 @@ from recycle_plugin.core.coordinator.replays import Logs
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.step_log import CountsFrom
@@ -20,6 +21,8 @@ from recycle_plugin.simulator.script import SimulatedFiles
 from recycle_plugin.simulator.simulated_log import SimulatedLogs
 from recycle_plugin.simulator.simulated_worker import SimulatedMachine
 from tests.pure.mistakes import changed, mistake
+
+LAST = 10**6  # a step
 
 
 @mistake("what was made in a rejected attempt is replayed", seen=448)
@@ -96,6 +99,11 @@ def not_kept(monkeypatch) -> None:
     monkeypatch.setattr(Worker, "_keep", lambda self, instruction, log: None)
 
 
+@mistake("who has replayed an end reads on behind what the other end has drawn", seen=63)
+def reads_on(monkeypatch) -> None:
+    changed(monkeypatch, IteratorData, "take_state", lambda self, before, state, stepped: before(self, state, LAST))
+
+
 @mistake("a stage is let in before all empty stages have somebody", seen=27)
 def let_in(monkeypatch) -> None:
     before = replays._let_in
@@ -115,7 +123,7 @@ def let_in(monkeypatch) -> None:
     monkeypatch.setattr(replays, "_let_in", at_once)
 
 
-@mistake("what an optimizer keeps is not restored", seen=0)
+@mistake("what an optimizer keeps is not restored", seen=61)
 def moments(monkeypatch) -> None:
     def restore(self, before, replay):
         size = yield from before(self, replay)
@@ -125,17 +133,17 @@ def moments(monkeypatch) -> None:
     changed(monkeypatch, SimulatedMachine, "restore", restore)
 
 
-@mistake("what a lost worker had not on its disk is taken to be there", seen=0)
+@mistake("what a lost worker had not on its disk is taken to be there", seen=333)
 def tail(monkeypatch) -> None:
     monkeypatch.setattr(Logs, "lost", lambda self, member: None)
 
 
-@mistake("nobody hears that a log has broken off", seen=0)
+@mistake("nobody hears that a log has broken off", seen=1275)
 def broken_off(monkeypatch) -> None:
     monkeypatch.setattr(Logs, "broken", lambda self, message, stage: None)
 
 
-@mistake("who has replayed its stage does not go to where the others wait", seen=0)
+@mistake("who has replayed its stage does not go to where the others wait", seen=129)
 def elsewhere(monkeypatch) -> None:
     def meets(self, place):
         yield from ()

@@ -210,6 +210,18 @@ def test_the_second_newcomer_of_a_stage_waits_and_replays_where_the_first_has_go
 LINE = {"replicas": 1, "stages": 4}
 
 
+def test_who_has_replayed_an_end_gives_data_again_where_the_other_end_stands():
+    membership = logging()
+    lose(membership, 2, 3)
+    come(membership)
+    (generation,) = said(has_replayed(membership), Generation)
+    membership.receive(SurvivorReport(2, generation.number, 2, "plan", {"params": ""}, incarnation=1), 1.0)
+    for rank in LEFT:
+        report = SurvivorReport(rank, generation.number, 2, "plan", {"params": ""}, read=6 + rank)
+        out = membership.receive(report, 1.0)
+    assert said(out, Resume)[0].read == {"0.0": 6, "1.0": 7, "0.1": 6}
+
+
 def test_nobody_is_let_in_before_all_empty_stages_have_somebody():
     membership = started(**LINE, log=True, rejoin="always")
     for rank in range(4):

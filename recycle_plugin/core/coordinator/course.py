@@ -181,7 +181,7 @@ class Course:
             self.attendance.failure_detector.rewind(reports.counts[0])
         committed, norm, rejected = self.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)
         self.regrouping.agreed(generation)
-        self.joining.read = reports.read
+        self.joining.read = replays.read(self, reports.read)
         if committed > self.committed:
             self._commit(committed, now, out)
         self.attendance.agreed(generation.roster)
@@ -189,7 +189,9 @@ class Course:
         self.attendance.failure_detector.regrouped()
         self.steps.resume(self.roster.workers, committed)
         self.logs.resume(committed, held, self.roster.workers)
-        out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, reports.held_draws, reports.read))
+        out.tell(
+            WORKERS, Resume(generation.number, committed, held, norm, rejected, reports.held_draws, self.joining.read)
+        )
         throughput = self._throughput_floor.throughput(reports.slowest.period_us)
         self._say_resume(reports, committed, throughput, now, out)
         self._end_if_too_slow(throughput, out)

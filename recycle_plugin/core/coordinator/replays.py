@@ -27,6 +27,7 @@ from recycle_plugin.core.messages.protocol import (
     Unreplayable,
 )
 from recycle_plugin.core.vocabulary.causes import Cause
+from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 
 if TYPE_CHECKING:
@@ -238,6 +239,19 @@ def _let_in(course: Course, now: float, out: CoordinatorOutput) -> None:
     )
     course.logs.waits_since = None
     course.go_on_without(f"stage {', '.join(map(str, stages))} was replayed", now, out)
+
+
+def read(course: Course, reported: Mapping[str, int]) -> dict[str, int]:
+    """How many batches plain iterators have given, by seat, as ``reported``; whoever has replayed its stage reads up to
+    where the other end of its replica stands.
+    """
+    found, last = dict(reported), max(course.roster.live_stages)
+    for newcomer in course.joining:
+        seat, member = newcomer.member.seat, course.roster.member(newcomer.member.worker)
+        other = str(Seat(seat.replica, last - seat.stage))
+        if member is not None and not member.joining and newcomer.phase is Phase.ENTERED and other in reported:
+            found[str(seat)] = reported[other]
+    return found
 
 
 def gone(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:

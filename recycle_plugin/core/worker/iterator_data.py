@@ -74,14 +74,18 @@ class IteratorData:
         assert self._taken is not None, "nobody has said yet where the iterators are"
         return self._taken
 
-    def take_state(self, iterator_state: IteratorState) -> None:
-        """Goes by ``iterator_state`` from now on, until the next one comes."""
+    def take_state(self, iterator_state: IteratorState, stepped: int = 0) -> None:
+        """Goes by ``iterator_state`` from now on, until the next one comes.  ``stepped``: the last step that is applied
+        here.
+        """
         self._taken, self._usual = iterator_state, None
         if not self.in_place and self._store.reads_iterator:
-            self._find_place(iterator_state)
+            self._find_place(iterator_state, stepped)
 
-    def _find_place(self, iterator_state: IteratorState) -> None:
-        """Reads up to where the other end of the replica stands, if that is known."""
+    def _find_place(self, iterator_state: IteratorState, stepped: int) -> None:
+        """Reads up to where the other end of the replica stood behind step ``stepped``, if that is known: what it has
+        drawn since is to be drawn here too, where the stage was replayed.
+        """
         seat, last = self._store.seat, iterator_state.plan.stages - 1
         other = Seat(seat.replica, last - seat.stage)
         if self.iterators > 1:
@@ -91,7 +95,12 @@ class IteratorData:
         elif iterator_state.read is None or other not in iterator_state.read:
             why = f"does not know how far its iterator was read, as seat {other} was lost too"
         else:
-            self.skip_to(iterator_state.read[other])
+            since = (
+                1 + max([draw.position for draw in batches.values() if draw.source == seat.replica], default=-1)
+                for step, batches in iterator_state.held_draws.get(other, {}).items()
+                if step > stepped
+            )
+            self.skip_to(iterator_state.read[other] - sum(since))
             self.in_place = True
             return
         if not self._said_out:

@@ -276,7 +276,7 @@ class Worker:
     def take_state(self, iterator_state: IteratorState) -> None:
         """Takes what everybody knows of plain iterators; it holds from now on, until the next one comes."""
         if self.iterator_data is not None:
-            self.iterator_data.take_state(iterator_state)
+            self.iterator_data.take_state(iterator_state, self._steps.stepped)
 
     def undo(self, step: int) -> None:
         """Takes ``step``, the last applied one, back, in the weights and in the store."""
