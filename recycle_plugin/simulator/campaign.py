@@ -125,9 +125,9 @@ def may_end(cluster: Cluster) -> bool:
         or (len(left) < cluster.scenario.shape.stages and (not cluster.scenario.logs or given_up.rightly(cluster)))
         or len(membership.unreachable) > len(membership.roster)
     )
-    return without or (
-        cluster.scenario.iterators and _data_may_be_gone(cluster, [cluster.workers[rank].seat for rank in gone])
-    )
+    ended = cluster.membership.ended
+    by_data = cluster.scenario.iterators and (not cluster.scenario.logs or (ended and "iterators" in ended.reason))
+    return without or bool(by_data and _data_may_be_gone(cluster, [cluster.workers[rank].seat for rank in gone]))
 
 
 def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:

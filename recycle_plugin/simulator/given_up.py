@@ -43,8 +43,10 @@ def _ending(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
 
 
 def _damaged(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
+    """It was damaged; or nobody was left of those who had drawn it, and took it with them."""
     found = NOWHERE.fullmatch(why)
-    return found is not None and found["what"] in cluster.damaged
+    gone = (str(datum) for datum in cluster.unlogged if datum.kind == "drawn")
+    return found is not None and (found["what"] in cluster.damaged or found["what"] in gone)
 
 
 def _lacks(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
