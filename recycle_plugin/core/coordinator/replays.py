@@ -256,6 +256,8 @@ def read(course: Course, reported: Mapping[str, int]) -> dict[str, int]:
 
 def gone(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
     """Takes in that a newcomer has gone which was to replay its stage, or had: another one of that stage does so."""
+    if course.ending.failed:
+        return
     if newcomer.phase is Phase.REPLAYED:
         course.attendance.roster = course.roster.without({newcomer.member.worker})
         course.go_on_without_stage(now, out)
