@@ -39,9 +39,12 @@ def add(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="2 stages x 3 replicas, 4 micro-batches: the same in all steps in which another worker comes back",
     )
-    parser.add_argument(
-        "--kill", metavar="FAULT", help="only this one of --every-instant or --every-return, with its story"
+    what.add_argument(
+        "--every-replay",
+        action="store_true",
+        help="3 stages without replicas, 4 micro-batches: the same where a stage is lost and replayed from logs",
     )
+    parser.add_argument("--kill", metavar="FAULT", help="only this one of these three kinds of jobs, with its story")
     parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default 0)")
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="every N-th of these instants (default 1)")
     parser.add_argument(
@@ -67,7 +70,9 @@ def run(found: argparse.Namespace) -> int:
     from recycle_plugin.simulator import campaign, seeded
 
     if found.kill is not None and (found.seed, found.seeds) != (None, None):
-        raise ValueError("--kill is one of --every-instant or --every-return: leave out --seed and --seeds")
+        raise ValueError(
+            "--kill is one of --every-instant, --every-return or --every-replay: leave out --seed and --seeds"
+        )
     seeds = 300 if found.seeds is None else found.seeds
     if (
         seeds < 1
@@ -80,10 +85,11 @@ def run(found: argparse.Namespace) -> int:
     planner.warm()
     if found.seed is not None:
         return _story(campaign.run(f"--seed {found.seed}", seeded.scenario(found.seed)))
-    instants = campaign.RETURN if found.every_return else campaign.LOSS
+    kinds = {campaign.RETURN: found.every_return, campaign.REPLAY: found.every_replay}
+    instants = next((kind for kind, asked in kinds.items() if asked), campaign.LOSS)
     if found.kill is not None:
         return _story(instants.run(found.kill))
-    if found.every_instant or found.every_return:
+    if found.every_instant or instants is not campaign.LOSS:
         report = campaign.every_instant(instants, found.stride, found.jobs)
     else:
         report = campaign.campaign(range(found.first, found.first + seeds), found.jobs)

@@ -4,7 +4,7 @@ and recovery plans.
 ``simulator.seeded`` draws a job and its troubles from a seed, ``simulator.cluster`` runs it, ``simulator.checkers``
 says what was wrong.  While anything may happen, safety is checked; once nothing new goes wrong, progress is demanded.
 :func:`every_instant` kills every worker of one job before and after each of its instructions: of a step (``LOSS``), or
-of all steps in which another worker comes back (``RETURN``).
+of all steps in which another worker comes back (``RETURN``), or another stage is lost and replayed (``REPLAY``).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from typing import Any
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.simulator import given_up
 from recycle_plugin.simulator.checkers import Watcher
 from recycle_plugin.simulator.cluster import Cluster, redone_share
 from recycle_plugin.simulator.exercised import ProtocolRule
@@ -42,7 +43,7 @@ class ScenarioOutcome:
 
     ``redone``: compute run again, as a share of what was needed; ``story``: what the coordinator said; ``hits``: which
     kind of trouble has struck a worker at which kind of instruction, and how often; ``exercised``: how often each rule
-    of the protocol was needed (simulator.exercised).
+    of the protocol was needed (simulator.exercised); ``replayed``: the instructions of replays, each with its seat.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ScenarioOutcome:
     story: tuple[str, ...]
     hits: Mapping[tuple[str, Op], int]
     exercised: Mapping[ProtocolRule, int]
+    replayed: tuple[tuple[Seat, Instruction], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -
     weights = initial_weights(given.shape)
     late = (
         bool(given.heavy)
+        or (given.logs and given.shape.replicas > 2)  # for whoever does the work of all of them alone
         or any(trouble.kind not in HARMLESS for trouble in given.troubles)
         or any(fault.kind != "kill" for fault in given.faults)
     )
@@ -103,24 +106,25 @@ def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -
         story,
         cluster.hits,
         dict(cluster.exercised),
+        tuple(cluster.replayed),
     )
 
 
 def may_end(cluster: Cluster) -> bool:
-    """Whether what has been lost allows the end of the job: a stage without workers, too few in touch with each other,
-    anybody before the start, or iterators' data that is not to be had again.
+    """Whether what has been lost allows the end of the job: a stage without workers that can't be replayed, too few in
+    touch with each other, anybody before the start, or iterators' data that is not to be had again.
     """
     membership, gone = cluster.membership, cluster.gone()
     away = cluster.lost_seats | {worker.seat for worker in cluster.workers.values() if worker.stuck or worker.stopped}
     left = {seat.stage for seat in cluster.scenario.shape.seats if seat not in away}
     without = (
         not membership.started
-        or len(left) < cluster.scenario.shape.stages
+        or (len(left) < cluster.scenario.shape.stages and (not cluster.scenario.logs or given_up.rightly(cluster)))
         or len(membership.unreachable) > len(membership.roster)
     )
-    return without or (
-        cluster.scenario.iterators and _data_may_be_gone(cluster, [cluster.workers[rank].seat for rank in gone])
-    )
+    ended = cluster.membership.ended
+    by_data = cluster.scenario.iterators and (not cluster.scenario.logs or (ended and "iterators" in ended.reason))
+    return without or bool(by_data and _data_may_be_gone(cluster, [cluster.workers[rank].seat for rank in gone]))
 
 
 def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:
@@ -131,6 +135,11 @@ def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:
     whole = [replica for replica in range(shape.replicas) if not {Seat(replica, stage) for stage in ends} & set(gone)]
     sources = set(whole) - cluster.homeless
     by_stage = Counter(seat.stage for seat in gone)
+    if cluster.scenario.logs:  # who is back has brought nothing of steps that are not committed
+        lost = {cluster.workers[worker.rank].seat for worker in cluster.membership.lost}
+        by_stage = Counter(seat.stage for seat in lost)
+        if shape.replicas == 1 and lost:
+            return True
     return (
         not sources
         or any(by_stage[stage] > 1 for stage in ends)
@@ -158,14 +167,15 @@ class Instants:
 
     def moments(self) -> list[str]:
         """The kills before and after each instruction that is run in these steps where nobody else is killed, sends and
-        receives, REDUCE and STEP included; and where somebody comes back, at each point of the regroupings for that.
+        receives, REDUCE and STEP included, or in a replay; and where somebody comes back, at each point of the
+        regroupings for that.
         """
         back = {fault.seat for fault in self.job.faults}
         who = {seat: f"{seat}#1" if seat in back else str(seat) for seat in sorted(self.job.shape.seats)}
+        outcome = run(self.option, self.job)
         ran = dict.fromkeys(
-            (who[span.seat], span.instruction)
-            for span in run(self.option, self.job).spans
-            if span.instruction.step in self.steps
+            [(who[seat], instruction) for seat, instruction in outcome.replayed]
+            + [(who[span.seat], span.instruction) for span in outcome.spans if span.instruction.step in self.steps]
         )
         around = [
             f"kill {process} {when} {instruction}" for process, instruction in ran for when in ("before", "after")
@@ -173,7 +183,7 @@ class Instants:
         return around + [
             f"kill {process} at recovery.{point}:{number}"
             for process in who.values()
-            for point in ("start", "report", "resume")
+            for point in ("start", "report", "resume", *["parked"] * self.job.logs)
             for number in range(1, REGROUPINGS + 1)
             if back
         ]
@@ -198,6 +208,20 @@ REGROUPINGS = 4  # of a start, a loss, and a return
 # from the newcomer's first word to the first step in which it has work again, a test checks that
 RETURN = Instants(
     "--every-return", _job(Topology(3, 2, 4), 24, ("kill 2.1 before 1F2.0@2",), rejoin="always"), range(11, 20)
+)
+# a stage is lost in the middle of the fourth step, and the two behind the checkpoint are replayed
+REPLAY = Instants(
+    "--every-replay",
+    _job(
+        Topology(1, 3, 4, ((0, 2),)),
+        7,
+        ("kill 0.1 before 1F0.2@4",),
+        rejoin="always",
+        logs=True,
+        clip=30.0,
+        between=((1, "save"),),
+    ),
+    range(4, 6),
 )
 
 

@@ -69,6 +69,7 @@ class Watcher:
         self._costly: set[tuple[int, str]] = set()  # work for which somebody was given up
         self._why_unsaved: dict[int, str] = {}  # by step: why there is no checkpoint of it
         self._committed = 0
+        self._logs = given.logs
         self._end: int | None = None  # the step before which the job is to end
 
     def say(self, text: str) -> None:
@@ -167,14 +168,14 @@ class Watcher:
         """Takes in that the worker of ``rank`` is fenced, on suspicion, or for what it has done.
 
         Who only has work that takes long is healthy: it may cost one worker where that can't be told from one that
-        hangs, and no second one; and without a stage's last worker there is no job.
+        hangs, and no second one; and without a stage's last worker there is no job, unless the stage can be replayed.
         """
         worker, suspected = (
             cluster.workers[rank],
             why.startswith(("it computes", "its process is stopped", "nothing was heard")),
         )
         roster = cluster.membership.roster  # nobody is in that of a job that is over
-        if suspected and roster and not roster.stage(worker.seat.stage):
+        if suspected and roster and not roster.stage(worker.seat.stage) and not self._logs:
             self.say(f"seat {worker.seat}, the last of its stage, is given up on suspicion: {why}")
         if why.startswith("it computes") and not worker.stuck and not worker.stopped:
             heavy = [
@@ -190,6 +191,18 @@ class Watcher:
         applied again is told again.
         """
         self._applied[worker.held, step] = gradient, norm
+
+    def replayed(self, worker: Any, step: int, weight: int) -> None:
+        """Takes in that a worker that replays its stage has come to ``weight`` by ``step``, which is committed: it has
+        what its stage had, moments too, unless sums depend on their order and nothing keeps that.
+        """
+        if self.rounds:
+            return
+        stage, moments = worker.seat.stage, tuple(worker.numbers.moments.values())
+        if weight != self.reference.weights[step + 1][stage]:
+            self.say(f"seat {worker.seat} has replayed step {step} to wrong weights")
+        if self._moments.get((stage, 0, step + 1), moments) != moments:
+            self.say(f"seat {worker.seat} has replayed step {step} to other moments than its stage had")
 
     @staticmethod
     def _how_often(found: Counter, wrong: list[str]) -> str:
@@ -316,6 +329,11 @@ class Watcher:
             self.say(f"seat {worker.seat} goes on behind a checkpoint of step {step} that is not there")
         if self._why_unsaved.setdefault(step, why) != why:
             self.say(f"seat {worker.seat} was told otherwise than another whether there is a checkpoint of step {step}")
+
+    @property
+    def saved_steps(self) -> set[int]:
+        """The steps of checkpoints behind which somebody has gone on."""
+        return {step for step, why in self._why_unsaved.items() if not why}
 
     # --- at the end ---------------------------------------------------------------------------------
 

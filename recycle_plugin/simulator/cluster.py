@@ -34,6 +34,7 @@ from recycle_plugin.core.messages.protocol import (
     Generation,
     Heartbeat,
     Leaving,
+    Logged,
     Restart,
     SupervisorHeartbeat,
     Terminate,
@@ -41,7 +42,7 @@ from recycle_plugin.core.messages.protocol import (
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.lockstep import Word
@@ -80,6 +81,11 @@ class Cluster:
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self.planner = SharedPlanner(scenario.costs, scenario.policy)
         self.logs: list[SimulatedLog] = []  # of all processes that there have been
+        self.log_damages = Random(f"damaged logs in {scenario.torn}")
+        self.replayed: list[tuple[Seat, Instruction]] = []  # instructions that were begun in replays
+        self.damaged: set[str] = set()  # what was damaged in logs, in words
+        self.unlogged: set[Datum] = set()  # what was lost with a process before it was on its disk
+        self.logged: dict[WorkerId, int] = {}  # the last step that each has said is on its disk, before it was lost
         self.saved: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}  # by step and stage: weight and moments
         self.workers = {
             rank: SimulatedMachine(self, rank, weights[seat.stage])
@@ -218,6 +224,8 @@ class Cluster:
         changing, lost = membership.regrouping is not None, getattr(message, "worker", None) in membership.lost
         self.exercised.said(message, membership)
         self.watcher.heard(rank, message)
+        if isinstance(message, Logged) and not lost:
+            self.logged[message.worker] = message.step
         output = membership.receive(message, self.now / 1e6)
         self._act(output, message, changing, lost)
 

@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from enum import Enum
 
 from recycle_plugin.core.coordinator.attendance import OF_MEMBERS
+from recycle_plugin.core.coordinator.joining import Phase
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput
 from recycle_plugin.core.messages.protocol import (
+    CatchUp,
     Committed,
     Contribution,
     Exited,
@@ -21,6 +23,7 @@ from recycle_plugin.core.messages.protocol import (
     Generation,
     Left,
     Missing,
+    Replay,
     Resume,
     Stepped,
     SurvivorReport,
@@ -87,6 +90,13 @@ class ProtocolRule(str, Enum):
     NEWCOMER_LOST = "a newcomer was lost before it was a member"
     RAN_ON = "a shard had stopped before another one of its seat"
     SEAT_RETURNED = "a seat of several shards came to have work again"
+    REPLAYED = "a stage was replayed"
+    REPLAYED_BESIDE = "a stage was replayed beside another"
+    WAITED = "a newcomer waited for another's replay"
+    GIVEN_UP = "a replay was given up for a stated reason"
+    MADE_AGAIN = "what was lost with a worker's disk tail was made again"
+    LET_GO = "a checkpoint let a log go"
+    LOGS_AGAIN = "a log that had broken off was one again from a checkpoint on"
     RELOADED = "the coordinator's state was written down and read again"
 
 
@@ -140,12 +150,18 @@ class Exercised(Counter[ProtocolRule]):
                         isinstance(other, Generation) and other.from_step > 0 for other in told
                     )
                     self._planned = False
+                case Replay():
+                    self[ProtocolRule.REPLAYED_BESIDE] += len(each.stages) > 1
                 case Generation():
                     self._published(each, message, membership, changing, lost)
+        newcomer = membership.course.joining.get(message.worker) if isinstance(message, CatchUp) else None
+        self[ProtocolRule.WAITED] += newcomer is not None and newcomer.phase is Phase.WAITING
         for event in output.events:
             self[ProtocolRule.REJECTED] += event.kind == "rejected"
             self[ProtocolRule.TURNED_AWAY] += event.kind == "late"
             self[ProtocolRule.RETURNED] += event.kind == "rejoined"
+            self[ProtocolRule.REPLAYED] += event.kind == "replayed"
+            self[ProtocolRule.GIVEN_UP] += event.kind == "recovery" and event.details["way"] == "end"
             self[ProtocolRule.NEWCOMER_LOST] += event.kind in ("restart", "not_restarted") and event.details["in_vain"]
             self[ProtocolRule.REBALANCED] += event.kind == "rebalance"
             self[ProtocolRule.LOSSES_GONE] += event.text.startswith("the loss of step")

@@ -75,8 +75,10 @@ class Scenario:
     ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after
     steps: evaluate, save, or pause; ``heavy``: work that takes long, whoever does it; ``full``: after which step a
     seat's share of a checkpoint, or its "latest", can't be written; ``damaged_share``: of what newcomers are sent;
-    ``logs``: what crosses stages is logged, and there is a checkpoint before the first step; ``shards``: workers that
-    hold each seat together, of which the one with the number ``struck`` has the troubles and faults.
+    ``logs``: what crosses stages is logged, and there is a checkpoint before the first step; ``log_lag_us``: by how
+    much longer than usual that takes to be on a disk; ``log_damaged_share``: of its records; ``log_full``: from which
+    step on a seat's log finds its disk full; ``shards``: workers that hold each seat together, of which the one with
+    the number ``struck`` has the troubles and faults.
     """
 
     shape: Topology
@@ -104,6 +106,9 @@ class Scenario:
     logs: bool = False
     shards: int = 1
     struck: int = 0
+    log_lag_us: int = 0
+    log_damaged_share: float = 0.0
+    log_full: tuple[tuple[int, str], ...] = ()
 
     @property
     def exact(self) -> bool:

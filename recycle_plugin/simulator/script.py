@@ -63,8 +63,8 @@ class Script:
     def _train(self) -> Iterator[Any]:
         newcomer = self._machine.newcomer
         yield from self._loop.start() if newcomer is None else newcomer.start()
-        if newcomer is None and self._scenario.logs:
-            yield from self._save(0)
+        if self._scenario.logs:
+            newcomer = yield from self._save_first(newcomer)
         for step in range(1, self._scenario.steps + 1):
             if self._scenario.epoch and step > 1 and step % self._scenario.epoch == 1 % self._scenario.epoch:
                 self._machine.begin_epoch(step)
@@ -86,6 +86,15 @@ class Script:
                 return (yield from train(step))
             except DataEnded:
                 self._machine.begin_epoch(step)
+
+    def _save_first(self, newcomer: Newcomer | None) -> Waits[Newcomer | None]:
+        """Saves a checkpoint before the first step, where the others do so; the value is whoever is a newcomer yet."""
+        if newcomer is not None and self._machine.control_view.committed:
+            return newcomer
+        if newcomer is not None and (yield from newcomer.train(0)) and (yield from self._is_over(newcomer, "save", 0)):
+            return newcomer
+        yield from self._save(0)
+        return None
 
     def _is_over(self, newcomer: Newcomer, what: str, step: int) -> Waits[bool]:
         """Whether what the others do together after ``step`` is over; else they wait for this newcomer at it."""

@@ -47,6 +47,8 @@ KINDS = (
     "rude",
     "rude",
 )
+APART = ("cut", "deafened", "walled", "unfenced")
+WRONG_WITH_LOGS = ("damage", "lag", "lag", "full")
 POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recovery.undone")
 
 
@@ -93,6 +95,7 @@ def scenario(seed: int) -> Scenario:
         ("returns", _with_returns),
         ("places", _with_places),
         ("shards", _with_groups),
+        ("logs", _with_logs),
     ):
         job = change(
             job, Random(f"{name} in {seed}")
@@ -258,6 +261,117 @@ def _with_groups(given: Scenario, random: Random) -> Scenario:
         steps=given.steps + 24,
         damaged_share=random.choice((0.0, 0.3)),
         rejoin=random.choice(("always", 2)),
+    )
+
+
+def _with_logs(given: Scenario, random: Random) -> Scenario:
+    """Logs what crosses stages in one job of eight, four in ten of them without replicas, where stages are lost whole;
+    in half of them something is wrong with the logs too.
+
+    Nobody is away for ever, or can't be told from the dead.
+    """
+    if random.random() >= 1 / 8 or given.shards > 1:
+        return given
+    given = replace(given, iterators=False, epoch=0, lengths=())
+    given = _narrowed(given, replace(given.shape, replicas=1)) if random.random() < 0.4 else given
+    given = replace(
+        given,
+        logs=True,
+        rejoin="always",
+        steps=max(given.steps, 12) + random.choice((0, 12)),
+        troubles=tuple(each for each in given.troubles if each.kind not in APART),
+    )
+    for _ in range(random.choice((1, 1, 1, 2, 3))):
+        given = _without_stages(given, random)
+    had = {step for step, what in given.between if what == "save"}
+    saved = [step for step in range(1, given.steps) if step not in had and random.random() < 0.2]
+    full = [(step, "latest") for step in (0, *saved) if random.random() < (0.1 if step else 0.03)]
+    given = replace(
+        given, between=given.between + tuple((step, "save") for step in saved), full=given.full + tuple(full)
+    )
+    match random.choice((*WRONG_WITH_LOGS, *("nothing",) * 4)):
+        case "damage":
+            given = replace(given, log_damaged_share=random.choice((0.01, 0.05)))
+        case "lag":
+            given = replace(given, log_lag_us=random.choice((80, 300, 600)) * MILLISECOND)
+        case "full":
+            places = random.sample(given.shape.seats, random.randint(1, 2))
+            given = replace(given, log_full=tuple((random.randint(1, given.steps), str(seat)) for seat in places))
+    return given
+
+
+def _narrowed(given: Scenario, shape: Topology) -> Scenario:
+    """The job without what strikes seats that ``shape`` does not have, and with one fault and one kill at most: each
+    loses a stage there.
+    """
+    seats = set(shape.seats)
+    troubles = [
+        replace(each, seats=tuple(seat for seat in each.seats if seat in seats)[: 1 if each.kind == "kill" else None])
+        for each in given.troubles
+        if not each.seats or (seats.intersection(each.seats) and (each.peer is None or each.peer in seats))
+    ]
+    kills = [each for each in troubles if each.kind == "kill"]
+    faults = [each for each in given.faults if each.seat in seats]
+    return replace(
+        given,
+        shape=shape,
+        troubles=tuple(each for each in troubles if each not in kills[1:]),
+        faults=tuple(faults[:1]),
+    )
+
+
+def _without_stages(given: Scenario, random: Random) -> Scenario:
+    """Loses whole stages: one, or one at an instruction, or two at once, or one while another is replayed, or the same
+    once more while it is.
+    """
+    shape, stage, at = given.shape, random.randrange(given.shape.stages), random.randrange(SETTLED_US, CALM_US)
+    replayed = at + random.randrange(900 * MILLISECOND, 1_700 * MILLISECOND)
+    other = random.choice([each for each in range(shape.stages) if each != stage])
+    match random.choice(("one", "one", "instruction", "neighbours", "ends", "other", "again", "newcomer")):
+        case "one":
+            lost = {stage: at}
+        case "neighbours":
+            lost = {stage: at, stage - 1 if stage else 1: at}
+        case "ends":
+            lost = {shape.stages - 1: at, 0: at}
+        case "other":
+            lost = {stage: at, other: replayed}
+        case "again":
+            again = tuple(Trouble("kill", replayed, (seat,)) for seat in shape.seats if seat.stage == stage)
+            return replace(given, troubles=given.troubles + _kills(shape, {stage: at}, random) + again)
+        case "newcomer":
+            of = Instruction(Op.F, stage, random.choice(shape.batch), random.randint(1, 6))
+            next_ones = (
+                Fault("kill", seat, "before", str(of), incarnation=1) for seat in shape.seats if seat.stage == stage
+            )
+            return replace(
+                given,
+                troubles=given.troubles + _kills(shape, {stage: at}, random),
+                faults=given.faults + tuple(next_ones),
+            )
+        case _:
+            program = lowered(
+                plan(shape.full(), given.costs, given.policy), Seat(0, stage), random.randint(1, given.steps)
+            )
+            where = random.choice(("before", "after")), str(random.choice(program))
+            first = Fault("kill", Seat(0, stage), *where)
+            rest = (
+                Fault("kill", seat, "at", f"recovery.{random.choice(('start', 'report', 'resume'))}", 2)
+                for seat in shape.seats
+                if seat.stage == stage and seat.replica
+            )
+            return replace(given, faults=(*given.faults, first, *rest))
+    if len(lost) == shape.stages and replayed not in lost.values():  # somebody has to be left
+        lost.popitem()
+    return replace(given, troubles=given.troubles + _kills(shape, lost, random))
+
+
+def _kills(shape: Topology, lost: dict[int, int], random: Random) -> tuple[Trouble, ...]:
+    """The kills of all workers of the stages that are ``lost``, each from its instant on within 60 ms."""
+    return tuple(
+        Trouble("kill", lost[seat.stage] + random.randrange(60 * MILLISECOND), (seat,))
+        for seat in shape.seats
+        if seat.stage in lost
     )
 
 

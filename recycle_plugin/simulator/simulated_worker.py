@@ -56,12 +56,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 HANDLING_US = 200  # of a micro-batch that is loaded, or a boundary tensor that is sent: no plan counts it
 LOOK_US = 1 * MILLISECOND  # between two looks at the logs
-LOGGED_US = 1000 * MILLISECOND  # a record's wait before it is taken for lost
+LOGGED_US = 10_000 * MILLISECOND  # a record's wait before it is taken for lost: whoever writes it may be stopped
 READING_US = 5 * MILLISECOND  # a stage's share of a checkpoint
 PART_US = 100 * MILLISECOND  # of what takes long
 RESEND_US = 1500 * MILLISECOND  # a datum's wait before its receiver says that it misses it
 DEADLINES = Deadlines(
-    progress_timeout_s=1.0, busy_timeout_s=4.0, last_worker_timeout_s=8.0, idle_timeout_s=20.0, regroup_timeout_s=30.0
+    progress_timeout_s=1.0,
+    busy_timeout_s=4.0,
+    last_worker_timeout_s=8.0,
+    idle_timeout_s=20.0,
+    regroup_timeout_s=30.0,
+    wait_timeout_s=35.0,
 )
 
 
@@ -377,6 +382,9 @@ class SimulatedMachine:
         """Yields the microseconds that ``instruction`` takes; for ever on a stuck worker."""
         if instruction.op in (Op.REDUCE, Op.TIE, Op.VALIDATE):
             return
+        if self.control_view.outside:
+            self.cluster.replayed.append((self.seat, instruction))
+            self.reach("before", self.seat, instruction)
         handling = HANDLING_US if instruction.op in SENDS or instruction.op is Op.LOAD else 0
         for heavy in self.cluster.scenario.heavy:
             if (heavy.step, heavy.stage, heavy.op, heavy.micro_batch) == (
@@ -417,8 +425,13 @@ class SimulatedMachine:
         """Makes what ``instruction`` provides, in exact numbers, and tells the watcher."""
         if self.shared.applies is not None:
             return self.shared.follow(instruction.step)
-        if self.control_view.outside:  # it replays
-            return self.numbers.compute(instruction, have, boundary_only)
+        if self.control_view.outside:  # it replays, so far only here, where nobody waits for it
+            made = self.numbers.compute(instruction, have, boundary_only)
+            if instruction.op is Op.STEP:
+                (weight,) = made.values()
+                self.cluster.watcher.replayed(self, instruction.step, weight)
+            self.reach("after", self.seat, instruction)
+            return made
         if instruction.op is Op.STEP:
             norm = have.get(Datum("norm", self.seat.stage, None, instruction.step))
             clipped_by = norm if norm is not None and over(norm, self.cluster.scenario.clip) else None

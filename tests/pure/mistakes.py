@@ -470,7 +470,7 @@ def not_void(monkeypatch) -> None:
     monkeypatch.setattr(Worker, "discard_after", lambda self, after, valid_from: None)
 
 
-@mistake("a late tensor computed with rejected weights counts", seen=6)
+@mistake("a late tensor computed with rejected weights counts", seen=16)
 def late_counts(monkeypatch) -> None:
     changed(
         monkeypatch,
@@ -548,7 +548,7 @@ def sums_from_inputs(monkeypatch) -> None:
 # --- the store, and lowering ----------------------------------------------------------------------------
 
 
-@mistake("what is begun of the next step goes with a commit", seen=6)
+@mistake("what is begun of the next step goes with a commit", seen=1)
 def committed_too_far(monkeypatch) -> None:
     changed(
         monkeypatch,
@@ -593,7 +593,7 @@ def both_weights(monkeypatch) -> None:
     changed(monkeypatch, StepStore, "undo", undo)
 
 
-@mistake("of what follows a rejected step, only what is behind the next one is void", seen=6)
+@mistake("of what follows a rejected step, only what is behind the next one is void", seen=9)
 def void_nothing_later(monkeypatch) -> None:
     changed(
         monkeypatch,

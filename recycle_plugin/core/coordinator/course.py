@@ -188,7 +188,6 @@ class Course:
             self.places.rewind()
         committed, norm, rejected = self.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)
         self.regrouping.agreed(generation)
-        self.logs.resume(committed, held)
         self.places.agree(reports, self.committed, self.attendance.batch)
         if committed > self.committed:
             self._commit(committed, now, out)
@@ -196,6 +195,7 @@ class Course:
         returns.come_in_force(self, out)
         self.attendance.failure_detector.regrouped()
         self.steps.resume(self.roster.workers, committed)
+        self.logs.resume(committed, held, self.roster.workers)
         places = {str(replica): place for replica, place in self.places.known(reports).items()}
         ended, unfilled = ended_iterators(reports), self.places.unfilled(reports, committed)
         if unfilled:
@@ -593,7 +593,7 @@ class Course:
 
     def _after_loss(self, member: Member, now: float, out: CoordinatorOutput) -> None:
         """Goes on after the loss of ``member`` and of whoever was given up with it, or ends."""
-        self.logs.lost(member, self.committed)
+        self.logs.lost(member)
         if self.ending.finishing:
             self._await_without(member, False, now, out)
         elif self._empty_stage():

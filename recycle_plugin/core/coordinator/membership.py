@@ -413,7 +413,8 @@ class Membership:
             out.tell(WORKERS, message)
 
     def _log_broken(self, message: LogBroken, out: CoordinatorOutput) -> None:
-        member = self.roster.member(message.worker)
+        newcomer = self.course.joining.get(message.worker)
+        member = self.roster.member(message.worker) if newcomer is None else newcomer.member
         if member is not None:
             self.course.logs.broken(message, member.seat.stage)
         out.say(

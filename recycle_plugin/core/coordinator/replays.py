@@ -32,6 +32,10 @@ from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 if TYPE_CHECKING:
     from recycle_plugin.core.coordinator.course import Course
 
+ITERATORS = (
+    "its data comes from plain iterators, and which of their batches belong to the step that is under way nobody else "
+    "knows yet; engine.set_data_source() has no such limit"
+)
 UNCOMPARED = "its stage's last worker was lost before their states were compared"
 
 
@@ -72,24 +76,33 @@ class Logs:
         """Takes in how much of a worker's log is on its disk."""
         self._written[message.worker] = message.step
 
-    def lost(self, member: Member, committed: int) -> None:
+    def lost(self, member: Member) -> None:
         """Takes in that a worker is lost, and with it what it had not on its disk yet."""
-        worker, written = member.worker, self._written.pop(member.worker, committed)
-        if self.kept:
+        worker, written = member.worker, self._written.pop(member.worker, None)
+        if self.kept and written is not None:
+            written = max(written, self._durable.step) if self._durable is not None else written
             why = "it was lost, and only what was before that was surely on its disk"
             self.broken(LogBroken(worker.rank, written + 1, why, incarnation=worker.incarnation), member.seat.stage)
 
-    def replayed(self, stage: int, committed: int) -> None:
-        """Takes in that ``stage`` was replayed up to step ``committed``: all that it had sent is logged anew."""
+    def replayed(self, by: Member, committed: int) -> None:
+        """Takes in that the stage of ``by`` was replayed up to step ``committed``: all that it had sent is logged anew,
+        but what ``by`` says that it could not.
+        """
+        stage = by.seat.stage
         self._broken = {
-            worker: (replace(each, step=max(each.step, committed + 1)), its) if its == stage else (each, its)
+            worker: (replace(each, step=max(each.step, committed + 1)), its)
+            if its == stage and worker != by.worker
+            else (each, its)
             for worker, (each, its) in self._broken.items()
         }
 
-    def resume(self, committed: int, held: Mapping[str, Mapping[str, str]]) -> None:
-        """Takes in that all go on behind ``committed`` with what they have ``held``.  What is missing of later steps is
-        made again, and logged by who does so, unless somebody of the stage has its sum already.
+    def resume(self, committed: int, held: Mapping[str, Mapping[str, str]], workers: Collection[WorkerId]) -> None:
+        """Takes in that ``workers`` go on behind ``committed`` with what they have ``held``.  What is missing of later
+        steps is made again, and logged by who does so, unless somebody of the stage has its sum already.
+
+        Who is new among them has nothing to log of earlier steps, or has said so.
         """
+        self._written = dict.fromkeys(workers, committed) | self._written
 
         def made_again(each: LogBroken, stage: int) -> bool:
             sums = {f"reduced {stage}@{step}" for step in range(each.step, committed + 3)}
@@ -163,6 +176,8 @@ def why_not(course: Course, empty: tuple[int, ...]) -> str:
         return "the job is about to end"
     if course.roster.shards > 1:
         return "its seats are held by several processes each, whose logs can't be replayed yet"
+    if {0, course.job.stages - 1}.intersection(empty) and course.places.known():
+        return ITERATORS
     if course.job.rejoin == "never" and not course.vacancies.has_spares:
         return "recycle.rejoin is never, and no spare waits"
     return course.logs.why_not(course.committed, empty)
@@ -195,7 +210,7 @@ def progress(course: Course, message: Replaying, now: float, out: CoordinatorOut
 def replayed(course: Course, newcomer: Newcomer, message: CaughtUp, now: float, out: CoordinatorOutput) -> None:
     """Takes in that a newcomer has its stage's state; once all stages have somebody, all go on."""
     newcomer.phase = Phase.REPLAYED
-    course.logs.replayed(newcomer.stage, course.committed)
+    course.logs.replayed(newcomer.member, course.committed)
     begun = course.logs.checkpoint.step
     out.say(
         "replayed",
@@ -233,6 +248,8 @@ def _let_in(course: Course, now: float, out: CoordinatorOutput) -> None:
 
 def gone(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
     """Takes in that a newcomer has gone which was to replay its stage, or had: another one of that stage does so."""
+    if course.ending.failed:
+        return
     if newcomer.phase is Phase.REPLAYED:
         course.attendance.roster = course.roster.without({newcomer.member.worker})
         course.go_on_without_stage(now, out)
@@ -251,11 +268,19 @@ def unreplayable(course: Course, message: Unreplayable, out: CoordinatorOutput) 
 
 
 def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
-    """Ends the job where nothing has been heard for too long of a stage that is to be replayed."""
+    """Ends the job where nothing has been heard for too long of a stage that is to be replayed, or where nobody comes
+    any more who could do so, since the job is about to end.
+    """
     since, job = course.logs.waits_since, course.job
-    if since is None or job is None or now - since <= job.deadlines.wait_timeout_s:
+    if since is None or job is None:
         return
     empty = course.attendance.view(course.roster).empty_stages()
+    at_work = {each.stage for each in course.joining if each.phase in (Phase.REPLAYING, Phase.REPLAYED)}
+    if course.is_ending and not at_work.issuperset(empty):
+        course.go_on_without_stage(now, out)
+        return
+    if now - since <= job.deadlines.wait_timeout_s:
+        return
     course.end(
         f"stage {', '.join(map(str, empty))} has no live worker left, and nothing was heard for "
         f"{job.deadlines.wait_timeout_s:.0f} s of who was to replay it. {course.ending.safe_point}",

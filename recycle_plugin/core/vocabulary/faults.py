@@ -20,6 +20,7 @@ POINTS = (
     "recovery.report",
     "recovery.resume",
     "recovery.undone",
+    "recovery.parked",
     "step.end",
     "checkpoint.start",
     "checkpoint.file",

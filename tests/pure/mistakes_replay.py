@@ -1,0 +1,154 @@
+"""Mistakes about stages that are replayed from logs, as tests/pure/mistakes.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from recycle_plugin.core.coordinator import replays
+from recycle_plugin.core.coordinator.attendance import Attendance
+from recycle_plugin.core.coordinator.replays import Logs
+from recycle_plugin.core.coordinator.step_ledger import StepLedger
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.core.worker.newcomer import Newcomer
+from recycle_plugin.core.worker.replay import StageReplay
+from recycle_plugin.core.worker.step_log import CountsFrom
+from recycle_plugin.core.worker.worker import Worker
+from recycle_plugin.simulator.script import SimulatedFiles
+from recycle_plugin.simulator.simulated_log import SimulatedLogs
+from recycle_plugin.simulator.simulated_worker import SimulatedMachine
+from tests.pure.mistakes import changed, mistake
+
+
+@mistake("what was made in a rejected attempt is replayed", seen=448)
+def rejected(monkeypatch) -> None:
+    monkeypatch.setattr(CountsFrom, "of", lambda self, step: 0)
+
+
+@mistake("a log goes at a checkpoint that is not durable", seen=6)
+def not_durable(monkeypatch) -> None:
+    def write(self, before, number):
+        if self.machine.cluster.scenario.logs:
+            self.machine.cluster.logs[-1].checkpointed(self.step)
+        return (yield from before(self, number))
+
+    changed(monkeypatch, SimulatedFiles, "write", write)
+
+
+@mistake("a stage's own sum is taken for that over the tie", seen=61)
+def untied(monkeypatch) -> None:
+    def take(self, logs, record):
+        yield from ()
+        own = self._store[Datum("reduced", self._stage, None, record.step)]
+        self._store.put(Datum("tied", self._stage, None, record.step), own)
+
+    monkeypatch.setattr(StageReplay, "_take_tied", take)
+
+
+@mistake("steps are replayed without regard to their norm", seen=6)
+def without_norm(monkeypatch) -> None:
+    def record(self, before, step):
+        found = before(self, step)
+        return found and replace(found, norm=None)
+
+    changed(monkeypatch, SimulatedLogs, "record", record)
+
+
+@mistake("a step is replayed twice", seen=6)
+def twice(monkeypatch) -> None:
+    def step(self, before, logs, record):
+        yield from before(self, logs, record)
+        if record.step == 2:
+            after = self._store[Datum("params", self._stage, None, 3)]
+            self._steps.stepped = self._steps.committed = 1
+            self._store.rewind(1, self._store.valid_from)
+            self._store.put(Datum("params", self._stage, None, 2), after)
+            yield from before(self, logs, record)
+
+    changed(monkeypatch, StageReplay, "_step", step)
+
+
+@mistake("a step is not replayed", seen=6)
+def too_few(monkeypatch) -> None:
+    def step(self, before, logs, record):
+        as_before = self._store[Datum("params", self._stage, None, record.step)]
+        yield from before(self, logs, record)
+        if record.step == 2:
+            self._store.put(Datum("params", self._stage, None, 3), as_before)
+
+    changed(monkeypatch, StageReplay, "_step", step)
+
+
+@mistake("who has replayed its stage takes what was computed with rejected weights", seen=347)
+def valid_from(monkeypatch) -> None:
+    changed(monkeypatch, StageReplay, "run", lambda self, before, replay: before(self, replace(replay, valid_from=0)))
+
+
+@mistake("who comes into the middle of a step is not told what all were told of it", seen=147)
+def not_told(monkeypatch) -> None:
+    monkeypatch.setattr(StepLedger, "tell_again", lambda self, worker, out: None)
+
+
+@mistake("what a failure has made again is not logged", seen=1384)
+def not_kept(monkeypatch) -> None:
+    monkeypatch.setattr(Worker, "_keep", lambda self, instruction, log: None)
+
+
+@mistake("a stage is let in before all empty stages have somebody", seen=27)
+def let_in(monkeypatch) -> None:
+    before = replays._let_in
+
+    def at_once(*given):
+        with pytest.MonkeyPatch.context() as for_now:
+            for_now.setattr(Attendance, "view", lambda self, roster: NothingEmpty())
+            before(*given)
+
+    class NothingEmpty(ClusterView):
+        def __init__(self) -> None:
+            pass
+
+        def empty_stages(self) -> tuple[int, ...]:
+            return ()
+
+    monkeypatch.setattr(replays, "_let_in", at_once)
+
+
+@mistake("what an optimizer keeps is not restored", seen=61)
+def moments(monkeypatch) -> None:
+    def restore(self, before, replay):
+        size = yield from before(self, replay)
+        self.numbers.moments = dict.fromkeys(self.numbers.moments, 0)
+        return size
+
+    changed(monkeypatch, SimulatedMachine, "restore", restore)
+
+
+@mistake("what a lost worker had not on its disk is taken to be there", seen=333)
+def tail(monkeypatch) -> None:
+    monkeypatch.setattr(Logs, "lost", lambda self, member: None)
+
+
+@mistake("nobody hears that a log has broken off", seen=1275)
+def broken_off(monkeypatch) -> None:
+    monkeypatch.setattr(Logs, "broken", lambda self, message, stage: None)
+
+
+@mistake("who has replayed its stage does not go to where the others wait", seen=129)
+def elsewhere(monkeypatch) -> None:
+    def meets(self, place):
+        yield from ()
+        return False
+
+    monkeypatch.setattr(Newcomer, "meets", meets)
+
+
+@mistake("who has replayed its stage waits where the others have been", seen=147)
+def has_been(monkeypatch) -> None:
+    changed(
+        monkeypatch,
+        Newcomer,
+        "_run_replay",
+        lambda self, before, replay: before(self, replace(replay, passed=())),
+    )

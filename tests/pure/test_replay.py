@@ -1,0 +1,518 @@
+"""Stages that nobody holds: which way their loss goes, what is known of logs, and what a replay reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from recycle_plugin.core.coordinator.joining import Phase
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
+from recycle_plugin.core.coordinator.replays import Logs
+from recycle_plugin.core.messages.protocol import (
+    CatchUp,
+    CaughtUp,
+    Durable,
+    End,
+    Exited,
+    Generation,
+    LogBroken,
+    Logged,
+    Ready,
+    Replay,
+    Replaying,
+    Resume,
+    SurvivorReport,
+    Terminate,
+    Unreplayable,
+)
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.dataflow import Datum, provides
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.iterator_draws import Place
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.replay import CantReplay, StageReplay
+from recycle_plugin.core.worker.step_log import StepLog, StepRecord
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.simulator import campaign
+from recycle_plugin.simulator.scenario import MILLISECOND, Trouble
+from tests.support.membership import agree, job, member, said, started, step
+
+LIMIT_S = 100.0  # of tests/support/membership: wait_timeout_s
+LEFT, BACK = (0, 1), WorkerId(2, 1)  # stage 0; who comes back to stage 1, whose ranks are 2 and 3
+
+
+def logging(durable: bool = True, **more: Any) -> Membership:
+    """2 x 2 that logs, with a checkpoint of step 1, and two steps committed that are on all disks."""
+    membership = started(**({"log": True, "rejoin": "always"} | more))
+    for rank in range(4):
+        membership.identify(WorkerId(rank))
+    for number in (1, 2):
+        step(membership, 0, number)
+        for rank in range(4):
+            membership.receive(Logged(rank, number), 0.0)
+        if durable and number == 1:
+            membership.receive(Durable(0, 1, "a folder"), 0.0)
+    return membership
+
+
+def lose(membership: Membership, *ranks: int, now: float = 1.0) -> CoordinatorOutput:
+    """They die; what is said at the last one's death."""
+    for rank in ranks:
+        out = membership.receive(Exited(rank, -9, now), now)
+    return out
+
+
+def decisions(out: CoordinatorOutput) -> list[Event]:
+    return [event for event in out.events if event.kind == "recovery"]
+
+
+def come(membership: Membership, worker: WorkerId = BACK, **more: Any) -> CoordinatorOutput:
+    """The next process of a rank comes, and asks for its stage's state."""
+    membership.identify(worker)
+    membership.greet(worker, "h")
+    asks = job(**({"log": True, "rejoin": "always"} | more))
+    seated = replace(member(worker.rank, replicas=asks.replicas), incarnation=worker.incarnation)
+    ready = Ready(seated, 0, asks)
+    membership.receive(ready, 1.0)
+    return membership.receive(CatchUp(worker.rank, incarnation=worker.incarnation), 1.0)
+
+
+def has_replayed(membership: Membership, worker: WorkerId = BACK) -> CoordinatorOutput:
+    return membership.receive(CaughtUp(worker.rank, 2, 9, 0, incarnation=worker.incarnation), 1.0)
+
+
+# --- which way a loss goes ----------------------------------------------------------------------------
+
+
+def test_a_stage_that_nobody_holds_is_replayed_and_the_others_wait():
+    membership = logging()
+    (decision,) = decisions(lose(membership, 2, 3))
+    assert decision.details == {"way": "replay", "stages": [1], "steps": 1, "checkpoint": 1}
+    assert membership.ended is None and "1 step behind the checkpoint of step 1" in decision.text
+    (replay,) = said(come(membership), Replay)
+    assert (replay.step, replay.path, replay.committed, replay.stages) == (1, "a folder", 2, (1,))
+    out = has_replayed(membership)
+    (generation,) = said(out, Generation)
+    assert not generation.roster.holding(Seat(0, 1)).joining
+    assert [event.details["steps"] for event in out.events if event.kind == "replayed"] == [1]
+    number = generation.number
+    membership.receive(SurvivorReport(2, number, 2, "plan", {"params": "of rank 2"}, incarnation=1), 1.0)
+    assert [each.committed for each in said(agree(membership, number, dict.fromkeys(LEFT, 2)), Resume)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    (
+        ({"durable": False}, "no checkpoint that a stage could be replayed from is durable yet"),
+        ({"rejoin": "never"}, "recycle.rejoin is never, and no spare waits"),
+    ),
+)
+def test_a_stage_that_can_t_be_replayed_ends_the_job_and_says_why(given, why):
+    membership = logging(**given)
+    (decision,) = decisions(lose(membership, 2, 3))
+    assert decision.details == {"way": "end", "stages": [1], "why": why}
+    assert membership.ended.failed and "stage 1 has no live worker left" in membership.ended.reason
+
+
+def test_a_job_that_does_not_log_decides_nothing():
+    membership = logging(log=False)
+    assert not decisions(lose(membership, 2, 3)) and membership.ended.failed
+
+
+def test_a_spare_may_replay_where_nobody_is_started_again():
+    membership = logging(rejoin="never")
+    membership.course.vacancies.join(7, "elsewhere", True, (), False, 0.0, CoordinatorOutput())
+    assert membership.course.vacancies.has_spares
+    membership.receive(Exited(2, -9, 1.0), 1.0)  # it takes this seat
+    assert not membership.course.vacancies.has_spares
+    membership.course.vacancies.join(8, "elsewhere", True, (), False, 0.0, CoordinatorOutput())
+    assert [each.details["way"] for each in decisions(lose(membership, 3))] == ["replay"]
+
+
+def test_where_nobody_is_left_there_is_nobody_to_wait():
+    membership = logging()
+    (decision,) = decisions(lose(membership, 2, 3, 0, 1))
+    assert decision.details["way"] == "end" and decision.details["why"] == "nobody is left"
+
+
+@pytest.mark.parametrize(("broken", "way"), ((2, "end"), (3, "replay")))
+def test_a_log_that_has_broken_off_matters_up_to_the_last_committed_step(broken, way):
+    membership = logging()
+    membership.receive(LogBroken(0, broken, "disk full"), 0.0)
+    (decision,) = decisions(lose(membership, 2, 3))
+    assert decision.details["way"] == way
+    assert way == "replay" or decision.details["why"] == "the log of rank 0 lacks something of step 2: disk full"
+
+
+def test_a_checkpoint_makes_up_for_a_log_that_had_broken_off():
+    membership = logging()
+    membership.receive(LogBroken(0, 2, "disk full"), 0.0)
+    assert said(membership.receive(Durable(1, 2, "another"), 0.0), Durable)
+    (decision,) = decisions(lose(membership, 2, 3))
+    assert decision.details["way"] == "replay" and decision.details["checkpoint"] == 2
+
+
+def test_a_planned_end_leaves_nobody_waiting_for_a_stage_that_nobody_replays():
+    membership = logging()
+    lose(membership, 2, 3)
+    membership.receive(Terminate(0, "SIGTERM"), 1.0)
+    (decision,) = decisions(membership.tick(1.1))
+    assert decision.details["why"] == "the job is about to end" and membership.ended.failed
+
+
+def test_a_planned_end_waits_for_who_replays_already():
+    membership = logging()
+    lose(membership, 2, 3)
+    come(membership)
+    membership.receive(Terminate(0, "SIGTERM"), 1.0)
+    assert not decisions(membership.tick(1.1)) and not membership.ended.failed
+    assert said(has_replayed(membership), Generation)
+
+
+def test_the_deadline_is_for_the_next_word_of_who_replays():
+    membership = logging()
+    lose(membership, 2, 3)
+    come(membership)
+    membership.receive(Replaying(2, 2, incarnation=1), 1.0 + LIMIT_S)
+    membership.tick(1.0 + 2 * LIMIT_S)
+    assert membership.ended is None
+    membership.tick(2.0 + 2 * LIMIT_S)
+    assert f"nothing was heard for {LIMIT_S:.0f} s of who was to replay it" in membership.ended.reason
+
+
+def test_who_can_t_replay_ends_the_job_with_its_reason():
+    membership = logging()
+    lose(membership, 2, 3)
+    come(membership)
+    out = membership.receive(Unreplayable(2, "the record of step 2 is in no log", incarnation=1), 1.0)
+    (decision,) = decisions(out)
+    assert decision.details == {"way": "end", "stages": [1], "why": "the record of step 2 is in no log"}
+    assert said(out, End)[0].failed
+
+
+def test_the_second_newcomer_of_a_stage_waits_and_replays_where_the_first_has_gone():
+    membership = logging()
+    lose(membership, 2, 3)
+    assert said(come(membership), Replay)
+    assert not said(come(membership, WorkerId(3, 1)), Replay)
+    assert membership.course.joining.get(WorkerId(3, 1)).phase is Phase.WAITING
+    out = membership.receive(Exited(2, -9, 1.0, incarnation=1), 1.0)
+    assert [whom for whom, each in out.messages if isinstance(each, Replay)] == [WorkerId(3, 1)]
+
+
+LINE = {"replicas": 1, "stages": 4}
+
+
+def test_an_end_that_read_a_plain_iterator_is_not_replayed():
+    """Which of its batches belong to the step that is under way nobody else knows."""
+    membership = logging()
+    membership.course.places.known = lambda: {0: Place(1, 4)}
+    (decision,) = decisions(lose(membership, 2, 3))
+    assert decision.details["way"] == "end" and "plain iterators" in decision.details["why"]
+
+
+def test_nobody_is_let_in_before_all_empty_stages_have_somebody():
+    membership = started(**LINE, log=True, rejoin="always")
+    for rank in range(4):
+        membership.identify(WorkerId(rank))
+    membership.receive(Durable(0, 0, "a folder"), 0.0)
+    (decision,) = decisions(lose(membership, 1, 2))
+    assert decision.details["stages"] == [1, 2]
+    first, second = WorkerId(1, 1), WorkerId(2, 1)
+    (replay,) = said(come(membership, first, **LINE), Replay)
+    assert replay.stages == (1, 2)
+    assert not said(has_replayed(membership, first), Generation)
+    come(membership, second, **LINE)
+    (generation,) = said(has_replayed(membership, second), Generation)
+    assert {first, second} < generation.roster.workers
+
+
+def test_who_has_gone_after_its_replay_is_not_let_in():
+    membership = started(**LINE, log=True, rejoin="always")
+    for rank in range(4):
+        membership.identify(WorkerId(rank))
+    membership.receive(Durable(0, 0, "a folder"), 0.0)
+    lose(membership, 1, 2)
+    first, second = WorkerId(1, 1), WorkerId(2, 1)
+    come(membership, first, **LINE)
+    has_replayed(membership, first)
+    membership.receive(Exited(1, -9, 1.0, incarnation=1), 1.0)
+    come(membership, second, **LINE)
+    assert not said(has_replayed(membership, second), Generation), "stage 1 is empty again"
+
+
+# --- what is known of logs ----------------------------------------------------------------------------
+
+
+def logs(durable: int = 0) -> Logs:
+    """Of four workers, whose job has gone on behind ``durable``, the step of a checkpoint."""
+    known = Logs(kept=True)
+    known.durable(Durable(0, durable, "a folder"))
+    known.resume(durable, {}, [WorkerId(rank) for rank in range(4)])
+    return known
+
+
+def test_of_a_worker_that_was_lost_before_its_first_word_nothing_is_on_the_disk():
+    known = logs()
+    known.lost(member(0))
+    assert "lacks something of step 1" in known.why_not(3, (1,)) and not known.why_not(0, (1,))
+
+
+def test_what_a_checkpoint_has_is_not_missing_in_a_log():
+    known = logs()
+    known.heard(Logged(0, 2))
+    known.durable(Durable(0, 5, "another"))
+    known.lost(member(0))
+    assert not known.why_not(5, (1,)) and "lacks something of step 6" in known.why_not(6, (1,))
+
+
+def test_only_neighbours_have_sent_what_a_replay_needs():
+    known = logs()
+    known.broken(LogBroken(0, 1, "disk full"), stage=3)
+    assert not known.why_not(4, (0, 1)) and known.why_not(4, (2,)) and known.why_not(4, (1, 2))
+    assert not known.why_not(4, (2, 3)), "what they have sent to each other is made again"
+
+
+def test_a_replay_logs_anew_what_its_stage_had_sent():
+    known = logs()
+    known.lost(member(2))  # of stage 1
+    assert known.why_not(3, (0,))
+    known.replayed(replace(member(3), incarnation=1), 3)
+    assert not known.why_not(3, (0,))
+
+
+def test_a_replay_whose_log_has_broken_off_logs_nothing_anew():
+    membership = logging()
+    lose(membership, 2, 3)
+    come(membership)
+    membership.receive(LogBroken(2, 2, "disk full", incarnation=1), 1.0)
+    has_replayed(membership)
+    assert "the log of rank 2 lacks something of step 2" in membership.course.logs.why_not(2, (0,))
+
+
+@pytest.mark.parametrize("held", ({}, {"0.0": {"reduced 0@3": "", "params": ""}}), ids=("made again", "summed"))
+def test_what_was_lost_of_a_step_that_is_finished_by_lineage_is_made_again(held):
+    known = logs()
+    known.heard(Logged(0, 2))
+    known.lost(member(0))
+    known.resume(2, held, [WorkerId(rank) for rank in range(1, 4)])
+    assert bool(known.why_not(3, (1,))) == bool(held)
+
+
+# --- what a worker logs -------------------------------------------------------------------------------
+
+
+class Kept:
+    """A log that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *given: self.calls.append((name, *given))
+
+
+def act(number: int, stage: int = 0) -> Datum:
+    return Datum("act", stage, MicroBatch(0, 0), number)
+
+
+def test_a_datum_is_kept_once_for_each_attempt_that_it_is_valid_in():
+    kept = Kept()
+    log = StepLog(kept, boundaries=[0])
+    for valid_from in (0, 0, 3, 3):
+        log.keep(act(1), "a value", valid_from)
+    log.keep(act(1, stage=1), "behind a boundary that is not logged", 0)
+    assert kept.calls == [("keep", act(1), "a value", 0), ("keep", act(1), "a value", 3)]
+
+
+def test_nothing_is_kept_of_committed_steps():
+    kept = Kept()
+    log = StepLog(kept, boundaries=[0])
+    log.begin(4)
+    log.keep(act(4), "a value", 0)
+    assert kept.calls == []
+
+
+def test_the_record_of_a_step_says_from_which_generation_on_its_data_counts():
+    kept = Kept()
+    log = StepLog(kept, boundaries=[0])
+    log.applied(1, None)
+    log.rejected(1, 5)  # what was made of step 2 with the weights after step 1
+    log.applied(2, 7.0)
+    log.commit(2, 5)
+    assert kept.calls == [
+        ("mark", 1),
+        ("void", 1, 5),
+        ("mark", 2),
+        ("commit", StepRecord(1, None, 0, 5)),
+        ("commit", StepRecord(2, 7.0, 5, 5)),
+    ]
+
+
+def test_who_has_replayed_a_step_says_of_it_what_its_record_did():
+    kept = Kept()
+    log = StepLog(kept, boundaries=[0])
+    log.applied(1, None)
+    log.commit(1, 6, counts_from=4)
+    assert kept.calls[-1] == ("commit", StepRecord(1, None, 4, 6))
+
+
+# --- a replay -----------------------------------------------------------------------------------------
+
+
+class Machine:
+    """A machine whose numbers are the instructions that have made them, and what others log is their name."""
+
+    def __init__(self, missing: Datum | None = None) -> None:
+        self.control_view, self.sent = ControlView(2, 1), []
+        self.waited: list[tuple[str, bool]] = []
+        self.kept, self._missing = Kept(), missing
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+    def wait_logged(self, what: str, ready: Callable[[], Any], made: bool) -> Iterator[Any]:
+        yield from ()
+        self.waited.append((what, made))
+        if (value := ready()) is None:
+            raise CantReplay(f"{what} is in no log")
+        return value
+
+    def restore(self, replay: Replay) -> Iterator[int]:
+        yield from ()
+        return 7
+
+    def logs(self) -> Machine:
+        return self
+
+    def record(self, number: int) -> StepRecord:
+        return StepRecord(number, norm=2.0 if number == 2 else None, counts_from=0, valid_from=number)
+
+    def get(self, datum: Datum) -> str | None:
+        return None if datum == self._missing else f"logged {datum}"
+
+    def spend(self, instruction: Instruction) -> Iterator[Any]:
+        yield from ()
+
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
+        return dict.fromkeys(provides(instruction), str(instruction))
+
+    def add_up_alone(self, instruction: Instruction, have: StepStore) -> str:
+        return f"sum of {len(have.of('wgrad', instruction.step))}"
+
+
+def replayed(machine: Machine, **more: Any) -> tuple[StageReplay, StepStore]:
+    """Stage 1 of 3, two micro-batches, from behind step 0 up to step 2."""
+    store = StepStore(Seat(0, 1), 3, False)
+    store.put(Datum("params", 1, None, 1), "restored")
+    replay = StageReplay(machine, store, StepMachine(0), Topology(1, 3, 2), True, StepLog(machine.kept, [0, 1]))
+    for _ in replay.run(Replay(0, "a folder", 2, **({"stages": (1,)} | more))):
+        pass
+    return replay, store
+
+
+def test_a_replay_is_the_stage_s_own_work_on_what_the_others_have_logged():
+    machine = Machine()
+    replay, store = replayed(machine)
+    assert replay.clock == 2 and store[Datum("params", 1, None, 3)] == "1STEP@2"
+    assert machine.waited == [
+        (what, True)
+        for number in (1, 2)
+        for what in (
+            f"the record of step {number}",
+            *(
+                f"{kind} of stage {stage}, micro-batch 0.{index}, step {number}"
+                for index in (0, 1)
+                for kind, stage in (("act", 0), ("grad", 2))
+            ),
+        )
+    ]
+    assert machine.sent == [Replaying(2, 1), Replaying(2, 2), CaughtUp(2, 2, 7, 0)]
+
+
+def test_what_a_replay_would_have_sent_is_logged_anew():
+    machine = Machine()
+    replayed(machine)
+    kept = [(each[1].kind, each[1].step) for each in machine.kept.calls if each[0] == "keep"]
+    assert kept == [(kind, number) for number in (1, 2) for _ in (0, 1) for kind in ("act", "grad")]
+    commits = [record for name, record in ((each[0], each[-1]) for each in machine.kept.calls) if name == "commit"]
+    assert [(each.step, each.norm) for each in commits] == [(1, None), (2, 2.0)]
+    assert machine.kept.calls[-1] == ("flush",)
+
+
+def test_a_batch_may_be_read_of_the_other_end_that_has_drawn_it():
+    lost = Datum("drawn", 0, MicroBatch(0, 1), 1)
+    store = StepStore(Seat(0, 0), 3, False)
+    store.reads_iterator = True
+    store.put(Datum("params", 0, None, 1), "restored")
+    machine = Machine(missing=lost)
+    replay = StageReplay(machine, store, StepMachine(0), Topology(1, 3, 2), True, StepLog(machine.kept, [0, 1]))
+    for _ in replay.run(Replay(0, "a folder", 1, (0,))):
+        pass
+    anew = [each[2] for each in machine.kept.calls if each[0] == "keep" and each[1] == lost]
+    assert anew == ["logged drawn of stage 2, micro-batch 0.1, step 1"]
+
+
+def test_what_another_stage_makes_meanwhile_may_take_its_time():
+    machine = Machine()
+    replayed(machine, stages=(1, 2))
+    assert {made for what, made in machine.waited if "grad of stage 2" in what} == {False}
+    assert {made for what, made in machine.waited if "grad of stage 2" not in what} == {True}
+
+
+def test_a_replay_takes_over_from_which_generation_on_data_is_valid():
+    assert replayed(Machine(), valid_from=9)[1].valid_from == 9
+    assert replayed(Machine(), valid_from=1)[1].valid_from == 2, "that of the last step's record"
+
+
+def test_what_is_in_no_log_is_named():
+    with pytest.raises(CantReplay, match="^act of stage 0, micro-batch 0.1, step 2 is in no log$"):
+        replayed(Machine(missing=Datum("act", 0, MicroBatch(0, 1), 2)))
+
+
+# --- in virtual time ----------------------------------------------------------------------------------
+
+
+def test_damage_ends_the_job_and_is_named():
+    outcome = campaign.run("x", replace(campaign.REPLAY.job, log_damaged_share=1.0))
+    assert not outcome.violations
+    assert any(
+        "recovery: stage 1 can't be replayed: the record of step 2 is in no log" in line for line in outcome.story
+    )
+
+
+def two_neighbours() -> Any:
+    """Stage 1 is lost, and takes the last steps of its log with it; then stage 0, which is replayed by what the replay
+    of stage 1 has logged.
+    """
+    troubles = (Trouble("kill", 500 * MILLISECOND, (Seat(0, 1),)), Trouble("kill", 2_500 * MILLISECOND, (Seat(0, 0),)))
+    return replace(campaign.REPLAY.job, faults=(), steps=20, troubles=troubles, log_lag_us=300 * MILLISECOND)
+
+
+def test_two_neighbours_are_lost_one_after_the_other_between_two_checkpoints(monkeypatch):
+    outcome = campaign.run("x", two_neighbours())
+    assert not outcome.violations and len([line for line in outcome.story if " replayed: " in line]) == 2
+    monkeypatch.setattr(StageReplay, "_keep", lambda self, instruction: None)
+    assert any("is in no log" in text for text in campaign.run("x", two_neighbours()).violations)
+
+
+def test_a_disk_that_is_full_matters_until_the_next_checkpoint():
+    given = replace(campaign.REPLAY.job, log_full=((2, "0.0"),))
+    assert any("lacks something of step 2: its disk is full" in line for line in campaign.run("x", given).story)
+    saved = campaign.run("x", replace(given, between=((1, "save"), (3, "save"))))
+    assert not saved.violations and any(" replayed: " in line for line in saved.story)
+
+
+def test_a_worker_that_is_killed_while_it_waits_for_a_replay_is_replayed_too():
+    given = campaign.REPLAY.one("kill 0.2 at recovery.parked")
+    assert given.faults[-1] == Fault("kill", Seat(0, 2), "at", "recovery.parked")
+    outcome = campaign.run("x", given)
+    assert not outcome.violations and any("stage 1, 2 has nobody left" in line for line in outcome.story)
