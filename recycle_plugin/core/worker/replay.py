@@ -98,7 +98,7 @@ class StageReplay:
         logs, rank = self._machine.logs(), self._machine.control_view.rank
         for step in range(replay.step + 1, replay.committed + 1):
             what = f"the record of step {step}"
-            record = yield from self._machine.wait_logged(what, partial(logs.record, step), True)
+            record = yield from self._wait(logs, what, partial(logs.record, step), True)
             yield from self._step(logs, record)
             self._machine.send(Replaying(rank, step))
         self._store.valid_from = max(self._store.valid_from, replay.valid_from)
@@ -130,6 +130,14 @@ class StageReplay:
         self._log.commit(step, record.valid_from, record.counts_from)
         store.commit(step)
 
+    def _wait(self, logs: LogReader, what: str, look: Callable[[], T | None], made: bool) -> Waits[T]:
+        """What ``look()`` finds in the logs, as soon as that is there; see ReplayingMachine.wait_logged."""
+        try:
+            return (yield from self._machine.wait_logged(what, look, made))
+        except CantReplay as error:
+            faults = logs.faults()
+            raise CantReplay(f"{error}{f', where {faults}' * bool(faults)}") from None
+
     def _work(self, step: int, micro_batch: MicroBatch) -> Iterator[Instruction]:
         """What the stage does with a micro-batch, in an order in which it waits for as little as can be."""
         loads = self._stage in (0, self._shape.stages - 1)
@@ -140,7 +148,7 @@ class StageReplay:
     def _fetch(self, logs: LogReader, instruction: Instruction, record: StepRecord) -> Iterator[Any]:
         for datum in list(self._store.missing(instruction)):
             look, made = partial(self._look, logs, datum), datum.stage not in self._others
-            value = yield from self._machine.wait_logged(str(datum), look, made)
+            value = yield from self._wait(logs, str(datum), look, made)
             self._store.put(datum, value)
             if datum.kind not in TRAVELS:
                 self._log.keep(datum, value, record.valid_from)
@@ -167,7 +175,7 @@ class StageReplay:
             return next((value for value in found if value is not None), None)
 
         what = f"the sum over tied weights of step {record.step}"
-        value = yield from self._machine.wait_logged(what, logged, not self._others.issuperset(others))
+        value = yield from self._wait(logs, what, logged, not self._others.issuperset(others))
         mine = Datum("tied", self._stage, None, record.step)
         self._log.keep(mine, value, record.valid_from)
         self._store.put(mine, self._machine.tied_of(value))

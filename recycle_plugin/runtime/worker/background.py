@@ -73,6 +73,7 @@ class Background:
     ) -> None:
         self._session, self._loop, self._saving, self._interval = session, loop, saving, interval
         self._valid_from = valid_from
+        self._first = valid_from is not None and not session.newcomer  # there is to be one to replay from at all times
         self._folder, self._keep = folder, keep
         self._copy, self._recover = copy, recover
         self._meter = Meter()
@@ -93,6 +94,9 @@ class Background:
             self._meter.forget()
         if self._begun is None and step >= self._interval.due:
             self._begin(step)
+            if self._first:
+                self.conclude()
+        self._first = False
 
     def conclude(self) -> None:
         """Return when no checkpoint is being written any more."""
