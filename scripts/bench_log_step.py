@@ -38,10 +38,11 @@ OFF, ON = "without", "with"
 
 
 class Window(NamedTuple):
-    """When a run had the machine, in seconds since the epoch."""
+    """When a run had the machine, in seconds since the epoch, and the processor seconds that it used meanwhile."""
 
     began: float
     ended: float
+    cpu_s: float
 
 
 def main(arguments: list[str]) -> int:
@@ -101,11 +102,12 @@ def take_turns(jobs: Mapping[str, TrainingRun], pairs: int, window_s: float) -> 
     windows: dict[str, list[Window]] = {kind: [] for kind in jobs}
     for number in range(pairs):
         for kind in sorted(jobs, reverse=bool(number % 2)):
-            began = time.time()
+            began, used = time.time(), jobs[kind].cpu_s()
             jobs[kind].go_on()
             time.sleep(window_s)
-            windows[kind].append(Window(began, time.time()))
+            ended = time.time()
             jobs[kind].pause()
+            windows[kind].append(Window(began, ended, jobs[kind].cpu_s() - used))
     return windows
 
 
@@ -123,10 +125,15 @@ def judged(
     low, high = interval(ratios)
     usual = median(each[OFF])
     rates = {worker: size / usual / 1e6 for worker, size in rate.items()}
+    cpu = {
+        kind: median(each[kind][at] * window.cpu_s / (window.ended - window.began) for at, window in enumerate(of))
+        for kind, of in windows.items()
+    }
     met = median(ratios) <= TARGET and not broken
     print(
         f"step {usual:.4f} s without and {median(each[ON]):.4f} s with the log, medians of {len(ratios)} windows\n"
         f"logged by each worker, MB/s: {', '.join(f'{name}: {each:.1f}' for name, each in rates.items())}\n"
+        f"processor time of a step, all processes: {cpu[OFF]:.4f} s without and {cpu[ON]:.4f} s with the log\n"
         f"ratio {median(ratios):.4f}, 95% interval {low:.4f} to {high:.4f}; target at most {TARGET}: "
         f"{'met' if met else 'NOT MET'}, and the interval {'has' if low <= TARGET <= high else 'has not'} the target "
         "in it"
@@ -139,6 +146,7 @@ def judged(
         "ratio": median(ratios),
         "interval": [low, high],
         "mb_per_s": rates,
+        "cpu_s": cpu,
         "broken": list(broken),
         "target": TARGET,
         "met": met,

@@ -31,14 +31,15 @@ def commits(began: list[float], step_s: float) -> list[float]:
 def test_the_verdict_is_on_the_median_of_pairs(bench, capsys, with_log, broken, met):
     off, on = [0.0, 30.0, 40.0], [10.0, 20.0, 50.0]
     windows = {
-        bench.OFF: [bench.Window(at, at + 6) for at in off],
-        bench.ON: [bench.Window(at, at + 6) for at in on],
+        bench.OFF: [bench.Window(at, at + 6, 3.0) for at in off],
+        bench.ON: [bench.Window(at, at + 6, 6.0) for at in on],
     }
     told = {bench.OFF: commits(off, 0.5), bench.ON: commits(on, with_log)}
     found = bench.judged(windows, told, {"rank 0": 25_000_000}, broken)
     assert found["met"] == met and found["ratio"] == pytest.approx(with_log / 0.5)
     assert found["interval"] == pytest.approx([with_log / 0.5] * 2)
     assert found["mb_per_s"] == {"rank 0": pytest.approx(50)}
+    assert found["cpu_s"] == {bench.OFF: pytest.approx(0.25), bench.ON: pytest.approx(with_log)}
     assert ("NOT MET" in capsys.readouterr().out) != met
 
 
@@ -50,7 +51,7 @@ def test_the_interval_has_the_median_in_it_and_is_the_same_each_time(bench):
 
 def test_a_window_without_a_whole_step_is_refused(bench):
     with pytest.raises(TooShort, match="--window"):
-        bench.step_s(bench.Window(0.0, 6.0), [1.0, 7.0])
+        bench.step_s(bench.Window(0.0, 6.0, 0.0), [1.0, 7.0])
 
 
 def test_bytes_of_a_step_are_those_of_its_records(bench, tmp_path):
@@ -85,6 +86,9 @@ def test_the_jobs_differ_in_the_log_alone_and_take_turns(bench, tmp_path, monkey
 
         def pause(self):
             pass
+
+        def cpu_s(self):
+            return 1.0
 
         def go_on(self):
             order.append(self.name)
