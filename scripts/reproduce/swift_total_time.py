@@ -117,7 +117,8 @@ def main() -> None:
         "places of the first failure",
         "real run: jobs of emulated layers on this machine, from the first step to the last, a failure before each "
         "multiple of K",
-        "intervals: each method's own best one by the model; a real job of ours chooses its own by checkpoints' cost",
+        "intervals: each method's own best one by the model; a real job of ours chooses its own by what its "
+        "checkpoints have cost, and its mean one stands here",
         "start-up: from a failure until the script of who was started has come to its first step",
         "published: total time of CheckFreq and Elastic Horovod by SWIFT's, of other models on other machines",
     ]
@@ -177,7 +178,7 @@ def real(config: SimpleNamespace, failures_every: int) -> dict[str, tuple[int, T
     folder = Path(config.run_dir) / f"real-{failures_every}"
     best = {name: every for name, (every, _) in simulated(config, failures_every).items()}
     return {
-        REPLAY: (best[REPLAY], replay(folder / "replay", config, failures_every, best[REPLAY])),
+        REPLAY: replay(folder / "replay", config, failures_every, best[REPLAY]),
         RESTART: (best[RESTART], restarting(folder / "restart", config, failures_every, best[RESTART], False)),
         CHECKFREQ: (best[CHECKFREQ], restarting(folder / "checkfreq", config, failures_every, best[CHECKFREQ], True)),
     }
@@ -200,15 +201,15 @@ def struck(config: SimpleNamespace, failures_every: int) -> list[int]:
     return list(range(failures_every, config.steps, failures_every))
 
 
-def replay(folder: Path, config: SimpleNamespace, failures_every: int, every: int) -> Total:
-    """The total time of a job of ours.  Its checkpoints' overhead is the one at which what the model says of a copy
-    makes that interval.
+def replay(folder: Path, config: SimpleNamespace, failures_every: int, every: int) -> tuple[int, Total]:
+    """The total time of a job of ours, and how many steps were between its checkpoints, on average.  Their overhead is
+    the one at which what the job usually measures of a checkpoint's cost makes that interval.
     """
     kills = [
         f'"kill 0.{LOST}{f"#{number}" if number else ""} before {LOST}F0.0@{step}"'
         for number, step in enumerate(struck(config, failures_every))
     ]
-    overhead = min(0.5, config.constants["copy_s"] / (every * config.constants["step_s"]))
+    overhead = min(0.5, config.measured_cost_s / (every * config.constants["step_s"]))
     more = (
         "recycle.enabled=true",
         "recycle.log={}",
@@ -223,7 +224,8 @@ def replay(folder: Path, config: SimpleNamespace, failures_every: int, every: in
         raise RunFailed(f"{folder}: {len(kills)} stages were to be replayed, and {len(replays)} workers were lost")
     began = outcome.of("resume")[0]["time"]
     start_up = sum(each.came_at - failure.struck_at for each, failure in zip(replays, outcome.failures))
-    return Total(outcome.commits[config.steps] - began, start_up)
+    made = round(config.steps / len(outcome.of("checkpoint")))
+    return made, Total(outcome.commits[config.steps] - began, start_up)
 
 
 def restarting(folder: Path, config: SimpleNamespace, failures_every: int, every: int, background: bool) -> Total:
