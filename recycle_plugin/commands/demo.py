@@ -13,7 +13,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from recycle_plugin import planner
-from recycle_plugin.commands import rejoined
+from recycle_plugin.commands import rejoined, replayed
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.span import Span
@@ -47,7 +47,8 @@ class DemoScenario(NamedTuple):
     """What fails in the demo, and what is trained on what, with how many ``steps`` by default.
 
     ``overrides``: those of the run with the failure, beside those that both runs have; "{early}" stands for a step at a
-    fifth of them. ``returns``: whether the worker comes back.
+    fifth of them, "{middle}" for one at a half. ``returns``: whether the worker comes back, ``replays``: to a stage
+    that nobody was left in.
     """
 
     what: str
@@ -58,10 +59,11 @@ class DemoScenario(NamedTuple):
     both: tuple[str, ...]
     overrides: tuple[str, ...]
     returns: bool = False
+    replays: bool = False
 
     def with_failure(self, steps: int) -> tuple[str, ...]:
         """The overrides of the run with the failure, of that many steps."""
-        return tuple(override.format(early=steps // 5) for override in self.overrides)
+        return tuple(override.format(early=steps // 5, middle=steps // 2) for override in self.overrides)
 
 
 SCENARIOS = {
@@ -83,6 +85,25 @@ SCENARIOS = {
         ("experiment=emulated_pp4_dp2", "topology=pp2_dp2", "optimizer=adam", "model.width=8192", "recycle.trace=true"),
         ('recycle.faults=["kill 0.1 before 1F0.1@{early}"]',),
         returns=True,
+    ),
+    "stage": DemoScenario(
+        "a stage's only worker gets SIGKILL, and its next process replays the stage from the log",
+        "emulated layers",
+        4,
+        60,
+        FEWEST_STEPS_BACK,
+        (
+            "experiment=emulated_pp4_dp2",
+            "topology=pp4_dp1",
+            "optimizer=adam",
+            "model.width=8192",
+            *(f"model.{name}_ms=10" for name in ("forward", "input", "weight")),
+            "recycle.trace=true",
+            "recycle.log={}",
+            "recycle.checkpoint={overhead: 0.005}",
+        ),
+        ('recycle.faults=["kill 0.1 before 1F0.4@{middle}"]',),
+        replays=True,
     ),
 }
 
@@ -136,7 +157,7 @@ def report(fault_free: RunOutcome, failed: RunOutcome, spans: Sequence[Span], st
         raise RunFailed("no worker got to the end of the training script")
     live = survivors(failed, killed)
     before = step_times(failed.commits, WARM_UP + 1, killed[0].step - 1)
-    back = min((absence.back_step for absence in failed.returns), default=steps + 1)
+    back = min((each.back_step for each in failed.returns if each.back_step > killed[-1].step), default=steps + 1)
     after = step_times(failed.commits, killed[-1].step + 1, back - 1)
     worst = as_report(max(killed, key=lambda failure: failure.stall_s))
     found = {
@@ -183,13 +204,15 @@ def what_is_wrong(found: Mapping, failed: RunOutcome) -> list[str]:
 def predicted_ratio(failed: RunHistory, spans: Sequence[Span], killed: Sequence[Failure]) -> float:
     """Degraded step time over fault-free step time as the planner has it, from the costs measured before the failure.
 
-    It holds where every worker has a core (or device) of its own: the costs stay what they were.
+    It holds where every worker has a core (or device) of its own: the costs stay what they were.  Who has replayed a
+    stage has all of its work again.
     """
     costs = measured_costs(
         [span for span in spans if WARM_UP < span.instruction.step < killed[0].step], failed.shape.stages
     )
-    views = failed.shape.full().without(*(failure.seat for failure in killed)), failed.shape.full()
-    degraded, whole = (planner.plan(view, costs, failed.policy).period_us for view in views)
+    full = failed.shape.full()
+    left = full.without(*(failure.seat for failure in killed if failure.absence.replayed_at is None))
+    degraded, whole = (planner.plan(view, costs, failed.policy).period_us for view in (left, full))
     return degraded / whole
 
 
@@ -220,13 +243,16 @@ def _curve(outcome: RunOutcome) -> dict[int, float]:
 
 
 def write(out: Path, found: dict, spans: Sequence[Span], killed: Sequence[Failure]) -> None:
-    """Write report.json, losses.csv, gantt.png and trace.json to ``out``."""
+    """Write report.json, losses.csv, gantt.png and trace.json to ``out``; no gantt.png where a stage was replayed,
+    for which all wait so long that nothing else could be seen.
+    """
     (out / "report.json").write_text(json.dumps(found, indent=1))
     with (out / "losses.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("step", FAULT_FREE, FAILED))
         writer.writerows((step, *pair) for step, pair in enumerate(zip(*found["losses"].values()), start=1))
-    gantt.draw(out / "gantt.png", *panels(spans, killed[0]))
+    if "recovered_by" not in found:
+        gantt.draw(out / "gantt.png", *panels(spans, killed[0]))
     moments = {}
     for failure in killed:
         moments[f"SIGKILL {failure.seat}"] = _us(failure.struck_at)
@@ -281,15 +307,19 @@ def _demo(out: Path, name: str, steps: int, console: Console) -> int:
     console.print("\nrun 1 of 2, without a failure (starting four processes takes about half a minute)", style="bold")
     fault_free = _train(out / FAULT_FREE, scenario.workers, overrides, console, said)
     console.print(f"\nrun 2 of 2, with {' '.join(more)}", style="bold")
-    failed = _train(out / FAILED, scenario.workers, [*overrides, *more], console, said)
+    size = replayed.LogSize(out / FAILED / replayed.LOG)
+    failed = _train(out / FAILED, scenario.workers, [*overrides, *more], console, said, size.look)
     spans = read_traces(out / FAILED / "trace")
     found = report(fault_free, failed, spans, steps) | {"scenario": name, "seconds": round(time.monotonic() - began, 1)}
     if scenario.returns:
         found["rejoined"] = rejoined.figures(failed, failures(failed))
         rejoined.draw(out / "throughput.png", fault_free, failed, failures(failed))
+    if scenario.replays:
+        found |= replayed.figures(failed, failures(failed)) | {"log_bytes": size.at(failures(failed)[0].struck_at)}
+        replayed.draw(out / "throughput.png", fault_free, failed, failures(failed))
     write(out, found, spans, failures(failed))
     console.print("\n" + summary(found, out), markup=False)
-    came_back = ", the lost worker came back" if scenario.returns else ""
+    came_back = ", the lost worker came back" * scenario.returns + ", its stage was replayed" * scenario.replays
     verdict = (
         f"passed: same losses, no survivor restarted{came_back}"
         if found["passed"]
@@ -299,13 +329,24 @@ def _demo(out: Path, name: str, steps: int, console: Console) -> int:
     return 0 if found["passed"] else 1
 
 
-def _train(folder: Path, workers: int, overrides: Sequence[str], console: Console, said: set[str]) -> RunOutcome:
-    """One run, its event lines printed as they come; warnings and notes that ``said`` has are not said again."""
+def _train(
+    folder: Path,
+    workers: int,
+    overrides: Sequence[str],
+    console: Console,
+    said: set[str],
+    look: Callable[[], None] = lambda: None,
+) -> RunOutcome:
+    """One run, its event lines printed as they come; warnings and notes that ``said`` has are not said again.
+
+    ``look`` is called again and again meanwhile.
+    """
     deadline, printed = time.monotonic() + DEADLINE_S, 0
     with TrainingRun(folder, workers, overrides) as job:
         ended = False
         while not ended and time.monotonic() < deadline:
             ended = job.launcher.poll() is not None
+            look()
             lines = job.output.split("\n")[printed:-1]
             printed += len(lines)
             _show(lines, console, said)
@@ -330,6 +371,9 @@ def summary(found: Mapping, out: Path) -> str:
     )
     workers = len(live) + len(killed)
     shared = f" with a core for each worker (here {workers} share {found['cores']})" if found["cores"] < workers else ""
+    pictures = ["gantt.png (schedule before and after), "] * ("recovered_by" not in found)
+    pictures += ["throughput.png, "] * bool({"rejoined", "recovered_by"} & found.keys())
+    until = "until its stage was replayed" if "recovered_by" in found else "to regroup"
     rows = [
         ("killed", f"seat {one['seat']}, process {one['pid']}, by SIGKILL {one['when']} {one['instruction']}")
         for one in killed
@@ -338,7 +382,7 @@ def summary(found: Mapping, out: Path) -> str:
         (
             "stall",
             f"{found['stall_s']:.3f} s from SIGKILL to the next committed step: "
-            f"{found['detection_s']:.3f} s to notice, {found['regroup_s']:.3f} s to regroup, "
+            f"{found['detection_s']:.3f} s to notice, {found['regroup_s']:.3f} s {until}, "
             f"{found['rest_s']:.3f} s to finish the step",
         ),
         (
@@ -348,6 +392,7 @@ def summary(found: Mapping, out: Path) -> str:
             f"planned {found['predicted_ratio']:.2f}{shared}",
         ),
         *([("back", rejoined.told(found["rejoined"]))] if "rejoined" in found else []),
+        *([("replayed", replayed.told(found))] if "recovered_by" in found else []),
         (
             "survivors",
             ", ".join(f"{one['seat']} is process {one['pid_at_end']}" for one in live)
@@ -355,8 +400,7 @@ def summary(found: Mapping, out: Path) -> str:
         ),
         (
             "files",
-            f"{out}: report.json, losses.csv, gantt.png (schedule before and after), "
-            f"{'throughput.png, ' * ('rejoined' in found)}trace.json (for https://ui.perfetto.dev), "
+            f"{out}: report.json, losses.csv, {''.join(pictures)}trace.json (for https://ui.perfetto.dev), "
             f"{FAILED}/report.html",
         ),
         ("took", f"{found['seconds']:.0f} s"),

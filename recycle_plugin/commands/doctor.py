@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from recycle_plugin.commands.config_job import COUNT, ConfiguredJob, job_of
 from recycle_plugin.commands.doctor_losses import slowdown, survival
 from recycle_plugin.commands.doctor_memory import memory
+from recycle_plugin.commands.doctor_recovery import recovery
 from recycle_plugin.commands.doctor_section import WIDTH
 from recycle_plugin.commands.doctor_settings import costly, refused, versions
 
@@ -24,6 +25,8 @@ stage have neighbouring ranks; or dealt out over the hosts, with recycle.placeme
 planner's, of steps that follow each other, under the config's settings and costs; "bound" is the least that any
 schedule with this routing and memory could reach.  What would be "faster, at best" is not done yet: other ways to go
 on than rerouting, by their own lower bounds and without the time to change over.
+
+With recycle.log it says which way each loss goes, and what that is predicted to take.
 
 Exit code: 0 where nothing has to change; 1 where something has to, in lines that begin with "!"; 2 for bad input.
 """
@@ -73,7 +76,8 @@ def run(found: argparse.Namespace) -> int:
 
     job = job_of(found)
     try:
-        sections = [survival(job), slowdown(job), costly(job), refused(job), versions(), memory(job)]
+        logs = [recovery(job)] if job.settings.log is not None else []
+        sections = [survival(job), slowdown(job), *logs, costly(job), refused(job), versions(), memory(job)]
     except PlanError as error:
         raise ValueError(str(error)) from None
     wrong = [line for section in sections for line in section.wrong]

@@ -77,9 +77,9 @@ def draw(path: Path, fault_free: RunHistory, failed: RunHistory, killed: Sequenc
 
 def told(found: dict) -> str:
     """How the worker came back, in a line."""
-    sizes = f"{_bytes(found['bytes'])} of state"
+    sizes = f"{size_text(found['bytes'])} of state"
     if found["followed_bytes"]:
-        sizes += f" and {_bytes(found['followed_bytes'])} of gradients"
+        sizes += f" and {size_text(found['followed_bytes'])} of gradients"
     ratio = found["peer_step_ratio"]
     meanwhile = "" if ratio is None else f", in which steps took {ratio:.2f} of what they had taken"
     return (
@@ -89,7 +89,8 @@ def told(found: dict) -> str:
     )
 
 
-def _bytes(count: int) -> str:
+def size_text(count: int) -> str:
+    """Bytes in words, with three digits."""
     for unit, name in ((1_000_000, "MB"), (1000, "kB")):
         if count >= unit:
             return f"{count / unit:.3g} {name}"

@@ -18,7 +18,9 @@ class Absence:
     ``how``: as it was first said; ``confirmed``: what its supervisor has seen.  Times are seconds since the epoch, None
     where it did not come to that: ``restarted_at``, its next process was ordered; ``came_at``, that one's script had
     come to its first step; ``caught_up_at``, it had the state of its stage, ``bytes`` of it, and ``followed_bytes`` of
-    gradients since; ``back_at``, it was given work, from step ``back_step`` on.
+    gradients since; ``back_at``, it was given work, from step ``back_step`` on.  Where nobody had its stage:
+    ``restored_at``, it had the state of a checkpoint, after ``restoring_s``; ``replayed_at``, it had replayed
+    ``replayed_steps`` behind that, with so many ``helpers``.
     """
 
     seat: Seat
@@ -31,6 +33,11 @@ class Absence:
     caught_up_at: float | None = None
     bytes: int = 0
     followed_bytes: int = 0
+    restored_at: float | None = None
+    restoring_s: float = 0.0
+    replayed_at: float | None = None
+    replayed_steps: int = 0
+    helpers: int = 0
     back_at: float | None = None
     back_step: int = 0
 
@@ -58,12 +65,18 @@ class Absence:
             case "confirmed":
                 return replace(self, confirmed=event["how"])
             case "restart":
-                return replace(self, restarted_at=event["time"], came_at=None, caught_up_at=None)
+                return replace(self, restarted_at=event["time"], came_at=None, caught_up_at=None, replayed_at=None)
             case "newcomer":
-                return replace(self, came_at=event["time"], caught_up_at=None)
+                return replace(self, came_at=event["time"], caught_up_at=None, replayed_at=None)
             case "caught_up":
                 taken, followed = event["bytes"], event["followed_bytes"]
                 return replace(self, caught_up_at=event["time"], bytes=taken, followed_bytes=followed)
+            case "restored":
+                return replace(self, restored_at=event["time"], restoring_s=event["seconds"], replayed_at=None)
+            case "replayed":
+                steps, helpers = event["steps"], event.get("helpers", 0)
+                at, size = event["time"], event["bytes"]
+                return replace(self, replayed_at=at, replayed_steps=steps, helpers=helpers, bytes=size)
             case "rejoined":
                 return replace(self, back_at=event["time"], back_step=event["step"])
         return self

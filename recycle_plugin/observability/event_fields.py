@@ -86,6 +86,8 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "restart": {"rank": count},
     "newcomer": {"rank": count},
     "caught_up": {"rank": count, "bytes": count, "followed_bytes": count},
+    "restored": {"rank": count, "seat": text, "step": count, "bytes": count, "seconds": number},
+    "replayed": {"rank": count, "seat": text, "step": count, "steps": count, "bytes": count},
     "rejoined": {"rank": count, "seat": text, "step": count},
     "leaving": {"seat": text, "rank": count, "why": text},
     "left": {"rank": count},
@@ -131,7 +133,7 @@ def _check(event: Mapping[str, Any], fields: Mapping[str, Check]) -> None:
 
 def _check_member(event: Mapping[str, Any], seats: Collection[str], ranks: Collection[int]) -> None:
     """Raise ValueError where someone is lost, leaves or comes back, who is not among the job's workers."""
-    if event["event"] in ("lost", "leaving", "rejoined") and event["seat"] not in seats:
+    if event["event"] in ("lost", "leaving", "restored", "replayed", "rejoined") and event["seat"] not in seats:
         raise ValueError(f"its {event['event']} event names seat {event['seat']}, which its start event has not")
     if event["event"] == "left" and event["rank"] not in ranks:
         raise ValueError(f"its left event names rank {event['rank']}, which its start event has not")

@@ -225,7 +225,7 @@ class Settings(BaseModel):
         300.0,
         "a number of seconds, at least 1",
         "a stage's last worker is not given up for any of these: where it is silent, stopped or stuck for this long, "
-        "the job ends",
+        "its stage is replayed if there is a `log`, else the job ends",
         ge=1,
         allow_inf_nan=False,
     )

@@ -317,7 +317,7 @@ def test_one_replica_survives_nothing(doctor) -> None:
     assert found["survives"]["any_workers"] == 0 and [case["lost"] for case in found["slowdown"]["cases"]] == ["nobody"]
     assert found["change"] == [
         "--dp 1: a lost worker has no peer to take its micro-batches, and the plugin refuses it; use two replicas or "
-        "more"
+        "more, or set recycle.log, so that a stage without a replica can be replayed"
     ]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import Launch
+from tests.cluster.test_fp16 import INFINITE, VALIDATED, changes, fp16, wrapped
 from tests.support.jobs import BF16, CHECKPOINT, DEEPSPEED, PLAIN, Shape, difference, faults
 
 LOG = ("++recycle.log={}", "++recycle.checkpoint.overhead=0.02", "recycle.rejoin=always")
@@ -68,6 +69,19 @@ def test_it_is_the_same_training(launch: Launch, reference, more, kill):
     assert len(result.of("replayed")) == 1, result.output[-8000:]
     found = difference(result, reference(*LOG, *more, shape=ALONE))
     assert found.tolerated and ("recycle.exact=true" not in more or found.loss == found.parameters == 0)
+
+
+@pytest.mark.parametrize("seat", ("0.0", "0.2"))
+def test_in_fp16_a_skipped_step_is_skipped_again(launch: Launch, seat):
+    """Step 4 overflows in one stage, and the loss scale goes with it; mostly no checkpoint comes between."""
+    settings = (fp16(), VALIDATED, *LOG, "recycle.report=false")
+    calm = launch(*settings, shape=ALONE, **wrapped(INFINITE)).finish()
+    result = launch(
+        *settings, faults(f"kill {seat} before {seat[-1]}F0.1@7"), shape=ALONE, **wrapped(INFINITE)
+    ).finish()
+    assert result.code == calm.code == 0, result.output[-8000:]
+    assert len(result.of("replayed")) == 1 and {event["step"] for event in result.of("rejected")} >= {4}
+    assert result.losses == calm.losses and changes(result) == changes(calm)
 
 
 @BOTH

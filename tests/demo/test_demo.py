@@ -26,8 +26,10 @@ ASKED_FOR = (
     "step_s_before",
     "step_s_after",
 )
-STEPS, STEPS_BACK = 10, 60
+STEPS, STEPS_BACK, STEPS_STAGE = 10, 60, 40
 STATE_BYTES = 3 * 4 * 8192 + 4  # of the layer's weights and Adam's two moments of them, and its count of steps
+LOGGED_BYTES = 3 * 2 * 8 * 4 * 4 * 8192
+"""Of a step: over three boundaries, there and back, of eight micro-batches with four samples each."""
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,27 @@ def test_the_demo_of_a_return(warm, tmp_path, capsys):
     assert (out / "throughput.png").read_bytes().startswith(b"\x89PNG")
     report = (out / "with_failure" / "report.html").read_text()
     assert "0.1 back" in report and f"(0.1 in step {STEPS_BACK // 5}, back after " in report
+
+
+@pytest.mark.timeout(400)
+def test_the_demo_of_a_stage_that_nobody_is_left_in(warm, tmp_path, capsys):
+    """All others wait for its replay with what they have, and the losses are those without the kill."""
+    out = tmp_path / "stage"
+    code = main(["demo", "--out", str(out), "--scenario", "stage", "--steps", str(STEPS_STAGE)])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    found = json.loads((out / "report.json").read_text())
+    assert found["passed"] and found["max_loss_difference"] <= 5e-6 and found["survivors_restarted"] == 0
+    assert found["topology"] == {"replicas": 1, "stages": 4, "micro_batches": 8}
+    assert [one["seat"] for one in found["killed"]] == ["0.1"] and len(found["survivors"]) == 3
+    assert found["recovered_by"] == "replay" and found["helpers"] == 0
+    assert 0 < found["replayed_steps"] < STEPS_STAGE // 2
+    assert found["log_bytes"] > found["replayed_steps"] * LOGGED_BYTES
+    parts = [found[f"{name}_s"] for name in ("restart", "start_up", "load", "replay")]
+    assert min(parts) > 0 and sum(parts) < found["stall_s"] and found["bytes"] == STATE_BYTES
+    assert found["step_s_after"] > 0 and found["predicted_ratio"] == 1
+    assert "replayed: seat 0.1" in said and "its stage was replayed" in said
+    assert (out / "throughput.png").read_bytes().startswith(b"\x89PNG") and not (out / "gantt.png").exists()
 
 
 def picture_opens(path: Path) -> None:

@@ -73,6 +73,7 @@ class RecycleEngine(PipelineEngine):
     _feeding: Feeding
     _reporting: Reporting
     _may_skip = False  # steps, and a newcomer does not know which
+    _applies = False  # a step, by stock code
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -315,7 +316,7 @@ class RecycleEngine(PipelineEngine):
         return super().get_mom()
 
     def _refuse_behind(self, what: str) -> None:
-        if self._may_skip and self._trainer.behind:
+        if self._may_skip and self._trainer.behind and not self._applies:
             raise RecycleError(
                 f"engine.{what} in a worker that has come back, and whose script goes through steps that are over: "
                 "which of them were skipped is known when it is at one with the others; ask only when engine.behind "
@@ -410,6 +411,14 @@ class RecycleEngine(PipelineEngine):
         state = self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping()
         return ZeroFiles(*state, scaler=self.scaler) if self.fp16_enabled() else StateFiles(*state)
 
+    def _step_as_stock(self) -> None:
+        """Apply a step by stock code, whose reports ask for rates: also in a replay, while the script is behind."""
+        self._applies = True
+        try:
+            super()._exec_optimizer_step()
+        finally:
+            self._applies = False
+
     def _framework(self, topology: Topology, tied_weights: Ties) -> Framework:
         settings, module = self._job.settings, self.module
         device = device_of(self.device)
@@ -421,7 +430,7 @@ class RecycleEngine(PipelineEngine):
             seat=self.seat,
             topology=topology,
             model=model,
-            optimizer=StockOptimizer(self, super()._exec_optimizer_step),
+            optimizer=StockOptimizer(self, self._step_as_stock),
             buckets=StockBuckets(self),
             checkpoints=self._files,
             cursor=self._cursor,

@@ -105,7 +105,7 @@ class ReplayMachine:
 
         Raises CantReplay.
         """
-        framework, session = self.framework, self.session
+        framework, session, began = self.framework, self.session, time.monotonic()
         try:
             with session.heartbeats.at(ELSEWHERE, "a checkpoint"), self.apart():
                 framework.checkpoints.read(self.state, Path(replay.path))
@@ -116,7 +116,11 @@ class ReplayMachine:
                 f"the checkpoint {replay.path} is of step {framework.optimizer.steps}, and not of {replay.step}"
             )
         self.state.rewritten()
-        return sum(tensor.nbytes for tensor in self.state.tensors().values())
+        size = sum(tensor.nbytes for tensor in self.state.tensors().values())
+        took = round(time.monotonic() - began, 4)
+        text = f"seat {framework.seat} has the state of the checkpoint of step {replay.step}, which took {took:.2f} s"
+        session.note("restored", text, seat=str(framework.seat), step=replay.step, bytes=size, seconds=took)
+        return size
         yield
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:

@@ -141,6 +141,12 @@ OOBLECK_AVERAGES = {  # by OOBLECK_EVERY_S; its own simulator, run by this proje
     "GPT-3 6.7B": (4.33, 4.31, 4.22, 4.11, 3.55),
 }
 
+SWIFT_STORAGE = {  # SWIFT (PPoPP'23), 16 machines of 8 GPUs: bytes of the log, and seconds of a recovery
+    "ViT-128/32": ((1.4e12, 126.0), (9e11, 147.5), (6e11, 156.0), (3e11, 171.7), (1e11, 198.6)),
+    "BERT-128": ((5e11, 76.5), (1.5e11, 83.0), (8e10, 160.8), (5e10, 184.4)),
+}
+SWIFT_GAIN = 1.16  # of total training time over CheckFreq and Elastic Horovod, at most
+
 
 def fraction(system: str, model: str, gpus: int) -> float | None:
     """The published throughput of ``system`` on ``gpus`` GPUs as a fraction of the fault-free one, or None where there

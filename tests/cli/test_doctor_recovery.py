@@ -1,0 +1,89 @@
+"""``recycle doctor`` of jobs that log: which way each loss goes, with the planner's figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from recycle_plugin.commands import doctor_recovery
+from recycle_plugin.commands.doctor_recovery import BEFORE_S, DISK, EVERY
+from recycle_plugin.core.vocabulary import profile
+from recycle_plugin.planner.log_selection import Line, choose
+from tests.support.doctor import HEALTHY, MIB, data, small_profile
+
+LOGS = {**HEALTHY, "recycle": {"enabled": True, "checkpoint": {}, "log": {}}}
+
+
+def ways(found: dict) -> dict[str, tuple[str, list[float]]]:
+    return {row["lost"]: (row["way"], row["seconds"]) for row in found["recovery"]["ways"]}
+
+
+def test_a_job_that_logs_nothing_has_no_such_section(doctor) -> None:
+    assert "recovery" not in data(doctor, HEALTHY, "--pp 2 --dp 2")
+
+
+def test_without_a_profile_times_are_those_of_the_costs_and_bytes_are_not_known(doctor) -> None:
+    """Six micro-batches of 3 ms on each stage; a step of two stages takes 21 ms."""
+    found = data(doctor, LOGS, "--pp 2 --dp 1")
+    replayed = [BEFORE_S + every / 2 * 6 * 0.003 for every in EVERY]
+    step_s = found["slowdown"]["cases"][0]["period_us"] / 1e6
+    again = [BEFORE_S + every / 2 * step_s for every in EVERY]
+    assert ways(found) == {
+        "the last worker of any stage": ("replay", pytest.approx(replayed, abs=1e-3)),
+        "a stage whose logs have a gap": ("end", pytest.approx(again, abs=1e-3)),
+        "the host of rank 0": ("end", pytest.approx(again, abs=1e-3)),
+    }
+    assert "boundary_bytes" not in found["recovery"] and found["recovery"]["start_up"] == "assumed"
+    _, text = doctor(LOGS, "--pp 2 --dp 1")
+    assert "assumed: 10 s until the next process" in text and "not known without a profile" in text
+
+
+def test_with_replicas_a_loss_is_rerouted_first_and_one_worker_replays_the_work_of_all(doctor) -> None:
+    alone, two = (ways(data(doctor, LOGS, f"--pp 3 --dp {replicas}")) for replicas in (1, 2))
+    assert "a worker whose stage has others" not in alone
+    assert two["a worker whose stage has others"][0] == "reroute" and two["a worker whose stage has others"][1][0] < 1
+    of_one, of_two = (found["the last worker of any stage"][1][1] - BEFORE_S for found in (alone, two))
+    assert of_two == pytest.approx(2 * of_one, abs=0.01)
+    assert alone["two neighbours, at worst"][1][1] - BEFORE_S == pytest.approx(2 * of_one, abs=0.01)
+
+
+def test_bytes_and_the_choice_are_the_planners(doctor) -> None:
+    made = small_profile(None)
+    profile.write(made, "small.json")
+    found = data(doctor, LOGS, "--pp 4 --dp 1 --profile small.json")["recovery"]
+    assert found["boundary_bytes"] == 2 * 6 * MIB and found["disk_bytes"] is None
+    line = Line(
+        recompute_s=(6 * 0.03 + 0.0005,) * 4,
+        boundary_bytes=(found["boundary_bytes"],) * 3,
+        failure=(0.25,) * 4,
+        hosts=("one",) * 4,
+        load_s=max(made.state_bytes(4)) / DISK,
+        every=EVERY[1],
+        network_bytes_per_s=made.across.bytes_per_us * 1e6,
+        read_bytes_per_s=DISK,
+    )
+    for way in ("all", "auto"):
+        chosen = choose(line, way)
+        assert found[way][1] == doctor_recovery._as_data(chosen)
+    replayed = next(row for row in found["ways"] if row["lost"] == "the last worker of stages 1-2")
+    assert replayed["seconds"][1] == pytest.approx(BEFORE_S + line.recovery_s(1, 2), abs=1e-3)
+
+
+@pytest.mark.parametrize("free, fits", [(10**12, True), (3 * 10**7, False)])
+def test_a_disk_that_is_too_small_has_to_change(doctor, tmp_path, monkeypatch, free, fits) -> None:
+    profile.write(small_profile(None), "small.json")
+    usage = type("Usage", (), {"free": free})
+    monkeypatch.setattr(doctor_recovery.shutil, "disk_usage", lambda place: usage)
+    config = {**LOGS, "recycle": {**LOGS["recycle"], "log": {"folder": str(tmp_path / "not yet" / "there")}}}
+    found = data(doctor, config, "--pp 4 --dp 1 --profile small.json")
+    assert found["recovery"]["disk_bytes"] == free
+    assert [each["fits"] for each in found["recovery"]["all"]] == [fits, fits]
+    assert any("the log takes" in line for line in found["change"]) != fits
+    assert all(each["fits"] for each in found["recovery"]["auto"])
+    _, text = doctor(config, "--pp 4 --dp 1 --profile small.json")
+    assert ("no choice is better" in text) == fits and "choosing is not done yet" in text
+
+
+def test_it_fits_a_page(doctor) -> None:
+    _, text = doctor(LOGS, "--pp 12 --dp 2 --preset gpt3_medium")
+    section = text.split("\nRecovery\n")[1].split("\n\n")[0].splitlines()
+    assert len(section) > 10 and max(map(len, section)) <= 100
