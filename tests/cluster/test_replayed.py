@@ -132,7 +132,7 @@ WRONG = {
     "flipped byte": (flip, "CRC"),
     "truncated": (cut, "is in no log"),
     "missing": (Path.unlink, "is in no log"),
-    "another run's": (of_another_run, "is of run"),
+    "another run's": (of_another_run, "is of "),
 }
 
 

@@ -393,6 +393,9 @@ class Machine:
     def logs(self) -> Machine:
         return self
 
+    def faults(self) -> str:
+        return ""
+
     def record(self, number: int) -> StepRecord:
         return StepRecord(number, norm=2.0 if number == 2 else None, counts_from=0, valid_from=number)
 

@@ -176,7 +176,7 @@ def why_not(course: Course, empty: tuple[int, ...]) -> str:
         return "the job is about to end"
     if course.roster.shards > 1:
         return "its seats are held by several processes each, whose logs can't be replayed yet"
-    if {0, course.job.stages - 1}.intersection(empty) and course.places.known():
+    if {0, course.job.stages - 1}.intersection(empty) and any(place.read for place in course.places.known().values()):
         return ITERATORS
     if course.job.rejoin == "never" and not course.vacancies.has_spares:
         return "recycle.rejoin is never, and no spare waits"
