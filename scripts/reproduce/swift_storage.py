@@ -19,6 +19,7 @@ import common
 from common import OURS, PUBLISHED, Column, Table
 
 from recycle_plugin.commands import replayed
+from recycle_plugin.experiments.bench_scripts import script
 from recycle_plugin.experiments.runs import TrainingRun
 from recycle_plugin.planner.log_selection import Line, Selection, selection, swift_greedy
 from recycle_plugin.planner.log_selection import best as exact
@@ -29,8 +30,8 @@ DEADLINE_S = 400.0
 DRAWN = 60  # budgets of a curve
 
 
-def main() -> None:
-    config = common.settings("swift_storage")
+def main(arguments: Sequence[str] | None = None) -> int:
+    config = common.settings("swift_storage", arguments)
     folder = Path(config.run_dir)
     lines = {model["name"]: line_of(model, config) for model in config.models}
     table = trade_off(config, lines)
@@ -44,6 +45,7 @@ def main() -> None:
     draw(folder / "storage.png", lines)
     if config.real["overheads"]:
         real_runs(config.real, folder).write(folder / "replays", ["emulated layers, all on this machine; M: 8"])
+    return 0
 
 
 # --- the model ---------------------------------------------------------------------------------------------
@@ -203,4 +205,4 @@ def replay_of(folder: Path, overhead: float, real: Mapping[str, Any]) -> tuple[A
 
 
 if __name__ == "__main__":
-    main()
+    script(main)

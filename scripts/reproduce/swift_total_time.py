@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import common
 from common import OURS, PUBLISHED, Column, Table
 from restarting_job import VARIABLE
 
+from recycle_plugin.experiments.bench_scripts import script
 from recycle_plugin.experiments.runs import JobRun, RunFailed, TrainingRun, environment, free_port
 from recycle_plugin.simulator.peers.published import SWIFT_GAIN
 
@@ -91,8 +91,8 @@ def methods(constants: dict[str, float]) -> tuple[Method, ...]:
     )
 
 
-def main() -> None:
-    config = common.settings("swift_total_time")
+def main(arguments: Sequence[str] | None = None) -> int:
+    config = common.settings("swift_total_time", arguments)
     table = Table(
         f"Total time of {config.steps} steps with a failure every K steps, PP 4 x DP 1",
         [
@@ -125,6 +125,7 @@ def main() -> None:
     folder = Path(config.run_dir)
     table.write(folder / "total_time", notes)
     draw(folder / "total_time.png", table, config)
+    return 0
 
 
 def simulated(config: SimpleNamespace, failures_every: int) -> dict[str, tuple[int, Total]]:
@@ -260,4 +261,4 @@ def total_of(kept: Path, steps: int) -> Total:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    script(main)
