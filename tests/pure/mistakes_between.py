@@ -72,7 +72,7 @@ def drawn_anew(monkeypatch) -> None:
     monkeypatch.setattr(iterator_draws, "_known", lambda here, step: {})
 
 
-@mistake("what the lost have sent may come at any time", seen=1205)
+@mistake("what the lost have sent may come at any time", seen=1560)
 def heard_late(monkeypatch) -> None:
     monkeypatch.setattr(SimulatedMachine, "hear_out", lambda self: None)
 
