@@ -161,3 +161,11 @@ def test_a_full_disk_stops_the_log_and_not_the_training(launch: Launch, referenc
     assert result.code == 0 and not result.of("lost"), result.output[-6000:]
     assert any("2000 bytes wait for the disk" in event["why"] for event in result.of("log_broken"))
     assert result.losses == reference(*LOG, shape=ALONE).losses
+
+
+@pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
+def test_logs_are_where_they_are_to_be(launch: Launch, tmp_path):
+    where = tmp_path / "elsewhere"
+    result = launch(*LOG, f"++recycle.log.folder={where}", faults("kill 0.1 before 1F0.0@6"), shape=ALONE).finish()
+    assert result.code == 0 and len(result.of("replayed")) == 1, result.output[-6000:]
+    assert segments(where.parent / "run0", 0) == [] and list(where.glob("*.log"))
