@@ -143,17 +143,6 @@ def test_a_newcomers_iterator_finds_its_place_or_says_why_not(end, iterators, pl
     assert [each.startswith(why) for each in said] == [True] if why else not said
 
 
-def test_who_comes_into_the_middle_of_a_step_draws_what_the_other_end_has_drawn_of_it(end):
-    """That has read six batches, and of these three for step 2, of which one for another replica."""
-    _, store, iterator, *_ = end
-    newcomer = IteratorData(store, iterator, lambda *given: None, lambda *given: None)
-    newcomer.in_place = False
-    drawn = {1: {MicroBatch(0, 0): Draw(0, 0)}, 2: {MicroBatch(0, 0): Draw(0, 0), MicroBatch(1, 0): Draw(0, 2)}}
-    whole = plan(SHAPE.full(), CostModel.uniform(2), Policy())
-    newcomer.take_state(IteratorState(whole, {}, {Seat(0, 1): drawn}, {}, {Seat(0, 1): 6}), stepped=1)
-    assert newcomer.in_place and newcomer.batches_read() == 3
-
-
 def test_what_another_iterator_gives_is_no_data_of_a_step_before_it(end):
     """The other end may still read the iterator before: inputs and labels would be those of two."""
     iterator_data, store, *_ = end
