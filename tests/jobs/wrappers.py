@@ -417,12 +417,12 @@ def die_within_sum(seat: str, step: int, after: int, folder: str) -> None:
         made.append(of)
         return one(self, bucket, of, *given)
 
-    def watched(self: Gradients, of: int, holder) -> list | None:
+    def watched(self: Gradients, of: int, *given) -> list | None:
         made.clear()
         (trainer,) = TRAINERS
         before = bits(trainer)
         try:
-            return reduce(self, of, holder)
+            return reduce(self, of, *given)
         except Interrupted:
             (digest, grads), (now, their) = before, bits(trainer)
             same = digest == now and all(
