@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -56,7 +56,27 @@ def _steps(history: RunHistory, first: int, begins_at: float, ends_at: float) ->
 
 def draw(path: Path, fault_free: RunHistory, failed: RunHistory, killed: Sequence[Failure]) -> None:
     """Write the picture of the throughput over time: it falls with the loss, and comes back with the worker."""
-    back, struck_at = absence(failed, killed), killed[0].struck_at
+    back = absence(failed, killed)
+    on_its_way = (
+        ("starts, and builds\nits model", back.restarted_at, back.came_at),
+        ("catches\nup", back.came_at, back.caught_up_at),
+        ("enters,\nno work yet", back.caught_up_at, back.back_at),
+    )
+    draw_absence(path, fault_free, failed, killed[0].struck_at, back, on_its_way)
+
+
+def draw_absence(
+    path: Path,
+    fault_free: RunHistory,
+    failed: RunHistory,
+    struck_at: float,
+    back: Absence,
+    on_its_way: Iterable[tuple[str, float | None, float | None]],
+) -> None:
+    """Write the picture of the throughput around the absence ``back`` of a worker that was struck at ``struck_at``.
+
+    ``on_its_way``: what it did meanwhile, and from when to when, in seconds, as far as that is known.
+    """
     steps = [
         throughput.Step(at - failed.took[step] - struck_at, at - struck_at, failed.rate(failed.took[step], step))
         for step, at in sorted(failed.commits.items())
@@ -64,11 +84,7 @@ def draw(path: Path, fault_free: RunHistory, failed: RunHistory, killed: Sequenc
     ]
     stretches = [
         throughput.Stretch(text, begins - struck_at, ends - struck_at)
-        for text, begins, ends in (
-            ("starts, and builds\nits model", back.restarted_at, back.came_at),
-            ("catches\nup", back.came_at, back.caught_up_at),
-            ("enters,\nno work yet", back.caught_up_at, back.back_at),
-        )
+        for text, begins, ends in on_its_way
         if begins is not None and ends is not None
     ]
     usual = fault_free.rate(fault_free.now_s, fault_free.last)

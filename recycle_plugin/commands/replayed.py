@@ -6,11 +6,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from recycle_plugin.commands.rejoined import AFTER_S, BEFORE_S, size_text
+from recycle_plugin.commands.rejoined import draw_absence, size_text
 from recycle_plugin.experiments.runs import RunFailed
 from recycle_plugin.observability.absences import Absence
 from recycle_plugin.observability.run_history import Failure, RunHistory
-from recycle_plugin.render import throughput
 
 LOG = "log"  # the log's folder in a run folder, where no setting names another
 
@@ -71,22 +70,12 @@ def figures(history: RunHistory, killed: Sequence[Failure]) -> dict:
 
 def draw(path: Path, fault_free: RunHistory, failed: RunHistory, killed: Sequence[Failure]) -> None:
     """Write the picture of the throughput over time: nothing is trained until the stage is replayed."""
-    back, struck_at = absence(failed, killed), killed[0].struck_at
-    steps = [
-        throughput.Step(at - failed.took[step] - struck_at, at - struck_at, failed.rate(failed.took[step], step))
-        for step, at in sorted(failed.commits.items())
-        if step in failed.took
-    ]
-    stretches = [
-        throughput.Stretch(text, begins - struck_at, ends - struck_at)
-        for text, begins, ends in (
-            ("starts, and builds\nits model", back.restarted_at, back.came_at),
-            ("loads, and replays\nits stage", back.came_at, back.replayed_at),
-        )
-        if begins is not None and ends is not None
-    ]
-    usual = fault_free.rate(fault_free.now_s, fault_free.last)
-    throughput.draw(path, str(back.seat), steps, stretches, usual, -BEFORE_S, back.lasted_s + AFTER_S)
+    back = absence(failed, killed)
+    on_its_way = (
+        ("starts, and builds\nits model", back.restarted_at, back.came_at),
+        ("loads, and replays\nits stage", back.came_at, back.replayed_at),
+    )
+    draw_absence(path, fault_free, failed, killed[0].struck_at, back, on_its_way)
 
 
 def told(found: dict) -> str:

@@ -451,19 +451,6 @@ def test_what_a_replay_would_have_sent_is_logged_anew():
     assert machine.kept.calls[-1] == ("flush",)
 
 
-def test_a_batch_may_be_read_of_the_other_end_that_has_drawn_it():
-    lost = Datum("drawn", 0, MicroBatch(0, 1), 1)
-    store = StepStore(Seat(0, 0), 3, False)
-    store.reads_iterator = True
-    store.put(Datum("params", 0, None, 1), "restored")
-    machine = Machine(missing=lost)
-    replay = StageReplay(machine, store, StepMachine(0), Topology(1, 3, 2), True, StepLog(machine.kept, [0, 1]))
-    for _ in replay.run(Replay(0, "a folder", 1, (0,))):
-        pass
-    anew = [each[2] for each in machine.kept.calls if each[0] == "keep" and each[1] == lost]
-    assert anew == ["logged drawn of stage 2, micro-batch 0.1, step 1"]
-
-
 def test_what_another_stage_makes_meanwhile_may_take_its_time():
     machine = Machine()
     replayed(machine, stages=(1, 2))

@@ -147,18 +147,11 @@ class StageReplay:
 
     def _fetch(self, logs: LogReader, instruction: Instruction, record: StepRecord) -> Iterator[Any]:
         for datum in list(self._store.missing(instruction)):
-            look, made = partial(self._look, logs, datum), datum.stage not in self._others
+            look, made = partial(logs.get, datum), datum.stage not in self._others
             value = yield from self._wait(logs, str(datum), look, made)
             self._store.put(datum, value)
             if datum.kind not in TRAVELS:
                 self._log.keep(datum, value, record.valid_from)
-
-    def _look(self, logs: LogReader, datum: Datum) -> Any:
-        """What is logged of ``datum``; a batch of an iterator also as the other end of the pipeline has drawn it."""
-        found = logs.get(datum)
-        if found is None and datum.kind not in TRAVELS:
-            return logs.get(datum._replace(stage=self._shape.stages - 1 - self._stage))
-        return found
 
     def _keep(self, instruction: Instruction) -> None:
         """Logs anew what would have been sent: another stage may have to be replayed later."""
