@@ -264,37 +264,42 @@ def test_what_a_loop_does_wrong_is_one_line(launch: Launch, wrong: str, said: st
 # --- what the documents show -------------------------------------------------------------------------
 
 
+PART = """
+class Part(nn.Module):  # of the inputs, for the processes' parts of the first layer
+    def forward(self, x):
+        group = recycle_plugin.seat_group()
+        return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
+
+"""
+
+
 def test_the_documents_scripts_run_as_they_stand(plain_server, tmp_path):
-    """Both, though a worker is lost; only the number of steps is smaller."""
-    pipeline, replicas = re.findall(r"```python\n(.*?)```", Path("recycle_plugin/docs/jobs.md").read_text(), re.DOTALL)[
-        :2
-    ]
-    settings = f'{{"run_dir": {str(tmp_path / "run")!r}, "report": False, "faults": ["kill 1.0 before 0REDUCE@3"]}}'
-    first = (
-        pipeline.replace("settings={}", f"settings={settings}")
-        .replace("200", "6")
-        .replace('"checkpoint"', repr(str(tmp_path / "saved")))
+    """Each, though a worker is lost; only the number of steps is smaller."""
+    blocks = re.findall(r"```python\n(.*?)```", Path("recycle_plugin/docs/jobs.md").read_text(), re.DOTALL)
+    pipeline, shared, replicas = (
+        next(block for block in blocks if word in block) for word in ("Pipeline(", "seat_group", "Replicas(")
     )
-    data, model = (
-        pipeline[: pipeline.index("pipeline = ")],
-        "model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))\n",
-    )
-    second = (
-        data + model + replicas.replace("200", "6").replace("micro_batches=4", f"micro_batches=4, settings={settings}")
-    )
-    for number, (text, workers) in enumerate(((first, 4), (second, 2))):
+    settings = f'settings={{"run_dir": {str(tmp_path / "run")!r}, "faults": ["kill 1.0 before 0REDUCE@3"]}}'
+    data, trains = pipeline[: pipeline.index("pipeline = ")], pipeline[pipeline.index("pipeline = ") :]
+    trains = trains.replace("settings={}", settings).replace('"checkpoint"', repr(str(tmp_path / "saved")))
+    by_parts = trains.replace("lambda: nn.Linear(8, 64)", "Part, lambda: RowLinear(4, 64)")
+    model = "model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))\n"
+    scripts = {
+        data + trains: 4,
+        data + shared + PART + by_parts.replace("stages=2,", "stages=2, shards=2,"): 8,
+        data + model + replicas.replace("micro_batches=4", f"micro_batches=4, {settings}"): 2,
+    }
+    for number, (text, workers) in enumerate(scripts.items()):
         script = tmp_path / f"train{number}.py"
-        script.write_text(text)
+        script.write_text(text.replace("200", "6"))
         run = Run(plain_server, tmp_path / "run", workers, str(script), [], launcher="plain")
         result = run.finish()
         assert not run.clean()
         assert (
             result.code == 0
-            and [event["seat"] for event in result.of("lost")] == ["1.0"]
+            and {event["seat"] for event in result.of("lost")} == {"1.0"}
             and result.of("finished")[0]["step"] == 6
         ), result.output[-6000:]
         shutil.rmtree(tmp_path / "run")
-    assert sorted(path.name for path in (tmp_path / "saved" / "global_step6").iterdir()) == [
-        "stage_00.pt",
-        "stage_01.pt",
-    ]
+    saved = {path.name for path in (tmp_path / "saved" / "global_step6").iterdir()}
+    assert saved == {f"stage_0{stage}{shard}.pt" for stage in range(2) for shard in ("", "_shard_1")}
