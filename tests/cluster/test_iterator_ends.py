@@ -102,7 +102,7 @@ def test_who_was_out_gives_more_afterwards(come_back):  # noqa: F811  the fixtur
 def test_who_comes_back_in_a_later_epoch_hears_where_the_first_ended(come_back, kills):  # noqa: F811  the fixture
     """What it had left of the first is not used, and of the second it gives its own."""
     length, steps = 480, 140
-    result = come_back(*kills, lengths=(length, length), steps=steps, held=66)
+    result = come_back(*kills, lengths=(length, length), steps=steps, held=66, late=True)
     first, second = (
         [each[n * len(each) // 4 : (n + 1) * len(each) // 4] for each in counts(result, SQUARE)] for n in (0, 1)
     )

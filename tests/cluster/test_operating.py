@@ -129,6 +129,7 @@ def test_a_host_is_drained_and_its_launcher_ends_alone(server, pair, reference, 
         assert asks("admit", "1.1") == (0, "seat 1.1: its supervisor starts it again")
         newcomer = heard(run, "newcomer", seat="1.1")
         pid = heard(run, "worker", rank=newcomer["rank"], incarnation=1)["pid"]
+        os.kill(pid, signal.SIGSTOP)  # it gets no further while the next word is on its way
         assert asks("drain", "beta") == (0, "nobody is left on host beta, and nobody is started there")
         run.wait_for(lambda: has_ended(pid), f"end of process {pid}")
         os.kill(run.others["beta"].pid, signal.SIGTERM)

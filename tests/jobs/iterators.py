@@ -3,7 +3,8 @@
 Sample n of replica r's iterator is the number r × EACH + n, its label a function of it that the loss checks.  The
 iterators, of both ends of a replica, are generators: they can't be read again.  RECYCLE_TEST_ITERATORS: {"folder",
 "faults", "steps", "replicas", "stages", "case", "held", "epoch", "each", "saved", "loaded", "resume"}; each rank writes
-its rows, losses and how many batches it has read.  Before step ``held`` members wait for a file ``go`` in the folder.
+its rows, losses and how many batches it has read.  Before step ``held`` members wait for a file ``go`` in the folder;
+``late``: who comes back does not begin before they do.
 In the case "epochs" there is another iterator for each ``epoch`` steps, of samples of its own; with ``lengths``, of so
 many samples of each replica, another one whenever ``train_batch`` raises StopIteration.
 ``saved``: a folder for a checkpoint of the last step; ``loaded``: one to go on from, with ``resume_iterators`` as
@@ -88,6 +89,16 @@ def counted(batches):
         yield {"text": ids, "labels": labels} if job["case"] == "batch_fn" else (ids, labels)
 
 
+def wait_for(name: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not os.path.exists(f"{job['folder']}/{name}"):
+        if time.monotonic() > deadline:
+            sys.exit(f"there is no {job['folder']}/{name} after {PATIENCE_S:.0f} s")
+        time.sleep(0.02)
+
+
+if job.get("late") and int(os.environ.get("RECYCLE_INCARNATION", "0")) > 0:
+    wait_for("held")
 deepspeed.init_distributed()
 model = PipelineModule(
     [LayerSpec(Rows) for _ in range(job["stages"])],
@@ -139,11 +150,9 @@ if job.get("loaded"):
     engine.load_checkpoint(job["loaded"])
 begun = engine.global_steps
 for step in range(begun + 1, job["steps"] + 1):
-    deadline = time.monotonic() + PATIENCE_S
-    while step == job.get("held") and not engine.behind and not os.path.exists(f"{job['folder']}/go"):
-        if time.monotonic() > deadline:
-            sys.exit("nobody lets the job go on")
-        time.sleep(0.02)
+    if step == job.get("held") and not engine.behind:
+        open(f"{job['folder']}/held", "w").close()
+        wait_for("go")
     if job["case"] == "epochs" and step > 1 and step % job["epoch"] == 1 and ends:
         batches = iterator(replica, (step - 1) * EACH // job["steps"])
     if (job["case"], step) == ("another batch size", 4):
