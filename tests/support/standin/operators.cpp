@@ -41,10 +41,11 @@ class Call {
     if (waits)
       count_synchronisation(schema_.name() == "aten::_local_scalar_dense" ? "item" : schema_.name());
     const auto trace = capture();
+    const auto name = called();  // takes Python's lock: whoever holds that may wait for ours
     std::optional<Conflict> conflict;
     {
       Lock lock;
-      conflict = execute(trace, waits);
+      conflict = execute(name, trace, waits);
     }
     if (conflict)
       raise(*conflict);
@@ -101,13 +102,13 @@ class Call {
     }
   }
 
-  std::optional<Conflict> execute(const Trace& trace, bool waits) {
+  std::optional<Conflict> execute(const std::string& name, const Trace& trace, bool waits) {
     const auto agent = agent_of(current_stream(device_->index()));
     if (view_) {
       convert_and_call();
       return std::nullopt;
     }
-    const auto work = submit(name(), agent, trace);
+    const auto work = submit(name, agent, trace);
     for (const auto& each : given_) {
       if (each.looks)
         continue;
@@ -135,7 +136,7 @@ class Call {
   }
 
   // In a backward pass, whose thread has no stack to show, with the node that runs it.
-  std::string name() const {
+  std::string called() const {
     const auto node = torch::autograd::get_current_node();
     return node ? schema_.name() + " of " + node->name() : schema_.name();
   }
