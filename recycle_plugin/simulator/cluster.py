@@ -55,11 +55,12 @@ from recycle_plugin.simulator.simulated_log import SimulatedLog
 from recycle_plugin.simulator.simulated_state import Pipe
 from recycle_plugin.simulator.simulated_worker import DEADLINES, Holding, SharedPlanner, SimulatedMachine, Sum
 
-WORKER, SECOND, SUPERVISOR, DATA = (
+WORKER, SECOND, SUPERVISOR, DATA, SHARES = (
     "worker",
     "second",
     "supervisor",
     "data",
+    "shares",
 )  # lines: to the coordinator and back (there, back); from rank to rank
 DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
 DELAYING_US = (
@@ -83,6 +84,7 @@ class Cluster:
         self.logs: list[SimulatedLog] = []  # of all processes that there have been
         self.log_damages = Random(f"damaged logs in {scenario.torn}")
         self.replayed: list[tuple[Seat, Instruction]] = []  # instructions that were begun in replays
+        self.refusals = Random(f"refusals to help in {scenario.torn}")
         self.damaged: set[str] = set()  # what was damaged in logs, in words
         self.unlogged: set[Datum] = set()  # what was lost with a process before it was on its disk
         self.logged: dict[WorkerId, int] = {}  # the last step that each has said is on its disk, before it was lost
@@ -329,6 +331,22 @@ class Cluster:
         self.travel(
             (DATA, source, target), partial(self.later, delay, arrive) if self.now < until and delay else arrive
         )
+
+    def tell_worker(self, source: int, address: str, word: Any) -> None:
+        """Says something of a replay to the worker at ``address``, unless a trouble loses it on the way."""
+        target = int(address.partition(".")[0])
+        kind, until, delay = self.links.get((source, target), ("", 0, 0))
+        lost = self.now < until and kind in ("drop", "swallow")
+        if lost or (source in self.cut) != (target in self.cut) or target in self.deafened:
+            return
+        hear = partial(self._hear_of_replay, self.workers[target], address, word)
+        late = self.now < until and delay
+        self.travel((SHARES, source, target), partial(self.later, delay, hear) if late else hear)
+
+    def _hear_of_replay(self, target: SimulatedMachine, address: str, word: Any) -> None:
+        if target.alive and target.address == address:
+            target.hear(word)
+            self.wake(target)
 
     def tell_seat(self, source: SimulatedMachine, word: Word) -> None:
         """Sends a word of one worker to all others that hold its seat."""

@@ -80,6 +80,19 @@ class Numbers:
         """This worker's part of the stage's gradient in ``step``, by block."""
         return {block: total for (of, block), total in self._sums.items() if of == step}
 
+    def block(self, micro_batch: MicroBatch) -> Block:
+        """The block that ``micro_batch`` is in."""
+        return self._blocks.of(micro_batch)
+
+    def add_sums(self, step: int, sums: Sums) -> None:
+        """Adds what another worker has made of the stage's gradient in ``step``, by block.  Raises AssertionError for a
+        block that is here already, where sums have their order.
+        """
+        for block, value in sums.items():
+            if self._scenario.exact and (step, block) in self._sums:
+                raise AssertionError(f"block {block} of step {step} would be counted twice")
+            self._sums[step, block] = added(self._sums.get((step, block), 0), value, self._scenario.ordered)
+
     def forget_sums(self) -> None:
         """Drops all sums of weight gradients."""
         self._sums.clear()

@@ -77,7 +77,8 @@ class Scenario:
     seat's share of a checkpoint, or its "latest", can't be written; ``damaged_share``: of what newcomers are sent;
     ``logs``: what crosses stages is logged, and there is a checkpoint before the first step; ``log_lag_us``: by how
     much longer than usual that takes to be on a disk; ``log_damaged_share``: of its records; ``log_full``: from which
-    step on a seat's log finds its disk full; ``shards``: workers that hold each seat together, of which the one with
+    step on a seat's log finds its disk full; ``helpers``: how many may help with a replay, None for all, and
+    ``helps_not``: which share of them can't; ``shards``: workers that hold each seat together, of which the one with
     the number ``struck`` has the troubles and faults.
     """
 
@@ -109,6 +110,8 @@ class Scenario:
     log_lag_us: int = 0
     log_damaged_share: float = 0.0
     log_full: tuple[tuple[int, str], ...] = ()
+    helpers: int | None = None
+    helps_not: float = 0.0
 
     @property
     def exact(self) -> bool:

@@ -289,6 +289,8 @@ def _with_logs(given: Scenario, random: Random) -> Scenario:
     given = replace(
         given, between=given.between + tuple((step, "save") for step in saved), full=given.full + tuple(full)
     )
+    helpers, helps_not = random.choice((None, None, None, 1, 0)), random.choice((0.0, 0.0, 0.3))
+    given = replace(given, helpers=helpers, helps_not=helps_not)
     match random.choice((*WRONG_WITH_LOGS, *("nothing",) * 4)):
         case "damage":
             given = replace(given, log_damaged_share=random.choice((0.01, 0.05)))

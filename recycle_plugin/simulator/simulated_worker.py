@@ -16,6 +16,7 @@ from recycle_plugin.core.messages.activity import COMPUTES, WAITS, awaited
 from recycle_plugin.core.messages.contributions import NORM
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import Generation, Missing, OfWorker, Ready, Replay, StateHash
+from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -32,10 +33,14 @@ from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.filled_stage import FilledStage
+from recycle_plugin.core.worker.helper import Helper
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.lockstep import Lockstep, Word
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.replay import CantReplay, StageReplay
+from recycle_plugin.core.worker.shared_replay import Helpers
+from recycle_plugin.core.worker.shares import Lot
+from recycle_plugin.core.worker.shares import Word as ShareWord
 from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
@@ -43,6 +48,7 @@ from recycle_plugin.core.worker.training_loop import Slowness, StepProgram, Trai
 from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.simulator.arithmetic import Batch
 from recycle_plugin.simulator.exercised import ProtocolRule
+from recycle_plugin.simulator.helped_stage import HelpedStage, SentWeights, made
 from recycle_plugin.simulator.numbers import Numbers
 from recycle_plugin.simulator.plain import PlainIterator
 from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
@@ -139,6 +145,9 @@ class SimulatedMachine:
             self, self.worker, cluster.planner, scenario.shape, seat, self.steps, self.lockstep
         )
         self.worker.applied = self.loop.applied
+        if scenario.logs:
+            blocks, splits = scenario.policy.blocks(scenario.shape), scenario.policy.split_backward
+            self.worker.helper = Helper(self, scenario.shape, blocks, splits)
         self.newcomer = (
             Newcomer(
                 self,
@@ -152,6 +161,8 @@ class SimulatedMachine:
             else None
         )
         self._inbox: list[tuple[Datum, Any, int]] = []
+        self._said: list[ShareWord] = []
+        self._lots: set[tuple[int, Block]] = set()  # what others were to make of a replay, by step
         self._last_step = 0
         self.unheard: frozenset[int] = frozenset()  # ranks of which nothing is taken any more
 
@@ -168,7 +179,7 @@ class SimulatedMachine:
             Member(
                 self.rank,
                 self.seat,
-                f"{self.rank}" + f".{incarnation}" * (incarnation > 0),
+                _address(self.rank, incarnation),
                 f"host{self.rank}",
                 incarnation,
                 self.held.shard,
@@ -184,8 +195,57 @@ class SimulatedMachine:
         return StepLog(self.cluster.logs[-1], range(self.cluster.scenario.shape.stages - 1))
 
     def _replay(self, log: StepLog) -> StageReplay:
-        scenario = self.cluster.scenario
-        return StageReplay(self, self.store, self.steps, scenario.shape, scenario.policy.split_backward, log)
+        scenario, blocks = self.cluster.scenario, self.cluster.scenario.policy.blocks(self.cluster.scenario.shape)
+        helpers = (
+            Helpers(self, self.store, scenario.shape, blocks, log, scenario.helpers) if scenario.helpers != 0 else None
+        )
+        splits = scenario.policy.split_backward
+        return StageReplay(self, self.store, self.steps, scenario.shape, splits, log, helpers)
+
+    @property
+    def address(self) -> str:
+        """Where other workers find this one."""
+        return _address(self.rank, self.control_view.incarnation)
+
+    def tell(self, address: str, word: ShareWord) -> None:
+        """Says something of a replay to the worker at ``address``."""
+        if isinstance(word, Lot):
+            lot = {(word.step, block) for block in word.blocks}
+            self.cluster.exercised[ProtocolRule.DEALT_AGAIN] += bool(lot & self._lots)
+            self._lots |= lot
+        self.cluster.tell_worker(self.rank, address, word)
+
+    def hear(self, word: ShareWord) -> None:
+        """Takes in what another worker says of a replay."""
+        self._said.append(word)
+
+    def words(self) -> list[ShareWord]:
+        """What has been said to this worker of replays since this was asked last."""
+        found, self._said = self._said, []
+        return found
+
+    def wait_share(self, what: str, until: float) -> Iterator[Any]:
+        """Yields for a moment.  Raises JobEnded."""
+        self.control_view.check_end()
+        self.at = (WAITS, what)
+        yield LOOK_US
+
+    def make_stage(self, stage: int) -> Waits[HelpedStage]:
+        """The value is ``stage``, made beside this worker's own.  Raises CantHelp in some."""
+        return (yield from made(self, stage))
+
+    def weights(self) -> SentWeights:
+        """The weight of this stage."""
+        return SentWeights(self.store[Datum("params", self.seat.stage, None, self.steps.stepped + 1)])
+
+    def add_share(self, step: int, sums: Any) -> None:
+        """Adds what a share has to this worker's own sums."""
+        self.cluster.exercised[ProtocolRule.SHARED] += 1
+        self.numbers.add_sums(step, sums)
+
+    def why_alone(self) -> str:
+        """Nothing: everybody can make every stage."""
+        return ""
 
     def logs(self) -> SimulatedLogs:
         """The logs of all processes of the job."""
@@ -384,6 +444,8 @@ class SimulatedMachine:
             return
         if self.control_view.outside:
             self.cluster.replayed.append((self.seat, instruction))
+            again = instruction.op is Op.F and (instruction.step, self.numbers.block(instruction.works_on)) in self._lots
+            self.cluster.exercised[ProtocolRule.DEALT_AGAIN] += again
             self.reach("before", self.seat, instruction)
         handling = HANDLING_US if instruction.op in SENDS or instruction.op is Op.LOAD else 0
         for heavy in self.cluster.scenario.heavy:
@@ -397,6 +459,10 @@ class SimulatedMachine:
         spent = (handling + self.cluster.scenario.costs.of(instruction.op, self.seat.stage)) * self.percent // 100
         if spent:
             yield spent
+        yield from self.hang()
+
+    def hang(self) -> Iterator[int]:
+        """Yields for ever on a stuck worker."""
         while self.stuck:
             yield 10**9
 
@@ -553,6 +619,10 @@ class SharedPlanner:
     def arrange(self, recovery: RecoveryPlan, plan: Plan, held: Held) -> Any:
         """The program of every live seat that carries ``recovery`` out."""
         return planner.arrange(recovery, plan, self._costs, held)
+
+
+def _address(rank: int, incarnation: int) -> str:
+    return f"{rank}" + f".{incarnation}" * (incarnation > 0)
 
 
 def _job(scenario: Scenario) -> JobSpec:

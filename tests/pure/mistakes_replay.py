@@ -39,7 +39,7 @@ def not_durable(monkeypatch) -> None:
 
 @mistake("a stage's own sum is taken for that over the tie", seen=61)
 def untied(monkeypatch) -> None:
-    def take(self, logs, record):
+    def take(self, work, record):
         yield from ()
         own = self._store[Datum("reduced", self._stage, None, record.step)]
         self._store.put(Datum("tied", self._stage, None, record.step), own)
@@ -58,23 +58,23 @@ def without_norm(monkeypatch) -> None:
 
 @mistake("a step is replayed twice", seen=6)
 def twice(monkeypatch) -> None:
-    def step(self, before, logs, record):
-        yield from before(self, logs, record)
+    def step(self, before, work, record, times):
+        yield from before(self, work, record, times)
         if record.step == 2:
             after = self._store[Datum("params", self._stage, None, 3)]
             self._steps.stepped = self._steps.committed = 1
             self._store.rewind(1, self._store.valid_from)
             self._store.put(Datum("params", self._stage, None, 2), after)
-            yield from before(self, logs, record)
+            yield from before(self, work, record, times)
 
     changed(monkeypatch, StageReplay, "_step", step)
 
 
 @mistake("a step is not replayed", seen=6)
 def too_few(monkeypatch) -> None:
-    def step(self, before, logs, record):
+    def step(self, before, work, record, times):
         as_before = self._store[Datum("params", self._stage, None, record.step)]
-        yield from before(self, logs, record)
+        yield from before(self, work, record, times)
         if record.step == 2:
             self._store.put(Datum("params", self._stage, None, 3), as_before)
 

@@ -376,6 +376,9 @@ class Machine:
         self.waited: list[tuple[str, bool]] = []
         self.kept, self._missing = Kept(), missing
 
+    def clock(self) -> float:
+        return 0.0
+
     def send(self, message: object) -> None:
         self.sent.append(message)
 
@@ -490,7 +493,7 @@ def two_neighbours() -> Any:
 def test_two_neighbours_are_lost_one_after_the_other_between_two_checkpoints(monkeypatch):
     outcome = campaign.run("x", two_neighbours())
     assert not outcome.violations and len([line for line in outcome.story if " replayed: " in line]) == 2
-    monkeypatch.setattr(StageReplay, "_keep", lambda self, instruction: None)
+    monkeypatch.setattr(StageReplay, "_keep", lambda self, datum, value: None)
     assert any("is in no log" in text for text in campaign.run("x", two_neighbours()).violations)
 
 

@@ -184,7 +184,9 @@ def why_not(course: Course, empty: tuple[int, ...]) -> str:
 
 
 def catch_up(course: Course, newcomer: Newcomer, out: CoordinatorOutput) -> None:
-    """Has a newcomer of a stage that nobody holds replay it; any other of that stage waits, and catches up later."""
+    """Has a newcomer of a stage that nobody holds replay it, with the help of all members, who wait for that; any other
+    of that stage waits, and catches up later.  Costs a message as long as there are members.
+    """
     others = [each for each in course.joining if each.stage == newcomer.stage and each is not newcomer]
     if any(each.phase in (Phase.REPLAYING, Phase.REPLAYED) for each in others):
         newcomer.phase = Phase.WAITING
@@ -193,9 +195,10 @@ def catch_up(course: Course, newcomer: Newcomer, out: CoordinatorOutput) -> None
     checkpoint = course.logs.checkpoint
     stages = course.attendance.view(course.roster).empty_stages()
     valid_from, passed = max(checkpoint.valid_from, course.steps.valid_from), tuple(course.logs.passed)
+    helpers = tuple(member for member in course.roster if not member.joining)
     out.tell(
         newcomer.member.worker,
-        Replay(checkpoint.step, checkpoint.path, course.committed, stages, valid_from, passed),
+        Replay(checkpoint.step, checkpoint.path, course.committed, stages, valid_from, passed, helpers),
     )
 
 

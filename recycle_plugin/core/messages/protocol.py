@@ -566,7 +566,7 @@ class Replay:
 
     ``stages``: all that are being replayed, whose logs grow meanwhile; ``valid_from``: the generation from which data
     is valid by now; ``passed``: the barriers that all have passed since that step: at others they may be waiting, for
-    this worker too.
+    this worker too; ``helpers``: who is live, and may help.
     """
 
     step: int
@@ -575,6 +575,7 @@ class Replay:
     stages: tuple[int, ...]
     valid_from: int = 0
     passed: tuple[str, ...] = ()
+    helpers: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True)

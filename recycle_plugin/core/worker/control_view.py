@@ -76,6 +76,7 @@ class ControlView:
         self._sources: list[Serving] = []
         self._serves: list[Serve] = []
         self.replay: Replay | None = None
+        self.others: Roster | None = None  # of a newcomer: the last that it has heard of, and is not in
         self.replayed = 0
         self._leaves_at = 0  # the step that this worker was to leave before, if it was
         self._next: Generation | None = None  # planned, and said before ``pending`` was adopted
@@ -118,6 +119,7 @@ class ControlView:
         if isinstance(message, Generation) and self.outside and self.worker not in message.roster.workers:
             self.pending = self._next = None  # the others go on, and have not waited for this worker
             self.called_off = self.called_off if message.from_step else message.number
+            self.others = message.roster
             return
         if isinstance(message, Generation):
             self.departed = self.has_left(message)

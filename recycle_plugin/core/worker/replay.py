@@ -5,14 +5,15 @@ It is the stage's own work once more, micro-batch by micro-batch, with the same 
 what comes from its neighbours comes from their logs, what it would send goes to its own log only, and the sum over its
 workers is all here.  Where several stages are replayed at once, each reads what the others write meanwhile.
 
-Every step costs the stage's own computing of all its micro-batches, whoever had run them.
+Every step costs the stage's own computing of all its micro-batches, whoever had run them; or a part of that, where
+others help (core/worker/shared_replay.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from recycle_plugin.core.messages.protocol import CaughtUp, Replay, Replaying
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
@@ -25,27 +26,20 @@ from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.step_log import LogReader, StepLog, StepRecord
 from recycle_plugin.core.worker.step_store import StepStore
 
+if TYPE_CHECKING:
+    from recycle_plugin.core.worker.shared_replay import Helpers
+
 T = TypeVar("T")
 
 
-class ReplayingMachine(Protocol):
-    """The part of a worker's machine that a replay needs; generators as in core.worker.worker.Machine."""
-
-    @property
-    def control_view(self) -> ControlView:
-        """What this worker knows of the control plane."""
-
-    def send(self, message: object) -> None:
-        """Sends ``message`` to the coordinator."""
+class WorkingMachine(Protocol):
+    """What does a stage's work again by what is logged; generators as in core.worker.worker.Machine."""
 
     def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
         """Yields until ``ready()`` is not None, looking again and again; that is the value.  ``what``: what of the logs
         it waits for; ``made``: that was made long ago, and is there or will never be, or else another stage makes it
         while it is replayed.  Raises JobEnded, and CantReplay where it does not come.
         """
-
-    def restore(self, replay: Replay) -> Waits[int]:
-        """Takes the state of this worker's stage from a checkpoint; the value is its bytes.  Raises CantReplay."""
 
     def logs(self) -> LogReader:
         """The logs of all workers of the job."""
@@ -55,6 +49,23 @@ class ReplayingMachine(Protocol):
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
         """Makes what LOAD, F, I, W, B or STEP provides, of what the store has."""
+
+
+class ReplayingMachine(WorkingMachine, Protocol):
+    """The part of a worker's machine that a replay needs; generators as in core.worker.worker.Machine."""
+
+    @property
+    def control_view(self) -> ControlView:
+        """What this worker knows of the control plane."""
+
+    def send(self, message: object) -> None:
+        """Sends ``message`` to the coordinator."""
+
+    def clock(self) -> float:
+        """The time in seconds."""
+
+    def restore(self, replay: Replay) -> Waits[int]:
+        """Takes the state of this worker's stage from a checkpoint; the value is its bytes.  Raises CantReplay."""
 
     def add_up_alone(self, instruction: Instruction, have: StepStore) -> Any:
         """The sum of a REDUCE over all contributions of the stage, which are all here."""
@@ -67,10 +78,77 @@ class CantReplay(Exception):
     """The stage can't be replayed, and why."""
 
 
+class StageWork:
+    """What a stage does with micro-batches of committed steps, by what the logs have, on ``machine`` and in ``store``,
+    in a pipeline of ``shape``.
+
+    ``splits``: backwards are split; ``keep(datum, value)`` is given what a log has to have of it, once it is there.
+    """
+
+    def __init__(
+        self,
+        machine: WorkingMachine,
+        store: StepStore,
+        shape: Topology,
+        splits: bool,
+        keep: Callable[[Datum, Any], None],
+    ) -> None:
+        self._machine, self._store, self._shape, self._splits, self._keep = machine, store, shape, splits, keep
+        self._stage, self._logs = store.seat.stage, machine.logs()
+        self.others: frozenset[int] = frozenset()  # stages that are replayed meanwhile
+
+    def run(self, step: int, micro_batch: MicroBatch) -> Iterator[Any]:
+        """Does all of it with a micro-batch.  Raises JobEnded and CantReplay."""
+        for instruction in self._work(step, micro_batch):
+            for datum in list(self._store.missing(instruction)):
+                yield from self._fetch(datum)
+            yield from self._machine.spend(instruction)
+            self._store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
+            for datum in provides(instruction):
+                if datum.kind in TRAVELS and datum in self._store:  # another stage may have to be replayed later
+                    self._keep(datum, self._store.move(datum, -1))
+
+    def record(self, step: int) -> Waits[StepRecord]:
+        """The record of ``step``, which is committed.  Raises as :meth:`run`."""
+        return (yield from self.wait(f"the record of step {step}", lambda: self._logs.record(step), True))
+
+    def tied(self, others: Collection[int], step: int) -> Waits[Any]:
+        """The sum over the stages that share weights, which any of ``others`` has logged.  Raises as :meth:`run`."""
+
+        def logged() -> Any:
+            found = (self._logs.get(Datum("tied", other, None, step)) for other in others)
+            return next((value for value in found if value is not None), None)
+
+        what = f"the sum over tied weights of step {step}"
+        return (yield from self.wait(what, logged, not self.others.issuperset(others)))
+
+    def wait(self, what: str, look: Callable[[], T | None], made: bool) -> Waits[T]:
+        """What ``look()`` finds in the logs, as soon as that is there; see WorkingMachine.wait_logged."""
+        try:
+            return (yield from self._machine.wait_logged(what, look, made))
+        except CantReplay as error:
+            faults = self._logs.faults()
+            raise CantReplay(f"{error}{f', where {faults}' * bool(faults)}") from None
+
+    def _work(self, step: int, micro_batch: MicroBatch) -> Iterator[Instruction]:
+        """What the stage does with a micro-batch, in an order in which it waits for as little as can be."""
+        loads = self._stage in (0, self._shape.stages - 1)
+        backward = (Op.I, Op.W) if self._splits else (Op.B,)
+        for op in (*[Op.LOAD] * loads, Op.F, *backward):
+            yield Instruction(op, self._stage, micro_batch, step)
+
+    def _fetch(self, datum: Datum) -> Iterator[Any]:
+        value = yield from self.wait(str(datum), lambda: self._logs.get(datum), datum.stage not in self.others)
+        self._store.put(datum, value)
+        if datum.kind not in TRAVELS:
+            self._keep(datum, value)
+
+
 class StageReplay:
     """The replay of the stage of ``store``, whose steps are counted in ``steps``, in a pipeline of ``shape``.
 
-    ``splits``: backwards are split; ``log``: what is made again is logged there.
+    ``splits``: backwards are split; ``log``: what is made again is logged there; ``helpers``: who may make gradients of
+    it too.
     """
 
     def __init__(
@@ -81,94 +159,86 @@ class StageReplay:
         shape: Topology,
         splits: bool,
         log: StepLog,
+        helpers: Helpers | None = None,
     ) -> None:
-        self._machine, self._store, self._steps, self._shape, self._splits = machine, store, steps, shape, splits
-        self._log = log
-        self._stage = store.seat.stage
-        self._others: frozenset[int] = frozenset()  # stages that are replayed meanwhile
+        self._machine, self._store, self._steps, self._shape, self._log = machine, store, steps, shape, log
+        self._splits, self._helpers, self._stage = splits, helpers, store.seat.stage
         self.clock: int | None = None
 
     def run(self, replay: Replay) -> Iterator[Any]:
         """Replays what ``replay`` says, and tells the coordinator.  Raises JobEnded and CantReplay."""
-        self.clock, self._others = None, frozenset(replay.stages) - {self._stage}
+        self.clock = None
         self._steps.stepped = self._steps.committed = replay.step
         self._store.rewind(replay.step, self._store.valid_from)
-        size = yield from self._machine.restore(replay)
+        times = Times(self._machine.clock)
+        if self._helpers is not None:
+            self._helpers.call(replay)
+        with times.of("load"):
+            size = yield from self._machine.restore(replay)
+        if self._helpers is not None:
+            with times.of("spawn"):
+                yield from self._helpers.gather()
         self._log.begin(replay.step)
-        logs, rank = self._machine.logs(), self._machine.control_view.rank
+        work = StageWork(self._machine, self._store, self._shape, self._splits, self._keep)
+        work.others = frozenset(replay.stages) - {self._stage}
+        rank = self._machine.control_view.rank
         for step in range(replay.step + 1, replay.committed + 1):
-            what = f"the record of step {step}"
-            record = yield from self._wait(logs, what, partial(logs.record, step), True)
-            yield from self._step(logs, record)
+            yield from self._step(work, (yield from work.record(step)), times)
             self._machine.send(Replaying(rank, step))
         self._store.valid_from = max(self._store.valid_from, replay.valid_from)
         self._log.flush()
+        if self._helpers is not None:
+            self._helpers.report(replay, times)
         self.clock = replay.committed
         self._machine.send(CaughtUp(rank, replay.committed, size, 0))
 
-    def _step(self, logs: LogReader, record: StepRecord) -> Iterator[Any]:
+    def _step(self, work: StageWork, record: StepRecord, times: Times) -> Iterator[Any]:
         store, step = self._store, record.step
         store.valid_from = record.valid_from
-        for micro_batch in self._shape.batch:
-            for instruction in self._work(step, micro_batch):
-                yield from self._fetch(logs, instruction, record)
-                yield from self._machine.spend(instruction)
-                store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
-                self._keep(instruction)
+        if self._helpers is None:
+            for micro_batch in self._shape.batch:
+                yield from work.run(step, micro_batch)
+        else:
+            yield from self._helpers.run(work, step, times)
         reduce = Instruction(Op.REDUCE, self._stage, None, step)
-        store.conclude(reduce, dict.fromkeys(provides(reduce), self._machine.add_up_alone(reduce, store)))
+        with times.of("reduce"):
+            store.conclude(reduce, dict.fromkeys(provides(reduce), self._machine.add_up_alone(reduce, store)))
         if self._shape.tie(self._stage):
-            yield from self._take_tied(logs, record)
+            yield from self._take_tied(work, record)
         if record.norm is not None:
             store.put(Datum("norm", self._stage, None, step), record.norm)
         apply = Instruction(Op.STEP, self._stage, None, step)
-        yield from self._machine.spend(apply)
-        store.run(apply, lambda one, have: self._machine.compute(one, have, False))
+        with times.of("step"):
+            yield from self._machine.spend(apply)
+            store.run(apply, lambda one, have: self._machine.compute(one, have, False))
         self._steps.applied(step)
         self._steps.commit(step)
         self._log.applied(step, record.norm)
         self._log.commit(step, record.valid_from, record.counts_from)
         store.commit(step)
 
-    def _wait(self, logs: LogReader, what: str, look: Callable[[], T | None], made: bool) -> Waits[T]:
-        """What ``look()`` finds in the logs, as soon as that is there; see ReplayingMachine.wait_logged."""
-        try:
-            return (yield from self._machine.wait_logged(what, look, made))
-        except CantReplay as error:
-            faults = logs.faults()
-            raise CantReplay(f"{error}{f', where {faults}' * bool(faults)}") from None
+    def _keep(self, datum: Datum, value: Any) -> None:
+        self._log.keep(datum, value, self._store.valid_from)
 
-    def _work(self, step: int, micro_batch: MicroBatch) -> Iterator[Instruction]:
-        """What the stage does with a micro-batch, in an order in which it waits for as little as can be."""
-        loads = self._stage in (0, self._shape.stages - 1)
-        backward = (Op.I, Op.W) if self._splits else (Op.B,)
-        for op in (*[Op.LOAD] * loads, Op.F, *backward):
-            yield Instruction(op, self._stage, micro_batch, step)
-
-    def _fetch(self, logs: LogReader, instruction: Instruction, record: StepRecord) -> Iterator[Any]:
-        for datum in list(self._store.missing(instruction)):
-            look, made = partial(logs.get, datum), datum.stage not in self._others
-            value = yield from self._wait(logs, str(datum), look, made)
-            self._store.put(datum, value)
-            if datum.kind not in TRAVELS:
-                self._log.keep(datum, value, record.valid_from)
-
-    def _keep(self, instruction: Instruction) -> None:
-        """Logs anew what would have been sent: another stage may have to be replayed later."""
-        for datum in provides(instruction):
-            if datum.kind in TRAVELS and datum in self._store:
-                self._log.keep(datum, self._store.move(datum, -1), self._store.valid_from)
-
-    def _take_tied(self, logs: LogReader, record: StepRecord) -> Iterator[Any]:
+    def _take_tied(self, work: StageWork, record: StepRecord) -> Iterator[Any]:
         """Takes the sum over the stages that share weights, which any other of them has logged."""
         others = [stage for stage in self._shape.tie(self._stage) if stage != self._stage]
-
-        def logged() -> Any:
-            found = (logs.get(Datum("tied", other, None, record.step)) for other in others)
-            return next((value for value in found if value is not None), None)
-
-        what = f"the sum over tied weights of step {record.step}"
-        value = yield from self._wait(logs, what, logged, not self._others.issuperset(others))
+        value = yield from work.tied(others, record.step)
         mine = Datum("tied", self._stage, None, record.step)
-        self._log.keep(mine, value, record.valid_from)
+        self._keep(mine, value)
         self._store.put(mine, self._machine.tied_of(value))
+
+
+class Times:
+    """How long the parts of a replay have taken, in seconds of ``clock``, by their names."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        """A context whose time counts as that of ``part``."""
+        began = self._clock()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + self._clock() - began

@@ -144,6 +144,15 @@ class StepRunner(Protocol):
     def park(self) -> None:
         """Gets ready to wait long for others, who read what this worker has logged."""
 
+    def asked_to_help(self) -> bool | None:
+        """Whether a worker that replays a stage wants something of this one: True, or None."""
+
+    def help(self, wanted: Callable[[int], bool]) -> Iterator[Any]:
+        """Does what such a worker wants.  ``wanted(stage)``: whether that stage is still replayed."""
+
+    def stop_helping(self) -> None:
+        """Lets go of what was made to help."""
+
     def hand_over(self, newcomer: WorkerId, step: int) -> None:
         """Sends a newcomer what this worker's script hands over after ``step``, if it has asked for that."""
 
@@ -394,6 +403,7 @@ class TrainingLoop:
         if empty := ClusterView(self._topology, generation.roster.working).empty_stages():
             yield from self._await_stages(empty, generation)
             return
+        self._runner.stop_helping()
         stopped = self._port.clock()
         plan = self._plan_for(generation)
         planned = self._port.clock()
@@ -443,7 +453,7 @@ class TrainingLoop:
         self._plan = plan
 
     def _await_stages(self, empty: tuple[int, ...], generation: Generation) -> Iterator[Any]:
-        """Waits for a newer generation, in which all stages have somebody."""
+        """Waits for a newer generation, in which all stages have somebody, and helps with that meanwhile."""
         self._runner.park()
         self._port.reach("recovery.parked")
         view, stages = self._control_view, ", ".join(map(str, empty))
@@ -451,9 +461,16 @@ class TrainingLoop:
         while view.pending is generation:  # the deadline is one for the next word of who replays them
 
             def news(heard: int = view.replayed) -> bool | None:
-                return view.pending is not generation or view.replayed > heard or None
+                over = view.pending is not generation or view.replayed > heard
+                return over or self._runner.asked_to_help()
 
             yield from self._port.wait(what, news, interruptible=False)
+            yield from self._runner.help(self._is_away)
+
+    def _is_away(self, stage: int) -> bool:
+        """Whether ``stage`` has nobody, as far as is known.  Costs one look at each member."""
+        pending = self._control_view.pending
+        return pending is not None and stage in ClusterView(self._topology, pending.roster.working).empty_stages()
 
     def _begin_to_join(self, generation: Generation) -> list[Member]:
         """The peers of this worker that are joining since this generation."""

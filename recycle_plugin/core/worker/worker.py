@@ -28,6 +28,7 @@ from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Interrupted, Waits, execute
+from recycle_plugin.core.worker.helper import Helper
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.lockstep import JOINT, LEFT_OUT, Lockstep
 from recycle_plugin.core.worker.serving import Outlet, Serving, Servings, SharedState
@@ -194,6 +195,7 @@ class Worker:
         self._stopwatch, self._log, self._lockstep = stopwatch, log, lockstep
         self._left_out: Instruction | None = None  # which the furthest shard of the seat may have run
         self.applied: Callable[[int], None] = lambda step: None
+        self.helper: Helper | None = None  # of other stages' replays, in a job that logs
         self.servings = Servings()
         self.hash_at: set[int] = set()  # steps after which the state is to be hashed, once they are committed
         self.program: StepProgram | None = None
@@ -574,6 +576,20 @@ class Worker:
         self.forget_committed()
         if self._log is not None:
             self._log.flush()
+
+    def asked_to_help(self) -> bool | None:
+        """Whether a worker that replays a stage wants something of this one: True, or None."""
+        return None if self.helper is None else self.helper.asked()
+
+    def help(self, wanted: Callable[[int], bool]) -> Iterator[Any]:
+        """Does what such a worker wants (core/worker/helper.py)."""
+        if self.helper is not None:
+            yield from self.helper.work(wanted)
+
+    def stop_helping(self) -> None:
+        """Lets go of what was made to help."""
+        if self.helper is not None:
+            self.helper.leave()
 
     def losses(self, step: int) -> dict[str, float]:
         """The losses of ``step`` by micro-batch, of those whose last stage has run here."""

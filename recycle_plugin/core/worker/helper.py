@@ -1,0 +1,130 @@
+"""A live worker's part in the replay of another stage, which it helps with while it waits for that.
+
+It makes the stage once more, beside its own, from its layer specs, with the weights that it is sent before each step;
+reads from the logs what the stage's neighbours had sent; and sends back sums of weight gradients, and what the stage
+had sent.  Its own state it leaves alone, and a refusal, or an error on the way, is an answer: never its own end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from recycle_plugin.core.vocabulary.blocks import Block, Blocks
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.replay import CantReplay, StageWork, WorkingMachine
+from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
+from recycle_plugin.core.worker.step_store import StepStore
+
+
+class CantHelp(Exception):
+    """This worker can't help with a stage, and why."""
+
+
+class HelpedStage(WorkingMachine, Protocol):
+    """A stage that is not this worker's, as it makes it to help; generators as in core.worker.worker.Machine.
+
+    Its methods raise CantHelp for whatever goes wrong in it.
+    """
+
+    @property
+    def store(self) -> StepStore:
+        """The data of the step that it is at."""
+
+    def begin(self, step: int, weights: Any) -> None:
+        """Takes the stage's ``weights`` before ``step``, and drops all sums."""
+
+    def sums(self, step: int, blocks: Sequence[Block]) -> Any:
+        """The sums of the weight gradients of ``blocks``, as a share has them."""
+
+
+class HelpingMachine(Protocol):
+    """The part of a worker's machine that a helper needs; generators as in core.worker.worker.Machine."""
+
+    @property
+    def control_view(self) -> ControlView:
+        """What this worker knows of the control plane."""
+
+    def words(self) -> list[Word]:
+        """What has been said to this worker of replays since this was asked last."""
+
+    def tell(self, address: str, word: Word) -> None:
+        """Says something of a replay to the worker at ``address``, who may be gone."""
+
+    def make_stage(self, stage: int) -> Waits[HelpedStage]:
+        """The value is ``stage``, made from its layer specs beside this worker's own.  Raises CantHelp."""
+
+
+class Helper:
+    """What the worker on ``machine`` does for stages that nobody holds, in a pipeline of ``shape`` whose gradients are
+    added in ``blocks``.  ``splits``: backwards are split.
+    """
+
+    def __init__(self, machine: HelpingMachine, shape: Topology, blocks: Blocks, splits: bool) -> None:
+        self._machine, self._shape, self._splits = machine, shape, splits
+        self._members = blocks.members()
+        self._call: Call | None = None
+        self._stage: HelpedStage | None = None
+        self._asked: list[Word] = []
+
+    def asked(self) -> bool | None:
+        """Whether there is something to do for others: True, or None."""
+        self._asked += self._machine.words()
+        return True if self._asked else None
+
+    def work(self, wanted: Callable[[int], bool]) -> Iterator[Any]:
+        """Does what was asked for.  ``wanted(stage)``: whether that is still replayed, which is asked now and then."""
+        while self._asked:
+            word = self._asked.pop(0)
+            if isinstance(word, Call) and wanted(word.stage):
+                yield from self._begin(word)
+            elif isinstance(word, Lot) and self._call is not None and word.by == self._call.by:
+                yield from self._do(word, wanted)
+
+    def leave(self) -> None:
+        """Lets go of what was made to help."""
+        self._call = self._stage = None
+        self._asked.clear()
+
+    def _begin(self, call: Call) -> Iterator[Any]:
+        self._call, self._stage = call, None
+        try:
+            self._stage = yield from self._machine.make_stage(call.stage)
+        except CantHelp as error:
+            self._answer(call, str(error))
+        else:
+            self._answer(call)
+
+    def _do(self, lot: Lot, wanted: Callable[[int], bool]) -> Iterator[Any]:
+        call, stage = self._call, self._stage
+        if call is None or stage is None:
+            return
+        try:
+            share = yield from self._share(call, stage, lot, wanted)
+        except (CantHelp, CantReplay) as error:
+            self._stage = None
+            self._answer(call, str(error))
+        else:
+            if share is not None:
+                self._machine.tell(call.address, share)
+
+    def _share(self, call: Call, stage: HelpedStage, lot: Lot, wanted: Callable[[int], bool]) -> Waits[Share | None]:
+        kept: list[tuple[Datum, Any]] = []
+        stage.begin(lot.step, lot.weights)
+        work = StageWork(stage, stage.store, self._shape, self._splits, lambda *each: kept.append(each))
+        for block in lot.blocks:
+            for micro_batch in self._members[block]:
+                if not wanted(call.stage):
+                    return None
+                yield from work.run(lot.step, micro_batch)
+        return Share(self._worker, lot.by, lot.number, stage.sums(lot.step, lot.blocks), tuple(kept))
+
+    @property
+    def _worker(self) -> Any:
+        return self._machine.control_view.worker
+
+    def _answer(self, call: Call, why: str = "") -> None:
+        self._machine.tell(call.address, Answer(self._worker, call.by, why))

@@ -1,0 +1,262 @@
+"""Who helps the worker that replays its stage, and what each of them does of a step (SWIFT, PPoPP'23, section 5.2).
+
+While a stage is replayed all live workers wait for it.  So each can make gradients of it (core/worker/helper.py), given
+its layer specs, the logs, and its weights before each step:
+
+* The blocks of a step (core/vocabulary/blocks.py) are dealt in turn, to the worker that replays and then to each
+  helper: block ``i`` of ``n`` goes to the ``i mod (helpers + 1)``-th, so that a step takes as long as
+  ``ceil(n / (helpers + 1))`` blocks.  What each helper is to make is its *lot*.
+* A lot comes with the weights, and a *share* comes back: the sums of its gradients, which are added up in the blocks'
+  order, so that in exact mode they have the same bits whoever made them; and the boundary tensors, which are logged.
+* Whoever is lost, says no or is late helps no more.  Its lot is void, whatever still comes of it, and its blocks are
+  dealt anew among those left.  Without helpers the worker that replays is alone, as it would be without a log of theirs.
+
+Only the worker that replays sums, steps, logs, and knows who does what: so there is nothing to be agreed on, and its
+own death ends the help.  Each step costs a copy of the weights for each helper, a sum of gradients for each helper (in
+exact mode for each block), and one look at each member of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from recycle_plugin.core.messages.protocol import Note, Replay
+from recycle_plugin.core.vocabulary.blocks import Block, Blocks
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.roster import Member, WorkerId
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.replay import ReplayingMachine, StageWork, Times
+from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
+from recycle_plugin.core.worker.step_log import StepLog
+from recycle_plugin.core.worker.step_store import StepStore
+
+SPAWN_S = 20.0  # how long making the stage may take who is to help
+LATE_S = 5.0  # by how much a share may come later
+LATE = 4  # than so many times what as many micro-batches took here
+
+
+class Weights(Protocol):
+    """A stage's weights, as a lot has them.  ``nbytes``: how many bytes that is."""
+
+    nbytes: int
+
+
+class SharingMachine(ReplayingMachine, Protocol):
+    """The part of a worker's machine that a replay with helpers needs."""
+
+    @property
+    def address(self) -> str:
+        """Where other workers find this one."""
+
+    def words(self) -> list[Word]:
+        """What has been said to this worker of its replay since this was asked last."""
+
+    def tell(self, address: str, word: Word) -> None:
+        """Says something of its replay to the worker at ``address``, who may be gone."""
+
+    def wait_share(self, what: str, until: float) -> Iterator[Any]:
+        """Yields until something may have been said to this worker, somebody may be gone, or the clock is at ``until``.
+        Raises JobEnded.
+        """
+
+    def weights(self) -> Weights:
+        """The weights of this worker's stage, as they are now."""
+
+    def add_share(self, step: int, sums: Any) -> None:
+        """Adds what a share has to this worker's own sums."""
+
+    def why_alone(self) -> str:
+        """Why nobody else can make this worker's stage, in words; empty where others can."""
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A lot, and who makes it."""
+
+    helper: Member
+    lot: Lot
+
+
+class Helpers:
+    """The helpers of the worker on ``machine``, which replays the stage of ``store`` in a pipeline of ``shape``.
+
+    ``blocks``: in which gradients are added; ``log``: where what helpers have made goes too; ``limit``: how many may
+    help, None for as many as there is work for.
+    """
+
+    def __init__(
+        self,
+        machine: SharingMachine,
+        store: StepStore,
+        shape: Topology,
+        blocks: Blocks,
+        log: StepLog,
+        limit: int | None = None,
+    ) -> None:
+        self._machine, self._store, self._shape, self._log, self._limit = machine, store, shape, log, limit
+        self._stage, self._members = store.seat.stage, blocks.members()
+        self._called: dict[WorkerId, Member] = {}  # who has not answered
+        self._ready: dict[WorkerId, Member] = {}  # who helps, in the order in which they were called
+        self._dealt: dict[int, Dealt] = {}
+        self._shares: dict[int, tuple[Lot, Share]] = {}  # of the step that is being made
+        self._number = self._lots = self._bytes = 0
+        self._left: list[str] = []  # who did not help, or no more, and why
+        self._why_alone = ""
+
+    # --- who ---------------------------------------------------------------------------------------
+
+    def call(self, replay: Replay) -> None:
+        """Asks who is live to make the stage ready, unless there is nothing that could be shared."""
+        self._called, self._ready, self._dealt, self._shares = {}, {}, {}, {}
+        self._left, self._lots, self._bytes = [], 0, 0
+        self._why_alone = self._find_why_alone(replay)
+        if self._why_alone:
+            return
+        most = len(self._members) - 1
+        for member in replay.helpers[: most if self._limit is None else min(most, self._limit)]:
+            self._called[member.worker] = member
+            self._tell(member, Call(self._worker, self._machine.address, self._stage))
+
+    def _find_why_alone(self, replay: Replay) -> str:
+        if len(replay.stages) > 1:
+            return f"{len(replay.stages)} stages are replayed at once"
+        if self._shape.tie(self._stage):
+            return "the stage shares weights with others"
+        if len(self._members) == 1:
+            return "all micro-batches of a step are one block, which one worker adds up: recycle.exact_block cuts it"
+        if replay.step == replay.committed:
+            return "there is no step to replay"
+        return self._machine.why_alone()
+
+    def gather(self) -> Iterator[Any]:
+        """Returns when all who were called have answered, are gone, or are late."""
+        until = self._machine.clock() + SPAWN_S
+        while self._called:
+            self._listen()
+            for member in self._lost(self._called.values(), until):
+                del self._called[member.worker]
+            if self._called:
+                yield from self._machine.wait_share(f"{len(self._called)} who are to help with the replay", until)
+
+    def _lost(self, members: Any, until: float) -> list[Member]:
+        """Those of ``members`` that are gone, or late where the clock is at ``until``."""
+        late = self._machine.clock() >= until
+        found = [(member, "it was lost" if self._is_gone(member) else "it was late") for member in members]
+        return [self._note_left(member, why) for member, why in found if late or why == "it was lost"]
+
+    def _is_gone(self, member: Member) -> bool:
+        others = self._machine.control_view.others
+        return others is not None and member.worker not in others.workers
+
+    def _note_left(self, member: Member, why: str) -> Member:
+        self._left.append(f"{member}: {why}")
+        return member
+
+    # --- a step ------------------------------------------------------------------------------------
+
+    def run(self, work: StageWork, step: int, times: Times) -> Iterator[Any]:
+        """Has all of the stage's gradients of ``step`` made, here and by others."""
+        blocks = sorted(self._members)
+        self._shares = {}
+        while blocks:
+            with times.of("parameters"):
+                own = self._deal(step, blocks)
+            began = self._machine.clock()
+            with times.of("compute"):
+                count = 0
+                for micro_batch in [one for block in own for one in self._members[block]]:
+                    yield from work.run(step, micro_batch)
+                    count += 1
+            patience = LATE_S + LATE * (self._machine.clock() - began)
+            with times.of("wait"):
+                blocks = yield from self._collect(step, self._machine.clock() + patience)
+        with times.of("reduce"):
+            for number in sorted(self._shares):
+                self._take(*self._shares[number])
+
+    def _deal(self, step: int, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Deals ``blocks`` of ``step``; returns those that are this worker's own."""
+        helpers = [self._ready[worker] for worker in sorted(self._ready)][: len(blocks) - 1]
+        weights = self._machine.weights() if helpers else None
+        for place, member in enumerate(helpers, 1):
+            self._number += 1
+            lot = Lot(self._worker, self._number, step, tuple(blocks[place :: len(helpers) + 1]), weights)
+            self._dealt[lot.number] = Dealt(member, lot)
+            self._tell(member, lot)
+            self._lots += 1
+            self._bytes += weights.nbytes if weights is not None else 0
+        return blocks[:: len(helpers) + 1]
+
+    def _collect(self, step: int, until: float) -> Waits[list[Block]]:
+        """Waits for what was dealt; the value is the blocks of those who are gone, have said no, or are late."""
+        void: list[Block] = []
+        while True:
+            self._listen()
+            for member in self._lost([each.helper for each in self._dealt.values()], until):
+                self._ready.pop(member.worker, None)
+            for number, dealt in list(self._dealt.items()):
+                if dealt.helper.worker not in self._ready:
+                    void += self._dealt.pop(number).lot.blocks
+            if not self._dealt:
+                return sorted(void)
+            yield from self._machine.wait_share(f"{len(self._dealt)} shares of step {step}", until)
+
+    def _listen(self) -> None:
+        for word in self._machine.words():
+            if isinstance(word, (Answer, Share)) and word.to == self._worker:
+                self._hear(word)
+
+    def _hear(self, word: Answer | Share) -> None:
+        if isinstance(word, Share):
+            dealt = self._dealt.pop(word.number, None)
+            if dealt is not None:
+                self._shares[word.number] = dealt.lot, word
+        elif word.why:
+            member = self._called.pop(word.by, None) or self._ready.pop(word.by, None)
+            if member is not None:
+                self._note_left(member, word.why)
+        elif word.by in self._called:
+            self._ready[word.by] = self._called.pop(word.by)
+
+    def _take(self, lot: Lot, share: Share) -> None:
+        """Takes in what a helper has made: its gradients count, and what it has sent is logged."""
+        for micro_batch in [one for block in lot.blocks for one in self._members[block]]:
+            self._store.put(Datum("wgrad", self._stage, micro_batch, lot.step))  # which may be there once only
+        self._machine.add_share(lot.step, share.sums)
+        for datum, value in share.kept:
+            self._log.keep(datum, value, self._store.valid_from)
+
+    # --- what is said ------------------------------------------------------------------------------
+
+    def report(self, replay: Replay, times: Times) -> None:
+        """Says who has helped, or why nobody did, and what has taken how long."""
+        helped, view = sorted(self._ready), self._machine.control_view
+        why = self._why_alone or "; ".join(self._left) or "nobody else is there"
+        took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in sorted(times.seconds.items()))
+        text = (
+            f"{len(helped)} workers have helped to replay stage {self._stage} up to step {replay.committed}, with "
+            f"{self._lots} shares and {self._bytes / 1e6:.1f} MB of parameters sent"
+            if self._lots
+            else f"nobody has helped to replay stage {self._stage}: {why}"
+        )
+        details = {
+            "stage": self._stage,
+            "helpers": len(helped),
+            "ranks": [worker.rank for worker in helped],
+            "why": "" if self._lots else why,
+            "left": self._left,
+            "lots": self._lots,
+            "parameters_bytes": self._bytes,
+            "seconds": {part: round(seconds, 4) for part, seconds in times.seconds.items()},
+        }
+        self._machine.send(Note(view.rank, "helpers", f"{text} ({took})", details))
+
+    @property
+    def _worker(self) -> WorkerId:
+        return self._machine.control_view.worker
+
+    def _tell(self, member: Member, word: Word) -> None:
+        self._machine.tell(member.address, word)
