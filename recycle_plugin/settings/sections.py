@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from recycle_plugin.settings.field_types import ONE, PER_STAGE, STRICT, Bytes, Milliseconds, PerStage, setting
+from recycle_plugin.settings.field_types import ONE, PER_STAGE, STRICT, Bytes, Helpers, Milliseconds, PerStage, setting
 
 
 class CostSettings(BaseModel):
@@ -63,6 +63,12 @@ class LogSettings(BaseModel):
         'a whole number of at least 1, a size such as "2GiB", or null',
         "host memory that may wait for a worker's disk; where that can't follow, nothing is logged until the next "
         "checkpoint, and training goes on; null for any number",
+    )
+    helpers: Helpers = setting(
+        "auto",
+        '"auto", or a whole number of at least 0',
+        "how many live workers make gradients of a stage that is replayed, beside the one that replays it; auto: as "
+        "many as there are, and blocks for them; 0: none",
     )
 
 

@@ -89,9 +89,10 @@ class Numbers:
         block that is here already, where sums have their order.
         """
         for block, value in sums.items():
-            if self._scenario.exact and (step, block) in self._sums:
+            before = self._sums.get((step, block))
+            if self._scenario.exact and before is not None:
                 raise AssertionError(f"block {block} of step {step} would be counted twice")
-            self._sums[step, block] = added(self._sums.get((step, block), 0), value, self._scenario.ordered)
+            self._sums[step, block] = value if before is None else added(before, value, self._scenario.ordered)
 
     def forget_sums(self) -> None:
         """Drops all sums of weight gradients."""

@@ -39,7 +39,7 @@ from recycle_plugin.core.worker.lockstep import Lockstep, Word
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.replay import CantReplay, StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
-from recycle_plugin.core.worker.shares import Lot
+from recycle_plugin.core.worker.shares import Call, Lot
 from recycle_plugin.core.worker.shares import Word as ShareWord
 from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import Retention, StepStore
@@ -230,9 +230,9 @@ class SimulatedMachine:
         self.at = (WAITS, what)
         yield LOOK_US
 
-    def make_stage(self, stage: int) -> Waits[HelpedStage]:
-        """The value is ``stage``, made beside this worker's own.  Raises CantHelp in some."""
-        return (yield from made(self, stage))
+    def make_stage(self, call: Call) -> Waits[HelpedStage]:
+        """The value is the stage that ``call`` asks for, made beside this worker's own.  Raises CantHelp in some."""
+        return (yield from made(self, call.stage))
 
     def weights(self) -> SentWeights:
         """The weight of this stage."""
@@ -444,8 +444,8 @@ class SimulatedMachine:
             return
         if self.control_view.outside:
             self.cluster.replayed.append((self.seat, instruction))
-            again = instruction.op is Op.F and (instruction.step, self.numbers.block(instruction.works_on)) in self._lots
-            self.cluster.exercised[ProtocolRule.DEALT_AGAIN] += again
+            lot = instruction.step, self.numbers.block(instruction.works_on)
+            self.cluster.exercised[ProtocolRule.DEALT_AGAIN] += instruction.op is Op.F and lot in self._lots
             self.reach("before", self.seat, instruction)
         handling = HANDLING_US if instruction.op in SENDS or instruction.op is Op.LOAD else 0
         for heavy in self.cluster.scenario.heavy:

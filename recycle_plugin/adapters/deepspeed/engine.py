@@ -25,7 +25,7 @@ from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles, 
 from recycle_plugin.adapters.deepspeed.checkpoint import EngineFiles, check_loadable, chosen
 from recycle_plugin.adapters.deepspeed.feeding import Feeding
 from recycle_plugin.adapters.deepspeed.fp16 import HalfOptimizer, ZeroFiles
-from recycle_plugin.adapters.deepspeed.model import keyed_forward, reentrant
+from recycle_plugin.adapters.deepspeed.model import keyed_forward, made_again, reentrant
 from recycle_plugin.adapters.deepspeed.monitors import Reporting
 from recycle_plugin.adapters.deepspeed.ports import StockBuckets, StockNorm, StockOptimizer, counters_part, loss_scaler
 from recycle_plugin.adapters.deepspeed.schedule import INSTRUCTION_MAP, PlanSchedule
@@ -41,7 +41,7 @@ from recycle_plugin.runtime.movers.batches import packed
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
 from recycle_plugin.runtime.worker.data import DatasetSource
-from recycle_plugin.runtime.worker.ports import Framework, Scaler, Source, StageModel, trained
+from recycle_plugin.runtime.worker.ports import Framework, MadeStage, Scaler, Source, StageModel, trained
 from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.settings.schema import Settings
 
@@ -444,7 +444,16 @@ class RecycleEngine(PipelineEngine):
             tied=tied_weights.weights,
             norm=StockNorm(self.stage_id, topology.replicas) if settings.norm == "deepspeed" else None,
             scaler=self.scaler,
+            make=partial(self._make, topology, device),
         )
+
+    def _make(self, topology: Topology, device: Device, stage: int) -> MadeStage:
+        """Make ``stage`` of the pipeline beside this worker's."""
+        module, keyed = made_again(self.module, stage, device), self._job.settings.rng == "keyed"
+        ends = stage == 0, stage == topology.stages - 1
+        model = StageModel(module, module.loss_fn, self.micro_batches, *ends, device, partial(reentrant, module), keyed)
+        masters = None if self.masters is None else Masters(trained(module))
+        return MadeStage(model, partial(keyed_forward, module, device=device), masters)
 
     @cached_property
     def _cursor(self) -> DataCursor:

@@ -1,9 +1,13 @@
-"""What a PipelineModule's forwards depend on besides their inputs, made the same whoever runs them."""
+"""What a PipelineModule's forwards depend on besides their inputs, made the same whoever runs them; and another stage of
+it, made once more.
+"""
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager
 
+import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
@@ -27,3 +31,28 @@ def keyed_forward(module: PipelineModule, seed: int, place: int, device: Device)
     """
     module.micro_offset = place
     return keyed(seed, device)
+
+
+def made_again(module: PipelineModule, stage: int, device: Device) -> PipelineModule:
+    """Make ``stage`` of the pipeline that ``module`` is a stage of, from its layer specs, as stock code has made this
+    one; with weights of its own, in the precision of these, on ``device``.  No other process takes part.
+
+    Modules that were given in place of specs are copied.  Random streams go on as if nothing was.
+    """
+    again = copy.copy(module)
+    loss = {name: copy.deepcopy(each) for name, each in module._modules.items() if name == "loss_fn"}
+    again.__dict__ |= {"_modules": loss, "_parameters": {}, "_buffers": {}}
+    again.tied_modules, again.tied_weight_attrs, again.tied_comms = torch.nn.ModuleDict(), {}, {}
+    again.forward_funcs, again.fwd_map = [], {}
+    again.is_checkpointable_results, again.is_checkpointable_results_interval = [], None
+    again.stage_id, again._local_start, again._local_stop = stage, module.parts[stage], module.parts[stage + 1]
+    again._layer_specs = [
+        copy.deepcopy(each)
+        if isinstance(each, torch.nn.Module) and again._local_start <= number < again._local_stop
+        else each
+        for number, each in enumerate(module._layer_specs)
+    ]
+    with keyed(0, device):
+        again._build()
+    own = next(module.parameters())
+    return again.to(own.device, own.dtype)

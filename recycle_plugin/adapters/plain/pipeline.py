@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +101,7 @@ class Pipeline(PlainJob):
             loss,
             clip,
             micro_batch_size,
+            make=lambda stage: _made_again(layers, range(*cut[stage]), seed).to(where),
         )
         self._trainer.feed.source = _source(data, topology, self._cursor, micro_batch_size)
 
@@ -173,7 +175,7 @@ def _refuse_shared(layers: Sequence[Layer], cut: list[tuple[int, int]]) -> None:
                     )
 
 
-def _built(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequential:
+def _built(layers: Sequence[Layer] | Mapping[int, Layer], numbers: range, seed: int) -> nn.Sequential:
     """Make a stage's layers; each draws its weights by its number, whichever stage has it."""
     made = OrderedDict()
     for number in numbers:
@@ -194,6 +196,15 @@ def _built(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequential:
             "puts them beside others"
         )
     return module
+
+
+def _made_again(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequential:
+    """Make a stage's layers beside those that there are; of modules that were given, copies."""
+
+    def again(layer: Layer) -> Layer:
+        return copy.deepcopy(layer) if isinstance(layer, nn.Module) else layer
+
+    return _built({number: again(layers[number]) for number in numbers}, numbers, seed)
 
 
 def _refuse_function(number: int, given: Layer) -> None:

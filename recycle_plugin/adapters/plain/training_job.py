@@ -26,7 +26,7 @@ from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.fitness import check_layers, check_optimizer
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
-from recycle_plugin.runtime.worker.ports import Compute, Framework, StageModel, trained
+from recycle_plugin.runtime.worker.ports import Compute, Framework, MadeStage, StageModel, trained
 from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.settings.schema import Settings
 
@@ -105,7 +105,7 @@ def meet(line: Session, topology: Topology, shards: int = 1) -> Place:
 
 class PlainJob:
     """The training of one worker's stage ``module`` by ``optimizer``; ``line`` is the worker's session, which has its
-    ``place``.
+    ``place``.  ``make(stage)``: another one's module, made once more.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class PlainJob:
         clip: float,
         micro_batch_size: int = 1,
         compute: Compute | None = None,
+        make: Callable[[int], nn.Module] | None = None,
     ) -> None:
         self.seat, self.module, self.optimizer, self.scheduler = place.seat, module, optimizer, scheduler
         check_layers(module)
@@ -144,6 +145,13 @@ class PlainJob:
         steps = PlainOptimizer(optimizer, scheduler, lambda: self._trainer.clip())
         self._cursor = DataCursor(topology.micro_batches)
         batch = len(topology.batch) * micro_batch_size
+
+        def made(other: int) -> MadeStage:
+            assert make is not None, "then nobody asks"
+            ends = other == 0, other == topology.stages - 1
+            again = StageModel(make(other), loss, topology.micro_batches, *ends, device, keyed=keyed_forwards)
+            return MadeStage(again, lambda seed, place: keyed(seed, device))
+
         framework = Framework(
             seat=self.seat,
             topology=topology,
@@ -161,6 +169,7 @@ class PlainJob:
             compute=compute,
             shards=place.shards,
             shard=place.shard,
+            make=None if make is None else made,
         )
         self._trainer = Trainer(line, settings, framework)
         line.at_end = self._trainer.finish

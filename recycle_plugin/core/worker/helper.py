@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from recycle_plugin.core.vocabulary.blocks import Block, Blocks
 from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits
@@ -54,8 +55,10 @@ class HelpingMachine(Protocol):
     def tell(self, address: str, word: Word) -> None:
         """Says something of a replay to the worker at ``address``, who may be gone."""
 
-    def make_stage(self, stage: int) -> Waits[HelpedStage]:
-        """The value is ``stage``, made from its layer specs beside this worker's own.  Raises CantHelp."""
+    def make_stage(self, call: Call) -> Waits[HelpedStage]:
+        """The value is the stage that ``call`` asks for, made from its layer specs beside this worker's own.  Raises
+        CantHelp.
+        """
 
 
 class Helper:
@@ -68,6 +71,8 @@ class Helper:
         self._members = blocks.members()
         self._call: Call | None = None
         self._stage: HelpedStage | None = None
+        self._work: StageWork | None = None  # in that
+        self._kept: list[tuple[Datum, Any]] = []  # what a log is to have of the lot
         self._asked: list[Word] = []
 
     def asked(self) -> bool | None:
@@ -86,44 +91,49 @@ class Helper:
 
     def leave(self) -> None:
         """Lets go of what was made to help."""
-        self._call = self._stage = None
+        self._call = self._stage = self._work = None
         self._asked.clear()
+        self._kept.clear()
 
     def _begin(self, call: Call) -> Iterator[Any]:
         self._call, self._stage = call, None
         try:
-            self._stage = yield from self._machine.make_stage(call.stage)
+            stage = self._stage = yield from self._machine.make_stage(call)
         except CantHelp as error:
             self._answer(call, str(error))
         else:
+            self._work = StageWork(stage, stage.store, self._shape, self._splits, self._keep)
             self._answer(call)
 
+    def _keep(self, datum: Datum, value: Any) -> None:
+        self._kept.append((datum, value))
+
     def _do(self, lot: Lot, wanted: Callable[[int], bool]) -> Iterator[Any]:
-        call, stage = self._call, self._stage
-        if call is None or stage is None:
+        call, stage, work = self._call, self._stage, self._work
+        if call is None or stage is None or work is None:
             return
         try:
-            share = yield from self._share(call, stage, lot, wanted)
+            share = yield from self._share(stage, work, lot, lambda: wanted(call.stage))
         except (CantHelp, CantReplay) as error:
-            self._stage = None
+            self._stage = self._work = None
             self._answer(call, str(error))
         else:
             if share is not None:
                 self._machine.tell(call.address, share)
 
-    def _share(self, call: Call, stage: HelpedStage, lot: Lot, wanted: Callable[[int], bool]) -> Waits[Share | None]:
-        kept: list[tuple[Datum, Any]] = []
+    def _share(self, stage: HelpedStage, work: StageWork, lot: Lot, wanted: Callable[[], bool]) -> Waits[Share | None]:
+        """The value is the share of ``lot``; None where it is not ``wanted`` any more."""
+        self._kept = []
         stage.begin(lot.step, lot.weights)
-        work = StageWork(stage, stage.store, self._shape, self._splits, lambda *each: kept.append(each))
         for block in lot.blocks:
             for micro_batch in self._members[block]:
-                if not wanted(call.stage):
+                if not wanted():
                     return None
                 yield from work.run(lot.step, micro_batch)
-        return Share(self._worker, lot.by, lot.number, stage.sums(lot.step, lot.blocks), tuple(kept))
+        return Share(self._worker, lot.by, lot.number, stage.sums(lot.step, lot.blocks), tuple(self._kept))
 
     @property
-    def _worker(self) -> Any:
+    def _worker(self) -> WorkerId:
         return self._machine.control_view.worker
 
     def _answer(self, call: Call, why: str = "") -> None:

@@ -9,7 +9,7 @@ its layer specs, the logs, and its weights before each step:
 * A lot comes with the weights, and a *share* comes back: the sums of its gradients, which are added up in the blocks'
   order, so that in exact mode they have the same bits whoever made them; and the boundary tensors, which are logged.
 * Whoever is lost, says no or is late helps no more.  Its lot is void, whatever still comes of it, and its blocks are
-  dealt anew among those left.  Without helpers the worker that replays is alone, as it would be without a log of theirs.
+  dealt anew among those left, of whom there is always one: the worker that replays.
 
 Only the worker that replays sums, steps, logs, and knows who does what: so there is nothing to be agreed on, and its
 own death ends the help.  Each step costs a copy of the weights for each helper, a sum of gradients for each helper (in
@@ -34,14 +34,16 @@ from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 
 SPAWN_S = 20.0  # how long making the stage may take who is to help
-LATE_S = 5.0  # by how much a share may come later
-LATE = 4  # than so many times what as many micro-batches took here
+LATE_S = 5.0  # by how much a share may come later than
+LATE = 4  # so many times what this worker's own share took
 
 
 class Weights(Protocol):
-    """A stage's weights, as a lot has them.  ``nbytes``: how many bytes that is."""
+    """A stage's weights, as a lot has them."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """How many bytes that is."""
 
 
 class SharingMachine(ReplayingMachine, Protocol):
@@ -115,10 +117,10 @@ class Helpers:
         self._why_alone = self._find_why_alone(replay)
         if self._why_alone:
             return
-        most = len(self._members) - 1
+        most, size = len(self._members) - 1, self._machine.weights().nbytes
         for member in replay.helpers[: most if self._limit is None else min(most, self._limit)]:
             self._called[member.worker] = member
-            self._tell(member, Call(self._worker, self._machine.address, self._stage))
+            self._tell(member, Call(self._worker, self._machine.address, self._stage, size))
 
     def _find_why_alone(self, replay: Replay) -> str:
         if len(replay.stages) > 1:
@@ -166,10 +168,8 @@ class Helpers:
                 own = self._deal(step, blocks)
             began = self._machine.clock()
             with times.of("compute"):
-                count = 0
                 for micro_batch in [one for block in own for one in self._members[block]]:
                     yield from work.run(step, micro_batch)
-                    count += 1
             patience = LATE_S + LATE * (self._machine.clock() - began)
             with times.of("wait"):
                 blocks = yield from self._collect(step, self._machine.clock() + patience)

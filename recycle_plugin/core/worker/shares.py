@@ -17,11 +17,14 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 @dataclass(frozen=True)
 class Call:
-    """From the worker ``by``, which is found at ``address``: make ``stage`` ready, and answer."""
+    """From the worker ``by``, which is found at ``address``: make ``stage``, whose weights have so many ``bytes``, and
+    answer.
+    """
 
     by: WorkerId
     address: str
     stage: int
+    bytes: int
 
 
 @dataclass(frozen=True)

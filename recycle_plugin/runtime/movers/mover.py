@@ -18,6 +18,9 @@ from typing import Protocol
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.runtime.devices.port import Copy, Tensors
 
+OF_REPLAYS = "replay"
+"""The kind of what workers say to each other of a replay, also by one that is no member yet: it is always let in."""
+
 
 class Mover(Protocol):
     """Moves one worker's tensors to and from its peers, who find it at ``address``; only the thread that trains calls

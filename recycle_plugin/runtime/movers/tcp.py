@@ -28,6 +28,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import Copy, Device, Tensors
+from recycle_plugin.runtime.movers.mover import OF_REPLAYS
 from recycle_plugin.runtime.processes import forked
 from recycle_plugin.runtime.processes.accepting import NO_ROOM, PAUSE_S, Refusals
 
@@ -290,7 +291,7 @@ class Transport:
 
     def _deliver(self, sender: str, datum: Datum, valid_from: int, tensors: Tensors) -> None:
         with self._session.changed:
-            if self._heard is None or sender in self._heard:
+            if self._heard is None or sender in self._heard or datum.kind == OF_REPLAYS:
                 self._arrived.append((datum, tensors, valid_from))
                 self._session.changed.notify_all()
 

@@ -105,6 +105,18 @@ class BlockSums:
         """Drop all sums."""
         self._sums, self._counts = {}, {}
 
+    def of(self, block: Block) -> Gradients:
+        """The sum of ``block``, all of which was added up here; for each parameter, None where nothing was."""
+        return self._sums[block]
+
+    def put(self, block: Block, gradients: Gradients) -> None:
+        """Take the sum of ``block``, all of which another worker has added up.  Raises RecycleError where it is here
+        already.
+        """
+        if block in self._sums:
+            raise RecycleError(f"the weight gradients of block {block} would be counted twice: a mistake of the plugin")
+        self._sums[block], self._counts[block] = gradients, len(self._blocks.members()[block])
+
     def owners(self, group: Group) -> list[list[Block]]:
         """The blocks of each live worker, by its position in ``group``, from what each says; costs one exchange.
 

@@ -22,6 +22,8 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.worker_bytes import EXACT_BUCKET
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.devices.port import COPY_S, Device
+from recycle_plugin.runtime.movers.shares import Sums
 from recycle_plugin.runtime.stage.block_sums import ALONE, BlockSums, in_place_of
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.worker.ports import Buckets, Parameters
@@ -39,6 +41,45 @@ def _versions(gradients: Sequence[torch.Tensor | None]) -> list[int | None]:
 def _there(gradient: torch.Tensor | None) -> torch.Tensor:
     assert gradient is not None, "every parameter is in a bucket"
     return gradient
+
+
+class Contributions:
+    """A worker's contributions to the gradients of a step of ``parameters`` on ``device``, by block where there are
+    ``blocks``; for another worker, or from one.
+    """
+
+    def __init__(self, parameters: Parameters, blocks: BlockSums | None, device: Device) -> None:
+        self._parameters, self._blocks, self._device = parameters, blocks, device
+
+    def forget(self) -> None:
+        """Drop all of them."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._blocks is not None:
+            self._blocks.clear()
+
+    def of(self, blocks: Iterable[Block]) -> Sums:
+        """The sums of ``blocks``, which are all that there is, in host memory."""
+        if self._blocks is None:
+            return {None: self._on_host([parameter.grad for parameter in self._parameters])}
+        return {block: self._on_host(self._blocks.of(block)) for block in blocks}
+
+    def add(self, sums: Sums) -> None:
+        """Add what another worker has contributed.  Raises RecycleError for a block that is here already."""
+        for block, tensors in sums.items():
+            there = self._device.from_host(tensors, "a share of a replay", shared=True).wait(COPY_S)
+            if block is not None and self._blocks is not None:
+                self._blocks.put(block, list(there))
+                continue
+            for parameter, gradient in zip(self._parameters, there, strict=True):
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _on_host(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+        whole = [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for parameter, gradient in zip(self._parameters, gradients, strict=True)
+        ]
+        return self._device.to_host(whole, "a share of a replay", shared=True).wait(COPY_S)
 
 
 class Gradients:

@@ -24,6 +24,7 @@ from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.catching_up import Inlet
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.lockstep import Lockstep, Word
+from recycle_plugin.core.worker.shares import Word as ShareWord
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.training_loop import StepProgram
 from recycle_plugin.errors import WaitTimeout
@@ -31,8 +32,10 @@ from recycle_plugin.runtime.catch_up.transfers import Transfers
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import There
 from recycle_plugin.runtime.devices.kinds import fetch
+from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.movers.batches import described, packed
-from recycle_plugin.runtime.movers.mover import Mover
+from recycle_plugin.runtime.movers.mover import OF_REPLAYS, Mover
+from recycle_plugin.runtime.movers.shares import carried, word_of
 from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.state.background_hash import BackgroundHash
 from recycle_plugin.runtime.state.units import Units
@@ -68,6 +71,7 @@ class TorchMachine:
         self._mover, self.operations, self._faults = mover, operations, faults
         self._takers: set[str] = set()  # of batches that were drawn here
         self._words: dict[int, Word] = {}  # the last of each other worker of the seat
+        self._of_replays: list[Tensors] = []
         self._come: deque[tuple[Datum, Any, int]] = deque()  # beside words
         self.send, self.keep_only, self.clock = session.send, mover.keep_only, time.time
         self.compute, self.share, self.norm = operations.compute, operations.share, operations.norm
@@ -126,8 +130,27 @@ class TorchMachine:
         for datum, value, valid_from in self._mover.arrivals():
             if datum.kind == WORD:
                 self._words[datum.stage] = Word(*described(value))
+            elif datum.kind == OF_REPLAYS:
+                self._of_replays.append(value)
             else:
                 self._come.append((datum, value, valid_from))
+
+    @property
+    def has_words(self) -> bool:
+        """Whether something has been said to this worker of a replay that nobody has asked for yet."""
+        self._take_words()
+        return bool(self._of_replays)
+
+    def words(self) -> list[ShareWord]:
+        """What has been said to this worker of replays since this was asked last."""
+        self._take_words()
+        found, self._of_replays = self._of_replays, []
+        return [word_of(each) for each in found]
+
+    def tell(self, address: str, word: ShareWord) -> None:
+        """Say something of a replay to the worker at ``address``, who may be gone."""
+        datum, tensors = carried(word)
+        self._mover.send(address, datum, There(tensors), 0)
 
     def say_in_seat(self, word: Word) -> None:
         """Send ``word`` to the others that hold this worker's seat, as far as it has heard of them."""

@@ -156,6 +156,22 @@ class StageModel:
 
 
 @dataclass(frozen=True)
+class MadeStage:
+    """A stage that a worker has made beside its own: ``model``; the context ``forward(seed, place)`` as a Framework's;
+    ``masters`` of a model in bf16 or fp16.
+    """
+
+    model: StageModel
+    forward: Callable[[int, int], AbstractContextManager]
+    masters: Masters | None = None
+
+    @property
+    def parameters(self) -> Parameters:
+        """The parameters whose gradients are summed."""
+        return trained(self.model.module) if self.masters is None else self.masters.parameters
+
+
+@dataclass(frozen=True)
 class Framework:
     """All that a framework lends the trainer of the worker at ``seat`` (runtime/worker/trainer.py).
 
@@ -166,7 +182,9 @@ class Framework:
     any.  ``state``: what else a step changes, schedulers and counters. ``masters``: those of a model in bf16 or fp16,
     which the optimizer steps.  ``norm`` None: the true one over all stages; ``scaler`` None: losses are not scaled.
     ``compute``: the script's own forward and backward of a model that is one stage (runtime/worker/scripted.py).
-    ``shards``: workers that hold each seat together, of which this one is number ``shard``.
+    ``shards``: workers that hold each seat together, of which this one is number ``shard``.  ``make(stage)``: any stage
+    of the pipeline, made once more from its layer specs, with weights that nobody may use; it leaves this worker's own
+    module and random streams as they are.  None where that can't be.
     """
 
     seat: Seat
@@ -189,6 +207,7 @@ class Framework:
     compute: Compute | None = None
     shards: int = 1
     shard: int = 0
+    make: Callable[[int], MadeStage] | None = None
 
     @property
     def parameters(self) -> Parameters:

@@ -20,10 +20,14 @@ from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices.port import COPY_S
 from recycle_plugin.runtime.log.records import Stream
+from recycle_plugin.runtime.movers.shares import SentWeights, Sums
+from recycle_plugin.runtime.stage.gradients import Contributions
 from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.worker.job_log import JobLogs, WorkerLog
+from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.ports import Framework
 from recycle_plugin.runtime.worker.stepping import Stepping
 from recycle_plugin.settings.sections import LogSettings
@@ -37,13 +41,14 @@ UNBOUNDED = 1 << 62
 class StageLog:
     """The log of the worker of ``session``, of the stage that ``framework`` has, where ``settings`` ask for one.
 
-    ``run_dir``: the run folder.
+    ``run_dir``: the run folder; ``limit``: how many may help to replay it, None for as many as there is work for.
     """
 
     def __init__(self, session: Session, framework: Framework, settings: LogSettings, run_dir: str) -> None:
         self.folder = Path(settings.folder or f"{run_dir}/log")
         folders.make(self.folder)
         assert not isinstance(settings.ring_bytes, str), "a checked size is a number"
+        self.limit = None if settings.helpers == "auto" else settings.helpers
         stream = Stream(session.job_id, session.worker, framework.seat)
         budget = UNBOUNDED if settings.ring_bytes is None else settings.ring_bytes
         self._log = WorkerLog(session, self.folder, stream, budget, framework.model.device)
@@ -54,29 +59,11 @@ class StageLog:
         self._log.close()
 
 
-@dataclass(frozen=True)
-class ReplayMachine:
-    """The machine of a newcomer that replays its stage, which fills ``state`` from the checkpoints of ``framework``.
+class LoggedWork:
+    """What a worker of ``session`` does by the logs in ``folder``."""
 
-    ``folder`` has the logs; ``apart()``: a context for what its script does not do over again.
-    """
-
-    session: Session
-    framework: Framework
-    state: StageState
-    stepping: Stepping
-    operations: Operations
-    folder: Path
-    apart: Callable[[], AbstractContextManager]
-
-    @property
-    def control_view(self) -> Session:
-        """What this worker knows of the control plane."""
-        return self.session
-
-    def send(self, message: object) -> None:
-        """Send ``message`` to the coordinator."""
-        self.session.send(message)
+    def __init__(self, session: Session, folder: Path) -> None:
+        self.session, self.folder = session, folder
 
     def logs(self) -> JobLogs:
         """The logs of all workers of the job."""
@@ -100,6 +87,81 @@ class ReplayMachine:
         return value
         yield
 
+    def spend(self, instruction: Instruction) -> Iterator[Any]:
+        """Nothing: a real worker's instruction takes its time by itself."""
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a replay needs that others help with: ``world``, by which it talks to them, found at ``address``;
+    ``contributions``, which they add to; the ``loss_scale()``; and ``why_alone``, where nobody can help.
+    """
+
+    world: TorchMachine
+    address: str
+    contributions: Contributions
+    loss_scale: Callable[[], float]
+    why_alone: str = ""
+
+
+class ReplayMachine(LoggedWork):
+    """The machine of a newcomer that replays its stage, which fills ``state`` from the checkpoints of ``framework``.
+
+    ``folder`` has the logs; ``apart()``: a context for what its script does not do over again.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        framework: Framework,
+        state: StageState,
+        stepping: Stepping,
+        operations: Operations,
+        folder: Path,
+        apart: Callable[[], AbstractContextManager],
+        sharing: Sharing,
+    ) -> None:
+        super().__init__(session, folder)
+        self.framework, self.state, self.stepping, self.operations = framework, state, stepping, operations
+        self.apart, self._sharing, self.clock = apart, sharing, time.monotonic
+        self.address, self.words, self.tell = sharing.address, sharing.world.words, sharing.world.tell
+
+    @property
+    def control_view(self) -> Session:
+        """What this worker knows of the control plane."""
+        return self.session
+
+    def send(self, message: object) -> None:
+        """Send ``message`` to the coordinator."""
+        self.session.send(message)
+
+    def wait_share(self, what: str, until: float) -> Iterator[Any]:
+        """Block until something was said to this worker, or for a moment.  A generator that never yields.  Raises
+        JobEnded.
+        """
+        session = self.session
+        with session.heartbeats.at(WAITS, what), session.changed:
+            session.check_end()
+            if not self._sharing.world.has_words:
+                session.changed.wait(max(0.0, min(LOOK_S, until - self.clock())))
+        return iter(())
+
+    def weights(self) -> SentWeights:
+        """The tensors of this worker's stage, as they are now."""
+        model = self.framework.model
+        tensors = (*model.module.parameters(), *model.module.buffers())
+        there = model.device.to_host(tensors, "the weights of a replayed stage", shared=True).wait(COPY_S)
+        return SentWeights(there, self._sharing.loss_scale())
+
+    def add_share(self, step: int, sums: Sums) -> None:
+        """Add what a share has to this worker's own sums."""
+        self._sharing.contributions.add(sums)
+
+    def why_alone(self) -> str:
+        """Why nobody else can make this worker's stage, in words; empty where others can."""
+        return self._sharing.why_alone
+
     def restore(self, replay: Replay) -> Waits[int]:
         """Take the state of this worker's stage from a checkpoint; returns its bytes.  A generator that never yields.
 
@@ -122,10 +184,6 @@ class ReplayMachine:
         session.note("restored", text, seat=str(framework.seat), step=replay.step, bytes=size, seconds=took)
         return size
         yield
-
-    def spend(self, instruction: Instruction) -> Iterator[Any]:
-        """Nothing: a real worker's instruction takes its time by itself."""
-        return iter(())
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
         """What LOAD, F, I, W, B or STEP makes."""

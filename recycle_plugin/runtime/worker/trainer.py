@@ -9,7 +9,7 @@ of torch's touches parameters or the optimizer's state first, in the thread that
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -36,8 +36,10 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.checkpoint_saving import end_of_saving
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.core.worker.helper import Helper
 from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.core.worker.replay import StageReplay
+from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
 from recycle_plugin.core.worker.training_loop import DataEnded, StepProgram
@@ -50,7 +52,7 @@ from recycle_plugin.runtime.movers.batches import Tensors
 from recycle_plugin.runtime.movers.tcp import Transport
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
-from recycle_plugin.runtime.stage.gradients import Gradients
+from recycle_plugin.runtime.stage.gradients import Contributions, Gradients
 from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.stage.randomness import key, keyed_torch
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
@@ -64,6 +66,7 @@ from recycle_plugin.runtime.worker.changed_state import Counts, stage_state, sta
 from recycle_plugin.runtime.worker.checkpoint_files import saving_place
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from recycle_plugin.runtime.worker.feed import Feed
+from recycle_plugin.runtime.worker.helping import Helping, HowToMake
 from recycle_plugin.runtime.worker.iterator_places import IteratorPlace
 from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.newcomer import Newcomer
@@ -71,7 +74,7 @@ from recycle_plugin.runtime.worker.on_join import Callback, Give, OnJoin
 from recycle_plugin.runtime.worker.ports import Checkpoints, Framework, described, trained
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
-from recycle_plugin.runtime.worker.stage_log import ReplayMachine, StageLog
+from recycle_plugin.runtime.worker.stage_log import ReplayMachine, Sharing, StageLog
 from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
 from recycle_plugin.runtime.worker.tiers import AsMade, Host
 from recycle_plugin.settings.schema import Settings
@@ -398,6 +401,8 @@ class Trainer:
         self._worker = Worker(
             self._world, shape, self._store, machine, judging, self.feed.iterator_data, Stopwatch(costs), log, lockstep
         )
+        if self._log is not None:
+            self._worker.helper = self._helper(self._log.folder)
         session.idle = self._worker.serve_now
         self._waiting_loop = BlockingLoop(
             session,
@@ -420,9 +425,50 @@ class Trainer:
         if self._log is None or self._newcomer is None:
             return None
         session, framework, stepping = self._session, self._framework, self._stepping
-        world = ReplayMachine(session, framework, self.state, stepping, self._operations, self._log.folder, self.apart)
-        splits = self._settings.split_backward
-        return StageReplay(world, self._store, machine, self.topology, splits, self._log.steps)
+        world = ReplayMachine(
+            session,
+            framework,
+            self.state,
+            stepping,
+            self._operations,
+            self._log.folder,
+            self.apart,
+            Sharing(
+                self._world,
+                self._transport.address,
+                self._contributions,
+                lambda: self._stage.loss_scale,
+                self._why_alone(),
+            ),
+        )
+        splits, steps = self._settings.split_backward, self._log.steps
+        helpers = (
+            Helpers(world, self._store, self.topology, self._blocks(), steps, self._log.limit)
+            if self._log.limit != 0
+            else None
+        )
+        return StageReplay(world, self._store, machine, self.topology, splits, steps, helpers)
+
+    def _why_alone(self) -> str:
+        """Why nobody can help to replay this worker's stage, in words; empty where others can."""
+        if self._settings.rng == "stream":
+            return 'recycle.rng is "stream": random numbers are those of whoever draws'
+        return "" if self._framework.make is not None else "the script runs the model itself"
+
+    def _helper(self, folder: Path) -> Helper:
+        """This worker's part in the replays of other stages."""
+        settings, blocks = self._settings, self._blocks()
+        how = HowToMake(
+            self.topology,
+            self.seat,
+            self._framework.make if settings.rng == "keyed" else None,
+            lambda made, stage: partial(self._randomness, stage, made.forward),
+            settings.split_backward,
+            blocks if settings.exact else None,
+            lambda: self.feed.source,
+        )
+        world = Helping(self._session, self._world, how, folder)
+        return Helper(world, self.topology, blocks, settings.split_backward)
 
     def _lockstep(self) -> Lockstep | None:
         """The lockstep with the others that hold this worker's seat; None where it does so alone."""
@@ -524,18 +570,19 @@ class Trainer:
 
     def _make_stage(self, blocks: BlockSums | None) -> Stage | ScriptedStage:
         framework, model = self._framework, self._framework.model
+        randomness = partial(self._randomness, self.seat.stage, framework.forward)
         if framework.compute is not None:
             if blocks is not None:
                 raise RecycleError(
                     "recycle.exact with a backward that the script calls: its sums are not cut into blocks yet; leave "
                     "recycle.exact out"
                 )
-            return ScriptedStage(model, framework.compute, self._randomness, partial(self._session.note, "warning"))
+            return ScriptedStage(model, framework.compute, randomness, partial(self._session.note, "warning"))
         deferred = DeferredWeights(model.module) if self._settings.split_backward else None
         return Stage(
             model,
             deferred,
-            self._randomness,
+            randomness,
             blocks,
             framework.masters,
             self._say_fused,
@@ -544,6 +591,7 @@ class Trainer:
 
     def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:
         framework, parameters = self._framework, self._framework.parameters
+        self._contributions = Contributions(parameters, blocks, framework.model.device)
         gradients = self._gradients = Gradients(framework.buckets, self._store, parameters, blocks, framework.tied)
         elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.stage}
         clipping = Clipping(self._store, parameters, framework.norm or TrueNorm(elsewhere), framework.clipping)
@@ -583,14 +631,22 @@ class Trainer:
         yield from self.state.tensors().values()
         yield from self._framework.model.module.buffers()
 
-    def _randomness(self, micro_batch: MicroBatch, step: int, half: str) -> AbstractContextManager:
+    def _randomness(
+        self,
+        stage: int,
+        forward: Callable[[int, int], AbstractContextManager],
+        micro_batch: MicroBatch,
+        step: int,
+        half: str,
+    ) -> AbstractContextManager:
+        """The context in which a micro-batch of ``stage``, whose forwards draw by ``forward``, draws."""
         if self._settings.rng == "stream":
             return nullcontext()
-        seed = key(self._settings.seed, step, micro_batch, self.seat.stage, half)
+        seed = key(self._settings.seed, step, micro_batch, stage, half)
         return (
             keyed_torch(seed, self._framework.model.device)
             if half
-            else self._framework.forward(seed, self._framework.cursor.before(step) + micro_batch.index)
+            else forward(seed, self._framework.cursor.before(step) + micro_batch.index)
         )
 
     def _short_of_pinned(self, size: int) -> None:

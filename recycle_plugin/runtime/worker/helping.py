@@ -1,0 +1,160 @@
+"""A stage that a real worker makes beside its own, to help another one that replays it (core/worker/helper.py).
+
+It has a module, sums and a store of its own; randomness is keyed by what it is for, so this worker's streams are as
+they were.  Whatever goes wrong in it is said to the one that asked, and ends nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.vocabulary.blocks import Block, Blocks
+from recycle_plugin.core.vocabulary.dataflow import Datum, provides
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.helper import CantHelp
+from recycle_plugin.core.worker.replay import CantReplay
+from recycle_plugin.core.worker.shares import Call, Word
+from recycle_plugin.core.worker.step_store import Retention, StepStore
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices.port import COPY_S
+from recycle_plugin.runtime.movers.shares import SentWeights, Sums
+from recycle_plugin.runtime.stage.block_sums import BlockSums
+from recycle_plugin.runtime.stage.gradients import Contributions
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights
+from recycle_plugin.runtime.stage.stage import Stage
+from recycle_plugin.runtime.worker.machine import TorchMachine
+from recycle_plugin.runtime.worker.ports import MadeStage, Source
+from recycle_plugin.runtime.worker.stage_log import LoggedWork
+from recycle_plugin.runtime.worker.tiers import AsMade, Host
+
+ROOM = 4  # times the weights: weights, their gradients, those of a block on their way, and what a forward needs
+
+
+@dataclass(frozen=True)
+class HowToMake:
+    """How a worker of a job of shape ``topology`` makes any of its stages.
+
+    ``make(stage)``: its layers, None where nobody but its own workers can make them; ``randomness(made, stage)``: the
+    context in which each of its micro-batches draws; ``splits``: backwards are split; ``blocks``: exact mode's;
+    ``source()``: where data comes from, None from plain iterators.
+    """
+
+    topology: Topology
+    seat: Seat
+    make: Callable[[int], MadeStage] | None
+    randomness: Callable[[MadeStage, int], Callable[[MicroBatch, int, str], AbstractContextManager]]
+    splits: bool
+    blocks: Blocks | None
+    source: Callable[[], Source | None]
+
+
+class Helping:
+    """The machine of a worker that helps others (core.worker.helper.HelpingMachine), beside ``world``, its own; logs
+    are in ``folder``.
+    """
+
+    def __init__(self, session: Session, world: TorchMachine, how: HowToMake, folder: Path) -> None:
+        self.control_view = self._session = session
+        self._world, self._how, self._folder = world, how, folder
+
+    def words(self) -> list[Word]:
+        """What has been said to this worker of replays since this was asked last."""
+        return self._world.words()
+
+    def tell(self, address: str, word: Word) -> None:
+        """Say something of a replay to the worker at ``address``."""
+        self._world.tell(address, word)
+
+    def make_stage(self, call: Call) -> Waits[HelpedStage]:
+        """Make the stage that ``call`` asks for, and return it.  A generator that never yields.  Raises CantHelp."""
+        how, stage = self._how, call.stage
+        if how.make is None:
+            raise CantHelp("the script runs the model itself, so nobody else can make its stage")
+        if stage in (0, how.topology.stages - 1) and how.source() is None:
+            raise CantHelp("the stage's data comes from plain iterators")
+        with self._session.heartbeats.at(ELSEWHERE, f"the making of stage {stage}, to help"), _said():
+            made = how.make(stage)
+            memory = made.model.device.memory()
+            if memory.total - memory.used < ROOM * call.bytes:
+                raise CantHelp(
+                    f"too little memory: a stage of {call.bytes / 1e6:.1f} MB may need {ROOM} times that, and "
+                    f"{(memory.total - memory.used) / 1e6:.1f} MB are free"
+                )
+            return HelpedStage(self._session, self._world, how, stage, made, self._folder)
+        yield
+
+
+class HelpedStage(LoggedWork):
+    """``stage``, which was ``made`` beside the own one of the worker on ``world``."""
+
+    def __init__(
+        self, session: Session, world: TorchMachine, how: HowToMake, stage: int, made: MadeStage, folder: Path
+    ) -> None:
+        super().__init__(session, folder)
+        self._world, self._how, self._made = world, how, made
+        module, device, seat = made.model.module, made.model.device, Seat(how.seat.replica, stage)
+        self._own, parameters = how.seat, made.parameters
+        blocks = None if how.blocks is None else BlockSums(parameters, how.blocks)
+        deferred = DeferredWeights(module) if how.splits else None
+        self._stage = Stage(made.model, deferred, how.randomness(made, stage), blocks, made.masters)
+        self._contributions = Contributions(parameters, blocks, made.model.device)
+        kept = Retention(), (AsMade(), Host(device))
+        self.store = StepStore(seat, how.topology.stages, False, *kept)
+        module.train()
+
+    def begin(self, step: int, weights: SentWeights) -> None:
+        """Take the stage's weights before ``step``, and drop all sums.  Raises CantHelp."""
+        with _said():
+            self._contributions.forget()
+            self.store.rewind(step - 1, 0)
+            self._stage.loss_scale = weights.loss_scale
+            module, device = self._made.model.module, self._made.model.device
+            targets = [*module.parameters(), *module.buffers()]
+            if [(each.shape, each.dtype) for each in targets] != [(one.shape, one.dtype) for one in weights.tensors]:
+                raise CantHelp("the stage's layers come out otherwise here than at the worker that replays it")
+            sources = device.from_host(weights.tensors, "weights to help with", shared=True).wait(COPY_S)
+            with torch.no_grad():
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source)
+            torch.clear_autocast_cache()
+
+    def sums(self, step: int, blocks: Sequence[Block]) -> Sums:
+        """The sums of the weight gradients, in host memory.  Raises CantHelp."""
+        with _said():
+            return self._contributions.of(blocks)
+
+    def spend(self, instruction: Instruction) -> Iterator[Any]:
+        """Nothing: a real worker's instruction takes its time by itself."""
+        self._world.reach("before", self._own, instruction)
+        return iter(())
+
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
+        """What LOAD, F, I, W or B makes.  Raises CantHelp."""
+        with self.session.heartbeats.at(ELSEWHERE, f"{instruction} of a replay"), _said():
+            if instruction.op is Op.LOAD:
+                source = self._how.source()
+                assert source is not None, "an end has one, or does not help"
+                (data,) = provides(instruction)
+                return {data: self._stage.load(source(instruction.step, instruction.works_on))}
+            return self._stage.compute(instruction, have, boundary_only)
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """A context in which whatever goes wrong becomes a CantHelp: the layers are the script's, so any error may come."""
+    try:
+        yield
+    except (CantHelp, CantReplay):
+        raise
+    except Exception as error:
+        raise CantHelp(f"{type(error).__name__}: {str(error)[:300]}") from error

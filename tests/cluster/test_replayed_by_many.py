@@ -1,0 +1,60 @@
+"""A stage that has lost its last worker is replayed by one, and others make shares of its gradients."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.conftest import Launch
+from tests.support.jobs import BF16, DEEPSPEED, PLAIN, Shape, difference, faults
+
+LOG = ("++recycle.log={}", "++recycle.checkpoint.overhead=0.02", "recycle.rejoin=always")
+EXACT = (*LOG, "recycle.exact=true", "recycle.exact_block=1")
+LINE, SQUARE = Shape(1, 4, 4), Shape(2, 2, 2)
+
+CASES = {
+    "one of four stages, exact": (PLAIN, EXACT, LINE, ("kill 0.1 before 1F0.2@8",), 3),
+    "both of two, exact": (PLAIN, EXACT, SQUARE, ("kill 0.1 before 1F0.0@8", "kill 1.1 before 1F1.0@8"), 2),
+    "the first, DeepSpeed": (DEEPSPEED, LOG, LINE, ("kill 0.0 before 0F0.2@8",), 3),
+    "the last, DeepSpeed in bf16": (DEEPSPEED, (*LOG, BF16), LINE, ("kill 0.3 before 3F0.2@8",), 3),
+}
+
+
+@pytest.mark.parametrize("vehicle, more, shape, kills, helpers", CASES.values(), ids=CASES, indirect=["vehicle"])
+def test_it_is_the_same_training(launch: Launch, reference, more, shape, kills, helpers):
+    """Dropout is in all of them; in exact mode all bits are those of the job that nobody was killed in."""
+    result = launch(*more, faults(*kills), shape=shape).finish()
+    assert result.code == 0, result.output[-8000:]
+    (said,) = result.of("helpers")
+    assert said["helpers"] == helpers and not said["left"] and said["lots"] >= helpers, said
+    assert said["parameters_bytes"] > 0 and {"load", "spawn", "parameters", "compute", "wait", "reduce", "step"} == set(
+        said["seconds"]
+    )
+    found = difference(result, reference(*more, shape=shape))
+    assert found.tolerated and ("recycle.exact=true" not in more or found.loss == found.parameters == 0)
+
+
+@pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
+def test_a_helper_that_is_killed_in_the_middle_is_one_less(launch: Launch, reference):
+    """Its blocks are dealt anew, and its own stage is replayed afterwards."""
+    result = launch(*EXACT, faults("kill 0.1 before 1F0.2@9", "kill 0.3 before 1F0.3@7"), shape=LINE).finish()
+    assert result.code == 0, result.output[-8000:]
+    assert len(result.of("replayed")) == 2, result.output[-8000:]
+    found = difference(result, reference(*EXACT, shape=LINE))
+    assert found.loss == found.parameters == 0
+
+
+@pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
+@pytest.mark.parametrize(
+    "more, why",
+    (
+        (("recycle.exact=true",), "are one block"),
+        (("++recycle.log.helpers=0",), None),
+        (("recycle.rng=stream", "recycle.reroute=false"), 'recycle.rng is "stream"'),
+    ),
+    ids=("one block", "none wanted", "streams"),
+)
+def test_where_nobody_can_help_it_is_replayed_alone(launch: Launch, more, why):
+    result = launch(*LOG, *more, faults("kill 0.1 before 1F0.2@6"), shape=Shape(1, 3, 4)).finish()
+    assert result.code == 0 and len(result.of("replayed")) == 1, result.output[-8000:]
+    said = [event["why"] for event in result.of("helpers")]
+    assert (said == []) if why is None else (len(said) == 1 and why in said[0]), said
