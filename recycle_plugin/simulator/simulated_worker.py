@@ -444,8 +444,7 @@ class SimulatedMachine:
             return
         if self.control_view.outside:
             self.cluster.replayed.append((self.seat, instruction))
-            lot = instruction.step, self.numbers.block(instruction.works_on)
-            self.cluster.exercised[ProtocolRule.DEALT_AGAIN] += instruction.op is Op.F and lot in self._lots
+            self.cluster.exercised[ProtocolRule.DEALT_AGAIN] += self._was_dealt(instruction)
             self.reach("before", self.seat, instruction)
         handling = HANDLING_US if instruction.op in SENDS or instruction.op is Op.LOAD else 0
         for heavy in self.cluster.scenario.heavy:
@@ -460,6 +459,11 @@ class SimulatedMachine:
         if spent:
             yield spent
         yield from self.hang()
+
+    def _was_dealt(self, instruction: Instruction) -> bool:
+        """Whether ``instruction`` begins what another worker was to make of a replay."""
+        begins = instruction.op is Op.F
+        return begins and (instruction.step, self.numbers.block(instruction.works_on)) in self._lots
 
     def hang(self) -> Iterator[int]:
         """Yields for ever on a stuck worker."""

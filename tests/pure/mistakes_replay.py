@@ -14,8 +14,10 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.replay import StageReplay
+from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.step_log import CountsFrom
 from recycle_plugin.core.worker.worker import Worker
+from recycle_plugin.simulator.helped_stage import HelpedStage
 from recycle_plugin.simulator.script import SimulatedFiles
 from recycle_plugin.simulator.simulated_log import SimulatedLogs
 from recycle_plugin.simulator.simulated_worker import SimulatedMachine
@@ -152,3 +154,35 @@ def has_been(monkeypatch) -> None:
         "_run_replay",
         lambda self, before, replay: before(self, replace(replay, passed=())),
     )
+
+
+@mistake("what a helper has made is counted beside what is made in its place", seen=743)
+def counted_twice(monkeypatch) -> None:
+    """Where one helper is lost, all that was dealt is dealt again, and what the others had made counts too."""
+
+    def collect(self, before, step, until):
+        blocks = yield from before(self, step, until)
+        made = [block for lot, _ in self._shares.values() for block in lot.blocks]
+        return blocks and sorted(blocks + made)
+
+    changed(monkeypatch, Helpers, "_collect", collect)
+
+
+@mistake("helpers compute with the weights of their first step", seen=302)
+def stale(monkeypatch) -> None:
+    def begin(self, before, step, weights):
+        self.first = getattr(self, "first", weights)
+        before(self, step, self.first)
+
+    changed(monkeypatch, HelpedStage, "begin", begin)
+
+
+@mistake("a helper makes the stage in its own place", seen=302)
+def in_its_own_place(monkeypatch) -> None:
+    """Its moments are those that the helped stage has left, and not put back."""
+
+    def begin(self, before, step, weights):
+        before(self, step, weights)
+        self._machine.numbers.moments = dict.fromkeys(self._machine.numbers.moments, step)
+
+    changed(monkeypatch, HelpedStage, "begin", begin)

@@ -75,6 +75,7 @@ SEEN = {
     "checkpoint.keep": "cluster/test_saving.py::test_checkpoints_by_themselves",
     "log": "cluster/test_replayed.py::test_a_job_without_replicas_goes_on",
     "log.folder": "cluster/test_replayed.py::test_logs_are_where_they_are_to_be",
+    "log.helpers": "cluster/test_replayed_by_many.py::test_where_nobody_can_help_it_is_replayed_alone",
     "log.ring_bytes": "cluster/test_replayed.py::test_a_full_disk_stops_the_log_and_not_the_training",
     "metrics": "cluster/test_metrics.py::test_a_scrape_says_what_the_log_says",
     "metrics.port": "cluster/test_metrics.py::test_a_port_that_is_taken_costs_nothing",

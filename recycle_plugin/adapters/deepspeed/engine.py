@@ -37,6 +37,7 @@ from recycle_plugin.core.worker.training_loop import DataEnded
 from recycle_plugin.errors import DataIsOver, RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of, put
+from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.movers.batches import packed
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.worker.changed_state import scheduler_part

@@ -1,5 +1,5 @@
-"""What a PipelineModule's forwards depend on besides their inputs, made the same whoever runs them; and another stage of
-it, made once more.
+"""What a PipelineModule's forwards depend on besides their inputs, made the same whoever runs them; and another stage
+of it, made once more.
 """
 
 from __future__ import annotations

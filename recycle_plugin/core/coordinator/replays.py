@@ -217,12 +217,14 @@ def replayed(course: Course, newcomer: Newcomer, message: CaughtUp, now: float, 
     begun = course.logs.checkpoint.step
     out.say(
         "replayed",
-        f"{newcomer.member} has replayed steps {begun + 1} to {message.step} of its stage",
+        f"{newcomer.member} has replayed steps {begun + 1} to {message.step} of its stage"
+        + f", with the help of {message.helpers} others" * bool(message.helpers),
         seat=str(newcomer.member.seat),
         rank=newcomer.member.rank,
         steps=message.step - begun,
         step=message.step,
         bytes=message.bytes,
+        helpers=message.helpers,
     )
     course.logs.waits_since = now
     _let_in(course, now, out)

@@ -86,12 +86,14 @@ class Serving(OfWorker):
 class CaughtUp(OfWorker):
     """A newcomer has the state after ``step``, follows the others' steps, and asks to take part.
 
-    ``bytes``: how many of its stage's state it has taken from the others; ``followed``: how many of the sums since.
+    ``bytes``: how many of its stage's state it has taken from the others; ``followed``: how many of the sums since;
+    ``helpers``: of one that has replayed its stage, how many have helped to the end.
     """
 
     step: int
     bytes: int
     followed: int
+    helpers: int = 0
 
 
 @dataclass(frozen=True)

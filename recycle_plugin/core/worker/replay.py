@@ -187,10 +187,9 @@ class StageReplay:
             self._machine.send(Replaying(rank, step))
         self._store.valid_from = max(self._store.valid_from, replay.valid_from)
         self._log.flush()
-        if self._helpers is not None:
-            self._helpers.report(replay, times)
+        helped = self._helpers.report(replay, times) if self._helpers is not None else 0
         self.clock = replay.committed
-        self._machine.send(CaughtUp(rank, replay.committed, size, 0))
+        self._machine.send(CaughtUp(rank, replay.committed, size, 0, helped))
 
     def _step(self, work: StageWork, record: StepRecord, times: Times) -> Iterator[Any]:
         store, step = self._store, record.step

@@ -231,9 +231,9 @@ class Helpers:
 
     # --- what is said ------------------------------------------------------------------------------
 
-    def report(self, replay: Replay, times: Times) -> None:
-        """Says who has helped, or why nobody did, and what has taken how long."""
-        helped, view = sorted(self._ready), self._machine.control_view
+    def report(self, replay: Replay, times: Times) -> int:
+        """Says who has helped, or why nobody did, and what has taken how long; returns how many have to the end."""
+        helped = sorted(self._ready)
         why = self._why_alone or "; ".join(self._left) or "nobody else is there"
         took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in sorted(times.seconds.items()))
         text = (
@@ -252,7 +252,8 @@ class Helpers:
             "parameters_bytes": self._bytes,
             "seconds": {part: round(seconds, 4) for part, seconds in times.seconds.items()},
         }
-        self._machine.send(Note(view.rank, "helpers", f"{text} ({took})", details))
+        self._machine.send(Note(self._worker.rank, "helpers", f"{text} ({took})", details))
+        return len(helped)
 
     @property
     def _worker(self) -> WorkerId:
