@@ -32,7 +32,7 @@ from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario
 from recycle_plugin.simulator.seeded import scenario
 
-WEIGHTS = (3, 5, 7, 11)
+WEIGHTS = (3, 5, 7, 11, 13, 17)
 LIMIT_US = 90_000 * MILLISECOND  # everybody has ended by then: longer than all deadlines in a row
 HARMLESS = ("kill", "stall", "mute", "deaf", "leave", "end", "rude", "again")  # no tensor is lost, or late, by these
 

@@ -1,0 +1,407 @@
+"""A replay that others help with: who is asked, what each makes, and what becomes of a helper that is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from recycle_plugin.core.messages.protocol import CaughtUp, Generation, Note, Replay
+from recycle_plugin.core.vocabulary.blocks import Blocks
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.helper import CantHelp, Helper
+from recycle_plugin.core.worker.replay import CantReplay, StageReplay
+from recycle_plugin.core.worker.shared_replay import Helpers
+from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
+from recycle_plugin.core.worker.step_log import StepLog, StepRecord
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.simulator import campaign
+from recycle_plugin.simulator.exercised import ProtocolRule
+from recycle_plugin.simulator.scenario import Scenario
+from tests.pure.test_replay import Kept
+
+SHAPE = Topology(2, 3, 4)  # the second stage is replayed, by rank 2
+BACK = WorkerId(2, 1)
+HELPERS = tuple(
+    Member(rank, seat, f"at {rank}", "h") for rank, seat in ((0, Seat(0, 0)), (4, Seat(0, 2)), (5, Seat(1, 2)))
+)
+
+
+@dataclass
+class Sent:
+    """Weights: the step that they are before."""
+
+    step: int
+    nbytes: int = 100
+
+
+class Work:
+    """Makes instructions' names, and counts what it has summed; of logs it reads what is asked for."""
+
+    def __init__(self) -> None:
+        self.summed: list[str] = []
+
+    def logs(self) -> Work:
+        return self
+
+    def faults(self) -> str:
+        return ""
+
+    def record(self, number: int) -> StepRecord:
+        return StepRecord(number, valid_from=number)
+
+    def get(self, datum: Datum) -> str:
+        return f"logged {datum}"
+
+    def wait_logged(self, what: str, ready: Any, made: bool) -> Iterator[Any]:
+        yield from ()
+        return ready()
+
+    def spend(self, instruction: Instruction) -> Iterator[Any]:
+        yield from ()
+
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
+        self.summed += [str(datum.micro_batch) for datum in provides(instruction) if datum.kind == "wgrad"]
+        return dict.fromkeys(provides(instruction), str(instruction))
+
+
+class Stage(Work):
+    """A stage that a helper makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = StepStore(Seat(0, 1), 3)
+        self.begun: list[tuple[int, int]] = []
+
+    def begin(self, step: int, weights: Sent) -> None:
+        self.begun.append((step, weights.step))
+        self.summed = []
+        self.store.rewind(step - 1, 0)
+
+    def sums(self, step: int, blocks: Any) -> list[str]:
+        return self.summed
+
+
+class Live:
+    """The machine of a live worker."""
+
+    def __init__(self, member: Member, line: Line, refuses: str = "") -> None:
+        self.control_view, self.line, self.refuses = ControlView(member.rank), line, refuses
+        self.heard: list[Word] = []
+        self.stage = Stage()
+
+    def words(self) -> list[Word]:
+        found, self.heard = self.heard, []
+        return found
+
+    def tell(self, address: str, word: Word) -> None:
+        self.line.to_replacement(word)
+
+    def make_stage(self, call: Call) -> Iterator[Any]:
+        yield from ()
+        if self.refuses:
+            raise CantHelp(self.refuses)
+        return self.stage
+
+
+class Line(Work):
+    """The machine of the worker that replays, with all others at the end of its lines; each thing that is waited for
+    lets them work, and a second pass.
+
+    ``lost_at``: the step in whose lot a rank is lost, with what it had made; ``late``: ranks whose shares never come.
+    """
+
+    def __init__(self, lost_at: Mapping[int, int], late: tuple[int, ...], refuses: Mapping[int, str]) -> None:
+        super().__init__()
+        self.control_view, self.address, self.now = ControlView(2, 1), "at 2.1", 0.0
+        self.control_view.newcomer = True
+        self.sent: list[object] = []
+        self.told: list[tuple[str, Word]] = []
+        self.added: list[tuple[int, list[str]]] = []
+        self.kept = Kept()
+        self.heard: list[Word] = []
+        self.lost_at, self.late, self.roster = lost_at, late, HELPERS
+        blocks = Blocks(SHAPE, 1)
+        self.live = {each.rank: Live(each, self, refuses.get(each.rank, "")) for each in HELPERS}
+        self.helpers = {rank: Helper(each, SHAPE, blocks, True) for rank, each in self.live.items()}
+        self.step = 1
+
+    def clock(self) -> float:
+        return self.now
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+    def restore(self, replay: Replay) -> Iterator[int]:
+        yield from ()
+        return 7
+
+    def why_alone(self) -> str:
+        return ""
+
+    def weights(self) -> Sent:
+        return Sent(self.step)
+
+    def words(self) -> list[Word]:
+        found, self.heard = self.heard, []
+        return found
+
+    def tell(self, address: str, word: Word) -> None:
+        self.told.append((address, word))
+        rank = int(address.removeprefix("at "))
+        if isinstance(word, Lot) and self.lost_at.get(rank) == word.step:
+            self.roster = tuple(each for each in self.roster if each.rank != rank)
+            self.control_view.take(Generation(9, Roster(self.roster), 0, "a loss", at=0.0))
+        elif not (isinstance(word, Lot) and rank in self.late):
+            self.live[rank].heard.append(word)
+
+    def to_replacement(self, word: Word) -> None:
+        self.heard.append(word)
+
+    def wait_share(self, what: str, until: float) -> Iterator[Any]:
+        yield from ()
+        self.now += 1.0
+        for helper in self.helpers.values():
+            helper.asked()
+            for _ in helper.work(lambda stage: stage == 1):
+                pass
+
+    def add_share(self, step: int, sums: Any) -> None:
+        self.added.append((step, sums))
+
+    def add_up_alone(self, instruction: Instruction, have: StepStore) -> str:
+        self.step = instruction.step + 1
+        return f"sum of {len(have.of('wgrad', instruction.step))}"
+
+
+def replayed(
+    lost_at: Mapping[int, int] | None = None,
+    late: tuple[int, ...] = (),
+    refuses: Mapping[int, str] | None = None,
+    size: int = 1,
+    limit: int | None = None,
+    shape: Topology = SHAPE,
+    **more: Any,
+) -> Line:
+    """Steps 1 and 2 are replayed."""
+    machine = Line(lost_at or {}, late, refuses or {})
+    store, log = StepStore(Seat(0, 1), 3, bool(shape.tie(1))), StepLog(machine.kept, [0, 1])
+    helpers = Helpers(machine, store, shape, Blocks(shape, size), log, limit)
+    replay = StageReplay(machine, store, StepMachine(0), shape, True, log, helpers)
+    machine.tied_of = lambda logged: logged
+    for _ in replay.run(Replay(0, "a folder", 2, **({"stages": (1,), "helpers": HELPERS} | more))):
+        pass
+    assert store.committed == 2
+    return machine
+
+
+def lots(machine: Line, step: int) -> dict[int, list[list[str]]]:
+    """What each rank was to make of a step."""
+    found: dict[int, list[list[str]]] = {}
+    for address, word in machine.told:
+        if isinstance(word, Lot) and word.step == step:
+            found.setdefault(int(address[3:]), []).append([f"{block.replica}.{block.number}" for block in word.blocks])
+    return found
+
+
+def note(machine: Line) -> Note:
+    (found,) = [each for each in machine.sent if isinstance(each, Note)]
+    return found
+
+
+def test_blocks_are_dealt_in_turn_and_each_is_made_once():
+    machine = replayed()
+    assert lots(machine, 1) == {0: [["0.1", "1.1"]], 4: [["0.2", "1.2"]], 5: [["0.3", "1.3"]]}
+    assert machine.summed == ["0.0", "1.0"] * 2
+    assert machine.added == [(step, [f"0.{n}", f"1.{n}"]) for step in (1, 2) for n in (1, 2, 3)]
+    assert machine.sent[-1] == CaughtUp(2, 2, 7, 0, helpers=3)
+
+
+def test_each_step_comes_with_its_own_weights():
+    machine = replayed()
+    assert all(live.stage.begun == [(1, 1), (2, 2)] for live in machine.live.values())
+    assert note(machine).details["parameters_bytes"] == 2 * 3 * 100
+
+
+def test_what_helpers_make_is_logged_by_who_replays():
+    kept = [each[1] for each in replayed().kept.calls if each[0] == "keep"]
+    assert len(kept) == len(set(kept)) == 2 * 2 * len(SHAPE.batch) and {each.kind for each in kept} == TRAVELS
+
+
+@pytest.mark.parametrize("lost_at, late", (({4: 1}, ()), ({4: 2}, ()), ({}, (4,)), ({0: 1, 4: 1, 5: 2}, ())))
+def test_what_somebody_was_to_make_who_is_lost_or_late_is_dealt_again(lost_at, late):
+    machine = replayed(lost_at, late)
+    made = [one for _, each in machine.added for one in each] + machine.summed
+    assert sorted(made) == sorted(2 * [str(one) for one in SHAPE.batch])
+    assert note(machine).details["helpers"] == 3 - len(lost_at) - len(late)
+    assert len(note(machine).details["left"]) == len(lost_at) + len(late)
+    assert all("it was late" in each for each in note(machine).details["left"]) == bool(late)
+
+
+def test_a_share_that_comes_after_its_blocks_were_dealt_again_is_of_no_use():
+    machine = replayed(late=(4,))
+    (lot,) = [word for address, word in machine.told if isinstance(word, Lot) and address == "at 4"]
+    store, log = StepStore(Seat(0, 1), 3), StepLog(machine.kept, [0, 1])
+    again = Line({}, (), {})
+    helpers = Helpers(again, store, SHAPE, Blocks(SHAPE, 1), log)
+    again.heard = [Share(WorkerId(4), BACK, lot.number, ["0.2"], ())]
+    helpers.call(Replay(0, "a folder", 1, (1,), helpers=HELPERS))
+    for _ in helpers.gather():
+        pass
+    assert again.added == []
+
+
+def test_who_can_t_help_says_why_and_the_others_do():
+    machine = replayed(refuses={0: "too little memory"})
+    assert set(lots(machine, 1)) == {4, 5} and note(machine).details["left"] == ["seat 0.0 (rank 0): too little memory"]
+
+
+def test_an_error_in_a_helper_is_an_answer_and_its_blocks_are_made():
+    machine = Line({}, (), {})
+
+    def broken(instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
+        raise CantHelp("RuntimeError: out of memory")
+
+    machine.live[4].stage.compute = broken  # type: ignore[method-assign]
+    store, log = StepStore(Seat(0, 1), 3), StepLog(machine.kept, [0, 1])
+    helpers = Helpers(machine, store, SHAPE, Blocks(SHAPE, 1), log)
+    for _ in StageReplay(machine, store, StepMachine(0), SHAPE, True, log, helpers).run(
+        Replay(0, "a folder", 2, (1,), helpers=HELPERS)
+    ):
+        pass
+    assert set(lots(machine, 1)) >= {0, 4, 5} and set(lots(machine, 2)) == {0, 5}
+    assert "out of memory" in note(machine).details["left"][0]
+
+
+ALONE = {
+    "one block": ({"size": 4, "shape": Topology(1, 3, 4)}, "one block"),
+    "two stages": ({"stages": (1, 2)}, "2 stages are replayed at once"),
+    "tied": ({"shape": Topology(2, 3, 4, ((1, 2),))}, "shares weights"),
+    "nobody there": ({"helpers": ()}, "nobody else is there"),
+}
+
+
+@pytest.mark.parametrize("given, why", ALONE.values(), ids=ALONE)
+def test_where_nobody_helps_it_is_said_why(given, why):
+    machine = replayed(**given)
+    assert not any(isinstance(word, (Call, Lot)) for _, word in machine.told)
+    assert why in note(machine).details["why"] and machine.sent[-1].helpers == 0
+
+
+@pytest.mark.parametrize("limit, size, called", ((1, 1, 1), (None, 1, 3), (None, 2, 3), (None, 4, 1)))
+def test_no_more_are_called_than_there_is_work_for(limit, size, called):
+    """Two replicas of four micro-batches: eight, four or two blocks, of which one is made by who replays."""
+    machine = replayed(limit=limit, size=size)
+    assert sum(isinstance(word, Call) for _, word in machine.told) == called == note(machine).details["helpers"]
+
+
+def test_a_helper_heeds_only_the_one_that_has_called_it():
+    line = Line({}, (), {})
+    live, helper = line.live[0], line.helpers[0]
+    other = WorkerId(3, 1)
+    live.heard = [Call(BACK, "at 2.1", 1, 9), Lot(other, 1, 1, (), Sent(1))]
+    assert helper.asked()
+    for _ in helper.work(lambda stage: True):
+        pass
+    assert live.stage.begun == [] and line.heard == [Answer(WorkerId(0), BACK)]
+    helper.leave()
+    live.heard = [Lot(BACK, 1, 1, (), Sent(1))]
+    assert helper.asked()
+    for _ in helper.work(lambda stage: True):
+        pass
+    assert live.stage.begun == [], "the stage is let go of"
+
+
+def test_a_lot_of_a_stage_that_somebody_has_again_is_left():
+    line = Line({}, (), {})
+    live, helper = line.live[0], line.helpers[0]
+    live.heard = [Call(BACK, "at 2.1", 1, 9), Lot(BACK, 1, 1, (next(iter(Blocks(SHAPE, 1).members())),), Sent(1))]
+    wanted = iter((True, False))
+    helper.asked()
+    for _ in helper.work(lambda stage: next(wanted)):
+        pass
+    assert line.heard == [Answer(WorkerId(0), BACK)]
+
+
+def test_what_is_in_no_log_ends_the_help_and_not_the_helper():
+    line = Line({}, (), {})
+    live, helper = line.live[0], line.helpers[0]
+
+    def nowhere(what: str, ready: Any, made: bool) -> Iterator[Any]:
+        yield from ()
+        raise CantReplay(f"{what} is in no log")
+
+    live.stage.wait_logged = nowhere  # type: ignore[method-assign]
+    live.heard = [Call(BACK, "at 2.1", 1, 9), Lot(BACK, 1, 1, (next(iter(Blocks(SHAPE, 1).members())),), Sent(1))]
+    helper.asked()
+    for _ in helper.work(lambda stage: True):
+        pass
+    assert "is in no log" in line.heard[-1].why
+
+
+# --- in virtual time ----------------------------------------------------------------------------------
+
+
+def line_of(helpers: int | None) -> Scenario:
+    """One replica of six stages, 15 micro-batches, 20 steps to replay."""
+    costs = CostModel.uniform(6, 5_000, 5_000, 5_000, 0, 0, 2_000)
+    kill = Fault.parse("kill 0.1 before 1F0.0@21")
+    return Scenario(
+        Topology(1, 6, 15), costs, Policy(), 24, faults=(kill,), rejoin="always", logs=True, helpers=helpers
+    )
+
+
+def seconds(given: Scenario) -> dict[str, float]:
+    """Of the parts of its replay, and of all of it behind the load."""
+    outcome = campaign.run("x", given)
+    assert not outcome.violations
+    (text,) = [line for line in outcome.story if " helpers: " in line]
+    parts = dict(
+        part.split(" ") for part in text.partition("sent (")[2].replace(" s)", "").replace(" s,", ",").split(", ")
+    )
+    return {name: float(value) for name, value in parts.items()}
+
+
+@pytest.mark.parametrize("helpers", (1, 2, 4))
+def test_a_replay_takes_as_long_as_its_largest_share(helpers):
+    """Within 10%, beside making the stage and loading it."""
+    found = seconds(line_of(helpers))
+    bound = 20 * -(-15 // (helpers + 1)) * 0.015
+    assert bound <= found["compute"] + found["wait"] + found["parameters"] < 1.1 * bound
+
+
+def test_with_four_helpers_it_is_two_and_a_half_times_as_fast_as_with_one():
+    def took(helpers: int) -> float:
+        found = seconds(line_of(helpers))
+        return found["compute"] + found["wait"]
+
+    assert took(1) / took(4) >= 2.5
+
+
+def test_exact_blocks_are_dealt_whole_and_have_their_bits():
+    """Five blocks of three micro-batches: one is made by who replays."""
+    given = replace(line_of(None), policy=Policy(block=3))
+    outcome = campaign.run("x", given)
+    assert not outcome.violations and outcome.exercised[ProtocolRule.SHARED] == 20 * 4
+    alone = campaign.run("x", replace(given, helpers=0))
+    assert not alone.violations and not alone.exercised.get(ProtocolRule.SHARED)
+
+
+def test_all_kills_of_a_helper_around_its_instructions():
+    """Every fourth; all of them with ``recycle campaign --every-replay``."""
+    moments = [each for each in campaign.REPLAY.moments() if each.split()[1] != "0.1#1" and each.split()[3][0] == "1"]
+    assert len(moments) == 24
+    for moment in moments[::4]:
+        outcome = campaign.REPLAY.run(moment)
+        assert not outcome.violations, (moment, outcome.violations)
