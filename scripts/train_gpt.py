@@ -3,7 +3,7 @@
 deepspeed --num_gpus 4 --module recycle_plugin.launch scripts/train_gpt.py topology=pp2_dp2 recycle.enabled=true
 deepspeed --num_gpus 4 scripts/train_gpt.py topology=pp2_dp2
 
-Every rank that gets to the end writes run_dir/losses/rank<r>.json.
+Every rank that gets to the end writes run_dir/losses/rank<r>.json, its last file.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def run(job: TrainingJob) -> dict:
     for path in outputs.values():  # an earlier run's file must not stand for a rank that dies in this one
         path.unlink(missing_ok=True)
     record, engine = train(job)
-    write(outputs["losses"], lambda path: path.write_text(json.dumps(record)))
     if job.save_parameters:
         import torch
 
         write(outputs["parameters"], lambda path: torch.save(engine.module.state_dict(), path))
+    write(outputs["losses"], lambda path: path.write_text(json.dumps(record)))
     return record
 
 

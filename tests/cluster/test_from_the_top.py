@@ -176,8 +176,14 @@ class Alone:
         self.coordinator.hear(Ready)
         self.coordinator.tell(recorded)
 
-    def saw(self) -> dict[str, Any]:
+    def end(self) -> int:
+        """Its exit code, once all that it has said is heard."""
         code = self.process.wait(END_S)
+        self.coordinator.heard_all()
+        return code
+
+    def saw(self) -> dict[str, Any]:
+        code = self.end()
         output = (self._folder / "output.txt").read_text()
         assert code == 0 and "Traceback" not in output, (code, output[-4000:], self.said(Note))
         return json.loads((self._folder / f"rank{self._rank}.json").read_text())
@@ -281,7 +287,7 @@ def test_a_rate_that_is_not_known_is_refused(launch, starts, tmp_path, closing):
     top = Top(launch, tmp_path / "run0", "global_steps", config={"recycle": {"nonfinite": "skip"}})
     closing.append(newcomer := Alone(starts[0], top, 2, tmp_path / "newcomer"))
     newcomer.tell(recorded(top.saw(2)))
-    assert newcomer.process.wait(END_S) == 1
+    assert newcomer.end() == 1
     (said,) = [one.text for one in newcomer.said(Note) if one.kind == "warning"]
     assert "engine.get_lr() in a worker that has come back" in said and "only when engine.behind is false" in said
     top.end()
@@ -292,7 +298,7 @@ def test_a_collective_between_steps_is_refused_by_its_line_and_the_job_goes_on(l
     top = Top(launch, tmp_path / "run0", "logs_a_mean")
     closing.append(newcomer := Alone(starts[0], top, 1, tmp_path / "newcomer"))
     newcomer.tell(recorded(top.saw(1)))
-    assert newcomer.process.wait(END_S) == 1
+    assert newcomer.end() == 1
     (said,) = [one.text for one in newcomer.said(Note) if one.kind == "warning"]
     assert said.startswith("rank 1, which has come back, can't take part: torch.distributed.all_reduce over ranks 0, 1")
     assert f"called at {SCRIPT}:" in said

@@ -90,5 +90,5 @@ while engine.global_steps < job.steps and not plans.told(plan):
         engine.load_checkpoint(plan["folder"], f"global_step{plan['load_step']}")
     if engine.global_steps == plan.get("read_at"):
         read_parameters()
-write(Path(job.run_dir) / "losses" / f"rank{RANK}.json", lambda path: path.write_text(json.dumps(record)))
 write(Path(job.run_dir) / "parameters" / f"rank{RANK}.pt", lambda path: torch.save(engine.module.state_dict(), path))
+write(Path(job.run_dir) / "losses" / f"rank{RANK}.json", lambda path: path.write_text(json.dumps(record)))

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -185,13 +186,17 @@ def main() -> None:
     prepare(job)
     pipeline = pipeline_of(job)
     record = train(job, pipeline)
-    for name, write in (
-        ("losses", lambda path: path.write_text(json.dumps(record))),
-        ("parameters", lambda path: torch.save(pipeline.module.state_dict(), path)),
-    ):
-        path = Path(job.run_dir) / name / f"rank{RANK}.{'json' if name == 'losses' else 'pt'}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
+    folder = Path(job.run_dir)
+    write(folder / "parameters" / f"rank{RANK}.pt", lambda path: torch.save(pipeline.module.state_dict(), path))
+    write(folder / "losses" / f"rank{RANK}.json", lambda path: path.write_text(json.dumps(record)))
+
+
+def write(path: Path, save: Callable[[Path], object]) -> None:
+    """Under another name first: who comes back late may be ended at any time, once all others have left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}")
+    save(unfinished)
+    unfinished.replace(path)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class FakeCoordinator:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = self._listener.getsockname()
         self._controls: list[Control] = []
+        self._hearing: list[threading.Thread] = []
         self.heard: list[object] = []
         self.news = threading.Condition()
 
@@ -44,7 +45,8 @@ class FakeCoordinator:
 
     def _answer(self, control: Control) -> None:
         self._controls.append(control)
-        threading.Thread(target=self._hear, args=(control,), daemon=True).start()
+        self._hearing.append(threading.Thread(target=self._hear, args=(control,), daemon=True))
+        self._hearing[-1].start()
 
     def _hear(self, control: Control) -> None:
         control.receive(PATIENCE_S)
@@ -65,6 +67,12 @@ class FakeCoordinator:
                 f"no {kind.__name__}"
             )
             return [one for one in self.heard if isinstance(one, kind)]
+
+    def heard_all(self) -> None:
+        """Waits until all that processes which have ended said is in ``heard``."""
+        for thread in self._hearing:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), f"a session whose process has ended is open after {PATIENCE_S} s"
 
     def close(self) -> None:
         for control in self._controls:
