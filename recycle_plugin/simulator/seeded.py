@@ -289,8 +289,6 @@ def _with_logs(given: Scenario, random: Random) -> Scenario:
     given = replace(
         given, between=given.between + tuple((step, "save") for step in saved), full=given.full + tuple(full)
     )
-    helpers, helps_not = random.choice((None, None, None, 1, 0)), random.choice((0.0, 0.0, 0.3))
-    given = replace(given, helpers=helpers, helps_not=helps_not)
     match random.choice((*WRONG_WITH_LOGS, *("nothing",) * 4)):
         case "damage":
             given = replace(given, log_damaged_share=random.choice((0.01, 0.05)))
@@ -299,7 +297,7 @@ def _with_logs(given: Scenario, random: Random) -> Scenario:
         case "full":
             places = random.sample(given.shape.seats, random.randint(1, 2))
             given = replace(given, log_full=tuple((random.randint(1, given.steps), str(seat)) for seat in places))
-    return given
+    return replace(given, helpers=random.choice((None, None, None, 1, 0)), helps_not=random.choice((0.0, 0.0, 0.3)))
 
 
 def _narrowed(given: Scenario, shape: Topology) -> Scenario:

@@ -196,9 +196,7 @@ class SimulatedMachine:
 
     def _replay(self, log: StepLog) -> StageReplay:
         scenario, blocks = self.cluster.scenario, self.cluster.scenario.policy.blocks(self.cluster.scenario.shape)
-        helpers = (
-            Helpers(self, self.store, scenario.shape, blocks, log, scenario.helpers) if scenario.helpers != 0 else None
-        )
+        helpers = Helpers(self, self.store, scenario.shape, blocks, log, scenario.helpers)
         splits = scenario.policy.split_backward
         return StageReplay(self, self.store, self.steps, scenario.shape, splits, log, helpers)
 

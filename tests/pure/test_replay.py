@@ -29,6 +29,7 @@ from recycle_plugin.core.messages.protocol import (
     Terminate,
     Unreplayable,
 )
+from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, provides
 from recycle_plugin.core.vocabulary.faults import Fault
@@ -39,6 +40,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.replay import CantReplay, StageReplay
+from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.step_log import StepLog, StepRecord
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.simulator import campaign
@@ -379,6 +381,9 @@ class Machine:
     def clock(self) -> float:
         return 0.0
 
+    def words(self) -> list:
+        return []
+
     def send(self, message: object) -> None:
         self.sent.append(message)
 
@@ -419,7 +424,9 @@ def replayed(machine: Machine, **more: Any) -> tuple[StageReplay, StepStore]:
     """Stage 1 of 3, two micro-batches, from behind step 0 up to step 2."""
     store = StepStore(Seat(0, 1), 3, False)
     store.put(Datum("params", 1, None, 1), "restored")
-    replay = StageReplay(machine, store, StepMachine(0), Topology(1, 3, 2), True, StepLog(machine.kept, [0, 1]))
+    shape, log = Topology(1, 3, 2), StepLog(machine.kept, [0, 1])
+    nobody = Helpers(machine, store, shape, Blocks(shape, 1), log, limit=0)
+    replay = StageReplay(machine, store, StepMachine(0), shape, True, log, nobody)
     for _ in replay.run(Replay(0, "a folder", 2, **({"stages": (1,)} | more))):
         pass
     return replay, store
@@ -441,7 +448,9 @@ def test_a_replay_is_the_stage_s_own_work_on_what_the_others_have_logged():
             ),
         )
     ]
-    assert machine.sent == [Replaying(2, 1), Replaying(2, 2), CaughtUp(2, 2, 7, 0)]
+    *_, said, end = machine.sent
+    assert machine.sent[:2] == [Replaying(2, 1), Replaying(2, 2)] and end == CaughtUp(2, 2, 7, 0)
+    assert said.details["why"] == "recycle.log.helpers is 0"
 
 
 def test_what_a_replay_would_have_sent_is_logged_anew():

@@ -159,7 +159,7 @@ class StageReplay:
         shape: Topology,
         splits: bool,
         log: StepLog,
-        helpers: Helpers | None = None,
+        helpers: Helpers,
     ) -> None:
         self._machine, self._store, self._steps, self._shape, self._log = machine, store, steps, shape, log
         self._splits, self._helpers, self._stage = splits, helpers, store.seat.stage
@@ -171,13 +171,11 @@ class StageReplay:
         self._steps.stepped = self._steps.committed = replay.step
         self._store.rewind(replay.step, self._store.valid_from)
         times = Times(self._machine.clock)
-        if self._helpers is not None:
-            self._helpers.call(replay)
+        self._helpers.call(replay)
         with times.of("load"):
             size = yield from self._machine.restore(replay)
-        if self._helpers is not None:
-            with times.of("spawn"):
-                yield from self._helpers.gather()
+        with times.of("spawn"):
+            yield from self._helpers.gather()
         self._log.begin(replay.step)
         work = StageWork(self._machine, self._store, self._shape, self._splits, self._keep)
         work.others = frozenset(replay.stages) - {self._stage}
@@ -187,18 +185,14 @@ class StageReplay:
             self._machine.send(Replaying(rank, step))
         self._store.valid_from = max(self._store.valid_from, replay.valid_from)
         self._log.flush()
-        helped = self._helpers.report(replay, times) if self._helpers is not None else 0
+        helped = self._helpers.report(replay, times)
         self.clock = replay.committed
         self._machine.send(CaughtUp(rank, replay.committed, size, 0, helped))
 
     def _step(self, work: StageWork, record: StepRecord, times: Times) -> Iterator[Any]:
         store, step = self._store, record.step
         store.valid_from = record.valid_from
-        if self._helpers is None:
-            for micro_batch in self._shape.batch:
-                yield from work.run(step, micro_batch)
-        else:
-            yield from self._helpers.run(work, step, times)
+        yield from self._helpers.run(work, step, times)
         reduce = Instruction(Op.REDUCE, self._stage, None, step)
         with times.of("reduce"):
             store.conclude(reduce, dict.fromkeys(provides(reduce), self._machine.add_up_alone(reduce, store)))

@@ -123,6 +123,8 @@ class Helpers:
             self._tell(member, Call(self._worker, self._machine.address, self._stage, size))
 
     def _find_why_alone(self, replay: Replay) -> str:
+        if self._limit == 0:
+            return "recycle.log.helpers is 0"
         if len(replay.stages) > 1:
             return f"{len(replay.stages)} stages are replayed at once"
         if self._shape.tie(self._stage):

@@ -442,11 +442,7 @@ class Trainer:
             ),
         )
         splits, steps = self._settings.split_backward, self._log.steps
-        helpers = (
-            Helpers(world, self._store, self.topology, self._blocks(), steps, self._log.limit)
-            if self._log.limit != 0
-            else None
-        )
+        helpers = Helpers(world, self._store, self.topology, self._blocks(), steps, self._log.limit)
         return StageReplay(world, self._store, machine, self.topology, splits, steps, helpers)
 
     def _why_alone(self) -> str:

@@ -1,0 +1,120 @@
+#!/usr/bin/env python
+"""What help brings a replay: a stage loses its only worker in a real job, and is replayed with none to four helpers.
+
+scripts/bench_replay.py                                  # 15 micro-batches, 12 steps to replay, by 0, 1 and 4 helpers
+scripts/bench_replay.py --helpers 0 4 --micro-batches 8 --steps 20
+
+Layers sleep (emulated compute), so that workers on few cores keep the times that accelerators would have; a block is a
+micro-batch.  The bound of the replay is steps x ceil(blocks / (helpers + 1)) x a block's time: who replays makes a
+share too.  "share s" is what making the gradients took, the wait for others' included; the other columns are apart.
+
+Targets: shares at most 10% above the bound; with 4 helpers 2.5 times as fast as with one, where both are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from recycle_plugin.experiments.bench_scripts import DEADLINE_S, script
+from recycle_plugin.experiments.runs import RunFailed, TrainingRun
+
+OPS = ("forward", "input", "weight")
+PARTS = ("spawn", "load", "parameters", "reduce", "step")
+ABOVE, FASTER = 1.1, 2.5
+AFTER = 4  # steps that are trained when the stage is there again
+
+
+def main(arguments: list[str]) -> int:
+    found = parser().parse_args(arguments)
+    if min(found.micro_batches, found.steps, found.each_ms) < 1 or found.stages < 2 or min(found.helpers) < 0:
+        parser().error("--micro-batches, --steps and --each-ms have to be 1 or more, --stages 2, --helpers 0")
+    print(
+        f"{found.stages} stages, {found.micro_batches} micro-batches of {3 * found.each_ms} ms\n"
+        "helpers  steps  bound s  share s  ratio  " + "  ".join(f"{part:>8} s"[:10] for part in PARTS) + "      MB sent"
+    )
+    rows = []
+    for helpers in found.helpers:
+        rows.append(measured(helpers, found))
+        print(shown(rows[-1]), flush=True)
+    result = judged(rows)
+    found.out.mkdir(parents=True, exist_ok=True)
+    path = found.out / "replay.json"
+    path.write_text(json.dumps(result, indent=1))
+    print(f"{result['faster']}written to {path}")
+    return int(not result["met"])
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--helpers", nargs="+", type=int, default=[0, 1, 4])
+    made.add_argument("--stages", type=int, default=6)
+    made.add_argument("--micro-batches", type=int, default=15)
+    made.add_argument("--steps", type=int, default=12, help="that are committed when the worker is lost")
+    made.add_argument("--each-ms", type=int, default=20, help="of a forward, and of each half of a backward")
+    made.add_argument("--out", type=Path, default=Path("runs/bench_replay"), metavar="DIR")
+    return made
+
+
+def overrides(found: argparse.Namespace, helpers: int) -> list[str]:
+    """A job of one replica; its only checkpoint in time is that before the first step."""
+    return [
+        "model=emulated",
+        "optimizer=sgd",
+        *(f"{prefix}.{op}_ms={found.each_ms}" for prefix in ("model", "++recycle.costs") for op in OPS),
+        f"topology.stages={found.stages}",
+        "topology.replicas=1",
+        f"topology.micro_batches={found.micro_batches}",
+        f"steps={found.steps + AFTER}",
+        "report_every=0",
+        "recycle.enabled=true",
+        "recycle.rejoin=always",
+        "++recycle.checkpoint.overhead=1e-6",
+        f"++recycle.log.helpers={helpers}",
+        f"recycle.faults=['kill 0.1 before 1F0.0@{found.steps + 1}']",
+    ]
+
+
+def measured(helpers: int, found: argparse.Namespace) -> dict:
+    """The figures of one job.  Raises RunFailed."""
+    folder = found.out / f"helpers{helpers}"
+    with TrainingRun(folder, found.stages, overrides(found, helpers)) as run:
+        events = run.finish(DEADLINE_S).events
+    said = [event for event in events if event["event"] == "helpers"]
+    replayed = [event for event in events if event["event"] == "replayed"]
+    if len(said) != 1 or len(replayed) != 1:
+        raise RunFailed(f"{len(replayed)} stages were replayed, and not one: see {folder}")
+    if said[0]["helpers"] != helpers:
+        raise RunFailed(f"{said[0]['helpers']} workers have helped, and not {helpers}: {said[0]['text']}")
+    seconds, steps = said[0]["seconds"], replayed[0]["steps"]
+    bound = steps * -(-found.micro_batches // (helpers + 1)) * len(OPS) * found.each_ms / 1e3
+    share = seconds["compute"] + seconds["wait"]
+    return {
+        "helpers": helpers,
+        "steps": steps,
+        "bound_s": round(bound, 4),
+        "share_s": round(share, 4),
+        "ratio": round(share / bound, 4),
+        "parameters_bytes": said[0]["parameters_bytes"],
+        **{f"{part}_s": seconds[part] for part in PARTS},
+    }
+
+
+def judged(rows: list[dict]) -> dict:
+    """All figures, and whether the targets are met."""
+    took = {row["helpers"]: (row["share_s"] + row["reduce_s"] + row["step_s"]) / row["steps"] for row in rows}
+    faster = took[1] / took[4] if {1, 4} <= took.keys() else None
+    met = all(row["ratio"] <= ABOVE for row in rows) and (faster is None or faster >= FASTER)
+    text = "" if faster is None else f"a step with 4 helpers is {faster:.2f} times as fast as with one; "
+    return {"rows": rows, "faster_with_4_than_1": faster, "faster": text, "met": met}
+
+
+def shown(row: dict) -> str:
+    parts = "  ".join(f"{row[f'{part}_s']:10.3f}" for part in PARTS)
+    first = f"{row['helpers']:7}  {row['steps']:5}  {row['bound_s']:7.2f}  {row['share_s']:7.2f}  {row['ratio']:5.2f}"
+    return f"{first}  {parts}  {row['parameters_bytes'] / 1e6:11.3f}"
+
+
+if __name__ == "__main__":
+    script(main)
