@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from recycle_plugin.commands.config_job import ConfiguredJob
@@ -40,8 +41,10 @@ INTERVAL = (
 
 def recovery(job: ConfiguredJob) -> Section:
     """The section on the ways of recovery; its ``data`` has all predicted seconds."""
-    ways, lines = _ways(job), [ASSUMED, INTERVAL]
+    help_ = Help.of(job)
+    ways, lines = _ways(job), [ASSUMED, INTERVAL, help_.text]
     data: dict = {"ways": ways, "start_up_s": BEFORE_S, "start_up": "assumed", "every": list(EVERY)}
+    data["help"] = {"blocks": help_.blocks, "helpers": help_.helpers, "seconds": list(help_.seconds)}
     if job.profile is None:
         lines.append(NO_BYTES)
     else:
@@ -62,6 +65,47 @@ def recovery(job: ConfiguredJob) -> Section:
         ]
     wrong = tuple(_wrong(job, data))
     return Section("recovery", "Recovery", data, tuple(lines), wrong, tuple(_table(ways)))
+
+
+@dataclass(frozen=True)
+class Help:
+    """The help that a stage's replay gets: so many ``blocks`` in a step, that can be shared, for so many ``helpers``;
+    the ``seconds`` of the slowest stage's recovery with them, at each of ``EVERY``; and that in words.
+    """
+
+    blocks: int
+    helpers: int
+    seconds: tuple[float, ...]
+    text: str
+
+    @classmethod
+    def of(cls, job: ConfiguredJob) -> Help:
+        """That of ``job``."""
+        sizes = [len(each) for each in job.settings.policy(False, job.stages).blocks(job.shape).members().values()]
+        limit = job.settings.log.helpers if job.settings.log is not None else 0
+        live = (job.stages - 1) * job.shape.replicas
+        helpers = min(live, len(sizes) - 1, live if limit == "auto" else limit)
+        shared = [_line(job, every, sum(sizes[:: helpers + 1])) for every in EVERY]
+        seconds = tuple(
+            round(BEFORE_S + max(line.recovery_s(stage, stage + 1) for stage in range(job.stages)), 3)
+            for line in shared
+        )
+        batch, alone = len(job.shape.batch), " stages that share weights are replayed without it" * bool(job.shape.ties)
+        if len(sizes) == 1:
+            text = (
+                f"nobody can help with a replay: {SECTION}.exact adds all {batch} micro-batches of a step as one "
+                f"block, which can't be shared; {SECTION}.exact_block cuts it"
+            )
+        elif not helpers:
+            text = f"nobody helps with a replay: {SECTION}.log.helpers is 0"
+        else:
+            took = ", ".join(f"{each:.3g} s" for each in seconds)
+            text = (
+                f"help with a replay: the times in the table are those of one worker; with {helpers} that help, of {live} "
+                f"that are left, who share {len(sizes)} blocks of up to {max(sizes)} micro-batches a step, the slowest "
+                f"stage takes {took}, beside the weights that each is sent once a step;{alone}"
+            ).removesuffix(";")
+        return cls(len(sizes), helpers, seconds, text)
 
 
 def _chosen(every: int, now: Selection, best: Selection) -> str:
@@ -104,10 +148,12 @@ def _start_again_s(job: ConfiguredJob, every: int) -> float:
     return BEFORE_S + max(_load_s(job)) + every / 2 * step_s
 
 
-def _line(job: ConfiguredJob, every: int) -> Line:
-    """The job's stages as the planner's model of logs has them; no bytes where no profile knows them."""
+def _line(job: ConfiguredJob, every: int, share: int | None = None) -> Line:
+    """The job's stages as the planner's model of logs has them; no bytes where no profile knows them.  ``share``: so
+    many micro-batches of a step are made by one worker, None for all.
+    """
     profile, stages = job.profile, job.stages
-    batch = len(job.shape.batch)
+    batch = len(job.shape.batch) if share is None else share
     ops = (Op.F, Op.I, Op.W) if job.settings.split_backward else (Op.F, Op.B)
     work = [
         (batch * sum(job.costs.of(op, stage) for op in ops) + job.costs.of(Op.STEP, stage)) / 1e6

@@ -297,7 +297,21 @@ def _with_logs(given: Scenario, random: Random) -> Scenario:
         case "full":
             places = random.sample(given.shape.seats, random.randint(1, 2))
             given = replace(given, log_full=tuple((random.randint(1, given.steps), str(seat)) for seat in places))
-    return replace(given, helpers=random.choice((None, None, None, 1, 0)), helps_not=random.choice((0.0, 0.0, 0.3)))
+    given = replace(given, helpers=random.choice((None, None, None, 1, 0)), helps_not=random.choice((0.0, 0.0, 0.3)))
+    return _without_helpers(given, random) if random.random() < 0.4 else given
+
+
+def _without_helpers(given: Scenario, random: Random) -> Scenario:
+    """Has a worker die of whatever it begins first of several instructions of another stage, as only helpers do."""
+    seat, shape = random.choice(given.shape.seats), given.shape
+    faults = [
+        Fault("kill", seat, "before", str(Instruction(Op.F, stage, micro_batch, step)))
+        for stage in range(shape.stages)
+        for micro_batch in shape.batch
+        for step in range(1, given.steps)
+        if stage != seat.stage and random.random() < 0.2
+    ]
+    return replace(given, faults=given.faults + tuple(faults))
 
 
 def _narrowed(given: Scenario, shape: Topology) -> Scenario:

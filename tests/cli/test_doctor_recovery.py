@@ -83,6 +83,24 @@ def test_a_disk_that_is_too_small_has_to_change(doctor, tmp_path, monkeypatch, f
     assert ("no choice is better" in text) == fits and "choosing is not done yet" in text
 
 
+@pytest.mark.parametrize(
+    "settings, blocks, helpers, share, said",
+    [
+        ({}, 6, 1, 3, "with 1 that help, of 1 that are left, who share 6 blocks of up to 1 micro-batches"),
+        ({"exact": True}, 1, 0, 6, "nobody can help with a replay: recycle.exact adds all 6 micro-batches"),
+        ({"exact": True, "exact_block": 4}, 2, 1, 4, "who share 2 blocks of up to 4 micro-batches"),
+        ({"log": {"helpers": 0}}, 6, 0, 6, "nobody helps with a replay: recycle.log.helpers is 0"),
+    ],
+)
+def test_the_help_that_a_replay_gets_is_predicted(doctor, settings, blocks, helpers, share, said) -> None:
+    """Six micro-batches of 3 ms on each stage."""
+    config = {**LOGS, "recycle": {**LOGS["recycle"], **settings}}
+    found = data(doctor, config, "--pp 2 --dp 1")["recovery"]["help"]
+    assert (found["blocks"], found["helpers"]) == (blocks, helpers)
+    assert found["seconds"] == pytest.approx([BEFORE_S + every / 2 * share * 0.003 for every in EVERY], abs=1e-3)
+    assert said in " ".join(doctor(config, "--pp 2 --dp 1")[1].split())
+
+
 def test_it_fits_a_page(doctor) -> None:
     _, text = doctor(LOGS, "--pp 12 --dp 2 --preset gpt3_medium")
     section = text.split("\nRecovery\n")[1].split("\n\n")[0].splitlines()
