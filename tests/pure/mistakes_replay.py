@@ -98,7 +98,7 @@ def not_kept(monkeypatch) -> None:
     monkeypatch.setattr(Worker, "_keep", lambda self, instruction, log: None)
 
 
-@mistake("a stage is let in before all empty stages have somebody", seen=27)
+@mistake("a stage is let in before all empty stages have somebody", seen=51)
 def let_in(monkeypatch) -> None:
     before = replays._let_in
 
@@ -156,7 +156,7 @@ def has_been(monkeypatch) -> None:
     )
 
 
-@mistake("what a helper has made is counted beside what is made in its place", seen=743)
+@mistake("what a helper has made is counted beside what is made in its place", seen=302)
 def counted_twice(monkeypatch) -> None:
     """Where one helper is lost, all that was dealt is dealt again, and what the others had made counts too."""
 
@@ -168,7 +168,7 @@ def counted_twice(monkeypatch) -> None:
     changed(monkeypatch, Helpers, "_collect", collect)
 
 
-@mistake("helpers compute with the weights of their first step", seen=302)
+@mistake("helpers compute with the weights of their first step", seen=261)
 def stale(monkeypatch) -> None:
     def begin(self, before, step, weights):
         self.first = getattr(self, "first", weights)
@@ -177,7 +177,7 @@ def stale(monkeypatch) -> None:
     changed(monkeypatch, HelpedStage, "begin", begin)
 
 
-@mistake("a helper makes the stage in its own place", seen=302)
+@mistake("a helper makes the stage in its own place", seen=129)
 def in_its_own_place(monkeypatch) -> None:
     """Its moments are those that the helped stage has left, and not put back."""
 
