@@ -102,8 +102,8 @@ class Help:
             took = ", ".join(f"{each:.3g} s" for each in seconds)
             text = (
                 f"help with a replay: the times in the table are those of one worker; with {helpers} that help, of "
-                f"{live} that are left, who share {len(sizes)} blocks of up to {max(sizes)} micro-batches a step, the slowest "
-                f"stage takes {took}, beside the weights that each is sent once a step;{alone}"
+                f"{live} that are left, who share {len(sizes)} blocks of up to {max(sizes)} micro-batches a step, the "
+                f"slowest stage takes {took}, beside the weights that each is sent once a step;{alone}"
             ).removesuffix(";")
         return cls(len(sizes), helpers, seconds, text)
 
