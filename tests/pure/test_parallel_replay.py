@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recycle_plugin.core.messages.protocol import CaughtUp, Generation, Note, Replay
-from recycle_plugin.core.vocabulary.blocks import Blocks
+from recycle_plugin.core.vocabulary.blocks import Block, Blocks
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides
@@ -21,7 +21,7 @@ from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.helper import CantHelp, Helper
-from recycle_plugin.core.worker.replay import CantReplay, StageReplay
+from recycle_plugin.core.worker.replay import CantReplay, StageReplay, StageWork, Times
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
 from recycle_plugin.core.worker.step_log import StepLog, StepRecord
@@ -348,6 +348,36 @@ def test_what_is_in_no_log_ends_the_help_and_not_the_helper():
     for _ in helper.work(lambda stage: True):
         pass
     assert "is in no log" in line.heard[-1].why
+
+
+def test_a_lot_of_other_blocks_is_refused():
+    """Those of steps with another number of micro-batches, as of somebody who has not heard of a change."""
+    line = Line({}, (), {})
+    live, helper = line.live[0], line.helpers[0]
+    live.heard = [Call(BACK, "at 2.1", 1, 9), Lot(BACK, 1, 1, (Block(0, 9),), Sent(1))]
+    helper.asked()
+    for _ in helper.work(lambda stage: True):
+        pass
+    assert line.heard[-1].why == "its steps have other blocks" and live.stage.begun == []
+
+
+def test_who_answers_late_helps_from_then_on():
+    machine = Line({}, (), {})
+    store, log = StepStore(Seat(0, 1), 3), StepLog(machine.kept, [0, 1])
+    helpers = Helpers(machine, store, SHAPE, Blocks(SHAPE, 1), log)
+    hears, machine.wait_share = machine.wait_share, lambda what, until: iter(())  # they are busy elsewhere
+    helpers.call(Replay(0, "a folder", 2, (1,), helpers=HELPERS))
+    machine.now = 0.0
+    times = iter((0.0, 1.0, 30.0, 30.0))
+    machine.clock = lambda: next(times)  # type: ignore[method-assign]
+    assert list(helpers.gather()) == []
+    machine.clock, machine.wait_share = lambda: 30.0, hears  # type: ignore[method-assign]
+    list(hears("their answers", 0.0))
+    work = StageWork(machine, store, SHAPE, True, lambda *kept: None)
+    store.rewind(0, 0)
+    for step in (1, 2):
+        list(helpers.run(work, step, Times(lambda: 0.0)))
+    assert lots(machine, 1) == {} and set(lots(machine, 2)) == {0, 4, 5}
 
 
 # --- in virtual time ----------------------------------------------------------------------------------

@@ -90,8 +90,9 @@ class Helper:
                 yield from self._do(word, wanted)
 
     def leave(self) -> None:
-        """Lets go of what was made to help."""
+        """Lets go of what was made to help, and of what has come too late."""
         self._call = self._stage = self._work = None
+        self._machine.words()
         self._asked.clear()
         self._kept.clear()
 
@@ -124,6 +125,8 @@ class Helper:
     def _share(self, stage: HelpedStage, work: StageWork, lot: Lot, wanted: Callable[[], bool]) -> Waits[Share | None]:
         """The value is the share of ``lot``; None where it is not ``wanted`` any more."""
         self._kept = []
+        if not self._members.keys() >= set(lot.blocks):
+            raise CantHelp("its steps have other blocks")
         stage.begin(lot.step, lot.weights)
         for block in lot.blocks:
             for micro_batch in self._members[block]:

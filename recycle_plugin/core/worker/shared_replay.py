@@ -33,7 +33,7 @@ from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
 from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 
-SPAWN_S = 20.0  # how long making the stage may take who is to help
+SPAWN_S = 20.0  # how long all wait for those who make the stage to help
 LATE_S = 5.0  # by how much a share may come later than
 LATE = 4  # so many times what this worker's own share took
 
@@ -136,12 +136,14 @@ class Helpers:
         return self._machine.why_alone()
 
     def gather(self) -> Iterator[Any]:
-        """Returns when all who were called have answered, are gone, or are late."""
+        """Returns when all who were called have answered, or are gone, or after a while; who answers later helps from
+        then on.
+        """
         until = self._machine.clock() + SPAWN_S
-        while self._called:
+        while self._called and self._machine.clock() < until:
             self._listen()
-            for member in self._lost(self._called.values(), until):
-                del self._called[member.worker]
+            for member in [each for each in self._called.values() if self._is_gone(each)]:
+                del self._called[self._note_left(member, "it was lost").worker]
             if self._called:
                 yield from self._machine.wait_share(f"{len(self._called)} who are to help with the replay", until)
 
@@ -236,7 +238,8 @@ class Helpers:
     def report(self, replay: Replay, times: Times) -> int:
         """Says who has helped, or why nobody did, and what has taken how long; returns how many have to the end."""
         helped = sorted(self._ready)
-        why = self._why_alone or "; ".join(self._left) or "nobody else is there"
+        left = [*self._left, *(f"{member}: it has not answered" for member in self._called.values())]
+        why = self._why_alone or "; ".join(left) or "nobody else is there"
         took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in sorted(times.seconds.items()))
         text = (
             f"{len(helped)} workers have helped to replay stage {self._stage} up to step {replay.committed}, with "
@@ -249,7 +252,7 @@ class Helpers:
             "helpers": len(helped),
             "ranks": [worker.rank for worker in helped],
             "why": "" if self._lots else why,
-            "left": self._left,
+            "left": left,
             "lots": self._lots,
             "parameters_bytes": self._bytes,
             "seconds": {part: round(seconds, 4) for part, seconds in times.seconds.items()},

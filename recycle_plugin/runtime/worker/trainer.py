@@ -718,6 +718,8 @@ class Trainer:
         self._framework.cursor.change(self.step + 1, micro_batches)
         self.topology = replace(self.topology, micro_batches=micro_batches)
         self._stage.resize(micro_batches, self._blocks() if self._settings.exact else None)
+        if self._log is not None and self._waiting_loop is not None:
+            self._worker.helper = self._helper(self._log.folder)
         if self._loop is not None:
             self._world.reach("resize")
             self._worker.resize(self.topology)
