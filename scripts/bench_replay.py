@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 from recycle_plugin.experiments.bench_scripts import DEADLINE_S, script
@@ -79,6 +80,7 @@ def overrides(found: argparse.Namespace, helpers: int) -> list[str]:
 def measured(helpers: int, found: argparse.Namespace) -> dict:
     """The figures of one job.  Raises RunFailed."""
     folder = found.out / f"helpers{helpers}"
+    shutil.rmtree(folder, ignore_errors=True)  # a log goes on behind no other
     with TrainingRun(folder, found.stages, overrides(found, helpers)) as run:
         events = run.finish(DEADLINE_S).events
     said = [event for event in events if event["event"] == "helpers"]
