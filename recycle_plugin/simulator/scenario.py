@@ -78,7 +78,7 @@ class Scenario:
     ``logs``: what crosses stages is logged, and there is a checkpoint before the first step; ``log_lag_us``: by how
     much longer than usual that takes to be on a disk; ``log_damaged_share``: of its records; ``log_full``: from which
     step on a seat's log finds its disk full; ``shards``: workers that hold each seat together, of which the one with
-    the number ``struck`` has the troubles and faults.
+    the number ``struck`` has the troubles and faults; ``by_hand``: the script sets the learning rate of each step.
     """
 
     shape: Topology
@@ -109,6 +109,7 @@ class Scenario:
     log_lag_us: int = 0
     log_damaged_share: float = 0.0
     log_full: tuple[tuple[int, str], ...] = ()
+    by_hand: bool = False
 
     @property
     def exact(self) -> bool:

@@ -96,6 +96,7 @@ def scenario(seed: int) -> Scenario:
         ("places", _with_places),
         ("shards", _with_groups),
         ("logs", _with_logs),
+        ("rates", _with_rates),
     ):
         job = change(
             job, Random(f"{name} in {seed}")
@@ -298,6 +299,11 @@ def _with_logs(given: Scenario, random: Random) -> Scenario:
             places = random.sample(given.shape.seats, random.randint(1, 2))
             given = replace(given, log_full=tuple((random.randint(1, given.steps), str(seat)) for seat in places))
     return given
+
+
+def _with_rates(given: Scenario, random: Random) -> Scenario:
+    """Lets the script set learning rates in a quarter of the jobs in which somebody may come back."""
+    return replace(given, by_hand=given.rejoin != "never" and random.random() < 0.25)
 
 
 def _narrowed(given: Scenario, shape: Topology) -> Scenario:

@@ -375,6 +375,7 @@ class Machine:
         self.control_view, self.sent = ControlView(2, 1), []
         self.waited: list[tuple[str, bool]] = []
         self.kept, self._missing = Kept(), missing
+        self.at = 0  # the step that the script's settings are of
 
     def send(self, message: object) -> None:
         self.sent.append(message)
@@ -402,10 +403,14 @@ class Machine:
     def get(self, datum: Datum) -> str | None:
         return None if datum == self._missing else f"logged {datum}"
 
+    def set_for(self, step: int) -> None:
+        self.at = step
+
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         yield from ()
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
+        assert instruction.step == self.at, "it computes with what the script had set for another step"
         return dict.fromkeys(provides(instruction), str(instruction))
 
     def add_up_alone(self, instruction: Instruction, have: StepStore) -> str:

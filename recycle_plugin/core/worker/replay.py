@@ -50,6 +50,9 @@ class ReplayingMachine(Protocol):
     def logs(self) -> LogReader:
         """The logs of all workers of the job."""
 
+    def set_for(self, step: int) -> None:
+        """Sets what the script, which has been at ``step`` before, had set for it: learning rates and the like."""
+
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         """Waits for the time that ``instruction`` takes, where no computing does."""
 
@@ -109,6 +112,7 @@ class StageReplay:
     def _step(self, logs: LogReader, record: StepRecord) -> Iterator[Any]:
         store, step = self._store, record.step
         store.valid_from = record.valid_from
+        self._machine.set_for(step)
         for micro_batch in self._shape.batch:
             for instruction in self._work(step, micro_batch):
                 yield from self._fetch(logs, instruction, record)

@@ -65,7 +65,8 @@ class WorkerLog:
     def commit(self, record: StepRecord) -> None:
         """Keep the record of a committed step."""
         norm = None if record.norm is None else float(record.norm)
-        kept = records.StepRecord(record.step, record.valid_from, norm, "", None, ())
+        dtype = _dtype(record.norm) if torch.is_tensor(record.norm) else ""
+        kept = records.StepRecord(record.step, record.valid_from, norm, dtype)
 
         def write() -> None:
             self._writer.keep(kept)
@@ -170,7 +171,8 @@ class JobLogs:
         if not found:
             return self.record(step) if self._again() else None
         kept = max(found, key=lambda each: each.valid_from)
-        return StepRecord(step, kept.norm, self._reader.counts_from(step), kept.valid_from)
+        norm = torch.tensor(kept.norm, dtype=getattr(torch, kept.dtype)) if kept.dtype else kept.norm
+        return StepRecord(step, norm, self._reader.counts_from(step), kept.valid_from)
 
     def get(self, datum: Datum) -> Tensors | None:
         """The value of a datum in host memory, as it was sent or drawn; None as long as nobody has written it, or

@@ -23,6 +23,7 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.log.records import Stream
 from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.state.stage_state import StageState
+from recycle_plugin.runtime.state.surroundings import SetByScript
 from recycle_plugin.runtime.worker.job_log import JobLogs, WorkerLog
 from recycle_plugin.runtime.worker.ports import Framework
 from recycle_plugin.runtime.worker.stepping import Stepping
@@ -58,7 +59,8 @@ class StageLog:
 class ReplayMachine:
     """The machine of a newcomer that replays its stage, which fills ``state`` from the checkpoints of ``framework``.
 
-    ``folder`` has the logs; ``apart()``: a context for what its script does not do over again.
+    ``folder`` has the logs; ``apart()``: a context for what its script does not do over again; ``scripted``: what that
+    has set for its steps.
     """
 
     session: Session
@@ -68,6 +70,7 @@ class ReplayMachine:
     operations: Operations
     folder: Path
     apart: Callable[[], AbstractContextManager]
+    scripted: SetByScript
 
     @property
     def control_view(self) -> Session:
@@ -116,12 +119,19 @@ class ReplayMachine:
                 f"the checkpoint {replay.path} is of step {framework.optimizer.steps}, and not of {replay.step}"
             )
         self.state.rewritten()
+        self.scripted.rewind(replay.step)
+        if framework.compute is None:
+            framework.model.module.train()
         size = sum(tensor.nbytes for tensor in self.state.tensors().values())
         took = round(time.monotonic() - began, 4)
         text = f"seat {framework.seat} has the state of the checkpoint of step {replay.step}, which took {took:.2f} s"
         session.note("restored", text, seat=str(framework.seat), step=replay.step, bytes=size, seconds=took)
         return size
         yield
+
+    def set_for(self, step: int) -> None:
+        """Set what the script has set for ``step``."""
+        self.scripted.apply(step)
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         """Nothing: a real worker's instruction takes its time by itself."""

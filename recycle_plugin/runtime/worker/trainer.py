@@ -57,7 +57,7 @@ from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.background_hash import BackgroundHash
 from recycle_plugin.runtime.state.fingerprint import fingerprint
-from recycle_plugin.runtime.state.surroundings import AsStarted, Surroundings
+from recycle_plugin.runtime.state.surroundings import AsStarted, SetByScript, Surroundings
 from recycle_plugin.runtime.state.touch import FirstTouch
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.changed_state import Counts, stage_state, stage_units
@@ -164,6 +164,7 @@ class Trainer:
         if session.newcomer:
             counts = Counts(self.state)
             self._newcomer = Newcomer(session, framework.optimizer, counts, self._ask, self._follow)
+            self._scripted = SetByScript(self._surroundings)
         self._evaluated, self._loadings = 0, 0
 
     # --- what scripts call -------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class Trainer:
     def _train(self) -> float:
         with self.lifted():
             self._begin_training()
-            if self._newcomer is not None and (past := self._newcomer.loss()) is not None:
+            if self._newcomer is not None and (past := self._past_loss(self._newcomer)) is not None:
                 return past
             self._as_started.check()
             self.start()
@@ -206,6 +207,19 @@ class Trainer:
                 raise
             self._surroundings.leave()
             return sum(losses.values()) / len(losses)
+
+    def _past_loss(self, newcomer: Newcomer) -> float | None:
+        """The loss of the script's next step, where that is over; None where it is to be trained here, with what the
+        script has set for it.
+        """
+        step = newcomer.position + 1
+        self._scripted.begin(step)
+        loss = newcomer.loss()
+        if loss is None:
+            self._scripted.apply(step)  # what has come of others meanwhile was from before that
+        else:
+            self._scripted.end()
+        return loss
 
     @property
     def step(self) -> int:
@@ -420,7 +434,9 @@ class Trainer:
         if self._log is None or self._newcomer is None:
             return None
         session, framework, stepping = self._session, self._framework, self._stepping
-        world = ReplayMachine(session, framework, self.state, stepping, self._operations, self._log.folder, self.apart)
+        world = ReplayMachine(
+            session, framework, self.state, stepping, self._operations, self._log.folder, self.apart, self._scripted
+        )
         splits = self._settings.split_backward
         return StageReplay(world, self._store, machine, self.topology, splits, self._log.steps)
 
