@@ -48,6 +48,7 @@ def assert_came_back(result: Result, reference: Result, seat: str) -> None:
     assert difference(result, reference).tolerated
 
 
+@pytest.mark.some_of(2)
 @pytest.mark.parametrize(
     "kill, shape, more",
     [
