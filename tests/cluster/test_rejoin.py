@@ -22,9 +22,13 @@ SPACE = 50  # steps of a cycle
 STEPS, HELD = 60, 12  # the others wait at this step until the newcomer's process is there
 
 
-def comes_back(launch: Launch, folder: Path, kill: str, *more: str, shape: Shape = SQUARE) -> Run:
-    """A job in which the worker is killed, and the others go on once its newcomer asks to take part."""
-    wrap = json.dumps(held(folder, HELD, "go"))
+def comes_back(
+    launch: Launch, folder: Path, kill: str, *more: str, shape: Shape = SQUARE, wraps: tuple[dict, ...] = ()
+) -> Run:
+    """A job, changed by ``wraps``, in which the worker is killed, and the others go on once its newcomer asks to take
+    part.
+    """
+    wrap = json.dumps([held(folder, HELD, "go"), *wraps])
     run = launch(
         f"steps={STEPS}",
         "recycle.rejoin=always",
