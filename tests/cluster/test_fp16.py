@@ -130,7 +130,7 @@ def test_a_newcomer_follows_steps_that_overflow(launch, tmp_path, stage):
     """Some before it comes, and, where steps take their time, some of those that it follows: scale and counts are the
     others'.
     """
-    overflows = INFINITE | {"at": [f"1W0.1@{step}" for step in range(4, BACK_STEPS, 5)]}
+    overflows = INFINITE | {"at": [f"1W0.1@{step}" for step in range(4, BACK_STEPS, 10)]}
     settings = (fp16(stage), VALIDATED, "recycle.exact=true", *[REPLICATED] * stage)
     result = comes_back(launch, tmp_path, "kill 1.1 before 1W1.0@5", *settings, wraps=(HALF, overflows)).finish()
     whole = launch(f"steps={BACK_STEPS}", *settings, **wrapped(overflows)).finish()
