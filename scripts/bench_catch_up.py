@@ -218,7 +218,11 @@ def newcomer(number: int, given: argparse.Namespace, addresses: list[str], stepp
     """Catches up, has the state of a step to come hashed everywhere, and says how it went."""
     made, changed = worker(given, seed=1), threading.Condition()
     machine = SimpleNamespace(
-        fill=made.units.fill, write=made.units.write, gathered=made.units.gathered, compute=made.compute
+        fill=made.units.fill,
+        write=made.units.write,
+        gathered=made.units.gathered,
+        take_settings=made.units.take_settings,
+        compute=made.compute,
     )
     catching_up = CatchingUp(FilledStage(machine, made.store, made.steps))
     arrival = Arrival("bench", WorkerId(SOURCES, number + 1))

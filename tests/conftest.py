@@ -88,7 +88,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "chooses; with deepspeed=False none, but with --all-kills",
     )
     config.addinivalue_line(
-        "markers", "some_of(n): n of the function's cases, which --kill-seed chooses; all of them with --all-kills"
+        "markers",
+        "some_of(n, among=''): n of the function's cases, or of all tests with that word, which --kill-seed chooses; "
+        "all of them with --all-kills",
     )
     config.addinivalue_line("markers", "real_launcher: under DeepSpeed's own launcher")
     if config.option.kill_seed is None:  # one for all workers of pytest-xdist, which inherit the environment
@@ -112,12 +114,13 @@ def _is_of_all_kills(item: pytest.Item) -> bool:
 
 def not_chosen(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
     """Of cases that are much alike; of those under DeepSpeed's launcher, which were chosen before, none."""
-    functions: dict[str, list[pytest.Item]] = {}
+    alike: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("some_of") and not item.get_closest_marker("real_launcher"):
-            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        marker = item.get_closest_marker("some_of")
+        if marker and not item.get_closest_marker("real_launcher"):
+            alike.setdefault(marker.kwargs.get("among") or item.nodeid.partition("[")[0], []).append(item)
     left_out = []
-    for name, cases in functions.items():
+    for name, cases in alike.items():
         (count,) = cases[0].get_closest_marker("some_of").args
         left_out += random.Random(f"{seed} {name}").sample(cases, max(0, len(cases) - count))
     return left_out

@@ -13,7 +13,7 @@ import numpy
 from recycle_plugin import folders
 from recycle_plugin.commands.losses import stages_text
 from recycle_plugin.runtime.log.reader import LogReader, runs
-from recycle_plugin.runtime.log.records import ITEM_BYTES, Address, Part
+from recycle_plugin.runtime.log.records import ITEM_BYTES, Part
 from recycle_plugin.runtime.log.segment import Damaged, Fault, Segment
 
 INSPECT = """\
@@ -147,7 +147,7 @@ def export(found: argparse.Namespace) -> int:
         "step": found.step,
         "not_whole": reader.why_not(found.step),
         "data": list(_data(reader, found.step, found.out)),
-        "records": list(_records(reader, found.step, found.out)),
+        "records": list(_records(reader, found.step)),
         "faults": [str(fault) for fault in reader.faults],
     }
     (found.out / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -164,28 +164,24 @@ def _data(reader: LogReader, step: int, out: Path) -> Iterator[dict]:
             reader.faults.append(error.fault)
             continue
         name = f"{datum.kind}-{datum.stage}" + (f"-{datum.micro_batch}" if datum.micro_batch else "")
-        where = {"address": record.address} if isinstance(record, Address) else {"rng_key": record.rng_key}
         yield {
             "kind": datum.kind,
             "stage": datum.stage,
             "micro_batch": str(datum.micro_batch) if datum.micro_batch else None,
             "valid_from": record.valid_from,
-            **where,
             "tensors": list(_tensors(out, name, record.parts, tensors)),
         }
 
 
-def _records(reader: LogReader, step: int, out: Path) -> Iterator[dict]:
-    for stream, record, tensors in reader.step_records(step):
+def _records(reader: LogReader, step: int) -> Iterator[dict]:
+    for stream, record in reader.step_records(step):
         rank, incarnation = stream.worker
-        name = f"record-{rank}.{incarnation}"
         yield {
             **asdict(record),
             "rank": rank,
             "incarnation": incarnation,
             "seat": str(stream.seat),
             "shard": stream.shard,
-            "parts": list(_tensors(out, name, record.parts, tensors)),
         }
 
 

@@ -59,6 +59,12 @@ class Absence:
         """Seconds until the seat had a worker again; NaN where it has none."""
         return (self.back_at or nan) - self.gone_at
 
+    @property
+    def replayed(self) -> str:
+        """What was done to have its stage's state again, in words; empty where peers had it."""
+        steps = self.replayed_steps
+        return f"{steps} step{'s' * (steps != 1)} of its stage replayed" if self.replayed_at is not None else ""
+
     def heard(self, event: Mapping[str, Any]) -> Self:
         """The same, with what ``event`` says of its rank; of several newcomers the last one counts."""
         match event["event"]:

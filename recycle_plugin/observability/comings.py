@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-STARTED, RUNS, CATCHES_UP, FOLLOWS = (
+STARTED, RUNS, CATCHES_UP, FOLLOWS, REPLAYS, REPLAYED = (
     "its process is started",
     "its script runs from the top",
     "it catches up",
     "it follows the others, and waits to be let in",
+    "it replays its stage, which nobody else has, and all others wait",
+    "it has replayed its stage",
 )
 OVER = ("rejoined", "not_restarted", "held_back", "lost")  # kinds of events after which nobody is coming
 
@@ -49,4 +51,7 @@ def comings(events: Iterable[dict]) -> list[Coming]:
         elif kind == "caught_up" and rank in found:
             there = {"share": 1.0, "bytes": event["bytes"], "bytes_per_s": None}
             found[rank] = replace(found[rank], phase=FOLLOWS, since=event["time"], **there)
+        elif kind in ("restored", "replayed") and rank in found:
+            phase = REPLAYS if kind == "restored" else REPLAYED
+            found[rank] = Coming(rank, phase, event["time"])
     return [found[rank] for rank in sorted(found)]

@@ -86,7 +86,10 @@ def gone(history: RunHistory) -> list[tuple[str, str]]:
 def back(history: RunHistory) -> list[tuple[str, str]]:
     """Who has come back to the run, named as in the events, and after how long."""
     return [
-        (named(absence.rank, str(absence.seat)), f"back after {seconds(absence.lasted_s)}")
+        (
+            named(absence.rank, str(absence.seat)),
+            ", ".join(filter(None, (f"back after {seconds(absence.lasted_s)}", absence.replayed))),
+        )
         for absence in history.returns
     ]
 
@@ -146,6 +149,7 @@ def failures(history: RunHistory) -> Table:
         again = f"{share:.1%}" if number(share) else UNKNOWN if history.went_on else "never committed"
         absence = failure.absence
         back = f"{absence.lasted_s:.3g} s, step {absence.back_step}" if absence.is_over else "no"
+        back += absence.replayed and f", {absence.replayed}"
         rows.append((str(failure.seat), absence.why, str(failure.step), notice, regrouped, stall, again, back))
     head = (
         "seat",

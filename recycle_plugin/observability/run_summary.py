@@ -30,7 +30,9 @@ def sentence(history: RunHistory) -> str:
 
 
 def _back(failure: Failure) -> str:
-    return f", back after {seconds(failure.absence.lasted_s)}" if failure.absence.is_over else ""
+    absence = failure.absence
+    replayed = absence.replayed and f", {absence.replayed}"
+    return f", back after {seconds(absence.lasted_s)}{replayed}" if absence.is_over else ""
 
 
 def _subject(history: RunHistory) -> str:

@@ -54,6 +54,11 @@ class Batch(NamedTuple):
 LEARNING_RATE = 1_000_003
 
 
+def rate(step: int, by_hand: bool) -> int:
+    """The learning rate of ``step``; ``by_hand``: the script sets one for each."""
+    return LEARNING_RATE + 1000 * (step % 5) * by_hand
+
+
 def sample(micro_batch: MicroBatch, step: int, salt: int) -> int:
     """The input (``salt`` 1) or label (2) of a micro-batch: any number that differs between all of them."""
     return pow(1 + salt + 5 * micro_batch.index + 1009 * micro_batch.replica + 1_000_033 * step, 7, PRIME)
@@ -94,11 +99,16 @@ def over_tie(by_stage: Mapping[int, int], exact: bool) -> int:
 
 
 def compute(
-    instruction: Instruction, have: StepStore, stages: int, tied: bool = False, limit: float = 0.0
+    instruction: Instruction,
+    have: StepStore,
+    stages: int,
+    tied: bool = False,
+    limit: float = 0.0,
+    rate: int = LEARNING_RATE,
 ) -> dict[Datum, Any]:
     """The data that ``instruction``, other than a REDUCE or a TIE, makes of what a worker has.
 
-    ``tied``: its stage shares its weight; ``limit``: of the norm.
+    ``tied``: its stage shares its weight; ``limit``: of the norm; ``rate``: of a STEP.
     """
     stage, micro_batch, step = instruction.stage, instruction.micro_batch, instruction.step
     params = have.get(Datum("params", stage, None, step)) if step >= 0 else _latest(have)
@@ -129,7 +139,7 @@ def compute(
             gradient = have[here("tied" if tied else "reduced")]
             norm = have.get(here("norm"))
             update = clipped(gradient, norm if norm is not None and over(norm, limit) else None)
-            return {Datum("params", stage, None, step + 1): (params - LEARNING_RATE * update) % PRIME}
+            return {Datum("params", stage, None, step + 1): (params - rate * update) % PRIME}
         case _:
             return dict.fromkeys(provides(instruction))
 

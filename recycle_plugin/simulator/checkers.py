@@ -49,7 +49,7 @@ class Watcher:
             late,
             given.rounds,
         )
-        self.reference = Reference(given.shape, weights, given.clip, given.policy.block, given.shards)
+        self.reference = Reference(given.shape, weights, given.clip, given.policy.block, given.shards, given.by_hand)
         self._samples = Samples(given.shape, given.epoch, given.lengths, self.say) if given.iterators else None
         if not given.iterators:
             for step in range(1, given.steps + 1):

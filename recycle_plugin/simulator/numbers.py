@@ -29,12 +29,15 @@ class Numbers:
     graphs are.
 
     The weights of all shards of a stage are equal, so that one reference does for them; the moments are not.
+
+    ``rate``: the learning rate, which the script sets.
     """
 
     def __init__(self, scenario: Scenario, seat: Seat, shard: int = 0) -> None:
         self._scenario, self._seat = scenario, seat
         self.tie = scenario.shape.tie(seat.stage)
         self._blocks = scenario.policy.blocks(scenario.shape)
+        self.rate = LEARNING_RATE
         self._written = 0  # how often parameters were, as torch counts versions
         self._sums: dict[tuple[int, Block], int] = {}  # of weight gradients, by step
         self.moments: dict[str, int] = dict.fromkeys(MOMENTS, shard)  # what an optimizer keeps, which no number shows
@@ -53,7 +56,7 @@ class Numbers:
             raise AssertionError(
                 f"seat {self._seat} runs {instruction} through parameters that have changed since its forward"
             )
-        made = compute(instruction, have, self._scenario.shape.stages, bool(self.tie), self._scenario.clip)
+        made = compute(instruction, have, self._scenario.shape.stages, bool(self.tie), self._scenario.clip, self.rate)
         if instruction.op is Op.F:
             made[stash] = made[stash]._replace(weights=self._written)
             if self._seat.stage == self._scenario.shape.stages - 1:
@@ -121,7 +124,7 @@ class Numbers:
 
     def stepped(self, weight: int, gradient: int, norm: float | None) -> int:
         """What a step makes of ``weight``, which it applies ``gradient`` to with regard to ``norm``."""
-        return (weight - LEARNING_RATE * self._update(gradient, norm)) % PRIME
+        return (weight - self.rate * self._update(gradient, norm)) % PRIME
 
     def move(self, name: str, gradient: int, norm: float | None) -> None:
         """Changes a moment by a step's gradient, each in its own way."""

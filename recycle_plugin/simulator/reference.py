@@ -7,7 +7,7 @@ from functools import partial
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.simulator.arithmetic import LEARNING_RATE, PRIME, added, clipped, sampled, share
+from recycle_plugin.simulator.arithmetic import PRIME, added, clipped, rate, sampled, share
 
 Data = Callable[[MicroBatch], tuple[int, int]]  # input and label of each micro-batch of a step
 
@@ -18,12 +18,18 @@ class Reference:
     """
 
     def __init__(
-        self, shape: Topology, weights: tuple[int, ...], clip: float = 0.0, block: int | None = 1, shards: int = 1
+        self,
+        shape: Topology,
+        weights: tuple[int, ...],
+        clip: float = 0.0,
+        block: int | None = 1,
+        shards: int = 1,
+        by_hand: bool = False,
     ) -> None:
         """Begins with ``weights``, one per stage.  ``block``: as in core.vocabulary.plan.Policy; ``shards``: of each
-        stage, all alike.
+        stage, all alike; ``by_hand``: the script sets the learning rate.
         """
-        self._shards = shards
+        self._shards, self._by_hand = shards, by_hand
         self._shape, self._clip, self._exact, self._block = shape, clip, block != 1, block or shape.micro_batches
         self.weights = {1: weights}
         self.losses: dict[int, dict[str, int]] = {}
@@ -44,7 +50,7 @@ class Reference:
         updates = self._clipped(*self._over_ties([self._sum(values) for values in gradients]))
         self.losses[step] = losses
         self.weights[step + 1] = tuple(
-            (weight - LEARNING_RATE * update) % PRIME for weight, update in zip(weights, updates)
+            (weight - rate(step, self._by_hand) * update) % PRIME for weight, update in zip(weights, updates)
         )
 
     def loss(self, step: int, data: tuple[int, int]) -> int:

@@ -79,7 +79,7 @@ class Scenario:
     much longer than usual that takes to be on a disk; ``log_damaged_share``: of its records; ``log_full``: from which
     step on a seat's log finds its disk full; ``helpers``: how many may help with a replay, None for all, and
     ``helps_not``: which share of them can't; ``shards``: workers that hold each seat together, of which the one with
-    the number ``struck`` has the troubles and faults.
+    the number ``struck`` has the troubles and faults; ``by_hand``: the script sets the learning rate of each step.
     """
 
     shape: Topology
@@ -112,6 +112,7 @@ class Scenario:
     log_full: tuple[tuple[int, str], ...] = ()
     helpers: int | None = None
     helps_not: float = 0.0
+    by_hand: bool = False
 
     @property
     def exact(self) -> bool:

@@ -68,7 +68,10 @@ class Script:
         for step in range(1, self._scenario.steps + 1):
             if self._scenario.epoch and step > 1 and step % self._scenario.epoch == 1 % self._scenario.epoch:
                 self._machine.begin_epoch(step)
+            yield from self._set_rate(step, newcomer)
             if newcomer is None or not (yield from self._with_data(newcomer.train, step)):
+                if newcomer is not None:
+                    self._machine.set_for(step)  # what has come of others meanwhile was from before that
                 newcomer = None
                 self._machine.losses[step] = yield from self._with_data(self._loop.train, step)
             for _, what in (each for each in self._scenario.between if each[0] == step):
@@ -78,6 +81,14 @@ class Script:
                 yield from {"evaluate": self._evaluate, "save": self._save, "pause": self._pause}[what](step)
         if newcomer is None:
             yield from self._loop.settle()
+
+    def _set_rate(self, step: int, newcomer: Newcomer | None) -> Iterator[Any]:
+        """Sets the learning rate of ``step``, where the script does so: a trainer first finishes what is to be applied
+        with the last one.
+        """
+        if self._scenario.by_hand and newcomer is None:
+            yield from self._loop.settle()
+        self._machine.set_for(step)
 
     def _with_data(self, train: Callable[[int], Waits[T]], step: int) -> Waits[T]:
         """Trains ``step``, with other iterators where it hears that all have ended."""

@@ -96,6 +96,7 @@ def scenario(seed: int) -> Scenario:
         ("places", _with_places),
         ("shards", _with_groups),
         ("logs", _with_logs),
+        ("rates", _with_rates),
     ):
         job = change(
             job, Random(f"{name} in {seed}")
@@ -312,6 +313,11 @@ def _without_helpers(given: Scenario, random: Random) -> Scenario:
         if stage != seat.stage and random.random() < 0.2
     ]
     return replace(given, faults=given.faults + tuple(faults))
+
+
+def _with_rates(given: Scenario, random: Random) -> Scenario:
+    """Lets the script set learning rates in a quarter of the jobs in which somebody may come back."""
+    return replace(given, by_hand=given.rejoin != "never" and random.random() < 0.25)
 
 
 def _narrowed(given: Scenario, shape: Topology) -> Scenario:

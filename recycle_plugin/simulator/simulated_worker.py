@@ -46,7 +46,7 @@ from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
 from recycle_plugin.core.worker.training_loop import Slowness, StepProgram, TrainingLoop
 from recycle_plugin.core.worker.worker import Judging, Worker
-from recycle_plugin.simulator.arithmetic import Batch
+from recycle_plugin.simulator.arithmetic import Batch, rate
 from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.helped_stage import HelpedStage, SentWeights, made
 from recycle_plugin.simulator.numbers import Numbers
@@ -530,6 +530,18 @@ class SimulatedMachine:
         if instruction.op is Op.REDUCE and holder is None:
             self.numbers.forget_sums()
         return total
+
+    def set_for(self, step: int) -> None:
+        """Sets what the script sets for ``step``."""
+        self.numbers.rate = rate(step, self.cluster.scenario.by_hand)
+
+    def settings(self) -> int:
+        """The learning rate."""
+        return self.numbers.rate
+
+    def take_settings(self, settings: int) -> None:
+        """Sets another worker's learning rate."""
+        self.numbers.rate = settings
 
     def share(self, step: int, have: StepStore) -> float:
         """This stage's share of the squared norm of ``step``."""

@@ -46,6 +46,7 @@ def assert_in_order(result) -> None:
     assert "never raised" not in result.output, result.output[-6000:]
 
 
+@pytest.mark.some_of(3)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_kill_with_each_feature(launch, on_the_host, feature):
     settings, kill = FEATURES[feature]

@@ -13,6 +13,8 @@ import torch
 
 from tests.cluster.test_as_stock import OFF
 from tests.cluster.test_kills import CONTROLS, FIRST, SECOND, matrix, one_stage_ahead, replica_lost, struck
+from tests.cluster.test_rejoin import STEPS as BACK_STEPS
+from tests.cluster.test_rejoin import assert_came_back, comes_back
 from tests.support.cluster import Result
 from tests.support.jobs import (
     BF16,
@@ -53,6 +55,20 @@ def test_bit_for_bit_as_stock(launch, shape, config):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other), f"rank {rank}"
         assert {value.dtype for value in one.values()} == {torch.bfloat16}
     assert len(mine.of("zero")) == (config == REPLICATED)
+
+
+# --- returns ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.some_of(1)
+@pytest.mark.parametrize("config", ((BF16,), REPLICATED, (BF16, "model.tied=true")), ids=("bf16", "ZeRO 1", "tied"))
+def test_a_newcomer_has_the_same_bits(launch, reference, tmp_path, config):
+    """Its masters and moments come with the state."""
+    more = (*config, "recycle.exact=true", "recycle.check_replicas=1")
+    result = comes_back(launch, tmp_path, "kill 1.1 before 1W1.0@5", *more).finish()
+    whole = reference(f"steps={BACK_STEPS}", *more)
+    assert_came_back(result, whole, "1.1")
+    assert difference(result, whole).loss == difference(result, whole).parameters == 0.0
 
 
 # --- kills ------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ def strike_at(moment: str, rank: int, flag: str = "") -> dict:
     }
 
 
+@pytest.mark.some_of(2)
 @pytest.mark.plain_too
 @pytest.mark.parametrize("moment, rank", (("meeting", 0), ("initialize", 2), ("enrolling", 3)))
 def test_a_death_before_the_first_step_ends_the_job(launch, moment, rank):

@@ -38,6 +38,7 @@ FOUND = {
 }
 
 
+@pytest.mark.some_of(3)
 @pytest.mark.parametrize("how", FOUND)
 def test_helpers_do_what_they_do_anywhere_and_the_job_goes_on(run, how):
     result = run(how)

@@ -19,6 +19,8 @@ from tests.cluster.test_as_stock import OFF, assert_bitwise
 from tests.cluster.test_bf16 import assert_same
 from tests.cluster.test_kills import one_stage_ahead, replica_lost
 from tests.cluster.test_loss_scale import OVERFLOW, SCALING, scales
+from tests.cluster.test_rejoin import STEPS as BACK_STEPS
+from tests.cluster.test_rejoin import assert_came_back, comes_back
 from tests.cluster.test_seen import curve
 from tests.support.cluster import Result
 from tests.support.jobs import (
@@ -30,6 +32,7 @@ from tests.support.jobs import (
     Difference,
     Emulated,
     Shape,
+    difference,
     faults,
 )
 
@@ -120,6 +123,20 @@ def test_kills_where_steps_overflow(launch, job, kills):
     tolerated = Difference(0.0, 0.0) if job == "exact" else TOLERATED
     assert_same(result, waited, tolerated, {kill.split()[1] for kill in kills}, kills)
     assert changes(result) == changes(waited) == ({} if job == "static" else dict(scales({4, 9})))
+
+
+@pytest.mark.parametrize("stage", (0, pytest.param(1, marks=MORE)))
+def test_a_newcomer_follows_steps_that_overflow(launch, tmp_path, stage):
+    """Some before it comes, and, where steps take their time, some of those that it follows: scale and counts are the
+    others'.
+    """
+    overflows = INFINITE | {"at": [f"1W0.1@{step}" for step in range(4, BACK_STEPS, 10)]}
+    settings = (fp16(stage), VALIDATED, "recycle.exact=true", *[REPLICATED] * stage)
+    result = comes_back(launch, tmp_path, "kill 1.1 before 1W1.0@5", *settings, wraps=(HALF, overflows)).finish()
+    whole = launch(f"steps={BACK_STEPS}", *settings, **wrapped(overflows)).finish()
+    assert_came_back(result, whole, "1.1")
+    assert difference(result, whole).loss == difference(result, whole).parameters == 0.0
+    assert changes(result) == changes(whole)
 
 
 @MORE

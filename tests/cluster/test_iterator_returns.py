@@ -63,6 +63,7 @@ def assert_each_once(result: Result, shape: Shape, lost: int, epoch: int = LONG)
     assert (first - 1) * A_STEP < sum(used[lost]) < LONG * A_STEP, "it was no source again"
 
 
+@pytest.mark.some_of(2)
 @pytest.mark.parametrize("shape", (SQUARE, Shape(3)), ids=("2x2", "3x2"))
 @pytest.mark.parametrize("kill", ("kill 0.0 before 0F0.1@4", "kill 0.1 before 1W0.1@4"))
 def test_a_replica_goes_on_at_its_place(come_back, shape, kill):

@@ -9,6 +9,7 @@ from tests.support.memory import CASES, DEEPSPEED, Case, compared, measured
 NEAR = 0.05
 
 
+@pytest.mark.some_of(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_formula_is_what_is_measured(request, tmp_path, case: Case):
     server = request.getfixturevalue("server" if case.vehicle is DEEPSPEED else "plain_server")

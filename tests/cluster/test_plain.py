@@ -224,6 +224,7 @@ OF_A_REPLICA = (
 )
 
 
+@pytest.mark.some_of(5)
 @pytest.mark.parametrize("kill", (None, *OF_A_REPLICA))
 @pytest.mark.parametrize("more", ((), ("gradient_clipping=0.3", "recycle.undo=inverse", "kept=true")))
 def test_a_scripts_own_backward_survives_its_peers(launch: Launch, kill, more):

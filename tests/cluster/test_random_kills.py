@@ -63,7 +63,7 @@ def kill_all(launch, folder: Path, kills: list[tuple[float, list[str]]], *more: 
     return run.finish()
 
 
-@pytest.mark.some_of(4)
+@pytest.mark.some_of(2)
 @pytest.mark.parametrize("kills", [pytest.param(kills, id=named(kills)) for kills in schedules()])
 def test_kills_from_outside(launch, reference, tmp_path, kills):
     result = kill_all(launch, tmp_path / "gate", kills)

@@ -36,7 +36,14 @@ def test_only_what_the_lost_worker_had_finished_is_run_twice(launch, tmp_path, s
     random = Random(seed)
     seat = f"{random.randrange(SHAPE.replicas)}.{random.randrange(SHAPE.stages)}"
     wrap = json.dumps(held(tmp_path / "gate", STEPS, "killed"))
-    run = launch(f"steps={STEPS}", "recycle.trace=true", shape=SHAPE, script=WRAPPED, RECYCLE_TEST_WRAP=wrap)
+    run = launch(
+        f"steps={STEPS}",
+        "recycle.trace=true",
+        "recycle.rejoin=never",
+        shape=SHAPE,
+        script=WRAPPED,
+        RECYCLE_TEST_WRAP=wrap,
+    )
     after_step(run, BEGIN)
     commits = [event["time"] for event in run.events() if event["event"] == "committed"]
     time.sleep(random.uniform(0, WITHIN) * (commits[-1] - commits[-2]))

@@ -22,9 +22,13 @@ SPACE = 50  # steps of a cycle
 STEPS, HELD = 60, 12  # the others wait at this step until the newcomer's process is there
 
 
-def comes_back(launch: Launch, folder: Path, kill: str, *more: str, shape: Shape = SQUARE) -> Run:
-    """A job in which the worker is killed, and the others go on once its newcomer asks to take part."""
-    wrap = json.dumps(held(folder, HELD, "go"))
+def comes_back(
+    launch: Launch, folder: Path, kill: str, *more: str, shape: Shape = SQUARE, wraps: tuple[dict, ...] = ()
+) -> Run:
+    """A job, changed by ``wraps``, in which the worker is killed, and the others go on once its newcomer asks to take
+    part.
+    """
+    wrap = json.dumps([held(folder, HELD, "go"), *wraps])
     run = launch(
         f"steps={STEPS}",
         "recycle.rejoin=always",
@@ -48,6 +52,7 @@ def assert_came_back(result: Result, reference: Result, seat: str) -> None:
     assert difference(result, reference).tolerated
 
 
+@pytest.mark.some_of(2)
 @pytest.mark.parametrize(
     "kill, shape, more",
     [
@@ -69,6 +74,15 @@ def test_it_trains_on_with_the_others(launch: Launch, reference, tmp_path, kill,
 
 def test_in_exact_mode_it_has_the_same_bits(launch: Launch, reference, tmp_path):
     more = ("recycle.exact=true",)
+    result = comes_back(launch, tmp_path, "kill 1.1 before 1W1.0@5", *more).finish()
+    whole = reference(f"steps={STEPS}", *more)
+    assert_came_back(result, whole, "1.1")
+    assert difference(result, whole).loss == difference(result, whole).parameters == 0.0
+
+
+@pytest.mark.plain_too(deepspeed=False)
+def test_what_the_script_sets_for_each_step_is_what_the_others_have_applied_it_with(launch, reference, tmp_path):
+    more = ("recycle.exact=true", "by_hand=true", "recycle.check_replicas=1")
     result = comes_back(launch, tmp_path, "kill 1.1 before 1W1.0@5", *more).finish()
     whole = reference(f"steps={STEPS}", *more)
     assert_came_back(result, whole, "1.1")

@@ -19,6 +19,7 @@ ALONE = Shape(1, 3, 4)
 BOTH = pytest.mark.parametrize("vehicle", (PLAIN, DEEPSPEED), ids=lambda vehicle: vehicle.name, indirect=True)
 
 
+@pytest.mark.some_of(4)
 @BOTH
 @pytest.mark.parametrize(
     "kills",
@@ -38,6 +39,7 @@ def test_a_job_without_replicas_goes_on(launch: Launch, reference, kills):
     assert difference(result, reference(*LOG, shape=ALONE)).tolerated
 
 
+@pytest.mark.some_of(2)
 @BOTH
 @pytest.mark.parametrize("exact", (True, False))
 def test_a_stage_that_has_lost_all_replicas_is_replayed_by_one(launch: Launch, reference, exact):
@@ -50,16 +52,53 @@ def test_a_stage_that_has_lost_all_replicas_is_replayed_by_one(launch: Launch, r
     assert found.tolerated and (not exact or found.loss == found.parameters == 0)
 
 
+FOUR = {
+    **{f"stage {stage}": (f"kill 0.{stage} before {stage}F0.1@6",) for stage in range(4)},
+    "two beside each other": ("kill 0.1 before 1F0.2@6", "kill 0.2 after 2I0.1@6"),
+    "first and last": ("kill 0.0 before 0REDUCE@6", "kill 0.3 before 3F0.2@6"),
+    "neighbours one after the other": ("kill 0.1 before 1F0.0@6", "kill 0.2 before 2STEP@7"),
+    "again while it is replayed": ("kill 0.2 before 2F0.2@6", "kill 0.2#1 after 2F0.0@6"),
+    "another while one is replayed": ("kill 0.2 before 2F0.2@6", "kill 0.1 at recovery.report:2"),
+}
+
+
+@pytest.mark.all_kills
+@pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
+@pytest.mark.parametrize("kills", FOUR.values(), ids=FOUR)
+def test_four_stages_without_replicas(launch: Launch, reference, kills):
+    more, shape = (*LOG, "recycle.exact=true", "model.layers=4"), Shape(1, 4, 4)
+    result = launch(*more, faults(*kills), shape=shape).finish()
+    assert result.code == 0, result.output[-8000:]
+    assert len(result.of("replayed")) == len(kills), result.output[-8000:]
+    found = difference(result, reference(*more, shape=shape))
+    assert found.loss == found.parameters == 0
+
+
+@pytest.mark.all_kills
+@pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
+@pytest.mark.parametrize("stage", range(4))
+def test_four_stages_of_two_of_which_one_is_lost_whole(launch: Launch, reference, stage):
+    more, shape = (*LOG, "recycle.exact=true", "model.layers=4"), Shape(2, 4, 4)
+    kills = faults(*(f"kill {replica}.{stage} before {stage}F{replica}.1@6" for replica in (0, 1)))
+    result = launch(*more, kills, shape=shape).finish()
+    assert result.code == 0, result.output[-8000:]
+    assert len(result.of("replayed")) == 1, result.output[-8000:]
+    found = difference(result, reference(*more, shape=shape))
+    assert found.loss == found.parameters == 0
+
+
 MORE = {
     "bf16": (DEEPSPEED, (BF16,)),
     "tied": (DEEPSPEED, ("model.tied=true",)),
     "clipped later": (DEEPSPEED, ("gradient_clipping=1.25", "recycle.clip=validate")),
     "clipped at once": (PLAIN, ("optimizer=sgd", "gradient_clipping=0.55")),
     "exact, in blocks": (PLAIN, ("recycle.exact=true", "recycle.exact_block=2")),
+    "set by the script": (PLAIN, ("by_hand=true", "recycle.exact=true")),
     "fused, with a scheduler": (PLAIN, ("recycle.split_backward=false", "schedule=true")),
 }
 
 
+@pytest.mark.some_of(4)
 @pytest.mark.parametrize("vehicle, more", MORE.values(), ids=MORE, indirect=["vehicle"])
 @pytest.mark.parametrize("kill", ("kill 0.0 before 0F0.1@6", "kill 0.2 after 2REDUCE@6"))
 def test_it_is_the_same_training(launch: Launch, reference, more, kill):
@@ -84,6 +123,7 @@ def test_in_fp16_a_skipped_step_is_skipped_again(launch: Launch, seat):
     assert result.losses == calm.losses and changes(result) == changes(calm)
 
 
+@pytest.mark.some_of(4)
 @BOTH
 @pytest.mark.parametrize("seat", ("0.0", "0.1", "0.2"))
 @pytest.mark.parametrize("at", ("0F0.1@-2", "checkpoint.written:1", "checkpoint.publish:2"))
@@ -136,6 +176,7 @@ WRONG = {
 }
 
 
+@pytest.mark.some_of(1)
 @pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
 @pytest.mark.parametrize("case", WRONG)
 def test_a_log_that_is_not_what_was_written_is_named_and_trains_nothing(launch: Launch, tmp_path, case):

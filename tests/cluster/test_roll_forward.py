@@ -55,6 +55,7 @@ def computed_twice(result, stage: int) -> set[str]:
     return {one for one, count in counts.items() if count > 1}
 
 
+@pytest.mark.some_of(2)
 @pytest.mark.parametrize("setting", ((), (CLIPPED,)))
 @pytest.mark.parametrize("stage", (0, 1))
 def test_who_has_the_reduced_gradient_gives_it_to_who_has_not(launch, reference, tmp_path, stage, setting):

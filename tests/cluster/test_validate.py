@@ -84,7 +84,7 @@ def test_it_would_show(launch, reference, clipped, validate, tmp_path):
 
 
 @pytest.mark.plain_too
-@pytest.mark.some_of(3)
+@pytest.mark.some_of(2)
 @pytest.mark.parametrize(
     "kill",
     (

@@ -70,6 +70,7 @@ def test_demo(warm, tmp_path, capsys):
     assert kinds.count("s") == kinds.count("f") > 0 and kinds.count("i") == 3
 
 
+@pytest.mark.some_of(1, among="walk-throughs")
 @pytest.mark.timeout(400)
 def test_the_demo_of_a_return(warm, tmp_path, capsys):
     """Of emulated layers: the losses are those without the kill, also the newcomer's, and nobody else was started."""
@@ -92,6 +93,7 @@ def test_the_demo_of_a_return(warm, tmp_path, capsys):
     assert "0.1 back" in report and f"(0.1 in step {STEPS_BACK // 5}, back after " in report
 
 
+@pytest.mark.some_of(1, among="walk-throughs")
 @pytest.mark.timeout(400)
 def test_the_demo_of_a_stage_that_nobody_is_left_in(warm, tmp_path, capsys):
     """All others wait for its replay with what they have, and the losses are those without the kill."""

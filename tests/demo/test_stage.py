@@ -9,7 +9,9 @@ from matplotlib.image import imread
 
 from recycle_plugin.commands import demo, replayed
 from recycle_plugin.experiments.runs import RunFailed, RunOutcome
+from recycle_plugin.observability import report
 from recycle_plugin.observability.run_history import RunHistory
+from recycle_plugin.observability.run_summary import sentence
 from tests.demo.test_report import FAILED, FAULT_FREE, LOSSES, spans
 from tests.demo.test_returns import CAME, resume
 from tests.support.run_folder import rewrite
@@ -51,6 +53,14 @@ def test_the_absence_knows_of_the_replay(folder):
     (absence,) = rewrite(folder, with_replay).absences
     assert absence.is_over and (absence.replayed_steps, absence.replayed_at, absence.bytes) == (3, 104.0, 1200)
     assert (absence.restored_at, absence.restoring_s, absence.helpers) == (103.5, 0.2, 0)
+
+
+def test_summary_and_report_say_that_it_was_replayed(folder):
+    history = rewrite(folder, with_replay)
+    assert ", back after 1.21 s, 3 steps of its stage replayed)" in sentence(history), sentence(history)
+    assert report.back(history) == [("seat 0.1 (rank 2)", "back after 1.21 s, 3 steps of its stage replayed")]
+    (row,) = [row for row in report.failures(history).rows if row[0] == "0.1"]
+    assert row[-1] == "1.21 s, step 6, 3 steps of its stage replayed"
 
 
 def test_figures():

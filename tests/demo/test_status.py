@@ -82,6 +82,25 @@ def test_status_says_how_far_those_have_come_who_come_back(folder, count):
     assert joining == f"seat 0.1 (rank 2): {BACK[count - 1][1]}"
 
 
+REPLAY = (
+    (
+        {"event": "restored", "seat": "0.1", "step": 3, "bytes": 9, "seconds": 0.1},
+        "it replays its stage, which nobody else has, and all others wait, for 95 s",
+    ),
+    (
+        {"event": "replayed", "seat": "0.1", "step": 9, "steps": 6, "bytes": 9},
+        "it has replayed its stage, for 95 s",
+    ),
+)
+
+
+@pytest.mark.parametrize("count", (1, 2))
+def test_status_says_that_somebody_replays_a_stage(folder, count):
+    told = [event for event, _ in (*BACK[:3], *REPLAY[:count])]
+    joining = without_end(folder, *({"rank": 2} | event for event in told))["joining"]
+    assert joining == f"seat 0.1 (rank 2): {REPLAY[count - 1][1]}"
+
+
 @pytest.mark.parametrize("kind", OVER)
 def test_nobody_is_coming_who_is_there_or_was_given_up(kind):
     events = [{"time": 1.0, "rank": 2} | event for event, _ in BACK]

@@ -51,6 +51,7 @@ def test_the_tutorial_has_what_it_says():
     ] == []
 
 
+@pytest.mark.some_of(1, among="walk-throughs")
 def test_the_tutorial_as_it_stands(variables, tmp_path):
     for name, text in files().items():
         (tmp_path / name).write_text(text)

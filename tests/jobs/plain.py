@@ -35,6 +35,7 @@ DEFAULTS = {
     "run_dir": "",
     "recycle": {},
     "schedule": False,
+    "by_hand": False,
     "parts": None,
     "data": None,
     "layer": "",
@@ -159,6 +160,15 @@ def go_wrong(job, pipeline: Pipeline) -> None:
         os._exit(0)
 
 
+def set_by_hand(pipeline: Pipeline) -> None:
+    """A learning rate, and a number that a layer computes with, for the next step."""
+    for group in pipeline.optimizer.param_groups:
+        group["lr"] = 1e-3 / (1 + pipeline.steps % 4)
+    for part in pipeline.module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.05 * (pipeline.steps % 5)
+
+
 def train(job, pipeline: Pipeline) -> dict:
     """What is recorded of all steps, and of what the plan has for between them."""
     record = {
@@ -172,6 +182,8 @@ def train(job, pipeline: Pipeline) -> dict:
         pipeline.load(plan["folder"])
         record["evaluated"].append(pipeline.evaluate(evaluated))
     while pipeline.steps < job.steps and not plans.told(plan):
+        if job.by_hand:
+            set_by_hand(pipeline)
         record["losses"].append(pipeline.step())
         go_wrong(job, pipeline)
         between_steps(pipeline, record)

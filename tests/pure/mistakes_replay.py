@@ -186,3 +186,22 @@ def in_its_own_place(monkeypatch) -> None:
         self._machine.numbers.moments = dict.fromkeys(self._machine.numbers.moments, step)
 
     changed(monkeypatch, HelpedStage, "begin", begin)
+
+
+@mistake("a step is replayed with what the script has set for another one", seen=302)
+def scripted(monkeypatch) -> None:
+    class Unset:
+        def __init__(self, machine) -> None:
+            self._machine = machine
+
+        def __getattr__(self, name):
+            return getattr(self._machine, name)
+
+        def set_for(self, step) -> None:
+            pass
+
+    def run(self, before, replay):
+        self._machine = Unset(self._machine)
+        yield from before(self, replay)
+
+    changed(monkeypatch, StageReplay, "run", run)

@@ -12,9 +12,8 @@ import pytest
 
 from recycle_plugin.cli import main
 from recycle_plugin.core.vocabulary.dataflow import Datum
-from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.runtime.log.records import Address, DatumRecord, Part, StepRecord
+from recycle_plugin.runtime.log.records import DatumRecord, Part, StepRecord
 from recycle_plugin.runtime.log.segment import called, load
 from recycle_plugin.runtime.log.writer import LogWriter
 from tests.support.logs import RUN, News, act, put, put_step, stream
@@ -124,11 +123,10 @@ def test_export_writes_numpy_files_and_says_what_they_are(tmp_path, capsys) -> N
     numbers = numpy.arange(6, dtype="float32").reshape(2, 3)
     halves = numpy.array([1, 2, 65535], dtype="uint16")  # the bits of three bfloat16
     parts = (Part("hidden", "float32", (2, 3)), Part("", "bfloat16", (3,)))
-    assert writer.keep(DatumRecord(act(7, 1), parts, 2, "key 7"), [numbers, halves])
-    assert writer.keep(Address(Datum("label", 1, MicroBatch(0, 1), 7), 2, "corpus.bin:64"))
+    assert writer.keep(DatumRecord(act(7, 1), parts, 2), [numbers, halves])
     tied = numpy.array([0.5, -0.5])
-    record = StepRecord(7, 2, 1.25, "clipped", 512.0, (0.1,), (Part("tied", "float64", (2,)),))
-    assert writer.keep(record, [tied]) and writer.commit(7, 0)
+    assert writer.keep(DatumRecord(Datum("tied", 1, None, 7), (Part("0", "float64", (2,)),), 2), [tied])
+    assert writer.keep(StepRecord(7, 2, 1.25, "float32")) and writer.commit(7, 0)
     writer.close()
     out = tmp_path / "out"
     code, text, _ = said(capsys, "export", tmp_path / "log", 7, "--out", out)
@@ -144,18 +142,20 @@ def test_export_writes_numpy_files_and_says_what_they_are(tmp_path, capsys) -> N
         "step": 7,
         "not_whole": [],
         "data": [
-            {"kind": "act", **whose, "rng_key": "key 7", "tensors": tensors},
-            {"kind": "label", **whose, "address": "corpus.bin:64", "tensors": []},
+            {"kind": "act", **whose, "tensors": tensors},
+            {
+                "kind": "tied",
+                **whose,
+                "micro_batch": None,
+                "tensors": [{"file": "tied-1-0.npy", "name": "0", "dtype": "float64", "shape": [2]}],
+            },
         ],
         "records": [
             {
                 "step": 7,
                 "valid_from": 2,
                 "norm": 1.25,
-                "verdict": "clipped",
-                "loss_scale": 512.0,
-                "learning_rates": [0.1],
-                "parts": [{"file": "record-1.0-0.npy", "name": "tied", "dtype": "float64", "shape": [2]}],
+                "dtype": "float32",
                 "rank": 1,
                 "incarnation": 0,
                 "seat": "0.1",
@@ -164,7 +164,7 @@ def test_export_writes_numpy_files_and_says_what_they_are(tmp_path, capsys) -> N
         ],
         "faults": [],
     }
-    for file, expected in zip(("act-1-0.1-0", "act-1-0.1-1", "record-1.0-0"), (numbers, halves, tied), strict=True):
+    for file, expected in zip(("act-1-0.1-0", "act-1-0.1-1", "tied-1-0"), (numbers, halves, tied), strict=True):
         found = numpy.load(out / f"{file}.npy")
         assert found.dtype == expected.dtype and numpy.array_equal(found, expected)
 

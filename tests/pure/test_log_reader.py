@@ -57,7 +57,7 @@ def test_a_rejected_attempt_is_not_given(logs) -> None:
     writer = logs.writer()
     assert put_step(writer, 1)
     assert put(writer, act(2, 0)) and put(writer, act(2, 1)) and put(writer, act(2, 2))
-    assert writer.keep(of_step(2, 0, "rejected"))
+    assert writer.keep(of_step(2, 0, 9.0))
     writer.void(1, 4)
     assert (
         put(writer, act(2, 0), 4) and put(writer, act(2, 1), 4) and writer.keep(of_step(2, 4)) and writer.commit(2, 4)
@@ -74,12 +74,12 @@ def test_a_rejected_attempt_is_not_given(logs) -> None:
 def test_of_a_rejected_step_that_is_only_applied_anew_the_data_stays(logs) -> None:
     """What was sent in step 1 was computed with good weights; what was applied is said again."""
     writer = logs.writer()
-    assert put(writer, act(1)) and writer.keep(of_step(1, 0, "rejected"))
+    assert put(writer, act(1)) and writer.keep(of_step(1, 0, 9.0))
     writer.void(1, 4)
-    assert writer.keep(of_step(1, 4, "clipped")) and writer.commit(1, 0)
+    assert writer.keep(of_step(1, 4, 0.5)) and writer.commit(1, 0)
     reader = logs.read()
     assert reader.whole == (1,) and reader.get(act(1)).record.valid_from == 0
-    assert [each.record.verdict for each in reader.step_records(1)] == ["clipped"]
+    assert [each.record.norm for each in reader.step_records(1)] == [1.5]
 
 
 def test_what_was_committed_before_the_job_went_back_is_not_given(logs) -> None:

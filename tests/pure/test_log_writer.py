@@ -497,7 +497,7 @@ def test_a_writer_may_be_killed_at_any_byte(tmp_path) -> None:
     the last file's end.
     """
     disk = RecordingDisk()
-    writer = LogWriter(tmp_path / "none", stream(), 1 << 20, News(), segment_bytes=900, disk=disk)
+    writer = LogWriter(tmp_path / "none", stream(), 1 << 20, News(), segment_bytes=800, disk=disk)
     for step in (1, 2, 3):
         assert put_step(writer, step, micro_batches=1) and writer.durable(step)
     writer.void(2, 4)

@@ -150,6 +150,9 @@ class Line(Work):
     def why_alone(self) -> str:
         return ""
 
+    def set_for(self, step: int) -> None:
+        self.set_to = step
+
     def weights(self) -> Sent:
         return Sent(self.step)
 

@@ -139,6 +139,28 @@ def test_a_spare_may_replay_where_nobody_is_started_again():
     assert [each.details["way"] for each in decisions(lose(membership, 3))] == ["replay"]
 
 
+def test_where_all_who_were_to_replay_have_died_in_a_row_the_job_ends_and_does_not_wait():
+    membership = logging(rejoin=1)
+    lose(membership, 2, 3)
+    membership.receive(Exited(2, 1, 2.0, incarnation=1), 2.0)
+    assert not decisions(membership.tick(2.5)) and membership.ended is None, "the next of rank 3 is on its way"
+    out = membership.receive(Exited(3, 1, 3.0, incarnation=1), 3.0)
+    assert [event.details["rank"] for event in out.events if event.kind == "not_restarted"] == [3]
+    (decision,) = decisions(membership.tick(3.5))
+    assert decision.details["way"] == "end" and "too many in a row died" in decision.text
+    assert membership.ended.failed and "stage 1 has no live worker left" in membership.ended.reason
+
+
+def test_a_spare_takes_the_place_of_those_that_have_died_in_a_row():
+    membership = logging(rejoin=1)
+    lose(membership, 2, 3)
+    membership.receive(Exited(2, 1, 2.0, incarnation=1), 2.0)
+    membership.course.vacancies.join(8, "elsewhere", True, (), False, 2.0, CoordinatorOutput())
+    membership.receive(Exited(3, 1, 3.0, incarnation=1), 3.0)
+    membership.tick(3.5)
+    assert membership.ended is None
+
+
 def test_where_nobody_is_left_there_is_nobody_to_wait():
     membership = logging()
     (decision,) = decisions(lose(membership, 2, 3, 0, 1))
@@ -377,6 +399,7 @@ class Machine:
         self.control_view, self.sent = ControlView(2, 1), []
         self.waited: list[tuple[str, bool]] = []
         self.kept, self._missing = Kept(), missing
+        self.at = 0  # the step that the script's settings are of
 
     def clock(self) -> float:
         return 0.0
@@ -410,10 +433,14 @@ class Machine:
     def get(self, datum: Datum) -> str | None:
         return None if datum == self._missing else f"logged {datum}"
 
+    def set_for(self, step: int) -> None:
+        self.at = step
+
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         yield from ()
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
+        assert instruction.step == self.at, "it computes with what the script had set for another step"
         return dict.fromkeys(provides(instruction), str(instruction))
 
     def add_up_alone(self, instruction: Instruction, have: StepStore) -> str:

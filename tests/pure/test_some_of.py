@@ -24,6 +24,9 @@ ALL = [case(f"test_few[{number}]", pytest.mark.some_of(3)) for number in range(F
 LAUNCHED = case("test_many[launched]", pytest.mark.some_of(3), pytest.mark.real_launcher)
 
 
+AMONG = [case(f"test_{name}", pytest.mark.some_of(1, among="long ones")) for name in ("a", "b", "c")]
+
+
 def run(seed: int) -> list[str]:
     items = [*CASES, *ALL, LAUNCHED]
     left_out = not_chosen(items, seed)
@@ -34,6 +37,14 @@ def test_so_many_of_each_function_run_and_whatever_has_fewer() -> None:
     others = {item.nodeid for item in (*ALL, LAUNCHED)}
     for seed in range(20):
         assert others < set(run(seed)) and len(run(seed)) == len(others) + 3
+
+
+def test_of_several_functions_with_one_word_so_many_run() -> None:
+    chosen = []
+    for seed in range(100):
+        left_out = not_chosen(AMONG, seed)
+        chosen += [item.nodeid for item in AMONG if item not in left_out]
+    assert len(chosen) == 100 and set(chosen) == {item.nodeid for item in AMONG}
 
 
 def test_the_seed_chooses_and_over_time_all_run() -> None:

@@ -99,5 +99,5 @@ def generation(
 NO_STATE = (
     SimpleNamespace(to=None, come_from=None),
     SimpleNamespace(hash_state=None, wait=None),
-    SimpleNamespace(fill=None, write=None, gathered=None),
+    SimpleNamespace(fill=None, write=None, gathered=None, settings=None, take_settings=None),
 )  # the lines, hashes and units of a worker whose state nobody asks for

@@ -116,7 +116,7 @@ class Job:
         return os.waitstatus_to_exitcode((await asyncio.to_thread(os.waitpid, pid, 0))[1])
 
     def child(self, guard: int, name: str) -> psutil.Process:
-        (found,) = [each for each in psutil.Process(guard).children() if each.name() == name]
+        (found,) = [each for each in psutil.Process(guard).children() if _name(each) == name]
         return found
 
     def record(self, rank: int, incarnation: int) -> dict:
@@ -134,6 +134,13 @@ class Job:
 
 def held(command: list[str], variables: dict[str, str], joins: bool | None) -> int:
     return Guard(lambda line: supervisor.supervise(command, variables, lambda _: "deepspeed", joins, line), None).hold()
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _session(pid: int) -> int:

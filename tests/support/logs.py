@@ -35,11 +35,11 @@ def content(datum: Datum, valid_from: int = 0, size: int = 24) -> bytes:
 
 
 def record(datum: Datum, valid_from: int = 0, size: int = 24) -> DatumRecord:
-    return DatumRecord(datum, (Part("", "uint8", (size,)),), valid_from, f"7/{datum.step}")
+    return DatumRecord(datum, (Part("", "uint8", (size,)),), valid_from)
 
 
-def of_step(step: int, valid_from: int = 0, verdict: str = "applied") -> StepRecord:
-    return StepRecord(step, valid_from, 1.5 + step, verdict, None, (0.1, 0.01))
+def of_step(step: int, valid_from: int = 0, norm: float = 1.5) -> StepRecord:
+    return StepRecord(step, valid_from, norm + step, "float32")
 
 
 def put(writer: LogWriter, datum: Datum, valid_from: int = 0, size: int = 24) -> bool:

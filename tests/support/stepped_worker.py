@@ -125,8 +125,8 @@ class SteppedWorker:
             self.stepping.undo(step)
         if norm is not None:
             self.store.put(Datum("norm", 1, None, step), torch.tensor(norm))
+        self.servings.stepped(step, self.store.get(Datum("norm", 1, None, step)), self.units.settings())
         self.stepping.apply(step)
-        self.servings.stepped(step, self.store.get(Datum("norm", 1, None, step)))
         self.store.commit(step - 1)
 
     # as core/worker/filled_stage.py has its machine

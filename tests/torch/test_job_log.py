@@ -56,8 +56,8 @@ def test_what_is_kept_is_told_and_read(tmp_path) -> None:
     assert session.wait(Logged) == [Logged(1, 1)]
     jobs = JobLogs(tmp_path, RUN, 0.0)
     assert torch.equal(jobs.get(act(1))[0], torch.ones(3, dtype=torch.bfloat16))
-    assert jobs.record(1) == StepRecord(1, 0.5)
-    assert not jobs.faults()
+    assert jobs.record(1) == StepRecord(1, 0.5) and jobs.record(1).norm.dtype is torch.float32
+    assert not jobs.faults() and jobs.record(2) is jobs.get(act(2)) is None, "however often it looks"
     log.close()
 
 

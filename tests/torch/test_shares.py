@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from recycle_plugin.runtime.movers.shares import SentWeights, carried, word_of
 from recycle_plugin.runtime.stage.block_sums import ALONE, BlockSums
 from recycle_plugin.runtime.stage.gradients import Contributions
 from recycle_plugin.runtime.stage.randomness import key, keyed, keyed_torch
+from recycle_plugin.runtime.state.surroundings import layers_digest
 from recycle_plugin.runtime.worker.helping import HelpedStage, Helping, HowToMake
 from recycle_plugin.runtime.worker.ports import MadeStage, StageModel
 
@@ -99,7 +101,7 @@ class Bench:
 
 def weights() -> SentWeights:
     module = _built(LAYERS, range(1, 2), 8)
-    return SentWeights(tuple(each.detach().clone() for each in module.parameters()), 1.0)
+    return SentWeights(tuple(each.detach().clone() for each in module.parameters()), 1.0, layers_digest(module))
 
 
 def make(stage: HelpedStage, sent: SentWeights, blocks: list[Block], size: int = 1) -> dict:
@@ -175,7 +177,7 @@ def test_modules_that_were_given_are_copied():
 
 def test_each_step_is_made_with_the_weights_that_came_with_it(tmp_path):
     stage, blocks, sent = Bench(tmp_path).ready(), all_blocks(1), weights()
-    other = SentWeights(tuple(2 * each for each in sent.tensors), 1.0)
+    other = replace(sent, tensors=tuple(2 * each for each in sent.tensors))
 
     def outputs(given: SentWeights) -> bytes:
         make(stage, given, blocks)
@@ -184,6 +186,21 @@ def test_each_step_is_made_with_the_weights_that_came_with_it(tmp_path):
 
     first, second, again = outputs(sent), outputs(other), outputs(sent)
     assert first == again != second
+
+
+def test_what_layers_are_set_to_is_in_their_digest():
+    module = _built(LAYERS, range(1, 2), 8)
+    before, dropout = layers_digest(module), module[0][1]
+    assert layers_digest(_made_again(LAYERS, range(1, 2), 9)) == before, "weights are not"
+    for change, back in (
+        (lambda: dropout.eval(), lambda: dropout.train()),
+        (lambda: setattr(dropout, "p", 0.1), lambda: setattr(dropout, "p", 0.5)),
+        (lambda: dropout.register_forward_hook(lambda *_: None), lambda: dropout._forward_hooks.clear()),
+    ):
+        change()
+        assert layers_digest(module) != before
+        back()
+        assert layers_digest(module) == before
 
 
 def out_of_memory(stage: int) -> MadeStage:
@@ -208,6 +225,8 @@ def test_an_error_in_the_compute_is_a_refusal(tmp_path):
     stage = Bench(tmp_path).ready()
     with pytest.raises(CantHelp, match="come out otherwise here"):
         stage.begin(5, SentWeights((torch.zeros(3),), 1.0))
+    with pytest.raises(CantHelp, match="set otherwise than their specs"):
+        stage.begin(5, replace(weights(), layers="of a layer that the script has set to evaluation"))
     stage.begin(5, weights())
     stage.store.put(Datum("act", 0, MicroBatch(0, 0), 5), (torch.rand(3, WIDTH + 1),))
     with pytest.raises(CantHelp, match="RuntimeError"):

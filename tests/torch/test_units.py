@@ -85,6 +85,7 @@ class Newcomer:
             fill=worker.units.fill,
             write=worker.units.write,
             gathered=worker.units.gathered,
+            take_settings=worker.units.take_settings,
             compute=worker.compute,
         )
         self.catching_up = CatchingUp(FilledStage(machine, worker.store, worker.steps))
@@ -119,6 +120,7 @@ def caught_up(
         if step == 3:
             newcomer = Newcomer(newcomer.worker, sources)
         for source in sources:
+            set_by_hand(source, step)
             times = [chance.randrange(3) for _ in range(2)]
             source.train(step, norms(step), validated, lambda summed: between(source, step - 1, times[summed], summed))
         mixed += 0 < newcomer.catching_up.progress < 1
@@ -131,6 +133,7 @@ def caught_up(
     compare(newcomer.worker, sources)
     for step in range(25, 29):
         for source in sources:
+            set_by_hand(source, step)
             source.train(step, norms(step), validated)
         for source in sources:
             source.servings.between(step, step, 0, False, True)
@@ -139,6 +142,12 @@ def caught_up(
     skipped = sum(norm is not None and not math.isfinite(norm) for norm in map(norms, range(1, 29)))
     assert sources[0].optimizer.skipped == skipped
     assert newcomer.catching_up.damaged and (mixed > 1 or units < 3)
+
+
+def set_by_hand(source: SteppedWorker, step: int) -> None:
+    """As a script does, for its next step, beside the scheduler; that of the newcomer is elsewhere."""
+    for group in source.optimizer.wrapped.param_groups:
+        group["lr"] = group["lr"] * (1 + step % 3 / 10)
 
 
 def compare(worker: SteppedWorker, sources: list[SteppedWorker]) -> None:

@@ -130,6 +130,10 @@ class Attendance:
         """The ranks whose workers hold ``seat``, or did so.  Costs one look at each rank."""
         return frozenset(rank for rank, its in self._seats.items() if its == seat)
 
+    def ranks_of_stage(self, stage: int) -> list[int]:
+        """All ranks that have begun in ``stage``, in order."""
+        return sorted(rank for rank, its in self._seats.items() if its.stage == stage)
+
     @property
     def seats(self) -> list[Seat]:
         """The seats of the job, in order."""

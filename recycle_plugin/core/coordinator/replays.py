@@ -180,7 +180,16 @@ def why_not(course: Course, empty: tuple[int, ...]) -> str:
         return ITERATORS
     if course.job.rejoin == "never" and not course.vacancies.has_spares:
         return "recycle.rejoin is never, and no spare waits"
+    for stage in empty:
+        if _is_abandoned(course, stage):
+            return f"of those that were to replay stage {stage}, too many in a row died before they had done so"
     return course.logs.why_not(course.committed, empty)
+
+
+def _is_abandoned(course: Course, stage: int) -> bool:
+    """Whether nobody will come any more to replay ``stage``.  Costs one look at each rank."""
+    coming = any(each.stage == stage for each in course.joining)
+    return not coming and all(map(course.vacancies.is_given_up, course.attendance.ranks_of_stage(stage)))
 
 
 def catch_up(course: Course, newcomer: Newcomer, out: CoordinatorOutput) -> None:
@@ -274,14 +283,14 @@ def unreplayable(course: Course, message: Unreplayable, out: CoordinatorOutput) 
 
 def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
     """Ends the job where nothing has been heard for too long of a stage that is to be replayed, or where nobody comes
-    any more who could do so, since the job is about to end.
+    any more who could do so, since the job is about to end, or all who came have died.
     """
     since, job = course.logs.waits_since, course.job
     if since is None or job is None:
         return
     empty = course.attendance.view(course.roster).empty_stages()
     at_work = {each.stage for each in course.joining if each.phase in (Phase.REPLAYING, Phase.REPLAYED)}
-    if course.is_ending and not at_work.issuperset(empty):
+    if any(course.is_ending or _is_abandoned(course, stage) for stage in empty if stage not in at_work):
         course.go_on_without_stage(now, out)
         return
     if now - since <= job.deadlines.wait_timeout_s:

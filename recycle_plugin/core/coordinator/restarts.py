@@ -30,6 +30,10 @@ class Restarts:
         """Notes that newcomers of ``seat`` were admitted, or have come from elsewhere: they are counted anew."""
         self._in_vain.pop(seat, None)
 
+    def has_given_up(self, seat: int) -> bool:
+        """Whether so many newcomers of ``seat`` have died in a row that none is started any more."""
+        return self._in_vain.get(seat, 0) >= self._limit
+
     def decide(
         self, worker: WorkerId, who: str, why: str, ending: bool, unguarded: bool, out: CoordinatorOutput, seat: int
     ) -> float | None:
@@ -41,7 +45,7 @@ class Restarts:
         in_vain = self._in_vain.get(seat, 0)
         if ending or not self._limit:
             return None
-        if unguarded or in_vain >= self._limit:
+        if unguarded or self.has_given_up(seat):
             reason = "its guard is gone" if unguarded else f"{_processes(in_vain)} died before being admitted"
             out.say(
                 "not_restarted",

@@ -409,6 +409,13 @@ class Vacancies:
         vacancy = self._vacant.get(rank)
         return vacancy is not None and vacancy.newcomer is not None
 
+    def is_given_up(self, rank: int) -> bool:
+        """Whether nobody is to hold the seat of ``rank`` any more, since all who were to have died, one after the
+        other, and no spare waits; an operator may think otherwise.
+        """
+        given_up = self._restarts.has_given_up(self._together[rank][0])
+        return self.is_vacant(rank) and not self.is_filled(rank) and given_up and not self._spares
+
     def admit(self, rank: int, now: float, out: CoordinatorOutput) -> str:
         """Has somebody hold the vacant seat of ``rank`` again, for whom nobody is on the way; returns who that will be,
         in words.

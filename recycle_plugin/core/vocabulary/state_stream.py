@@ -61,13 +61,15 @@ class Marker:
     it, or later.
 
     ``begins``: the first one of its stream, whose step's sums have not come with it.  ``valid_from``: the generation
-    from which the source's data is valid (core/worker/step_store.py).
+    from which the source's data is valid (core/worker/step_store.py).  ``settings``: what the optimizer had applied it
+    with, learning rates and the like, which the source's script may have set for this step.
     """
 
     step: int
     norm: Any = None
     begins: bool = False
     valid_from: int = 0
+    settings: Any = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ class StateWriter(Protocol):
     def write(self, name: str, value: Any) -> None:
         """Writes a unit of another worker's state."""
 
+    def take_settings(self, settings: Any) -> None:
+        """Applies steps with another worker's settings from now on."""
+
     def gathered(self, step: int, sums: Mapping[str, Any]) -> Mapping[Datum, Any]:
         """What REDUCE and TIE of ``step`` would have left, with ``sums`` for these units, and nothing for others."""
 
@@ -54,6 +57,8 @@ class FilledStage:
         store.valid_from = marker.valid_from
         for datum, value in self._machine.gathered(step, sums).items():
             store.put(datum, value)
+        if marker.settings is not None:
+            self._machine.take_settings(marker.settings)
         if marker.norm is not None:
             store.put(Datum("norm", store.seat.stage, None, step), marker.norm)
         store.run(

@@ -67,6 +67,9 @@ class ReplayingMachine(WorkingMachine, Protocol):
     def restore(self, replay: Replay) -> Waits[int]:
         """Takes the state of this worker's stage from a checkpoint; the value is its bytes.  Raises CantReplay."""
 
+    def set_for(self, step: int) -> None:
+        """Sets what the script, which has been at ``step`` before, had set for it: learning rates and the like."""
+
     def add_up_alone(self, instruction: Instruction, have: StepStore) -> Any:
         """The sum of a REDUCE over all contributions of the stage, which are all here."""
 
@@ -192,6 +195,7 @@ class StageReplay:
     def _step(self, work: StageWork, record: StepRecord, times: Times) -> Iterator[Any]:
         store, step = self._store, record.step
         store.valid_from = record.valid_from
+        self._machine.set_for(step)
         yield from self._helpers.run(work, step, times)
         reduce = Instruction(Op.REDUCE, self._stage, None, step)
         with times.of("reduce"):

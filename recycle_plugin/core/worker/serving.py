@@ -117,11 +117,14 @@ class Serving:
         if self._handed:
             self.outlet.send(Sums(step, self._state.sums(step, sorted(self._handed))))
 
-    def committed(self, step: int, norms: Mapping[int, Any], valid_from: int) -> None:
-        """Says that all up to ``step`` is committed.  ``norms``: with regard to which steps were applied."""
+    def committed(self, step: int, applied: Mapping[int, tuple[Any, Any]], valid_from: int) -> None:
+        """Says that all up to ``step`` is committed.  ``applied``: with regard to which norm steps were, and with which
+        settings.
+        """
         while self._at is not None and self._at < step:
             self._at += 1
-            self.outlet.send(Marker(self._at, norms.get(self._at), valid_from=valid_from))
+            norm, settings = applied.get(self._at, (None, None))
+            self.outlet.send(Marker(self._at, norm, valid_from=valid_from, settings=settings))
 
     def _read(self, stepped: int, summed: bool, rest: bool) -> bool:
         if self._reading is None:
@@ -145,7 +148,7 @@ class Servings:
 
     def __init__(self) -> None:
         self._by_newcomer: dict[WorkerId, Serving] = {}
-        self._norms: dict[int, Any] = {}  # with regard to which the last steps were applied
+        self._applied: dict[int, tuple[Any, Any]] = {}  # the last steps' norms and settings
 
     def __bool__(self) -> bool:
         return bool(self._by_newcomer)
@@ -191,10 +194,11 @@ class Servings:
         for serving in self._by_newcomer.values():
             serving.summed(step)
 
-    def stepped(self, step: int, norm: Any) -> None:
-        """Notes that ``step`` was applied with regard to ``norm``."""
-        self._norms = {step: norm, step - 1: self._norms.get(step - 1)}
+    def stepped(self, step: int, norm: Any, settings: Any) -> None:
+        """Notes that ``step`` was applied with regard to ``norm``, with these ``settings`` of the optimizer."""
+        before = {step - 1: self._applied[step - 1]} if step - 1 in self._applied else {}
+        self._applied = before | {step: (norm, settings)}
 
     def _say_committed(self, step: int, valid_from: int) -> None:
         for serving in self._by_newcomer.values():
-            serving.committed(step, self._norms, valid_from)
+            serving.committed(step, self._applied, valid_from)

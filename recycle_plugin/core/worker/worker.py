@@ -123,6 +123,9 @@ class Machine(Protocol):
     def tied_in_order(self, total: Any) -> Any:
         """What TIE has made, as all stages of the tie log it."""
 
+    def settings(self) -> Any:
+        """What the optimizer applies its next step with, learning rates and the like, which a script may set."""
+
     def share(self, step: int, have: StepStore) -> float:
         """This stage's part of the squared gradient norm of ``step``."""
 
@@ -538,7 +541,7 @@ class Worker:
         self.serve_now(waiting=False)
         self.servings.before_step(step - 1, self.store.valid_from)
         self._machine.finish_hash()
-        self.servings.stepped(step, self.store.get(self._norm(step)))
+        self.servings.stepped(step, self.store.get(self._norm(step)), self._machine.settings())
         self.store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
         if self._log is not None:
             self._log.applied(step, self.store.get(self._norm(step)))

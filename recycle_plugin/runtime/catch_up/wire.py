@@ -84,13 +84,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Mark:
-    """A :class:`Marker`, with the dtype of its norm; "" where that is no tensor."""
+    """A :class:`Marker`, with the dtype of its norm, "" where that is no tensor, and its settings as JSON."""
 
     step: int
     norm: float | None
     dtype: str
     begins: bool
     valid_from: int
+    settings: str
 
 
 LANGUAGE = Language((Arrival, Asked, Begin, Chunk, Mark))
@@ -170,13 +171,26 @@ def mark(marker: Marker) -> Mark:
     norm = marker.norm
     dtype = str(norm.dtype).removeprefix("torch.") if torch.is_tensor(norm) else ""
     value = None if norm is None else float(norm)
-    return Mark(marker.step, value, dtype, marker.begins, marker.valid_from)
+    return Mark(marker.step, value, dtype, marker.begins, marker.valid_from, json.dumps(marker.settings))
 
 
 def marker(found: Mark) -> Marker:
-    """What :func:`mark` was made of.  Raises Nonsense for a norm of no type."""
+    """What :func:`mark` was made of.  Raises Nonsense for a norm of no type, and for settings that are none."""
     norm = found.norm if not found.dtype or found.norm is None else torch.tensor(found.norm, dtype=_dtype(found.dtype))
-    return Marker(found.step, norm, found.begins, found.valid_from)
+    return Marker(found.step, norm, found.begins, found.valid_from, _settings(found.settings))
+
+
+def _settings(text: str) -> list[dict[str, Any]] | None:
+    """An optimizer's settings, group by group, from JSON, which writes tuples as lists."""
+    try:
+        found = json.loads(text)
+        return None if found is None else [{name: _tuples(value) for name, value in group.items()} for group in found]
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise Nonsense(f"settings that are none: {text[:80]!r}") from None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def begun(item: Head | Unit | Sums | Handed) -> Iterator[tuple[Begin, list[torch.Tensor]]]:

@@ -24,23 +24,22 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.step_log import CountsFrom
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.log.records import Address, Commit, DatumRecord, Entry, Gap, StepRecord, Stream, Void
+from recycle_plugin.runtime.log.records import Commit, DatumRecord, Entry, Gap, StepRecord, Stream, Void
 from recycle_plugin.runtime.log.segment import Damaged, Fault, Found, Segment, called, files, head, load
 
 
 class KeptDatum(NamedTuple):
-    """A datum of a log: its record, and the bytes of its tensors, each in memory of its own; or only its address."""
+    """A datum of a log: its record, and the bytes of its tensors, each in memory of its own."""
 
-    record: DatumRecord | Address
+    record: DatumRecord
     tensors: tuple[bytearray, ...]
 
 
 class KeptStep(NamedTuple):
-    """A stream's record of a step, with the bytes of its tensors."""
+    """A stream's record of a step."""
 
     stream: Stream
     record: StepRecord
-    tensors: tuple[bytearray, ...]
 
 
 class _Place(NamedTuple):
@@ -147,7 +146,7 @@ class LogReader:
             except Damaged as error:
                 fault = fault or error
                 continue
-            assert isinstance(record, DatumRecord | Address), f"the index says {place.entry.what}"
+            assert isinstance(record, DatumRecord), f"the index says {place.entry.what}"
             return KeptDatum(record, tensors)
         assert fault is not None, f"the {datum} is somewhere"
         raise fault
@@ -160,12 +159,12 @@ class LogReader:
         for places in self._steps.get(step, {}).values() if self._counting(step) else ():
             for place in self._counted(step, places)[-1:]:
                 try:
-                    record, tensors = place.segment.read(place.entry)
+                    record, _ = place.segment.read(place.entry)
                 except Damaged as error:
                     self.faults.append(error.fault)
                     continue
                 assert isinstance(record, StepRecord), f"the index says {place.entry.what}"
-                found.append(KeptStep(place.segment.stream, record, tensors))
+                found.append(KeptStep(place.segment.stream, record))
         return found
 
     def verify(self) -> list[Fault]:

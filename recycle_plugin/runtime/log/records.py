@@ -84,55 +84,34 @@ class Part:
 class DatumRecord:
     """A datum with its tensors: an activation or gradient over a logged boundary, or a batch that can't be read again.
 
-    ``valid_from``: the generation from which its maker's data is valid (core/worker/step_store.py).  ``rng_key``: what
-    the random numbers were keyed by that made it, "" where there were none.
+    ``valid_from``: the generation from which its maker's data is valid (core/worker/step_store.py).
     """
 
     datum: Datum
     parts: tuple[Part, ...]
     valid_from: int
-    rng_key: str = ""
 
     @property
     def step(self) -> int:
         """The datum's step."""
         return self.datum.step
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """The address from which a datum, an input or a label, can be read again."""
-
-    datum: Datum
-    valid_from: int
-    address: str
-
-    @property
-    def step(self) -> int:
-        """The datum's step."""
-        return self.datum.step
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """No tensors: they are elsewhere."""
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The part of a step that a replay needs of other stages, as the optimizer applied it: global norm of the gradients
-    and loss scale (None where there is none), the verdict on the step, and the learning rate of each parameter group.
-
-    ``parts``: named tensors besides, such as the sums of tied weights.
+    """The part of a step that a replay needs of other stages: the global ``norm`` of the gradients with regard to which
+    it was applied, or skipped, None where nobody asked for it; as a tensor of ``dtype``, or where that is "" a number.
     """
 
     step: int
     valid_from: int
     norm: float | None
-    verdict: str
-    loss_scale: float | None
-    learning_rates: tuple[float, ...]
-    parts: tuple[Part, ...] = ()
+    dtype: str = ""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """No tensors."""
+        return ()
 
 
 # --- what says which of it counts ----------------------------------------------------------------------------
@@ -211,6 +190,6 @@ class Index:
     entries: tuple[Entry, ...]
 
 
-Kept = DatumRecord | Address | StepRecord
+Kept = DatumRecord | StepRecord
 Record = Kept | Commit | Void | Gap
-LANGUAGE = Language((Head, DatumRecord, Address, StepRecord, Commit, Void, Gap, Index))
+LANGUAGE = Language((Head, DatumRecord, StepRecord, Commit, Void, Gap, Index))

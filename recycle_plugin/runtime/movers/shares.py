@@ -25,13 +25,15 @@ Sums = dict[Block | None, Tensors]
 
 @dataclass(frozen=True)
 class SentWeights:
-    """The tensors of a stage's module in host memory, parameters and then buffers, and what losses are multiplied by.
+    """The tensors of a stage's module in host memory, parameters and then buffers, what losses are multiplied by, and
+    what its layers are set to (runtime.state.surroundings.layers_digest).
 
     They are the module's own where that is on the host, so they hold until its next step.
     """
 
     tensors: Tensors
     loss_scale: float
+    layers: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -53,12 +55,13 @@ def word_of(tensors: Tensors) -> Word:
 
 
 def _lot(lot: Lot) -> tuple[list[Any], Sequence[torch.Tensor]]:
-    return [lot.by, lot.number, lot.step, lot.blocks, lot.weights.loss_scale], lot.weights.tensors
+    return [lot.by, lot.number, lot.step, lot.blocks, lot.weights.loss_scale, lot.weights.layers], lot.weights.tensors
 
 
 def _lot_of(label: list[Any], tensors: Iterator[torch.Tensor]) -> Lot:
-    by, number, step, blocks, scale = label
-    return Lot(WorkerId(*by), number, step, tuple(Block(*each) for each in blocks), SentWeights(tuple(tensors), scale))
+    by, number, step, blocks, scale, layers = label
+    weights = SentWeights(tuple(tensors), scale, layers)
+    return Lot(WorkerId(*by), number, step, tuple(Block(*each) for each in blocks), weights)
 
 
 def _share(share: Share) -> tuple[list[Any], Sequence[torch.Tensor]]:

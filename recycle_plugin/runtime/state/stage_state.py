@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ import torch
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.host import HOST, on_host
 from recycle_plugin.runtime.devices.kinds import fetch, order_of
+from recycle_plugin.runtime.state.surroundings import is_plain
 
 PIECE = 1 << 20  # bytes that are copied to the host, or hashed, at once
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, Enum)
@@ -244,6 +245,18 @@ class OptimizerState:
             for group in self.optimizer.param_groups
         ]
         return {"groups": groups, "of_no_parameter": copy.deepcopy(self._of_no_parameter())}
+
+    def settings(self) -> list[dict[str, Any]]:
+        """The numbers and words among the groups' hyper-parameters, group by group."""
+        return [
+            {name: value for name, value in group.items() if is_plain(name, value)}
+            for group in self.optimizer.param_groups
+        ]
+
+    def take_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Set what :meth:`settings` has given."""
+        for group, given in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(given)
 
     def set_values(self, parameter: torch.Tensor, values: Mapping[str, Any] | None) -> None:
         """Take what goes by value of the state of ``parameter``; what is not there goes, with None all."""

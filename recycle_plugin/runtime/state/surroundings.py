@@ -9,7 +9,8 @@ come before such a change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,7 @@ from recycle_plugin.errors import RecycleError
 
 Place = tuple[int, str]  # which owner, by number, and the name there
 PLAIN = frozenset((int, float, bool, str, tuple, type(None)))
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Surroundings:
@@ -48,19 +50,28 @@ class Surroundings:
                 (number, name)
                 for number, owner in enumerate(owners)
                 for name, value in owner.items()
-                if _plain(name, value)
+                if is_plain(name, value)
             ]
         self._owners = owners
         self._left = [owners[number].get(name) for number, name in self._places]
 
-    def changed(self) -> dict[Place, Any]:
-        """What the script has changed since :meth:`leave`, as it is now."""
+    def changed(self) -> dict[Place, tuple[Any, Any]]:
+        """What the script has changed since :meth:`leave`, as it was then and as it is now."""
         found = {}
         for (number, name), left in zip(self._places, self._left):
             now = self._owners[number].get(name, left)
-            if now is not left and now != left and _plain(name, now):
-                found[number, name] = now
+            if now is not left and now != left and is_plain(name, now):
+                found[number, name] = left, now
         return found
+
+    def set(self, values: Mapping[Place, Any]) -> None:
+        """Set what a script has set once."""
+        for (number, name), value in values.items():
+            self._owners[number][name] = value
+
+    def is_layers(self, place: Place) -> bool:
+        """Whether it is a layer that has this place, and not the optimizer."""
+        return place[0] >= len(self._groups())
 
     @property
     def other_modes(self) -> bool:
@@ -70,15 +81,13 @@ class Surroundings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside of this context all is as it was when the step began; afterwards as before."""
-        changed, left = self.changed(), dict(zip(self._places, self._left))
-        for number, name in changed:
-            self._owners[number][name] = left[number, name]
+        changed = self.changed()
+        self.set({place: left for place, (left, _) in changed.items()})
         try:
             with self._restored():
                 yield
         finally:
-            for (number, name), value in changed.items():
-                self._owners[number][name] = value
+            self.set({place: now for place, (_, now) in changed.items()})
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -90,6 +99,61 @@ class Surroundings:
                 yield
         finally:
             _set(modes)
+
+
+class SetByScript:
+    """What a newcomer's script sets for each of its steps on its way to the present, on layers and in the optimizer's
+    groups, so that a replay of these steps computes with it.
+
+    Has an entry for each step before which the script has changed something: some 300 bytes for one number.
+    """
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self._surroundings = surroundings
+        self._by_step: dict[int, dict[Place, Any]] = {}
+        self._built: dict[Place, Any] = {}  # what the script has changed later, as it was before
+        surroundings.leave()
+
+    def begin(self, step: int) -> None:
+        """Note what the script has set since :meth:`end`, for ``step``."""
+        if changed := self._surroundings.changed():
+            self._built = {place: left for place, (left, _) in changed.items()} | self._built
+            self._by_step[step] = {place: now for place, (_, now) in changed.items()}
+
+    def end(self) -> None:
+        """Go on behind a step: what was changed up to now was not the script."""
+        self._surroundings.leave()
+
+    def apply(self, step: int) -> None:
+        """Set what the script has set for ``step`` once more."""
+        self._surroundings.set(self._by_step.get(step, {}))
+
+    def rewind(self, step: int) -> None:
+        """Have the layers as the script had them in ``step``; the optimizer's groups belong to the state.  Costs time
+        in proportion to the steps.
+        """
+        found = dict(self._built)
+        for each in sorted(number for number in self._by_step if number <= step):
+            found |= self._by_step[each]
+        self._surroundings.set({place: value for place, value in found.items() if self._surroundings.is_layers(place)})
+
+
+def layers_digest(module: torch.nn.Module) -> str:
+    """A digest of what the layers inside of ``module`` are and are set to: classes, modes, plain attributes, and how
+    many hooks of a forward or a backward; not of their weights.  Equal where they compute the same of equal weights.
+    """
+    found = [
+        (
+            name,
+            type(part).__qualname__,
+            part.training,
+            sorted((key, repr(value)) for key, value in vars(part).items() if is_plain(key, value)),
+            [len(vars(part).get(hooks) or ()) for hooks in HOOKS],
+        )
+        for name, part in module.named_modules()
+        if name
+    ]
+    return hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
 
 
 class AsStarted:
@@ -108,8 +172,13 @@ class AsStarted:
             )
 
 
-def _plain(name: str, value: Any) -> bool:
-    return type(value) in PLAIN and name != "training"
+def is_plain(name: str, value: Any) -> bool:
+    """Whether ``value``, which something has under ``name``, is a number, a word or the like that scripts change."""
+    return (
+        type(value) in PLAIN
+        and name != "training"
+        and (type(value) is not tuple or all(is_plain("", each) for each in value))
+    )
 
 
 def _set(modes: list[tuple[torch.nn.Module, bool]]) -> None:

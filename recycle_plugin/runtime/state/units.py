@@ -162,6 +162,10 @@ class Units:
                 found[name] = tuple(self.gradients.applied(step, trained))
         return found
 
+    def settings(self) -> list[dict[str, Any]]:
+        """What the optimizer applies its next step with."""
+        return self.state.optimizer.settings()
+
     def _told(self) -> dict[str, Any]:
         """What a head says, by what it is called in errors."""
         small, shared = self.state.small(), self.state.optimizer.shared()
@@ -232,6 +236,10 @@ class Units:
         shared = {name.removeprefix("optimizer "): told[name] for name in told if name.startswith("optimizer ")}
         self.state.put({name.removeprefix("part "): told[name] for name in told if name.startswith("part ")})
         self.state.optimizer.set_shared(shared)
+
+    def take_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Have the optimizer apply steps with what another worker's has applied one with."""
+        self.state.optimizer.take_settings(settings)
 
     @torch.no_grad()
     def write(self, name: str, value: UnitValue) -> None:

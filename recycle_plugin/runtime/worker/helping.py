@@ -32,6 +32,7 @@ from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.gradients import Contributions
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage.stage import Stage
+from recycle_plugin.runtime.state.surroundings import layers_digest
 from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.ports import MadeStage, Source
 from recycle_plugin.runtime.worker.stage_log import LoggedWork
@@ -122,6 +123,11 @@ class HelpedStage(LoggedWork):
             targets = [*module.parameters(), *module.buffers()]
             if [(each.shape, each.dtype) for each in targets] != [(one.shape, one.dtype) for one in weights.tensors]:
                 raise CantHelp("the stage's layers come out otherwise here than at the worker that replays it")
+            if weights.layers != layers_digest(module):
+                raise CantHelp(
+                    "the stage's layers are set otherwise than their specs make them: a mode, a number or a hook that "
+                    "the script has given them"
+                )
             sources = device.from_host(weights.tensors, "weights to help with", shared=True).wait(COPY_S)
             with torch.no_grad():
                 for target, source in zip(targets, sources, strict=True):

@@ -25,7 +25,7 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import There
 from recycle_plugin.runtime.devices.port import COPY_S, Copy, Device, Tensors
 from recycle_plugin.runtime.log import records
-from recycle_plugin.runtime.log.reader import LogReader, NotKept
+from recycle_plugin.runtime.log.reader import KeptDatum, LogReader, NotKept
 from recycle_plugin.runtime.log.records import DatumRecord, Part, Stream
 from recycle_plugin.runtime.log.segment import Damaged
 from recycle_plugin.runtime.log.writer import LogWriter, Resumed, Stopped
@@ -65,7 +65,8 @@ class WorkerLog:
     def commit(self, record: StepRecord) -> None:
         """Keep the record of a committed step."""
         norm = None if record.norm is None else float(record.norm)
-        kept = records.StepRecord(record.step, record.valid_from, norm, "", None, ())
+        dtype = _dtype(record.norm) if torch.is_tensor(record.norm) else ""
+        kept = records.StepRecord(record.step, record.valid_from, norm, dtype)
 
         def write() -> None:
             self._writer.keep(kept)
@@ -166,24 +167,31 @@ class JobLogs:
 
     def record(self, step: int) -> StepRecord | None:
         """The record of a committed step; None as long as nobody has written it."""
-        found = [each.record for each in self._reader.step_records(step)]
+        records = self._reader.step_records(step) or (self._reader.step_records(step) if self._again() else [])
+        found = [each.record for each in records]
         if not found:
-            return self.record(step) if self._again() else None
+            return None
         kept = max(found, key=lambda each: each.valid_from)
-        return StepRecord(step, kept.norm, self._reader.counts_from(step), kept.valid_from)
+        norm = torch.tensor(kept.norm, dtype=getattr(torch, kept.dtype)) if kept.dtype else kept.norm
+        return StepRecord(step, norm, self._reader.counts_from(step), kept.valid_from)
 
     def get(self, datum: Datum) -> Tensors | None:
         """The value of a datum in host memory, as it was sent or drawn; None as long as nobody has written it, or
         where no copy of it can be read.
         """
+        kept = self._kept(datum) or (self._kept(datum) if self._again() else None)
+        if kept is None:
+            return None
+        return tuple(_tensor(part, raw) for part, raw in zip(kept.record.parts, kept.tensors, strict=True))
+
+    def _kept(self, datum: Datum) -> KeptDatum | None:
         try:
-            kept = self._reader.get(datum)
+            return self._reader.get(datum)
         except NotKept:
-            return self.get(datum) if self._again() else None
+            return None
         except Damaged as error:
             self._damaged = str(error)
             return None
-        return tuple(_tensor(part, raw) for part, raw in zip(kept.record.parts, kept.tensors, strict=True))
 
     def faults(self) -> str:
         """What there is and can't be read, in words; empty where all can."""

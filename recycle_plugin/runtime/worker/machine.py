@@ -80,6 +80,7 @@ class TorchMachine:
         self.undo, self.forget_sums = operations.undo, operations.forget_sums
         self.open_outlet, self.hash_state, self.finish_hash = transfers.to, hashing.hash_state, hashing.wait
         self.fill, self.write, self.gathered = units.fill, units.write, units.gathered
+        self.settings, self.take_settings = units.settings, units.take_settings
         self._transfers = transfers
 
     # --- lines -------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from recycle_plugin.runtime.movers.shares import SentWeights, Sums
 from recycle_plugin.runtime.stage.gradients import Contributions
 from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.state.stage_state import StageState
+from recycle_plugin.runtime.state.surroundings import SetByScript, layers_digest
 from recycle_plugin.runtime.worker.job_log import JobLogs, WorkerLog
 from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.ports import Framework
@@ -108,7 +109,8 @@ class Sharing:
 class ReplayMachine(LoggedWork):
     """The machine of a newcomer that replays its stage, which fills ``state`` from the checkpoints of ``framework``.
 
-    ``folder`` has the logs; ``apart()``: a context for what its script does not do over again.
+    ``folder`` has the logs; ``apart()``: a context for what its script does not do over again; ``scripted``: what that
+    has set for its steps.
     """
 
     def __init__(
@@ -120,11 +122,12 @@ class ReplayMachine(LoggedWork):
         operations: Operations,
         folder: Path,
         apart: Callable[[], AbstractContextManager],
+        scripted: SetByScript,
         sharing: Sharing,
     ) -> None:
         super().__init__(session, folder)
         self.framework, self.state, self.stepping, self.operations = framework, state, stepping, operations
-        self.apart, self._sharing, self.clock = apart, sharing, time.monotonic
+        self.apart, self.scripted, self._sharing, self.clock = apart, scripted, sharing, time.monotonic
         self.address, self.words, self.tell = sharing.address, sharing.world.words, sharing.world.tell
 
     @property
@@ -152,7 +155,7 @@ class ReplayMachine(LoggedWork):
         model = self.framework.model
         tensors = (*model.module.parameters(), *model.module.buffers())
         there = model.device.to_host(tensors, "the weights of a replayed stage", shared=True).wait(COPY_S)
-        return SentWeights(there, self._sharing.loss_scale())
+        return SentWeights(there, self._sharing.loss_scale(), layers_digest(model.module))
 
     def add_share(self, step: int, sums: Sums) -> None:
         """Add what a share has to this worker's own sums."""
@@ -178,12 +181,19 @@ class ReplayMachine(LoggedWork):
                 f"the checkpoint {replay.path} is of step {framework.optimizer.steps}, and not of {replay.step}"
             )
         self.state.rewritten()
+        self.scripted.rewind(replay.step)
+        if framework.compute is None:
+            framework.model.module.train()
         size = sum(tensor.nbytes for tensor in self.state.tensors().values())
         took = round(time.monotonic() - began, 4)
         text = f"seat {framework.seat} has the state of the checkpoint of step {replay.step}, which took {took:.2f} s"
         session.note("restored", text, seat=str(framework.seat), step=replay.step, bytes=size, seconds=took)
         return size
         yield
+
+    def set_for(self, step: int) -> None:
+        """Set what the script has set for ``step``."""
+        self.scripted.apply(step)
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
         """What LOAD, F, I, W, B or STEP makes."""

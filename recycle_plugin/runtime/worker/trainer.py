@@ -59,7 +59,7 @@ from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.background_hash import BackgroundHash
 from recycle_plugin.runtime.state.fingerprint import fingerprint
-from recycle_plugin.runtime.state.surroundings import AsStarted, Surroundings
+from recycle_plugin.runtime.state.surroundings import AsStarted, SetByScript, Surroundings
 from recycle_plugin.runtime.state.touch import FirstTouch
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.changed_state import Counts, stage_state, stage_units
@@ -167,6 +167,7 @@ class Trainer:
         if session.newcomer:
             counts = Counts(self.state)
             self._newcomer = Newcomer(session, framework.optimizer, counts, self._ask, self._follow)
+            self._scripted = SetByScript(self._surroundings)
         self._evaluated, self._loadings = 0, 0
 
     # --- what scripts call -------------------------------------------------------------------------
@@ -190,7 +191,7 @@ class Trainer:
     def _train(self) -> float:
         with self.lifted():
             self._begin_training()
-            if self._newcomer is not None and (past := self._newcomer.loss()) is not None:
+            if self._newcomer is not None and (past := self._past_loss(self._newcomer)) is not None:
                 return past
             self._as_started.check()
             self.start()
@@ -209,6 +210,19 @@ class Trainer:
                 raise
             self._surroundings.leave()
             return sum(losses.values()) / len(losses)
+
+    def _past_loss(self, newcomer: Newcomer) -> float | None:
+        """The loss of the script's next step, where that is over; None where it is to be trained here, with what the
+        script has set for it.
+        """
+        step = newcomer.position + 1
+        self._scripted.begin(step)
+        loss = newcomer.loss()
+        if loss is None:
+            self._scripted.apply(step)  # what has come of others meanwhile was from before that
+        else:
+            self._scripted.end()
+        return loss
 
     @property
     def step(self) -> int:
@@ -433,6 +447,7 @@ class Trainer:
             self._operations,
             self._log.folder,
             self.apart,
+            self._scripted,
             Sharing(
                 self._world,
                 self._transport.address,
