@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from recycle_plugin.core.messages.protocol import BarrierPassed, BarrierReached, Committed
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.runtime.worker.background import Background
 
@@ -49,6 +50,28 @@ def begun(coordinator):
     step = interval.due
     background.before(step)
     return background, session, folders, written, step
+
+
+def test_where_somebody_comes_while_the_steps_before_it_settle_all_begin_anew(coordinator):
+    """Who has come does not know when it was due: nobody waits for it at one that only the others find due."""
+    session = coordinator.session(0)
+    session.await_lease = lambda what: None
+    session.adopt(generation(1, [0, 1]))
+    interval, barriers = CheckpointInterval(0.1, 0), []
+    step = interval.due
+
+    def settle() -> None:
+        session.changed_behind = step - 2
+        session.generation = generation(2, [0, 2])
+
+    loop = SimpleNamespace(settle=settle, barrier=lambda place, values: barriers.append(place))
+    background = Background(
+        session, loop, Folders(), interval, Path("checkpoints"), 1, lambda tag: lambda: None, lambda: None, lambda: 0
+    )
+    background.before(step)
+    assert not barriers and interval.due == unstarted(step - 2) == step + 1
+    background.before(step + 1)
+    assert barriers == [f"checkpoint automatic_step{step}"]
 
 
 def all_have_written(coordinator, step: int) -> None:

@@ -87,16 +87,23 @@ class Background:
         self._meter.tick(time.monotonic())
         if self._begun is not None:
             self._follow(self._begun)
+        self._see_members()
+        if self._begun is None and step >= self._interval.due:
+            self._loop.settle()
+            self._see_members()  # who has come meanwhile does not know that one is due
+            if step >= self._interval.due:
+                self._begin(step)
+                if self._first:
+                    self.conclude()
+        self._first = False
+
+    def _see_members(self) -> None:
+        """Begin anew where the members are others than before, as all of them do, those who have come included."""
         if self._members != self._live():
             if self._valid_from is not None or not self._live() <= self._members:
                 self._interval.joined(self._session.changed_behind)
             self._members = self._live()
             self._meter.forget()
-        if self._begun is None and step >= self._interval.due:
-            self._begin(step)
-            if self._first:
-                self.conclude()
-        self._first = False
 
     def conclude(self) -> None:
         """Return when no checkpoint is being written any more."""
@@ -126,7 +133,6 @@ class Background:
 
     def _begin(self, step: int) -> None:
         session, tag = self._session, f"automatic_step{step - 1}"
-        self._loop.settle()
         try:
             with session.heartbeats.at(ELSEWHERE, "a checkpoint"), unwatched(session):
                 if self._writing is not None:  # of one that was dropped
