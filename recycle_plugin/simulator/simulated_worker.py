@@ -196,7 +196,7 @@ class SimulatedMachine:
 
     def _replay(self, log: StepLog) -> StageReplay:
         scenario, blocks = self.cluster.scenario, self.cluster.scenario.policy.blocks(self.cluster.scenario.shape)
-        helpers = Helpers(self, self.store, scenario.shape, blocks, log, scenario.helpers)
+        helpers = Helpers(self, self.store, scenario.shape, blocks, scenario.helpers)
         splits = scenario.policy.split_backward
         return StageReplay(self, self.store, self.steps, scenario.shape, splits, log, helpers)
 
@@ -271,6 +271,10 @@ class SimulatedMachine:
         for name, moment in moments.items():
             self.write(name, moment)
         return sum(UNITS.values())
+
+    def differs(self, made: int, sent: int) -> str:
+        """Says so where two numbers are not the same, though nobody rounds."""
+        return "" if made == sent or self.cluster.scenario.rounds else f"{made}, and it was {sent}"
 
     def add_up_alone(self, instruction: Instruction, have: StepStore) -> Any:
         """The sum over all blocks of the stage, which are all here."""

@@ -347,14 +347,18 @@ def test_what_can_not_be_synced_may_be_lost(tmp_path) -> None:
     writer.close()
 
 
-def test_a_file_that_is_there_already_is_left_alone(tmp_path) -> None:
-    (tmp_path / called(ME, 0)).write_bytes(b"mine")
-    news = News()
-    writer = LogWriter(tmp_path, stream(), 1 << 20, news)
-    put(writer, act(1))
-    assert "File exists" in news.wait(1)[0].why
-    writer.close()
-    assert (tmp_path / called(ME, 0)).read_bytes() == b"mine"
+def test_what_another_run_has_left_stays_and_is_no_fault(tmp_path) -> None:
+    """A run folder is used once more: this run's segments come behind the other's."""
+    for run in ("run-0", RUN):
+        news = News()
+        writer = LogWriter(tmp_path, stream(run=run), 1 << 20, news)
+        assert put_step(writer, 1) and writer.durable(1)
+        writer.close()
+        assert not news
+    assert names(tmp_path) == [called(ME, 0), called(ME, 1)]
+    for run in ("run-0", RUN):
+        reader = LogReader(tmp_path, run)
+        assert not reader.verify() and reader.whole == (1,)
 
 
 # --- segments --------------------------------------------------------------------------------------------------

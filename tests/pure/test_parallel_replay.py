@@ -71,6 +71,9 @@ class Work:
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         yield from ()
 
+    def differs(self, made: str, sent: str) -> str:
+        return ""
+
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
         self.summed += [str(datum.micro_batch) for datum in provides(instruction) if datum.kind == "wgrad"]
         return dict.fromkeys(provides(instruction), str(instruction))
@@ -200,7 +203,7 @@ def replayed(
     """Steps 1 and 2 are replayed."""
     machine = Line(lost_at or {}, late, refuses or {})
     store, log = StepStore(Seat(0, 1), 3, bool(shape.tie(1))), StepLog(machine.kept, [0, 1])
-    helpers = Helpers(machine, store, shape, Blocks(shape, size), log, limit)
+    helpers = Helpers(machine, store, shape, Blocks(shape, size), limit)
     replay = StageReplay(machine, store, StepMachine(0), shape, True, log, helpers)
     machine.tied_of = lambda logged: logged
     for _ in replay.run(Replay(0, "a folder", 2, **({"stages": (1,), "helpers": HELPERS} | more))):
@@ -255,9 +258,9 @@ def test_what_somebody_was_to_make_who_is_lost_or_late_is_dealt_again(lost_at, l
 def test_a_share_that_comes_after_its_blocks_were_dealt_again_is_of_no_use():
     machine = replayed(late=(4,))
     (lot,) = [word for address, word in machine.told if isinstance(word, Lot) and address == "at 4"]
-    store, log = StepStore(Seat(0, 1), 3), StepLog(machine.kept, [0, 1])
+    store = StepStore(Seat(0, 1), 3)
     again = Line({}, (), {})
-    helpers = Helpers(again, store, SHAPE, Blocks(SHAPE, 1), log)
+    helpers = Helpers(again, store, SHAPE, Blocks(SHAPE, 1))
     again.heard = [Share(WorkerId(4), BACK, lot.number, ["0.2"], ())]
     helpers.call(Replay(0, "a folder", 1, (1,), helpers=HELPERS))
     for _ in helpers.gather():
@@ -278,7 +281,7 @@ def test_an_error_in_a_helper_is_an_answer_and_its_blocks_are_made():
 
     machine.live[4].stage.compute = broken  # type: ignore[method-assign]
     store, log = StepStore(Seat(0, 1), 3), StepLog(machine.kept, [0, 1])
-    helpers = Helpers(machine, store, SHAPE, Blocks(SHAPE, 1), log)
+    helpers = Helpers(machine, store, SHAPE, Blocks(SHAPE, 1))
     for _ in StageReplay(machine, store, StepMachine(0), SHAPE, True, log, helpers).run(
         Replay(0, "a folder", 2, (1,), helpers=HELPERS)
     ):
@@ -366,8 +369,8 @@ def test_a_lot_of_other_blocks_is_refused():
 
 def test_who_answers_late_helps_from_then_on():
     machine = Line({}, (), {})
-    store, log = StepStore(Seat(0, 1), 3), StepLog(machine.kept, [0, 1])
-    helpers = Helpers(machine, store, SHAPE, Blocks(SHAPE, 1), log)
+    store = StepStore(Seat(0, 1), 3)
+    helpers = Helpers(machine, store, SHAPE, Blocks(SHAPE, 1))
     hears, machine.wait_share = machine.wait_share, lambda what, until: iter(())  # they are busy elsewhere
     helpers.call(Replay(0, "a folder", 2, (1,), helpers=HELPERS))
     machine.now = 0.0

@@ -399,6 +399,8 @@ class Machine:
         self.control_view, self.sent = ControlView(2, 1), []
         self.waited: list[tuple[str, bool]] = []
         self.kept, self._missing = Kept(), missing
+        self.compared: list[str] = []
+        self.wrong = ""
         self.at = 0  # the step that the script's settings are of
 
     def clock(self) -> float:
@@ -443,6 +445,10 @@ class Machine:
         assert instruction.step == self.at, "it computes with what the script had set for another step"
         return dict.fromkeys(provides(instruction), str(instruction))
 
+    def differs(self, made: str, sent: str) -> str:
+        self.compared.append(sent)
+        return self.wrong
+
     def add_up_alone(self, instruction: Instruction, have: StepStore) -> str:
         return f"sum of {len(have.of('wgrad', instruction.step))}"
 
@@ -452,7 +458,7 @@ def replayed(machine: Machine, **more: Any) -> tuple[StageReplay, StepStore]:
     store = StepStore(Seat(0, 1), 3, False)
     store.put(Datum("params", 1, None, 1), "restored")
     shape, log = Topology(1, 3, 2), StepLog(machine.kept, [0, 1])
-    nobody = Helpers(machine, store, shape, Blocks(shape, 1), log, limit=0)
+    nobody = Helpers(machine, store, shape, Blocks(shape, 1), limit=0)
     replay = StageReplay(machine, store, StepMachine(0), shape, True, log, nobody)
     for _ in replay.run(Replay(0, "a folder", 2, **({"stages": (1,)} | more))):
         pass
@@ -478,6 +484,19 @@ def test_a_replay_is_the_stage_s_own_work_on_what_the_others_have_logged():
     *_, said, end = machine.sent
     assert machine.sent[:2] == [Replaying(2, 1), Replaying(2, 2)] and end == CaughtUp(2, 2, 7, 0)
     assert said.details["why"] == "recycle.log.helpers is 0"
+
+
+def test_of_each_step_one_micro_batch_is_compared_with_what_had_been_sent():
+    machine = Machine()
+    replayed(machine)
+    assert machine.compared == [
+        f"logged {Datum(kind, 1, MicroBatch(0, number % 2), number)}" for number in (1, 2) for kind in ("act", "grad")
+    ]
+    machine.wrong = "it is twice that"
+    with pytest.raises(
+        CantReplay, match="^act of stage 1, micro-batch 0.1, step 1 is not what was sent of it: it is tw"
+    ):
+        replayed(machine)
 
 
 def test_what_a_replay_would_have_sent_is_logged_anew():
@@ -529,7 +548,7 @@ def two_neighbours() -> Any:
 def test_two_neighbours_are_lost_one_after_the_other_between_two_checkpoints(monkeypatch):
     outcome = campaign.run("x", two_neighbours())
     assert not outcome.violations and len([line for line in outcome.story if " replayed: " in line]) == 2
-    monkeypatch.setattr(StageReplay, "_keep", lambda self, datum, value: None)
+    monkeypatch.setattr(StageReplay, "_keep", lambda self, work, datum, value: None)
     assert any("is in no log" in text for text in campaign.run("x", two_neighbours()).violations)
 
 

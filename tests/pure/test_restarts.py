@@ -264,18 +264,21 @@ def test_where_it_dies_the_next_one_comes_later_and_at_last_it_is_given_up():
     assert not kinds(out, "left", "lost")
 
 
-def test_who_was_admitted_is_a_member_and_once_it_is_lost_counted_anew():
+@pytest.mark.parametrize("committed, in_a_row", ((9, 1), (8, 2)), ids=("at work", "at once"))
+def test_who_was_admitted_is_a_member_and_once_it_is_lost_counted_anew(committed, in_a_row):
+    """Unless it dies before a step was committed with it, and may have had no work yet."""
     membership = newcomer()
     dies(membership, 1)
     come(membership, 2)
     membership.course.vacancies.entered(WorkerId(2, 2))
-    membership.course.vacancies.admitted(WorkerId(2, 2))
+    membership.course.vacancies.admitted(WorkerId(2, 2), 7)
+    membership.course.vacancies.committed(committed)
     assert not membership.is_outside(WorkerId(2, 2)) and membership.empty == frozenset()
     membership.course.attendance.roster = type(membership.roster)(
         (*membership.roster, replace(member(2), incarnation=2))
     )
     assert orders(dies(membership)) == orders(dies(membership, 1)) == [], "old news"
-    assert orders(dies(membership, 2)) == [(2, 3, 1.0)]
+    assert orders(dies(membership, 2)) == [(2, 3, 1.0 if in_a_row == 1 else 4.0)]
 
 
 def test_another_process_of_its_rank_is_a_stranger_before_and_after():

@@ -119,7 +119,7 @@ def test_what_one_script_gives_the_other_gets_in_the_order_of_the_calls():
 
 def test_a_mistake_of_a_peers_function_is_not_the_peers_end():
     peer, mine = OnJoin(), OnJoin()
-    mine.add(lambda step, state: pytest.fail("called"), None)
+    mine.add(lambda step, state: pytest.fail("called"), dict)
     for wrong in (lambda: 1 / 0, lambda: (lambda: 0)):
         peer.__init__()
         peer.add(print, wrong)
@@ -129,12 +129,16 @@ def test_a_mistake_of_a_peers_function_is_not_the_peers_end():
 
 def test_scripts_that_differ_are_told_so():
     peer, mine = OnJoin(), OnJoin()
-    mine.add(print, None)
+    mine.add(print, dict)
     with pytest.raises(RecycleError, match="on_join was called 1 times here, and 0 times at a peer"):
         mine.joined(1, peer.state())
     with pytest.raises(RecycleError, match="on_join: a peer's state= has failed.*nothing has come"):
         mine.joined(1, b"")
     OnJoin().joined(1, b"")
+    got, alone = [], OnJoin()
+    alone.add(lambda *given: got.append(given), None)
+    alone.joined(3, b"")  # from nobody
+    assert got == [(3, None)]
     for callback, state in ((None, None), (print, 3)):
         with pytest.raises(
             RecycleError, match=r"on_join: (None|3) can't be called; give a function of \(step, state\)"

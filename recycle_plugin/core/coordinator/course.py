@@ -283,6 +283,7 @@ class Course:
         self.attendance.failure_detector.committed(step, now)
         self.steps.commit(step, self.roster, now, out)
         self.logs.passed.clear()
+        self.vacancies.committed(step)
         self.places.commit(step)
         self.joining.tell(self.steps.recorded, step, self.places.known(), out)
 

@@ -135,7 +135,7 @@ def come_in_force(course: Course, out: CoordinatorOutput) -> None:
     """Says of whom a generation that has come about makes members like all."""
     for newcomer in course.joining.in_force(course.roster, course.attendance.failure_detector.clock):
         member = newcomer.member
-        course.vacancies.admitted(member.worker)
+        course.vacancies.admitted(member.worker, course.committed)
         out.say(
             "rejoined",
             f"{member} takes part again from step {course.committed + 1} on",

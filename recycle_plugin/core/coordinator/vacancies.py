@@ -52,7 +52,8 @@ class Vacancies:
         self._together: dict[int, tuple[int, ...]] = {}  # by rank, all that hold one seat, itself included
         self._absent_s = 0.0  # for so long a supervisor may be gone before its host is
         self._members: set[WorkerId] = set()  # all that have ever been
-        self._unproven: set[WorkerId] = set()  # of them, those that have not had work yet
+        self._unproven: set[WorkerId] = set()  # of them, those with whom no step was committed yet
+        self._admitted: dict[WorkerId, int] = {}  # of these, those that have work, and behind which step they got it
         self._vacant: dict[int, Vacancy] = {}  # by rank
         self._holders: dict[int, int] = {}  # by rank, the incarnation that holds the seat, or is to
         self._numbers: dict[int, int] = {}  # by rank, the largest incarnation that anybody has got
@@ -217,10 +218,19 @@ class Vacancies:
         self._members.add(worker)
         self._unproven.add(worker)
 
-    def admitted(self, worker: WorkerId) -> None:
-        """Notes that a newcomer has become a member like all."""
-        self._unproven.discard(worker)
-        self._restarts.admitted(self._together[worker.rank][0])
+    def admitted(self, worker: WorkerId, committed: int) -> None:
+        """Notes that a newcomer has become a member like all, behind step ``committed``."""
+        self._admitted[worker] = committed
+
+    def committed(self, step: int) -> None:
+        """Takes in that ``step`` is committed: who was admitted before its predecessor was has not come in vain, and is
+        counted no more.  One look at each of those since.
+        """
+        for worker in [worker for worker, behind in self._admitted.items() if step > behind + 1]:
+            del self._admitted[worker]
+            if worker in self._unproven:
+                self._unproven.discard(worker)
+                self._restarts.admitted(self._together[worker.rank][0])
 
     # --- supervisors, and hosts that are gone ----------------------------------------------------
 

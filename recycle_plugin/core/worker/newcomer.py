@@ -114,6 +114,8 @@ class Newcomer:
         assert self._replay is not None, "a job that does not log has nothing to replay"
         self._passed = replay.passed
         try:
+            if self._wants_script():
+                raise CantReplay("what its script hands over by on_join was lost with the stage's last worker")
             yield from self._replay.run(replay)
         except CantReplay as error:
             self._port.send(Unreplayable(self._view.rank, str(error)))

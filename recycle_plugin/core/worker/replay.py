@@ -70,11 +70,21 @@ class ReplayingMachine(WorkingMachine, Protocol):
     def set_for(self, step: int) -> None:
         """Sets what the script, which has been at ``step`` before, had set for it: learning rates and the like."""
 
+    def differs(self, made: Any, sent: Any) -> str:
+        """By how much what was made once more is something else than what was sent, in words; "" where it is the same,
+        up to what the order of sums changes.
+        """
+
     def add_up_alone(self, instruction: Instruction, have: StepStore) -> Any:
         """The sum of a REDUCE over all contributions of the stage, which are all here."""
 
     def tied_of(self, logged: Any) -> Any:
         """What TIE leaves at this stage's workers, of what another stage of the tie has logged of it."""
+
+
+OTHERWISE = (
+    "a replay does not know where a script changes weights between steps, or a layer draws random numbers of its own"
+)
 
 
 class CantReplay(Exception):
@@ -96,8 +106,8 @@ class StageWork:
         splits: bool,
         keep: Callable[[Datum, Any], None],
     ) -> None:
-        self._machine, self._store, self._shape, self._splits, self._keep = machine, store, shape, splits, keep
-        self._stage, self._logs = store.seat.stage, machine.logs()
+        self._machine, self._store, self._shape, self._splits, self.keep = machine, store, shape, splits, keep
+        self._stage, self.logs = store.seat.stage, machine.logs()
         self.others: frozenset[int] = frozenset()  # stages that are replayed meanwhile
 
     def run(self, step: int, micro_batch: MicroBatch) -> Iterator[Any]:
@@ -109,17 +119,17 @@ class StageWork:
             self._store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
             for datum in provides(instruction):
                 if datum.kind in TRAVELS and datum in self._store:  # another stage may have to be replayed later
-                    self._keep(datum, self._store.move(datum, -1))
+                    self.keep(datum, self._store.move(datum, -1))
 
     def record(self, step: int) -> Waits[StepRecord]:
         """The record of ``step``, which is committed.  Raises as :meth:`run`."""
-        return (yield from self.wait(f"the record of step {step}", lambda: self._logs.record(step), True))
+        return (yield from self.wait(f"the record of step {step}", lambda: self.logs.record(step), True))
 
     def tied(self, others: Collection[int], step: int) -> Waits[Any]:
         """The sum over the stages that share weights, which any of ``others`` has logged.  Raises as :meth:`run`."""
 
         def logged() -> Any:
-            found = (self._logs.get(Datum("tied", other, None, step)) for other in others)
+            found = (self.logs.get(Datum("tied", other, None, step)) for other in others)
             return next((value for value in found if value is not None), None)
 
         what = f"the sum over tied weights of step {step}"
@@ -130,7 +140,7 @@ class StageWork:
         try:
             return (yield from self._machine.wait_logged(what, look, made))
         except CantReplay as error:
-            faults = self._logs.faults()
+            faults = self.logs.faults()
             raise CantReplay(f"{error}{f', where {faults}' * bool(faults)}") from None
 
     def _work(self, step: int, micro_batch: MicroBatch) -> Iterator[Instruction]:
@@ -141,10 +151,10 @@ class StageWork:
             yield Instruction(op, self._stage, micro_batch, step)
 
     def _fetch(self, datum: Datum) -> Iterator[Any]:
-        value = yield from self.wait(str(datum), lambda: self._logs.get(datum), datum.stage not in self.others)
+        value = yield from self.wait(str(datum), lambda: self.logs.get(datum), datum.stage not in self.others)
         self._store.put(datum, value)
         if datum.kind not in TRAVELS:
-            self._keep(datum, value)
+            self.keep(datum, value)
 
 
 class StageReplay:
@@ -180,7 +190,9 @@ class StageReplay:
         with times.of("spawn"):
             yield from self._helpers.gather()
         self._log.begin(replay.step)
-        work = StageWork(self._machine, self._store, self._shape, self._splits, self._keep)
+        work = StageWork(
+            self._machine, self._store, self._shape, self._splits, lambda datum, value: self._keep(work, datum, value)
+        )
         work.others = frozenset(replay.stages) - {self._stage}
         rank = self._machine.control_view.rank
         for step in range(replay.step + 1, replay.committed + 1):
@@ -214,7 +226,17 @@ class StageReplay:
         self._log.commit(step, record.valid_from, record.counts_from)
         store.commit(step)
 
-    def _keep(self, datum: Datum, value: Any) -> None:
+    def _keep(self, work: StageWork, datum: Datum, value: Any) -> None:
+        """Logs anew what was made once more.
+
+        Of each step one micro-batch is compared with what the stage's workers had sent of it themselves, as far as that
+        is logged: a script may have done something to layers that no replay knows of.  Raises CantReplay.
+        """
+        batch = self._shape.batch
+        if datum.kind in TRAVELS and datum.micro_batch == batch[datum.step % len(batch)]:
+            sent = work.logs.get(datum)
+            if sent is not None and (how := self._machine.differs(value, sent)):
+                raise CantReplay(f"{datum} is not what was sent of it: {how}; {OTHERWISE}")
         self._log.keep(datum, value, self._store.valid_from)
 
     def _take_tied(self, work: StageWork, record: StepRecord) -> Iterator[Any]:
@@ -222,7 +244,7 @@ class StageReplay:
         others = [stage for stage in self._shape.tie(self._stage) if stage != self._stage]
         value = yield from work.tied(others, record.step)
         mine = Datum("tied", self._stage, None, record.step)
-        self._keep(mine, value)
+        self._keep(work, mine, value)
         self._store.put(mine, self._machine.tied_of(value))
 
 

@@ -30,7 +30,6 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.replay import ReplayingMachine, StageWork, Times
 from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
-from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 
 SPAWN_S = 20.0  # how long all wait for those who make the stage to help
@@ -85,8 +84,7 @@ class Dealt:
 class Helpers:
     """The helpers of the worker on ``machine``, which replays the stage of ``store`` in a pipeline of ``shape``.
 
-    ``blocks``: in which gradients are added; ``log``: where what helpers have made goes too; ``limit``: how many may
-    help, None for as many as there is work for.
+    ``blocks``: in which gradients are added; ``limit``: how many may help, None for as many as there is work for.
     """
 
     def __init__(
@@ -95,10 +93,9 @@ class Helpers:
         store: StepStore,
         shape: Topology,
         blocks: Blocks,
-        log: StepLog,
         limit: int | None = None,
     ) -> None:
-        self._machine, self._store, self._shape, self._log, self._limit = machine, store, shape, log, limit
+        self._machine, self._store, self._shape, self._limit = machine, store, shape, limit
         self._stage, self._members = store.seat.stage, blocks.members()
         self._called: dict[WorkerId, Member] = {}  # who has not answered
         self._ready: dict[WorkerId, Member] = {}  # who helps, in the order in which they were called
@@ -179,7 +176,7 @@ class Helpers:
                 blocks = yield from self._collect(step, self._machine.clock() + patience)
         with times.of("reduce"):
             for number in sorted(self._shares):
-                self._take(*self._shares[number])
+                self._take(work, *self._shares[number])
 
     def _deal(self, step: int, blocks: Sequence[Block]) -> Sequence[Block]:
         """Deals ``blocks`` of ``step``; returns those that are this worker's own."""
@@ -225,13 +222,13 @@ class Helpers:
         elif word.by in self._called:
             self._ready[word.by] = self._called.pop(word.by)
 
-    def _take(self, lot: Lot, share: Share) -> None:
+    def _take(self, work: StageWork, lot: Lot, share: Share) -> None:
         """Takes in what a helper has made: its gradients count, and what it has sent is logged."""
         for micro_batch in [one for block in lot.blocks for one in self._members[block]]:
             self._store.put(Datum("wgrad", self._stage, micro_batch, lot.step))  # which may be there once only
         self._machine.add_share(lot.step, share.sums)
         for datum, value in share.kept:
-            self._log.keep(datum, value, self._store.valid_from)
+            work.keep(datum, value)
 
     # --- what is said ------------------------------------------------------------------------------
 

@@ -201,7 +201,7 @@ class LogReader:
     # --- reading -------------------------------------------------------------------------------------
 
     def _open(self, worker: WorkerId, paths: dict[int, Path]) -> None:
-        there, segments = [], []
+        there, segments, others = [], [], []
         for sequence, path in paths.items():
             try:
                 segment = load(path, self._known.get(path))
@@ -210,10 +210,10 @@ class LogReader:
                     there.append(sequence)
                     self.faults.append(error.fault)
                 continue
-            there.append(sequence)
             if segment.stream.run_id != self.run_id:
-                self._fault(path, f"is of run {segment.stream.run_id!r}, expected {self.run_id!r}")
+                others.append(segment)
                 continue
+            there.append(sequence)
             segments.append(segment)
             self.faults += segment.faults
             if not segment.sealed and not segment.faults and sequence < max(paths):
@@ -224,6 +224,13 @@ class LogReader:
                 self._fault(path, f"is missing, expected behind {called(worker, there[0])}")
         if segments:
             self.segments[worker] = segments
+        for segment in others:
+            place = segment.head.sequence
+            if not there or there[0] < place < there[-1]:  # else the folder was used before, or once more
+                self._fault_of_run(segment)
+
+    def _fault_of_run(self, segment: Segment) -> None:
+        self._fault(segment.path, f"is of run {segment.stream.run_id!r}, expected {self.run_id!r}")
 
     def _read(self, worker: WorkerId, segments: Sequence[Segment]) -> list[Void]:
         """Takes in what a stream has; returns what it takes back."""

@@ -422,7 +422,8 @@ class _Segments:
 
     def __init__(self, folder: Path, stream: Stream, limit: int, disk: Disk) -> None:
         self._folder, self._stream, self._limit, self._disk = folder, stream, limit, disk
-        self._next = 0
+        there = files(folder).get(stream.worker, {})  # of another run in this folder, perhaps
+        self._next = max(there, default=-1) + 1
         self._open: _Open | None = None
         self._ended: deque[_Ended] = deque()
         self._before: list[deque[_Ended]] | None = None  # of each earlier incarnation; None: nobody has looked

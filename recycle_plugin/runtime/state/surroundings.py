@@ -19,6 +19,7 @@ import torch
 from recycle_plugin.errors import RecycleError
 
 Place = tuple[int, str]  # which owner, by number, and the name there
+MOST_BYTES = 1 << 26  # of buffers that a script has changed for its steps
 PLAIN = frozenset((int, float, bool, str, tuple, type(None)))
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -105,17 +106,19 @@ class SetByScript:
     """What a newcomer's script sets for each of its steps on its way to the present, on layers and in the optimizer's
     groups, so that a replay of these steps computes with it.
 
-    Has an entry for each step before which the script has changed something: some 300 bytes for one number.
+    Has an entry for each step before which the script has changed something: some 300 bytes for one number, and a copy
+    of each buffer, of which the oldest go where there are more than MOST_BYTES.
     """
 
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._surroundings = surroundings
+    def __init__(self, surroundings: Surroundings, module: torch.nn.Module) -> None:
+        self._surroundings, self._buffers = surroundings, _Buffers(module)
         self._by_step: dict[int, dict[Place, Any]] = {}
         self._built: dict[Place, Any] = {}  # what the script has changed later, as it was before
         surroundings.leave()
 
     def begin(self, step: int) -> None:
         """Note what the script has set since :meth:`end`, for ``step``."""
+        self._buffers.begin(step)
         if changed := self._surroundings.changed():
             self._built = {place: left for place, (left, _) in changed.items()} | self._built
             self._by_step[step] = {place: now for place, (_, now) in changed.items()}
@@ -123,10 +126,12 @@ class SetByScript:
     def end(self) -> None:
         """Go on behind a step: what was changed up to now was not the script."""
         self._surroundings.leave()
+        self._buffers.leave()
 
     def apply(self, step: int) -> None:
         """Set what the script has set for ``step`` once more."""
         self._surroundings.set(self._by_step.get(step, {}))
+        self._buffers.apply(step)
 
     def rewind(self, step: int) -> None:
         """Have the layers as the script had them in ``step``; the optimizer's groups belong to the state.  Costs time
@@ -135,6 +140,7 @@ class SetByScript:
         found = dict(self._built)
         for each in sorted(number for number in self._by_step if number <= step):
             found |= self._by_step[each]
+        self._buffers.rewind(step)
         self._surroundings.set({place: value for place, value in found.items() if self._surroundings.is_layers(place)})
 
 
@@ -154,6 +160,58 @@ def layers_digest(module: torch.nn.Module) -> str:
         if name
     ]
     return hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
+
+
+class _Buffers:
+    """What a script writes to the buffers of ``module``, or puts in their place, before each of its steps.
+
+    Seen by their versions, which does not see what goes past these, as ``.data`` does.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._built = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        self._by_step: dict[int, dict[str, torch.Tensor]] = {}
+        self._nbytes = 0
+        self.leave()
+
+    def leave(self) -> None:
+        """What is changed from now on is changed for the next step."""
+        self._left = {name: (buffer, buffer._version) for name, buffer in self._module.named_buffers()}
+
+    def begin(self, step: int) -> None:
+        changed = {
+            name: buffer.detach().clone()
+            for name, buffer in self._module.named_buffers()
+            if name not in self._left or self._left[name][0] is not buffer or self._left[name][1] != buffer._version
+        }
+        if changed:
+            self._by_step[step] = changed
+            self._nbytes += sum(each.nbytes for each in changed.values())
+        while self._nbytes > MOST_BYTES:
+            oldest = self._by_step.pop(next(iter(self._by_step)))
+            self._built |= oldest
+            self._nbytes -= sum(each.nbytes for each in oldest.values())
+
+    def apply(self, step: int) -> None:
+        self._set(self._by_step.get(step, {}))
+
+    def rewind(self, step: int) -> None:
+        found = dict(self._built)
+        for each in (number for number in self._by_step if number <= step):
+            found |= self._by_step[each]
+        self._set({name: found[name] for later in self._by_step.values() for name in later if name in found})
+
+    @torch.no_grad()
+    def _set(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, value in values.items():
+            owner, _, own = name.rpartition(".")
+            buffers = self._module.get_submodule(owner)._buffers
+            now = buffers.get(own)
+            if now is None or (now.shape, now.dtype) != (value.shape, value.dtype):
+                buffers[own] = value.clone()
+            else:
+                now.copy_(value)  # the script may hold this very tensor
 
 
 class AsStarted:

@@ -22,8 +22,10 @@ class OnJoin:
     def __init__(self) -> None:
         self._given: list[tuple[Callback, Give | None]] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._given)
+    @property
+    def wants_state(self) -> bool:
+        """Whether there is anything that a peer's script is to hand over."""
+        return any(give is not None for _, give in self._given)
 
     def add(self, callback: Callback, state: Give | None) -> None:
         """Add a pair of functions: ``state()`` gives what ``callback(step, state)`` gets.  Raises RecycleError for what
@@ -51,13 +53,10 @@ class OnJoin:
 
     def joined(self, step: int, state: bytes) -> None:
         """Hand over ``state``, from a peer's script, after ``step``.  Raises RecycleError where it can't be."""
-        if not self._given:
-            return
-        found = (
-            torch.load(io.BytesIO(state), weights_only=False)
-            if state
-            else {"error": "it is gone, and nothing has come"}
-        )
+        found: dict[str, Any] = {"states": [None] * len(self._given)}
+        if self.wants_state:
+            nothing = {"error": "it is gone, and nothing has come"}
+            found = torch.load(io.BytesIO(state), weights_only=False) if state else nothing
         if "error" in found:
             raise RecycleError(
                 f"on_join: a peer's state= has failed, so there is nothing to go on with: {found['error']}"

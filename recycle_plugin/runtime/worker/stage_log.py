@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
 from recycle_plugin.core.messages.protocol import Replay
@@ -20,7 +22,7 @@ from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.devices.port import COPY_S
+from recycle_plugin.runtime.devices.port import COPY_S, Copy, Tensors
 from recycle_plugin.runtime.log.records import Stream
 from recycle_plugin.runtime.movers.shares import SentWeights, Sums
 from recycle_plugin.runtime.stage.gradients import Contributions
@@ -37,6 +39,8 @@ T = TypeVar("T")
 LOOK_S = 0.05  # between two looks at the logs
 MADE_S = 30.0  # how long what was made before the loss may take to be in a log: its writers write all of it at that
 UNBOUNDED = 1 << 62
+DRIFT, DRIFT_OF_HALF = 1e-2, 1e-1  # of the largest number: what a replay may differ by where sums have no order
+HALVES = (torch.bfloat16, torch.float16)
 
 
 class StageLog:
@@ -110,7 +114,7 @@ class ReplayMachine(LoggedWork):
     """The machine of a newcomer that replays its stage, which fills ``state`` from the checkpoints of ``framework``.
 
     ``folder`` has the logs; ``apart()``: a context for what its script does not do over again; ``scripted``: what that
-    has set for its steps.
+    has set for its steps; ``exact``: it gives the same bits.
     """
 
     def __init__(
@@ -123,11 +127,13 @@ class ReplayMachine(LoggedWork):
         folder: Path,
         apart: Callable[[], AbstractContextManager],
         scripted: SetByScript,
+        exact: bool,
         sharing: Sharing,
     ) -> None:
         super().__init__(session, folder)
         self.framework, self.state, self.stepping, self.operations = framework, state, stepping, operations
-        self.apart, self.scripted, self._sharing, self.clock = apart, scripted, sharing, time.monotonic
+        self.apart, self.scripted, self._exact, self._sharing = apart, scripted, exact, sharing
+        self.clock = time.monotonic
         self.address, self.words, self.tell = sharing.address, sharing.world.words, sharing.world.tell
 
     @property
@@ -199,6 +205,14 @@ class ReplayMachine(LoggedWork):
         """What LOAD, F, I, W, B or STEP makes."""
         return self.operations.compute(instruction, have, boundary_only)
 
+    def differs(self, made: Any, sent: Tensors) -> str:
+        """By how much boundary tensors that were made once more are others than were sent, in words; "" where they are
+        the same.
+        """
+        device = self.framework.model.device
+        copy: Copy = device.to_host(made, "what is replayed", shared=True) if type(made) is tuple else made
+        return difference(copy.wait(COPY_S), sent, self._exact)
+
     def add_up_alone(self, instruction: Instruction, have: StepStore) -> Any:
         """The sum of a REDUCE over all contributions of the stage, which are all here."""
         return self.stepping.reduce_alone(instruction.step)
@@ -211,3 +225,24 @@ class ReplayMachine(LoggedWork):
             return self.stepping.tied_of(logged)
         except ValueError as error:
             raise CantReplay("it shares weights with several stages, each of which has others of them") from error
+
+
+def difference(made: Tensors, sent: Tensors, exact: bool) -> str:
+    """By how much ``made`` is something else than ``sent``, in words; "" where its finite numbers are the same, or,
+    unless ``exact``, up to what roundings may have grown to.
+    """
+    for one, other in zip(made, sent, strict=True):
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return f"{one.dtype} of {tuple(one.shape)} where it was {other.dtype} of {tuple(other.shape)}"
+        if torch.equal(one, other):
+            continue
+        if not (one.is_floating_point() or one.is_complex()):
+            return "other whole numbers"
+        finite = one.isfinite() & other.isfinite()
+        ours, theirs = one[finite], other[finite]
+        apart = (ours - theirs).abs().max().item() if len(ours) else 0.0
+        largest = theirs.abs().max().item() if len(ours) else 0.0
+        drift = 0.0 if exact else DRIFT_OF_HALF if one.dtype in HALVES else DRIFT
+        if apart > drift * largest:
+            return f"it differs by {apart:.3g}, and the largest number is {largest:.3g}"
+    return ""

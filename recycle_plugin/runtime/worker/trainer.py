@@ -167,7 +167,7 @@ class Trainer:
         if session.newcomer:
             counts = Counts(self.state)
             self._newcomer = Newcomer(session, framework.optimizer, counts, self._ask, self._follow)
-            self._scripted = SetByScript(self._surroundings)
+            self._scripted = SetByScript(self._surroundings, model.module)
         self._evaluated, self._loadings = 0, 0
 
     # --- what scripts call -------------------------------------------------------------------------
@@ -428,7 +428,7 @@ class Trainer:
             machine,
             self._between_steps,
             settings.max_slowdown,
-            lambda: bool(self._on_join),
+            lambda: self._on_join.wants_state,
             self._replay(machine),
             lockstep,
         )
@@ -438,7 +438,7 @@ class Trainer:
         """How this worker's stage is replayed, where it may come to that."""
         if self._log is None or self._newcomer is None:
             return None
-        session, framework, stepping = self._session, self._framework, self._stepping
+        session, framework, stepping, settings = self._session, self._framework, self._stepping, self._settings
         world = ReplayMachine(
             session,
             framework,
@@ -448,6 +448,7 @@ class Trainer:
             self._log.folder,
             self.apart,
             self._scripted,
+            settings.exact,
             Sharing(
                 self._world,
                 self._transport.address,
@@ -456,8 +457,8 @@ class Trainer:
                 self._why_alone(),
             ),
         )
-        splits, steps = self._settings.split_backward, self._log.steps
-        helpers = Helpers(world, self._store, self.topology, self._blocks(), steps, self._log.limit)
+        splits, steps = settings.split_backward, self._log.steps
+        helpers = Helpers(world, self._store, self.topology, self._blocks(), self._log.limit)
         return StageReplay(world, self._store, machine, self.topology, splits, steps, helpers)
 
     def _why_alone(self) -> str:
@@ -638,9 +639,12 @@ class Trainer:
         self._world.transfer(datum, batch, taker, self._store.valid_from)
 
     def _changed(self) -> Iterator[torch.Tensor]:
-        """The tensors that a step changes, and buffers, which what is left of a step reads."""
+        """The tensors that a step changes, and buffers, which what is left of a step reads; those of a newcomer are its
+        script's own.
+        """
         yield from self.state.tensors().values()
-        yield from self._framework.model.module.buffers()
+        if self._newcomer is None:
+            yield from self._framework.model.module.buffers()
 
     def _randomness(
         self,
