@@ -14,9 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
+from zipfile import BadZipFile, ZipFile, is_zipfile
 from zlib import crc32
 
-from recycle_plugin.errors import NotSaved
+from recycle_plugin.errors import NotSaved, RecycleError
 
 T = TypeVar("T")
 READ = 1 << 20  # bytes at a time
@@ -83,6 +84,21 @@ def write(path: Path, into: Callable[[CheckedFile], object], called: Path | None
             raise OSError(errno.EIO, "what was read back is not what was written")
     except Exception as error:  # what can't be pickled raises whatever it likes
         raise NotSaved(refusal(called or path, (output and output.refused) or error)) from error
+
+
+def verify(path: Path) -> None:
+    """Raise RecycleError where a file that ``torch.save`` has written has other bytes than it was given: ``torch.load``
+    does not look at the CRCs that are in it.  Reads all of the file.
+    """
+    if not is_zipfile(path):
+        return  # torch says what it is
+    try:
+        with ZipFile(path) as file:
+            damaged = file.testzip()
+    except (BadZipFile, NotImplementedError) as error:
+        raise RecycleError(f"{path} is damaged: {error}") from error
+    if damaged is not None:
+        raise RecycleError(f"{path} is damaged: the CRC of {damaged} is another one")
 
 
 class CheckedFile:

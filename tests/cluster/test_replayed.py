@@ -195,6 +195,34 @@ def test_a_log_that_is_not_what_was_written_is_named_and_trains_nothing(launch: 
     assert "Last checkpoint: " in result.output and not result.records
 
 
+def damaged_checkpoint(folder: Path) -> None:
+    """One bit of the file of the lost stage."""
+    for path in folder.glob("checkpoint/automatic_step*/*"):
+        if "stage_01" in path.name or path.name.startswith("layer_02"):
+            flip(path)
+
+
+@BOTH
+def test_a_damaged_checkpoint_is_named_and_trains_nothing(launch: Launch):
+    run = launch(*LOG, faults("kill 0.1 before 1F0.0@9"), shape=ALONE)
+    run.wait_for(lambda: any(event["event"] == "lost" for event in run.events()), "the loss of a stage")
+    damaged_checkpoint(run.folder)
+    result = run.finish()
+    said = [event for event in result.of("recovery") if event["way"] == "end"]
+    assert result.code != 0 and len(said) == 1 and "is damaged: " in said[0]["why"], result.output[-6000:]
+
+
+@pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
+@pytest.mark.parametrize("draws", (True, False))
+def test_random_numbers_that_nobody_can_draw_again_are_found(launch: Launch, draws):
+    """A log has what was made of those that were drawn; who replays would draw others."""
+    more = ("recycle.rng=stream", "recycle.reroute=false", f"dropout={0.1 * draws}")
+    result = launch(*LOG, *more, faults("kill 0.1 before 1F0.2@6"), shape=ALONE).finish()
+    said = [event["why"] for event in result.of("recovery") if event["way"] == "end"]
+    assert (result.code != 0) == draws and len(result.of("replayed")) == (not draws), result.output[-6000:]
+    assert ["is not what was sent of it" in why for why in said] == [True] * draws
+
+
 @pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
 def test_a_full_disk_stops_the_log_and_not_the_training(launch: Launch, reference, tmp_path):
     """It says from which step on nothing can be replayed; nobody waits for it."""

@@ -49,9 +49,8 @@ def test_a_helper_that_is_killed_in_the_middle_is_one_less(launch: Launch, refer
     (
         (("recycle.exact=true",), "are one block"),
         (("++recycle.log.helpers=0",), "recycle.log.helpers is 0"),
-        (("recycle.rng=stream", "recycle.reroute=false"), 'recycle.rng is "stream"'),
     ),
-    ids=("one block", "none wanted", "streams"),
+    ids=("one block", "none wanted"),
 )
 def test_where_nobody_can_help_it_is_replayed_alone(launch: Launch, more, why):
     result = launch(*LOG, *more, faults("kill 0.1 before 1F0.2@6"), shape=Shape(1, 3, 4)).finish()

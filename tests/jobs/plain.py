@@ -36,6 +36,7 @@ DEFAULTS = {
     "recycle": {},
     "schedule": False,
     "by_hand": False,
+    "dropout": 0.1,
     "parts": None,
     "data": None,
     "layer": "",
@@ -50,13 +51,13 @@ OPTIMIZERS = {
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float = 0.1) -> None:
         super().__init__()
         self.norm, self.wide, self.narrow, self.dropout = (
             nn.LayerNorm(width),
             nn.Linear(width, 4 * width),
             nn.Linear(4 * width, width),
-            nn.Dropout(0.1),
+            nn.Dropout(dropout),
         )
         self.register_buffer("scale", torch.ones(1))
         self.register_buffer("shift", torch.zeros(1), persistent=False)
@@ -114,7 +115,7 @@ def layers_of(job) -> list:
     width = job.model.width
     layers = [
         lambda: nn.Embedding(64, width),
-        *[partial(Block, width)] * job.model.layers,
+        *[partial(Block, width, job.dropout)] * job.model.layers,
         lambda: nn.Linear(width, 64),
     ]
     if job.layer == "norm":

@@ -74,6 +74,19 @@ def test_where_somebody_comes_while_the_steps_before_it_settle_all_begin_anew(co
     assert barriers == [f"checkpoint automatic_step{step}"]
 
 
+def test_where_somebody_has_come_nobody_counts_from_one_that_is_under_way(begun, coordinator):
+    """Who has come has none under way, and counts from when it came."""
+    background, session, folders, _, step = begun
+    session.changed_behind, session.generation = step, generation(2, [0, 2])
+    background.before(step + 1)
+    due = background._interval.due
+    assert due == unstarted(step)
+    all_have_written(coordinator, step)
+    session.wait_committed(step)
+    background.before(step + 2)
+    assert background._interval.due == due and not folders.published
+
+
 def all_have_written(coordinator, step: int) -> None:
     place = f"the end of checkpoint automatic_step{step - 1}"
     coordinator.tell(BarrierPassed(place, {"0": [0.1, 1.0, ""]}, step + 2))

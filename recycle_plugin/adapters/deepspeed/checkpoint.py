@@ -123,11 +123,16 @@ class EngineFiles:
         """Take the state of this worker's stage from the checkpoint ``folder``, by itself, as a newcomer does, whose
         collectives are its own.  Raises RecycleError where it can't be had.
         """
-        with self.loading():
-            found = PipelineEngine.load_checkpoint(self.engine, str(folder.parent), folder.name)
-        if found[0] is None:
-            raise RecycleError(f"{folder} has no file of stage {self.engine.stage_id}")
-        self.load_rest(state, Path(found[0]).parent, True)
+        stock = self.engine.checkpoint_engine
+        self.engine.checkpoint_engine = Verified(stock)
+        try:
+            with self.loading():
+                found = PipelineEngine.load_checkpoint(self.engine, str(folder.parent), folder.name)
+            if found[0] is None:
+                raise RecycleError(f"{folder} has no file of stage {self.engine.stage_id}")
+            self.load_rest(state, Path(found[0]).parent, True)
+        finally:
+            self.engine.checkpoint_engine = stock
 
     def load_rest(self, state: StageState, path: Path, with_optimizer: bool) -> None:
         """Load what stock code leaves to the plugin, from the checkpoint at ``path``.  Raises RecycleError where it
@@ -315,6 +320,21 @@ class Durable:
             except NotSaved as error:
                 self._refused = error
         return self._refused is None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+
+class Verified:
+    """DeepSpeed's own checkpoint engine, which reads no file that is damaged."""
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def load(self, path: str, *given: Any, **named: Any) -> Any:
+        """DeepSpeed's call to read a file.  Raises RecycleError where it has other bytes than were written."""
+        folders.verify(Path(path))
+        return self._stock.load(path, *given, **named)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)

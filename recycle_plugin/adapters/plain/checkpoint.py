@@ -56,6 +56,7 @@ class StageFiles:
             raise RecycleError(
                 f"load(): {file} is missing; name a folder that save() has written to, and load with as many stages"
             )
+        folders.verify(file)
         try:
             contents = torch.load(file, map_location=HOST, weights_only=False)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:

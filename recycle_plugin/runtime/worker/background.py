@@ -101,6 +101,7 @@ class Background:
         """Begin anew where the members are others than before, as all of them do, those who have come included."""
         if self._members != self._live():
             if self._valid_from is not None or not self._live() <= self._members:
+                self._begun = None  # who has come has none under way, and would count otherwise
                 self._interval.joined(self._session.changed_behind)
             self._members = self._live()
             self._meter.forget()
@@ -116,7 +117,7 @@ class Background:
         self._arrive(begun)
         while not isinstance(met := self._met(begun), BarrierPassed):
             self._recover()
-            if not begun.members <= self._live():
+            if begun.members != self._live():
                 self._drop()
                 return
             self._arrive(begun)
