@@ -43,7 +43,7 @@ def made(machine: SimulatedMachine, stage: int) -> Waits[HelpedStage]:
 
 
 class HelpedStage:
-    """``stage``, with exact numbers of its own, as the worker on ``machine`` computes it."""
+    """A stage that is not its worker's own: ``stage``, with exact numbers, as the worker on ``machine`` computes it."""
 
     def __init__(self, machine: SimulatedMachine, stage: int) -> None:
         self._machine, scenario = machine, machine.cluster.scenario

@@ -56,6 +56,9 @@ class Worker:
         self.control_view.take(Committed(program.step, {}))
         self.loop.machine.commit(program.step)
 
+    def stop_helping(self) -> None:
+        pass
+
     def held(self) -> set:
         return set()
 

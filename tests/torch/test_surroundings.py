@@ -62,7 +62,12 @@ def test_what_the_script_changes_for_the_next_step_is_put_off():
     assert not surroundings.changed(), "that is put right anyway"
     groups[0]["lr"], groups[0]["betas"], model[1].p, model.temperature = 0.05, (0.8, 0.99), 0.1, 1.0
     model.called = 3
-    assert sorted(surroundings.changed().values(), key=str) == [(0.8, 0.99), 0.05, 0.1, 1.0]
+    assert sorted(surroundings.changed().values(), key=str) == [
+        ((0.9, 0.99), (0.8, 0.99)),
+        (0.1, 0.05),
+        (0.5, 0.1),
+        (2.0, 1.0),
+    ]
     with surroundings.restored():
         assert (groups[0]["lr"], groups[0]["betas"], model[1].p, model.temperature) == (0.1, (0.9, 0.99), 0.5, 2.0)
         groups[0]["weight_decay"] = 0.5

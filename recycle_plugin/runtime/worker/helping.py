@@ -96,7 +96,7 @@ class Helping:
 
 
 class HelpedStage(LoggedWork):
-    """``stage``, which was ``made`` beside the own one of the worker on ``world``."""
+    """A stage that is not its worker's own: ``stage``, which was ``made`` beside that of the worker on ``world``."""
 
     def __init__(
         self, session: Session, world: TorchMachine, how: HowToMake, stage: int, made: MadeStage, folder: Path
