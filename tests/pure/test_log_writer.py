@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import WaitTimeout
+from recycle_plugin.runtime.log.disk import Disk, GrowingFile
 from recycle_plugin.runtime.log.reader import LogReader
 from recycle_plugin.runtime.log.records import Gap
 from recycle_plugin.runtime.log.segment import called, load
@@ -39,6 +42,22 @@ def read(folder: Path) -> LogReader:
     reader = LogReader(folder, RUN)
     assert not reader.verify()
     return reader
+
+
+def test_who_writes_stands_back_behind_who_trains(tmp_path) -> None:
+    priorities = []
+
+    class AskingDisk(Disk):
+        def create(self, path: Path) -> GrowingFile:
+            priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return super().create(path)
+
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    writer = LogWriter(tmp_path, stream(), 1 << 20, News(), disk=AskingDisk())
+    put_step(writer, 1)
+    writer.close()
+    assert priorities and all(each > own for each in priorities)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 # --- the ring --------------------------------------------------------------------------------------------------
