@@ -92,6 +92,7 @@ class ProtocolRule(str, Enum):
     SEAT_RETURNED = "a seat of several shards came to have work again"
     REPLAYED = "a stage was replayed"
     REPLAYED_BESIDE = "a stage was replayed beside another"
+    ACCOMPANIED = "a live worker replayed its stage along"
     SHARED = "another worker made a share of a replay"
     REFUSED = "a worker could not help with a replay"
     DEALT_AGAIN = "what a helper was to make was dealt again"

@@ -48,8 +48,23 @@ def _ending(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
 def _damaged(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
     """It was damaged; or nobody was left of those who had drawn it, and took it with them."""
     found = NOWHERE.fullmatch(why)
+    if _could_be_made(cluster):
+        return False
     gone = (str(datum) for datum in cluster.unlogged if datum.kind == "drawn")
     return found is not None and (found["what"] in cluster.damaged or found["what"] in gone)
+
+
+def _could_be_made(cluster: Cluster) -> bool:
+    """Whether there was a stage that could have made once more what was missing, and has not tried to."""
+    said = [event.details for _, event in cluster.events if event.kind in ("recovery", "stalled")]
+    if (lacks := said[-1]["lacks"]) is None:
+        return False
+    tried: set[int] = set()
+    for details in reversed(said[:-1]):
+        if details.get("way") != "replay":
+            break
+        tried.update(details["stages"], map(int, details["along"]))
+    return lacks not in tried
 
 
 def _lacks(cluster: Cluster, why: str, stages: Collection[int]) -> bool:

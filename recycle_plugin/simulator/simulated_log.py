@@ -124,6 +124,14 @@ class SimulatedLog:
         self.broken.add(step)
         self._machine.send(LogBroken(self._machine.rank, step, why))
 
+    def resume(self) -> None:
+        """Keeps again what comes, as long as the disk has room."""
+        self._off = self._dropped = 0
+
+    def refuses(self) -> str:
+        """Why what comes is not kept."""
+        return FULL if self._off else ""
+
     def flush(self) -> None:
         """Has all on the disk at once."""
         for entry in self._under_way:
@@ -156,6 +164,10 @@ class SimulatedLogs:
         since = CountsFrom(voids, commits).of(datum.step)
         found = (value for log in self._logs for number, value in log.data.get(datum, ()) if number >= since)
         return next(found, None) if records else None
+
+    def damaged(self, datum: Datum) -> bool:
+        """Never: what can't be read is not there."""
+        return False
 
     def faults(self) -> str:
         """Nothing: what can't be read is not there."""

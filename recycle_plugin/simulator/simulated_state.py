@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recycle_plugin.core.messages.protocol import Serving
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 WEIGHT = "weight"
 UNITS = {WEIGHT: 3, **{name: place + 1 for place, name in enumerate(MOMENTS)}}  # with what each weighs
 CATCH_UP = "catch-up"  # the name of a line
+
+
+class KeptState(NamedTuple):
+    """All numbers of a stage."""
+
+    weight: int
+    moments: dict[str, int]
 
 
 class SimulatedState:
@@ -54,6 +61,17 @@ class SimulatedState:
     def digest(self) -> str:
         """What stands for a hash: all numbers."""
         return " ".join(map(str, (self._weight, *self._machine.numbers.moments.values())))
+
+    # --- for itself --------------------------------------------------------------------------------
+
+    def kept(self) -> KeptState:
+        """A copy of it."""
+        return KeptState(self._weight, dict(self._machine.numbers.moments))
+
+    def restore(self, kept: KeptState) -> None:
+        """Takes a copy over."""
+        self._machine.store.put(self._params, kept.weight)
+        self._machine.numbers.moments = dict(kept.moments)
 
     @property
     def _weight(self) -> int:

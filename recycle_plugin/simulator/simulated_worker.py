@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from recycle_plugin import planner
 from recycle_plugin.core.coordinator.step_validation import over
-from recycle_plugin.core.messages.activity import COMPUTES, WAITS, awaited
+from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS, awaited
 from recycle_plugin.core.messages.contributions import NORM
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import Generation, Missing, OfWorker, Ready, Replay, StateHash
@@ -30,6 +30,7 @@ from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.core.worker.companion import Companion
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.filled_stage import FilledStage
@@ -54,7 +55,7 @@ from recycle_plugin.simulator.plain import PlainIterator
 from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
 from recycle_plugin.simulator.script import Died
 from recycle_plugin.simulator.simulated_log import SimulatedLog, SimulatedLogs
-from recycle_plugin.simulator.simulated_state import UNITS, WEIGHT, Pipe, SimulatedState, inlet, opened
+from recycle_plugin.simulator.simulated_state import UNITS, WEIGHT, KeptState, Pipe, SimulatedState, inlet, opened
 
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
@@ -145,9 +146,12 @@ class SimulatedMachine:
             self, self.worker, cluster.planner, scenario.shape, seat, self.steps, self.lockstep
         )
         self.worker.applied = self.loop.applied
-        if scenario.logs:
+        self.replays_along = False
+        replay = None if log is None else self._replay(log)
+        if replay is not None:
             blocks, splits = scenario.policy.blocks(scenario.shape), scenario.policy.split_backward
             self.worker.helper = Helper(self, scenario.shape, blocks, splits)
+            self.worker.companion = Companion(self, self.store, self.steps, replay, self.worker.undo)
         self.newcomer = (
             Newcomer(
                 self,
@@ -155,7 +159,7 @@ class SimulatedMachine:
                 FilledStage(self, self.store, self.steps),
                 partial(inlet, self),
                 self.worker.skip_to,
-                replay=None if log is None else self._replay(log),
+                replay=replay,
             )
             if incarnation
             else None
@@ -261,6 +265,28 @@ class SimulatedMachine:
             self.at = (WAITS, what)
             yield LOOK_US
         return value
+
+    @property
+    def replays(self) -> bool:
+        """Whether this worker replays its stage."""
+        return self.control_view.outside or self.replays_along
+
+    def keep_state(self) -> tuple[KeptState, int]:
+        """All numbers of the stage, and the learning rate."""
+        self.replays_along = True
+        self.cluster.exercised[ProtocolRule.ACCOMPANIED] += 1
+        return self.shared.kept(), self.numbers.rate
+
+    def otherwise(self, kept: tuple[KeptState, int]) -> str:
+        """Says so where the numbers are others, though nobody rounds."""
+        now, (before, _) = self.shared.kept(), kept
+        return "" if now == before or self.cluster.scenario.rounds else f"{now}, and it was {before}"
+
+    def put_back(self, kept: tuple[KeptState, int]) -> None:
+        """Has all numbers again."""
+        self.replays_along = False
+        numbers, self.numbers.rate = kept
+        self.shared.restore(numbers)
 
     def restore(self, replay: Replay) -> Waits[int]:
         """Takes the state of this stage from a checkpoint; the value is what it weighs."""
@@ -444,7 +470,8 @@ class SimulatedMachine:
         """Yields the microseconds that ``instruction`` takes; for ever on a stuck worker."""
         if instruction.op in (Op.REDUCE, Op.TIE, Op.VALIDATE):
             return
-        if self.control_view.outside:
+        if self.replays:
+            self.at = (ELSEWHERE, f"{instruction} of a replay")
             self.cluster.replayed.append((self.seat, instruction))
             self.cluster.exercised[ProtocolRule.DEALT_AGAIN] += self._was_dealt(instruction)
             self.reach("before", self.seat, instruction)
@@ -497,7 +524,7 @@ class SimulatedMachine:
         """Makes what ``instruction`` provides, in exact numbers, and tells the watcher."""
         if self.shared.applies is not None:
             return self.shared.follow(instruction.step)
-        if self.control_view.outside:  # it replays, so far only here, where nobody waits for it
+        if self.replays:  # so far only here, where nobody waits for it
             made = self.numbers.compute(instruction, have, boundary_only)
             if instruction.op is Op.STEP:
                 (weight,) = made.values()

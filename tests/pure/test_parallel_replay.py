@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import CaughtUp, Generation, Note, Replay
+from recycle_plugin.core.messages.protocol import Generation, Note, Replay
 from recycle_plugin.core.vocabulary.blocks import Block, Blocks
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
@@ -21,7 +21,7 @@ from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.helper import CantHelp, Helper
-from recycle_plugin.core.worker.replay import CantReplay, StageReplay, StageWork, Times
+from recycle_plugin.core.worker.replay import Replayed, StageReplay, StageWork, Times
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
 from recycle_plugin.core.worker.step_log import StepLog, StepRecord
@@ -139,6 +139,7 @@ class Line(Work):
         self.live = {each.rank: Live(each, self, refuses.get(each.rank, "")) for each in HELPERS}
         self.helpers = {rank: Helper(each, SHAPE, blocks, True) for rank, each in self.live.items()}
         self.step = 1
+        self.took: Replayed | None = None
 
     def clock(self) -> float:
         return self.now
@@ -152,6 +153,9 @@ class Line(Work):
 
     def why_alone(self) -> str:
         return ""
+
+    def forget_sums(self, after: int) -> None:
+        self.summed = []
 
     def set_for(self, step: int) -> None:
         self.set_to = step
@@ -206,8 +210,12 @@ def replayed(
     helpers = Helpers(machine, store, shape, Blocks(shape, size), limit)
     replay = StageReplay(machine, store, StepMachine(0), shape, True, log, helpers)
     machine.tied_of = lambda logged: logged
-    for _ in replay.run(Replay(0, "a folder", 2, **({"stages": (1,), "helpers": HELPERS} | more))):
-        pass
+    run = replay.run(Replay(0, "a folder", 2, **({"stages": (1,), "helpers": HELPERS} | more)))
+    while machine.took is None:
+        try:
+            next(run)
+        except StopIteration as end:
+            machine.took = end.value
     assert store.committed == 2
     return machine
 
@@ -231,7 +239,7 @@ def test_blocks_are_dealt_in_turn_and_each_is_made_once():
     assert lots(machine, 1) == {0: [["0.1", "1.1"]], 4: [["0.2", "1.2"]], 5: [["0.3", "1.3"]]}
     assert machine.summed == ["0.0", "1.0"] * 2
     assert machine.added == [(step, [f"0.{n}", f"1.{n}"]) for step in (1, 2) for n in (1, 2, 3)]
-    assert machine.sent[-1] == CaughtUp(2, 2, 7, 0, helpers=3)
+    assert machine.took == Replayed(bytes=7, helpers=3)
 
 
 def test_each_step_comes_with_its_own_weights():
@@ -302,7 +310,7 @@ ALONE = {
 def test_where_nobody_helps_it_is_said_why(given, why):
     machine = replayed(**given)
     assert not any(isinstance(word, (Call, Lot)) for _, word in machine.told)
-    assert why in note(machine).details["why"] and machine.sent[-1].helpers == 0
+    assert why in note(machine).details["why"] and machine.took == Replayed(7, helpers=0)
 
 
 @pytest.mark.parametrize("limit, size, called", ((1, 1, 1), (None, 1, 3), (None, 2, 3), (None, 4, 1)))

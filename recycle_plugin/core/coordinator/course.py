@@ -114,7 +114,7 @@ class Course:
         steps.
         """
         self.attendance.begin(roster, job)
-        self.job, self.logs = job, replays.Logs(job.log)
+        self.job, self.logs = job, replays.Logs(job.log, job.stages)
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)
@@ -128,6 +128,7 @@ class Course:
         """Takes another number of micro-batches.  The first worker who says it says it for all."""
         if self.attendance.resize(message.micro_batches):
             self._throughput_floor.resize(message.full_us)
+            self.logs.resized(self.committed + 1)
             out.say(
                 "batch",
                 f"from step {self.committed + 1} on {message.batch} samples a step, {message.micro_batches} "

@@ -26,6 +26,7 @@ from recycle_plugin.core.coordinator.enrolment import Enrolment, weak_points
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput, Event
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import (
+    Accompanied,
     Answer,
     Ask,
     BarrierPassed,
@@ -150,6 +151,12 @@ class Membership:
                 self.course.logs.heard(message)
             case LogBroken():
                 self._log_broken(message, out)
+            case Replaying():
+                replays.progress(self.course, message, now, out)
+            case Accompanied() | CaughtUp():
+                replays.accompanied(self.course, message, now, out)
+            case Unreplayable():
+                replays.unreplayable(self.course, message, now, out)
             case OutOfData():
                 self.course.out_of_data(message, now, out)
             case Stepped():
@@ -285,7 +292,7 @@ class Membership:
             case Replaying():
                 replays.progress(self.course, message, now, out)
             case Unreplayable():
-                replays.unreplayable(self.course, message, out)
+                replays.unreplayable(self.course, message, now, out)
             case LogBroken():
                 self._log_broken(message, out)
             case SurvivorReport():

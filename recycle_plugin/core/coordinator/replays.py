@@ -5,6 +5,10 @@ which everybody stops between two instructions and keeps what it has.  A newcome
 last durable checkpoint and replays what is committed since (core/worker/replay.py); then it is a member at once, and
 what was begun and not committed is finished by lineage, as after any loss.
 
+What a neighbour has sent to that stage may be in no log that can be read: its boundary is not logged, its disk was
+full, a file is damaged.  Then a live worker of the neighbour, a *companion*, replays along (core/worker/companion.py);
+and where what that one needs can't be read either, the next stage's does too, up to the whole pipeline.
+
 Which way a loss goes is decided here, once, and said with its reasons: peers of the stage take its work; or it is
 replayed; or the job ends, and names the checkpoint to go on from.
 """
@@ -18,6 +22,7 @@ from typing import TYPE_CHECKING
 from recycle_plugin.core.coordinator.joining import Newcomer, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.messages.protocol import (
+    Accompanied,
     CaughtUp,
     Durable,
     LogBroken,
@@ -44,8 +49,13 @@ class Logs:
     heard of the stages that are to be replayed; None where there are none.
     """
 
-    def __init__(self, kept: bool = False) -> None:
-        self.kept = kept
+    def __init__(self, kept: bool = False, stages: int = 0) -> None:
+        self.kept, self._stages = kept, stages
+        self.boundaries = frozenset(range(stages - 1))  # that are logged: number b is between stages b and b + 1
+        self.companions: dict[int, WorkerId] = {}  # who replays along, by stage
+        self.accompanied: set[WorkerId] = set()  # of these, who has done so
+        self._unreadable: dict[int, str] = {}  # stages of which something was logged and is not found, and what
+        self._resized = 0  # the first step that has another number of micro-batches than those before
         self._durable: Durable | None = None
         self._broken: dict[WorkerId, tuple[LogBroken, int]] = {}  # with the worker's stage
         self._written: dict[WorkerId, int] = {}  # the last step that is on a worker's disk, as far as it has said
@@ -64,6 +74,7 @@ class Logs:
         if not self.kept or (self._durable is not None and message.step <= self._durable.step):
             return False
         self._durable = message
+        self._unreadable.clear()
         self._broken = {worker: each for worker, each in self._broken.items() if each[0].step > message.step}
         return True
 
@@ -84,11 +95,26 @@ class Logs:
             why = "it was lost, and only what was before that was surely on its disk"
             self.broken(LogBroken(worker.rank, written + 1, why, incarnation=worker.incarnation), member.seat.stage)
 
+    def resized(self, step: int) -> None:
+        """Takes in that from ``step`` on there is another number of micro-batches."""
+        self._resized = step
+
+    def unreadable(self, stage: int, why: str) -> None:
+        """Takes in that something that ``stage`` has sent is in no log, and ``why`` one knows."""
+        self._unreadable.setdefault(stage, why)
+
+    def accompanies(self, member: Member, why: str) -> None:
+        """Takes in that ``member`` replays its stage along, and ``why``: its log keeps again what it refused before."""
+        self.companions[member.seat.stage] = member.worker
+        self._unreadable.setdefault(member.seat.stage, why)
+        self._broken.pop(member.worker, None)
+
     def replayed(self, by: Member, committed: int) -> None:
         """Takes in that the stage of ``by`` was replayed up to step ``committed``: all that it had sent is logged anew,
         but what ``by`` says that it could not.
         """
         stage = by.seat.stage
+        self._unreadable.pop(stage, None)
         self._broken = {
             worker: (replace(each, step=max(each.step, committed + 1)), its)
             if its == stage and worker != by.worker
@@ -115,19 +141,42 @@ class Logs:
         """Takes in that all have loaded another state, to which no log leads."""
         self._durable = None
         self._broken.clear()
+        self._unreadable.clear()
 
-    def why_not(self, committed: int, stages: Collection[int]) -> str:
-        """Why ``stages`` can't be replayed up to ``committed``, in words; empty where they can.  What they have sent to
-        each other is made again.
-        """
+    def why_not(self) -> str:
+        """Why no stage can be replayed, in words; empty where they can."""
         if not self.kept:
             return "nothing is logged (recycle.log)"
         if self._durable is None:
             return "no checkpoint that a stage could be replayed from is durable yet"
-        for worker, (each, stage) in sorted(self._broken.items()):
-            if each.step <= committed and stage not in stages and {stage - 1, stage + 1}.intersection(stages):
-                return f"the log of rank {worker.rank} lacks something of step {each.step}: {each.why}"
+        if self._durable.step < self._resized - 1:
+            return f"from step {self._resized} on, behind the last checkpoint, steps have other micro-batches"
         return ""
+
+    def along(self, committed: int, lost: Collection[int]) -> dict[int, str]:
+        """The live stages that have to be replayed up to ``committed`` along with those ``lost``, each with the reason:
+        what it has sent to one of them can't be read.  What all of these send each other is made again.
+
+        Costs a look at each log that has broken off, for each of them.
+        """
+        found: dict[int, str] = {}
+        group = list(lost)
+        for stage in group:
+            for other in (stage - 1, stage + 1):
+                is_live = 0 <= other < self._stages and other not in group
+                if is_live and (why := self._why_along(other, min(stage, other), committed)):
+                    found[other] = why
+                    group.append(other)
+        return found
+
+    def _why_along(self, stage: int, boundary: int, committed: int) -> str:
+        """Why what ``stage`` has sent over ``boundary`` can't be read up to ``committed``; empty where it can."""
+        if boundary not in self.boundaries:
+            return f"the boundary {boundary}|{boundary + 1} is not logged"
+        for worker, (each, its) in sorted(self._broken.items()):
+            if its == stage and each.step <= committed:
+                return f"the log of rank {worker.rank} lacks something of step {each.step}: {each.why}"
+        return self._unreadable.get(stage, "")
 
 
 def is_awaited(course: Course, stage: int) -> bool:
@@ -153,18 +202,45 @@ def after_loss(course: Course, now: float, out: CoordinatorOutput) -> bool:
     if logs.waits_since is None:
         logs.lost_at = now
     logs.waits_since = now
-    steps = course.committed - logs.checkpoint.step
+    _say_replay(course, f"stage {stages} has nobody left: it is replayed from the logs", out)
+    course.go_on_without(f"stage {stages} is replayed", now, out)
+    _accompany(course, out)
+    return True
+
+
+def _say_replay(course: Course, what: str, out: CoordinatorOutput) -> None:
+    """Says what is replayed, from where, and who replays along."""
+    empty, checkpoint = course.attendance.view(course.roster).empty_stages(), course.logs.checkpoint.step
+    along, steps = course.logs.along(course.committed, empty), course.committed - checkpoint
+    live = "".join(f", stage {stage} along with it ({why})" for stage, why in sorted(along.items()))
     out.say(
         "recovery",
-        f"stage {stages} has nobody left: it is replayed from the logs, {steps} step{'s' * (steps != 1)} behind the "
-        f"checkpoint of step {logs.checkpoint.step}, and the others wait with all they have",
+        f"{what}{live}, {steps} step{'s' * (steps != 1)} behind the checkpoint of step {checkpoint}, and the others "
+        "wait with all they have",
         way="replay",
         stages=list(empty),
+        along={str(stage): why for stage, why in sorted(along.items())},
         steps=steps,
-        checkpoint=logs.checkpoint.step,
+        checkpoint=checkpoint,
     )
-    course.go_on_without(f"stage {stages} is replayed", now, out)
-    return True
+
+
+def _accompany(course: Course, out: CoordinatorOutput) -> None:
+    """Has a live worker of each stage that is to be replayed along do so; those that do so already go on."""
+    empty = course.attendance.view(course.roster).empty_stages()
+    for stage, why in course.logs.along(course.committed, empty).items():
+        if course.logs.companions.get(stage) not in course.roster.workers:
+            member = course.roster.first_working(stage)
+            course.logs.accompanies(member, why)
+            out.tell(member.worker, _replay(course))
+
+
+def _replay(course: Course, helpers: tuple[Member, ...] = ()) -> Replay:
+    """What a worker is told that is to replay its stage."""
+    checkpoint, empty = course.logs.checkpoint, course.attendance.view(course.roster).empty_stages()
+    stages = tuple(sorted({*empty, *course.logs.along(course.committed, empty)}))
+    valid_from, passed = max(checkpoint.valid_from, course.steps.valid_from), tuple(course.logs.passed)
+    return Replay(checkpoint.step, checkpoint.path, course.committed, stages, valid_from, passed, helpers)
 
 
 def why_not(course: Course, empty: tuple[int, ...]) -> str:
@@ -183,7 +259,7 @@ def why_not(course: Course, empty: tuple[int, ...]) -> str:
     for stage in empty:
         if _is_abandoned(course, stage):
             return f"of those that were to replay stage {stage}, too many in a row died before they had done so"
-    return course.logs.why_not(course.committed, empty)
+    return course.logs.why_not()
 
 
 def _is_abandoned(course: Course, stage: int) -> bool:
@@ -201,22 +277,42 @@ def catch_up(course: Course, newcomer: Newcomer, out: CoordinatorOutput) -> None
         newcomer.phase = Phase.WAITING
         return
     newcomer.phase = Phase.REPLAYING
-    checkpoint = course.logs.checkpoint
-    stages = course.attendance.view(course.roster).empty_stages()
-    valid_from, passed = max(checkpoint.valid_from, course.steps.valid_from), tuple(course.logs.passed)
-    helpers = tuple(member for member in course.roster if not member.joining)
-    out.tell(
-        newcomer.member.worker,
-        Replay(checkpoint.step, checkpoint.path, course.committed, stages, valid_from, passed, helpers),
-    )
+    out.tell(newcomer.member.worker, _replay(course, tuple(member for member in course.roster if not member.joining)))
 
 
 def progress(course: Course, message: Replaying, now: float, out: CoordinatorOutput) -> None:
-    """Takes in that a newcomer has replayed a step: who waits for its stage is told, and waits on."""
-    newcomer = course.joining.get(message.worker)
-    if newcomer is not None and newcomer.phase is Phase.REPLAYING:
+    """Takes in that a worker has replayed a step: who waits for that is told, and waits on."""
+    if _replays(course, message.worker):
         course.logs.waits_since = now
         out.tell(WORKERS, message)
+
+
+def _replays(course: Course, worker: WorkerId) -> bool:
+    """Whether ``worker`` is to replay its stage, and has not said yet that it has."""
+    newcomer, logs = course.joining.get(worker), course.logs
+    along = worker in logs.companions.values() and worker not in logs.accompanied
+    return along or (newcomer is not None and newcomer.phase is Phase.REPLAYING)
+
+
+def accompanied(course: Course, message: Accompanied | CaughtUp, now: float, out: CoordinatorOutput) -> None:
+    """Takes in that a companion has come to its own state again; once all have, and all stages have somebody, all go
+    on.  One that has just replayed its stage as a newcomer does so as a newcomer once more.
+    """
+    member = course.roster.member(message.worker)
+    if member is None or not _replays(course, message.worker):
+        return
+    course.logs.accompanied.add(message.worker)
+    course.logs.replayed(member, course.committed)
+    course.logs.waits_since = now
+    out.say(
+        "accompanied",
+        f"{member} has replayed steps {course.logs.checkpoint.step + 1} to {message.step} of its stage along, and come "
+        "to the state that it had",
+        seat=str(member.seat),
+        rank=member.rank,
+        step=message.step,
+    )
+    _let_in(course, now, out)
 
 
 def replayed(course: Course, newcomer: Newcomer, message: CaughtUp, now: float, out: CoordinatorOutput) -> None:
@@ -242,7 +338,9 @@ def replayed(course: Course, newcomer: Newcomer, message: CaughtUp, now: float, 
 def _let_in(course: Course, now: float, out: CoordinatorOutput) -> None:
     """Goes on in a generation that has all who have replayed their stages, if they are enough for all stages."""
     done = [each for each in course.joining if each.phase is Phase.REPLAYED]
-    if {each.stage for each in done} < set(course.attendance.view(course.roster).empty_stages()):
+    if not {each.stage for each in done} >= set(course.attendance.view(course.roster).empty_stages()):
+        return
+    if any(_replays(course, worker) for worker in course.roster.workers):
         return
     news = [replace(each.member, joining=False) for each in done if each.member.worker not in course.roster.workers]
     course.attendance.roster = Roster((*course.roster, *news))
@@ -257,6 +355,8 @@ def _let_in(course: Course, now: float, out: CoordinatorOutput) -> None:
         seconds=round(now - course.logs.lost_at, 4),
     )
     course.logs.waits_since = None
+    course.logs.companions.clear()
+    course.logs.accompanied.clear()
     course.go_on_without(f"stage {', '.join(map(str, stages))} was replayed", now, out)
 
 
@@ -272,13 +372,31 @@ def gone(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput)
             catch_up(course, other, out)
 
 
-def unreplayable(course: Course, message: Unreplayable, out: CoordinatorOutput) -> None:
-    """Ends the job, since a stage can't be replayed and nobody has it."""
-    newcomer = course.joining.get(message.worker)
+def unreplayable(course: Course, message: Unreplayable, now: float, out: CoordinatorOutput) -> None:
+    """Has the stage replayed along that could make once more what is missing; where there is none, or it has done so
+    already, ends the job.
+    """
+    if not _replays(course, message.worker):
+        return
+    newcomer, member = course.joining.get(message.worker), course.roster.member(message.worker)
+    replays = newcomer.member if newcomer is not None else member
+    assert replays is not None, "who replays is a newcomer or a member"
+    stage = replays.seat.stage
+    if message.lacks is None or message.lacks in (*_replay(course).stages, *course.logs.companions):
+        text = f"stage {stage} can't be replayed: {message.why}"
+        out.say("recovery", text, way="end", stages=[stage], why=message.why, lacks=message.lacks)
+        empty = ", ".join(map(str, course.attendance.view(course.roster).empty_stages()))
+        course.end(f"stage {empty} has no live worker left, and {text}. {course.ending.safe_point}", out)
+        return
+    course.logs.unreadable(message.lacks, message.why)
+    course.logs.waits_since = now
+    _say_replay(course, f"stage {stage} is replayed once more", out)
+    _accompany(course, out)
     if newcomer is not None and newcomer.phase is Phase.REPLAYING:
-        text = f"stage {newcomer.stage} can't be replayed: {message.why}"
-        out.say("recovery", text, way="end", stages=[newcomer.stage], why=message.why)
-        course.end(f"stage {newcomer.stage} has no live worker left, and {text}. {course.ending.safe_point}", out)
+        newcomer.phase = Phase.BEHIND
+        catch_up(course, newcomer, out)
+    else:
+        out.tell(message.worker, _replay(course))
 
 
 def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:

@@ -78,7 +78,9 @@ def serving(course: Course, message: Serving, out: CoordinatorOutput) -> None:
 def caught_up(course: Course, message: CaughtUp, now: float, out: CoordinatorOutput) -> None:
     """Takes in that a newcomer follows, and asks to take part."""
     newcomer = course.joining.get(message.worker)
-    if newcomer is not None and newcomer.phase is Phase.REPLAYING:
+    if message.worker in course.logs.companions.values():
+        replays.accompanied(course, message, now, out)
+    elif newcomer is not None and newcomer.phase is Phase.REPLAYING:
         replays.replayed(course, newcomer, message, now, out)
     elif newcomer is not None and newcomer.phase is Phase.CATCHING_UP:
         newcomer.phase = Phase.CAUGHT_UP

@@ -98,16 +98,26 @@ class CaughtUp(OfWorker):
 
 @dataclass(frozen=True)
 class Replaying(OfWorker):
-    """A newcomer has replayed ``step`` from the logs; the coordinator passes it on to those who wait for its stage."""
+    """A worker has replayed ``step`` from the logs; the coordinator passes it on to those who wait for that."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Accompanied(OfWorker):
+    """A live worker has replayed its stage up to ``step``, for others that need what it sends, and has its state
+    again.
+    """
 
     step: int
 
 
 @dataclass(frozen=True)
 class Unreplayable(OfWorker):
-    """A newcomer can't replay its stage, and ``why``."""
+    """A worker can't replay its stage, and ``why``.  ``lacks``: the stage that could make once more what is missing."""
 
     why: str
+    lacks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -563,8 +573,9 @@ class Serve:
 
 @dataclass(frozen=True)
 class Replay:
-    """To a newcomer of a stage that nobody holds: take the state after ``step`` from the checkpoint in the folder
-    ``path``, and replay the stage from the logs up to ``committed``.
+    """To a newcomer of a stage that nobody holds, or a live worker of one beside it (core/worker/companion.py): take
+    the state after ``step`` from the checkpoint in the folder ``path``, and replay the stage from the logs up to
+    ``committed``.
 
     ``stages``: all that are being replayed, whose logs grow meanwhile; ``valid_from``: the generation from which data
     is valid by now; ``passed``: the barriers that all have passed since that step: at others they may be waiting, for

@@ -45,7 +45,7 @@ class ControlView:
     """The view of the worker of ``rank`` on the job; ``incarnation``: which one of those that have had the rank.
 
     ``durable``: the step of the last checkpoint that logs reach back to; ``replayed``: how many words have come of
-    stages that are being replayed, ``replay``: what this newcomer is to replay, if it is.
+    stages that are being replayed, ``replay``: what this worker is to replay, if it is.
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
     adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force,
@@ -237,7 +237,7 @@ class ControlView:
             yield self.news.popleft()
 
     def take_replay(self) -> Replay | None:
-        """Takes out what this newcomer is to replay, if that was not taken before."""
+        """Takes out what this worker is to replay, if that was not taken before."""
         found, self.replay = self.replay, None
         return found
 
@@ -274,7 +274,7 @@ class ControlView:
 
     def adopt(self, generation: Generation) -> None:
         """Makes ``generation`` the membership in force from now on."""
-        before, self.generation = self.roster.workers, generation
+        before, self.generation, self.replay = self.roster.workers, generation, None
         self.since = self._resume.committed if self._resume is not None else 0
         if self.roster.workers != before:
             self.changed_behind = self.since

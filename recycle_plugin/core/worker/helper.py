@@ -132,7 +132,7 @@ class Helper:
             for micro_batch in self._members[block]:
                 if not wanted():
                     return None
-                yield from work.run(lot.step, micro_batch)
+                yield from work.run(lot.step, (micro_batch,))
         return Share(self._worker, lot.by, lot.number, stage.sums(lot.step, lot.blocks), tuple(self._kept))
 
     @property

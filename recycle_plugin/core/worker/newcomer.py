@@ -116,10 +116,11 @@ class Newcomer:
         try:
             if self._wants_script():
                 raise CantReplay("what its script hands over by on_join was lost with the stage's last worker")
-            yield from self._replay.run(replay)
+            took = yield from self._replay.run(replay)
         except CantReplay as error:
-            self._port.send(Unreplayable(self._view.rank, str(error)))
+            self._port.send(Unreplayable(self._view.rank, str(error), error.stage))
         else:
+            self._port.send(CaughtUp(self._view.rank, replay.committed, took.bytes, 0, took.helpers))
             if self._view.place is not None:
                 self._skip(self._view.place)
 

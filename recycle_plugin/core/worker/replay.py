@@ -11,11 +11,11 @@ others help (core/worker/shared_replay.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from recycle_plugin.core.messages.protocol import CaughtUp, Replay, Replaying
+from recycle_plugin.core.messages.protocol import Replay, Replaying
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides
 from recycle_plugin.core.vocabulary.ids import MicroBatch
@@ -67,6 +67,9 @@ class ReplayingMachine(WorkingMachine, Protocol):
     def restore(self, replay: Replay) -> Waits[int]:
         """Takes the state of this worker's stage from a checkpoint; the value is its bytes.  Raises CantReplay."""
 
+    def forget_sums(self, after: int) -> None:
+        """Drops the weight gradients of the steps after ``after`` that were added up here."""
+
     def set_for(self, step: int) -> None:
         """Sets what the script, which has been at ``step`` before, had set for it: learning rates and the like."""
 
@@ -88,7 +91,11 @@ OTHERWISE = (
 
 
 class CantReplay(Exception):
-    """The stage can't be replayed, and why."""
+    """The stage can't be replayed, and why.  ``stage``: the one that could make once more what is missing."""
+
+    def __init__(self, why: str, stage: int | None = None) -> None:
+        super().__init__(why)
+        self.stage = stage
 
 
 class StageWork:
@@ -109,10 +116,30 @@ class StageWork:
         self._machine, self._store, self._shape, self._splits, self.keep = machine, store, shape, splits, keep
         self._stage, self.logs = store.seat.stage, machine.logs()
         self.others: frozenset[int] = frozenset()  # stages that are replayed meanwhile
+        self.refused: Callable[[], str] = str  # why what these need is not logged here
 
-    def run(self, step: int, micro_batch: MicroBatch) -> Iterator[Any]:
-        """Does all of it with a micro-batch.  Raises JobEnded and CantReplay."""
-        for instruction in self._work(step, micro_batch):
+    def run(self, step: int, micro_batches: Sequence[MicroBatch]) -> Iterator[Any]:
+        """Does all of it with ``micro_batches``.  Raises JobEnded and CantReplay.
+
+        One after the other; where the stages behind this one are replayed meanwhile, forwards go before backwards by as
+        many as these are, so that all of them work at once (1F1B).
+        """
+        begun, ahead = 0, self._behind()
+        for done, micro_batch in enumerate(micro_batches):
+            while begun < min(done + 1 + ahead, len(micro_batches)):
+                yield from self._do(self._forward(step, micro_batches[begun]))
+                begun += 1
+            yield from self._do(self._backward(step, micro_batch))
+
+    def _behind(self) -> int:
+        """How many stages behind this one, without one between, are replayed meanwhile."""
+        last = self._stage
+        while last + 1 in self.others:
+            last += 1
+        return last - self._stage
+
+    def _do(self, instructions: Iterable[Instruction]) -> Iterator[Any]:
+        for instruction in instructions:
             for datum in list(self._store.missing(instruction)):
                 yield from self._fetch(datum)
             yield from self._machine.spend(instruction)
@@ -135,26 +162,50 @@ class StageWork:
         what = f"the sum over tied weights of step {step}"
         return (yield from self.wait(what, logged, not self.others.issuperset(others)))
 
-    def wait(self, what: str, look: Callable[[], T | None], made: bool) -> Waits[T]:
-        """What ``look()`` finds in the logs, as soon as that is there; see WorkingMachine.wait_logged."""
+    def wait(self, what: str, look: Callable[[], T | None], made: bool, stage: int | None = None) -> Waits[T]:
+        """What ``look()`` finds in the logs, as soon as that is there; see WorkingMachine.wait_logged.  ``stage``: who
+        could make it once more.
+        """
+
+        def found() -> T | None:
+            if self.others and (why := self.refused()):
+                raise CantReplay(f"what other stages need of stage {self._stage} can't be logged: {why}")
+            return look()
+
         try:
-            return (yield from self._machine.wait_logged(what, look, made))
+            return (yield from self._machine.wait_logged(what, found, made))
         except CantReplay as error:
             faults = self.logs.faults()
-            raise CantReplay(f"{error}{f', where {faults}' * bool(faults)}") from None
+            raise CantReplay(f"{error}{f', where {faults}' * bool(faults)}", stage) from None
 
-    def _work(self, step: int, micro_batch: MicroBatch) -> Iterator[Instruction]:
-        """What the stage does with a micro-batch, in an order in which it waits for as little as can be."""
+    def _forward(self, step: int, micro_batch: MicroBatch) -> list[Instruction]:
         loads = self._stage in (0, self._shape.stages - 1)
-        backward = (Op.I, Op.W) if self._splits else (Op.B,)
-        for op in (*[Op.LOAD] * loads, Op.F, *backward):
-            yield Instruction(op, self._stage, micro_batch, step)
+        return [Instruction(op, self._stage, micro_batch, step) for op in (*[Op.LOAD] * loads, Op.F)]
+
+    def _backward(self, step: int, micro_batch: MicroBatch) -> list[Instruction]:
+        ops = (Op.I, Op.W) if self._splits else (Op.B,)
+        return [Instruction(op, self._stage, micro_batch, step) for op in ops]
 
     def _fetch(self, datum: Datum) -> Iterator[Any]:
-        value = yield from self.wait(str(datum), lambda: self.logs.get(datum), datum.stage not in self.others)
+        made, stage = datum.stage not in self.others, datum.stage if datum.kind in TRAVELS else None
+
+        def look() -> Any:
+            value = self.logs.get(datum)
+            if value is None and made and self.logs.damaged(datum):
+                raise CantReplay(f"{datum} is damaged")
+            return value
+
+        value = yield from self.wait(str(datum), look, made, stage)
         self._store.put(datum, value)
         if datum.kind not in TRAVELS:
             self.keep(datum, value)
+
+
+class Replayed(NamedTuple):
+    """What a replay has taken: ``bytes`` of a checkpoint, and how many have helped to the end."""
+
+    bytes: int
+    helpers: int
 
 
 class StageReplay:
@@ -178,31 +229,34 @@ class StageReplay:
         self._splits, self._helpers, self._stage = splits, helpers, store.seat.stage
         self.clock: int | None = None
 
-    def run(self, replay: Replay) -> Iterator[Any]:
-        """Replays what ``replay`` says, and tells the coordinator.  Raises JobEnded and CantReplay."""
+    def run(self, replay: Replay) -> Waits[Replayed]:
+        """Replays what ``replay`` says; the value says how.  Raises JobEnded and CantReplay."""
         self.clock = None
         self._steps.stepped = self._steps.committed = replay.step
         self._store.rewind(replay.step, self._store.valid_from)
+        self._machine.forget_sums(replay.step)  # of a replay that was given up, too
         times = Times(self._machine.clock)
         self._helpers.call(replay)
         with times.of("load"):
             size = yield from self._machine.restore(replay)
         with times.of("spawn"):
             yield from self._helpers.gather()
-        self._log.begin(replay.step)
+        with self._log.replaying(replay.step):
+            yield from self._run(replay, times)
+        self._store.valid_from = max(self._store.valid_from, replay.valid_from)
+        helped = self._helpers.report(replay, times)
+        self.clock = replay.committed
+        return Replayed(size, helped)
+
+    def _run(self, replay: Replay, times: Times) -> Iterator[Any]:
         work = StageWork(
             self._machine, self._store, self._shape, self._splits, lambda datum, value: self._keep(work, datum, value)
         )
-        work.others = frozenset(replay.stages) - {self._stage}
-        rank = self._machine.control_view.rank
+        work.others, work.refused = frozenset(replay.stages) - {self._stage}, self._log.refuses
         for step in range(replay.step + 1, replay.committed + 1):
             yield from self._step(work, (yield from work.record(step)), times)
-            self._machine.send(Replaying(rank, step))
-        self._store.valid_from = max(self._store.valid_from, replay.valid_from)
+            self._machine.send(Replaying(self._machine.control_view.rank, step))
         self._log.flush()
-        helped = self._helpers.report(replay, times)
-        self.clock = replay.committed
-        self._machine.send(CaughtUp(rank, replay.committed, size, 0, helped))
 
     def _step(self, work: StageWork, record: StepRecord, times: Times) -> Iterator[Any]:
         store, step = self._store, record.step

@@ -169,8 +169,7 @@ class Helpers:
                 own = self._deal(step, blocks)
             began = self._machine.clock()
             with times.of("compute"):
-                for micro_batch in [one for block in own for one in self._members[block]]:
-                    yield from work.run(step, micro_batch)
+                yield from work.run(step, [one for block in own for one in self._members[block]])
             patience = LATE_S + LATE * (self._machine.clock() - began)
             with times.of("wait"):
                 blocks = yield from self._collect(step, self._machine.clock() + patience)

@@ -10,7 +10,8 @@ record says from which one on it counts.  What is made twice is the same numbers
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -74,6 +75,12 @@ class LogWriter(Protocol):
     def interrupted(self, step: int, why: str) -> None:
         """Notes that ``step`` can't be replayed, nor any later one, before the next checkpoint is durable."""
 
+    def resume(self) -> None:
+        """Keeps again what comes, of whatever step, though some was refused before."""
+
+    def refuses(self) -> str:
+        """Why what comes is not kept, in words; empty where it is."""
+
     def flush(self) -> None:
         """Returns when all that was kept can be read by others, also after this process's end."""
 
@@ -89,6 +96,9 @@ class LogReader(Protocol):
         it.
         """
 
+    def damaged(self, datum: Datum) -> bool:
+        """Whether a datum that was asked for is there, and no copy of it can be read."""
+
     def faults(self) -> str:
         """What there is and can't be read, in words; empty where all can."""
 
@@ -98,6 +108,7 @@ class StepLog:
 
     def __init__(self, log: LogWriter, boundaries: Collection[int]) -> None:
         self._log, self._boundaries = log, frozenset(boundaries)
+        self._all = False  # boundaries are logged
         self._kept: dict[Datum, int] = {}  # of steps that are not committed, with the generation it is valid from
         self._discarded: list[tuple[int, int]] = []  # after which steps, and from which generation on data counts
         self._applied: dict[int, Any] = {}  # norms, by the steps with regard to which they were applied here
@@ -110,6 +121,23 @@ class StepLog:
         self._discarded.clear()
         self._applied.clear()
 
+    @contextmanager
+    def replaying(self, step: int) -> Iterator[None]:
+        """A context in which what is behind ``step`` is logged once more, at all boundaries: those between stages that
+        are replayed too.
+        """
+        self.begin(step)
+        self._log.resume()
+        self._all = True
+        try:
+            yield
+        finally:
+            self._all = False
+
+    def refuses(self) -> str:
+        """Why what comes is not kept, in words; empty where it is."""
+        return self._log.refuses()
+
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
         """Keeps a boundary tensor, what was drawn, or a sum over a tie, once."""
         if datum.step <= self._committed or self._kept.get(datum, -1) >= valid_from or not self._logs(datum):
@@ -118,7 +146,7 @@ class StepLog:
         self._log.keep(datum, value, valid_from)
 
     def _logs(self, datum: Datum) -> bool:
-        if datum.kind in TRAVELS:
+        if datum.kind in TRAVELS and not self._all:
             return datum.stage - (datum.kind == "grad") in self._boundaries
         return True
 

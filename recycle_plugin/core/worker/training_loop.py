@@ -21,6 +21,7 @@ from recycle_plugin.core.messages.protocol import (
     CheckpointLoaded,
     Generation,
     Note,
+    Replay,
     Resized,
     Resume,
     Stepped,
@@ -143,6 +144,9 @@ class StepRunner(Protocol):
 
     def park(self) -> None:
         """Gets ready to wait long for others, who read what this worker has logged."""
+
+    def accompany(self, replay: Replay) -> Iterator[Any]:
+        """Replays this worker's stage beside its state, for others that are replayed."""
 
     def asked_to_help(self) -> bool | None:
         """Whether a worker that replays a stage wants something of this one: True, or None."""
@@ -461,10 +465,13 @@ class TrainingLoop:
         while view.pending is generation:  # the deadline is one for the next word of who replays them
 
             def news(heard: int = view.replayed) -> bool | None:
-                over = view.pending is not generation or view.replayed > heard
+                over = view.pending is not generation or view.replayed > heard or view.replay is not None
                 return over or self._runner.asked_to_help()
 
             yield from self._port.wait(what, news, interruptible=False)
+            if (replay := view.take_replay()) is not None:
+                self._runner.stop_helping()
+                yield from self._runner.accompany(replay)
             yield from self._runner.help(self._is_away)
 
     def _is_away(self, stage: int) -> bool:

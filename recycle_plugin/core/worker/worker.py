@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from recycle_plugin.core.messages import protocol
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
-from recycle_plugin.core.messages.protocol import Contribution, OutOfData, Serve
+from recycle_plugin.core.messages.protocol import Contribution, OutOfData, Replay, Serve
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -26,6 +26,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import IteratorState, Lacking
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.companion import Companion
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Interrupted, Waits, execute
 from recycle_plugin.core.worker.helper import Helper
@@ -199,6 +200,7 @@ class Worker:
         self._left_out: Instruction | None = None  # which the furthest shard of the seat may have run
         self.applied: Callable[[int], None] = lambda step: None
         self.helper: Helper | None = None  # of other stages' replays, in a job that logs
+        self.companion: Companion | None = None  # of stages beside this one, in such a job
         self.servings = Servings()
         self.hash_at: set[int] = set()  # steps after which the state is to be hashed, once they are committed
         self.program: StepProgram | None = None
@@ -579,6 +581,12 @@ class Worker:
         self.forget_committed()
         if self._log is not None:
             self._log.flush()
+
+    def accompany(self, replay: Replay) -> Iterator[Any]:
+        """Replays this worker's stage beside its state (core/worker/companion.py)."""
+        assert self.companion is not None, "only a job that logs replays stages"
+        self._machine.finish_hash()
+        yield from self.companion.run(replay)
 
     def asked_to_help(self) -> bool | None:
         """Whether a worker that replays a stage wants something of this one: True, or None."""

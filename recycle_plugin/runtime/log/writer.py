@@ -200,6 +200,20 @@ class LogWriter:
             self._base = max(self._base, step)
             self._put(_Checkpointed(step))
 
+    def resume(self) -> None:
+        """Keeps again what comes, of whatever step: of what was refused the caller brings once more what matters."""
+        with self._lock:
+            if self._gap is not None and self._gap.last is None:
+                self._gap, self._refusal = None, ""
+                self._put(_Checkpointed(self._base))
+            self._gap = None
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing is kept now, in words; empty where all is."""
+        gap = self._gap
+        return "" if gap is None or gap.last is not None else gap.why
+
     def reached(self, happen: Callable[[], None]) -> None:
         """Calls ``happen``, in the writer's thread, once all that was kept so far can be read by others; never where
         some of it was lost.

@@ -10,7 +10,7 @@ come before such a change.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from recycle_plugin.errors import RecycleError
 
 Place = tuple[int, str]  # which owner, by number, and the name there
+ScriptsValues = tuple[dict[Place, Any], dict[str, torch.Tensor]]  # plain ones, and buffers
 MOST_BYTES = 1 << 26  # of buffers that a script has changed for its steps
 PLAIN = frozenset((int, float, bool, str, tuple, type(None)))
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -65,6 +66,10 @@ class Surroundings:
                 found[number, name] = left, now
         return found
 
+    def now(self, places: Iterable[Place]) -> dict[Place, Any]:
+        """What is at these places."""
+        return {(number, name): self._owners[number].get(name) for number, name in places}
+
     def set(self, values: Mapping[Place, Any]) -> None:
         """Set what a script has set once."""
         for (number, name), value in values.items():
@@ -103,8 +108,9 @@ class Surroundings:
 
 
 class SetByScript:
-    """What a newcomer's script sets for each of its steps on its way to the present, on layers and in the optimizer's
-    groups, so that a replay of these steps computes with it.
+    """What a script sets for each of its steps, on layers and in the optimizer's groups, so that a replay of these
+    steps computes with it: a newcomer's on its way to the present, or that of a worker which may have to replay its
+    stage for others.
 
     Has an entry for each step before which the script has changed something: some 300 bytes for one number, and a copy
     of each buffer, of which the oldest go where there are more than MOST_BYTES.
@@ -132,6 +138,25 @@ class SetByScript:
         """Set what the script has set for ``step`` once more."""
         self._surroundings.set(self._by_step.get(step, {}))
         self._buffers.apply(step)
+
+    def forget(self, step: int) -> None:
+        """Forget for which of the steps up to ``step`` something was set: no replay begins before that is over.  Costs
+        a look at each later one.
+        """
+        for each in [number for number in self._by_step if number <= step]:
+            self._built |= self._by_step.pop(each)
+        self._buffers.forget(step)
+
+    def now(self) -> ScriptsValues:
+        """What is there now of all that a replay sets, and all buffers, which a checkpoint has too."""
+        places = {place for found in (self._built, *self._by_step.values()) for place in found}
+        return self._surroundings.now(places), self._buffers.now()
+
+    def put_back(self, values: ScriptsValues) -> None:
+        """Set what :meth:`now` has given."""
+        plain, buffers = values
+        self._surroundings.set(plain)
+        self._buffers.put_back(buffers)
 
     def rewind(self, step: int) -> None:
         """Have the layers as the script had them in ``step``; the optimizer's groups belong to the state.  Costs time
@@ -189,9 +214,22 @@ class _Buffers:
             self._by_step[step] = changed
             self._nbytes += sum(each.nbytes for each in changed.values())
         while self._nbytes > MOST_BYTES:
-            oldest = self._by_step.pop(next(iter(self._by_step)))
-            self._built |= oldest
-            self._nbytes -= sum(each.nbytes for each in oldest.values())
+            self._fold(next(iter(self._by_step)))
+
+    def forget(self, step: int) -> None:
+        for each in [number for number in self._by_step if number <= step]:
+            self._fold(each)
+
+    def _fold(self, step: int) -> None:
+        oldest = self._by_step.pop(step)
+        self._built |= oldest
+        self._nbytes -= sum(each.nbytes for each in oldest.values())
+
+    def now(self) -> dict[str, torch.Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
+
+    def put_back(self, values: Mapping[str, torch.Tensor]) -> None:
+        self._set(values)
 
     def apply(self, step: int) -> None:
         self._set(self._by_step.get(step, {}))

@@ -91,6 +91,14 @@ class WorkerLog:
         """Keep nothing from ``step`` on, before the next checkpoint."""
         self._after(None, lambda: self._writer.interrupted(step, why))
 
+    def resume(self) -> None:
+        """Keep again what comes, of whatever step."""
+        self._after(None, self._writer.resume)
+
+    def refuses(self) -> str:
+        """Why what comes is not kept, in words; empty where it is."""
+        return self._writer.refusal
+
     def flush(self) -> None:
         """Return when all that was kept can be read by others."""
         done = threading.Event()
@@ -154,7 +162,7 @@ class JobLogs:
 
     def __init__(self, folder: Path, run_id: str, look_s: float) -> None:
         self._folder, self._run_id, self._look_s = folder, run_id, look_s
-        self._damaged = ""
+        self._damaged: dict[Datum, str] = {}
         self._reader, self._looked = LogReader(folder, run_id), time.monotonic()
 
     def _again(self) -> bool:
@@ -190,12 +198,16 @@ class JobLogs:
         except NotKept:
             return None
         except Damaged as error:
-            self._damaged = str(error)
+            self._damaged[datum] = str(error)
             return None
+
+    def damaged(self, datum: Datum) -> bool:
+        """Whether a datum that was asked for is there, and no copy of it can be read."""
+        return datum in self._damaged
 
     def faults(self) -> str:
         """What there is and can't be read, in words; empty where all can."""
-        return "; ".join([*filter(None, [self._damaged]), *map(str, self._reader.faults[:3])])
+        return "; ".join([*list(self._damaged.values())[-1:], *map(str, self._reader.faults[:3])])
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -197,6 +197,10 @@ class ReplayMachine(LoggedWork):
         return size
         yield
 
+    def forget_sums(self, after: int) -> None:
+        """Drop the weight gradients of the steps after ``after`` that were added up here."""
+        self.operations.forget_sums(after)
+
     def set_for(self, step: int) -> None:
         """Set what the script has set for ``step``."""
         self.scripted.apply(step)

@@ -151,6 +151,11 @@ class Stepping:
         self._undo.restore()
         torch.clear_autocast_cache()
 
+    def rewritten(self) -> None:
+        """Get ready once more for the next step, since the state was written otherwise than by a step."""
+        self._prepared = 0
+        torch.clear_autocast_cache()
+
     def forget_sums(self) -> None:
         """Drop all gradients that are not applied."""
         self._gradients.forget()

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.checkpoint_saving import end_of_saving
+from recycle_plugin.core.worker.companion import Companion
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.helper import Helper
@@ -65,6 +66,7 @@ from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.changed_state import Counts, stage_state, stage_units
 from recycle_plugin.runtime.worker.checkpoint_files import saving_place
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
+from recycle_plugin.runtime.worker.companion import CompanionMachine
 from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.helping import Helping, HowToMake
 from recycle_plugin.runtime.worker.iterator_places import IteratorPlace
@@ -79,6 +81,7 @@ from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
 from recycle_plugin.runtime.worker.tiers import AsMade, Host
 from recycle_plugin.settings.schema import Settings
 
+Replaying = TypeVar("Replaying", bound=ReplayMachine)
 IN_RECORD = (
     "deadlines",
     "strict_placement",
@@ -160,13 +163,16 @@ class Trainer:
         self._waiting_loop: BlockingLoop | None = None  # made, and not begun
         self._loop: BlockingLoop | None = None
         self._worker: Worker  # with the loop
+        self._companion: CompanionMachine | None = None  # with the loop, where there is a log
         self._checkpoints: JobCheckpoints
         self._from_checkpoint = False  # from a checkpoint, before training
         self._asked = self._trains = False
         self._newcomer = None
+        self._scripted: SetByScript | None = None  # where a replay may have to set it again
         if session.newcomer:
             counts = Counts(self.state)
             self._newcomer = Newcomer(session, framework.optimizer, counts, self._ask, self._follow)
+        if session.newcomer or self._log is not None:
             self._scripted = SetByScript(self._surroundings, model.module)
         self._evaluated, self._loadings = 0, 0
 
@@ -193,6 +199,7 @@ class Trainer:
             self._begin_training()
             if self._newcomer is not None and (past := self._past_loss(self._newcomer)) is not None:
                 return past
+            self._note_scripts()
             self._as_started.check()
             self.start()
             if not self._running.settled and (self._surroundings.other_modes or self._surroundings.changed()):
@@ -208,21 +215,28 @@ class Trainer:
                 if end.code == TRY_AGAIN:
                     self.save(self._checkpoints.folder)
                 raise
-            self._surroundings.leave()
+            self._surroundings.leave() if self._scripted is None else self._scripted.end()
             return sum(losses.values()) / len(losses)
 
     def _past_loss(self, newcomer: Newcomer) -> float | None:
         """The loss of the script's next step, where that is over; None where it is to be trained here, with what the
         script has set for it.
         """
-        step = newcomer.position + 1
-        self._scripted.begin(step)
+        step, scripted = newcomer.position + 1, self._scripted
+        assert scripted is not None, "a newcomer's steps may be replayed"
+        scripted.begin(step)
         loss = newcomer.loss()
         if loss is None:
-            self._scripted.apply(step)  # what has come of others meanwhile was from before that
+            scripted.apply(step)  # what has come of others meanwhile was from before that
         else:
-            self._scripted.end()
+            scripted.end()
         return loss
+
+    def _note_scripts(self) -> None:
+        """Note what a member's script has set for its next step; of what a checkpoint has nothing is replayed."""
+        if self._scripted is not None:
+            self._scripted.forget(self._session.durable)
+            self._scripted.begin(self.step + 1)
 
     @property
     def step(self) -> int:
@@ -415,8 +429,14 @@ class Trainer:
         self._worker = Worker(
             self._world, shape, self._store, machine, judging, self.feed.iterator_data, Stopwatch(costs), log, lockstep
         )
+        replay = None
         if self._log is not None:
             self._worker.helper = self._helper(self._log.folder)
+            self._companion = self._replay_machine(CompanionMachine, self._log.folder)
+            along = self._replay(self._companion, machine)
+            self._worker.companion = Companion(self._companion, self._store, machine, along, self._worker.undo)
+            if self._newcomer is not None:
+                replay = self._replay(self._replay_machine(ReplayMachine, self._log.folder), machine)
         session.idle = self._worker.serve_now
         self._waiting_loop = BlockingLoop(
             session,
@@ -429,26 +449,24 @@ class Trainer:
             self._between_steps,
             settings.max_slowdown,
             lambda: self._on_join.wants_state,
-            self._replay(machine),
+            replay,
             lockstep,
         )
         return self._waiting_loop
 
-    def _replay(self, machine: StepMachine) -> StageReplay | None:
-        """How this worker's stage is replayed, where it may come to that."""
-        if self._log is None or self._newcomer is None:
-            return None
-        session, framework, stepping, settings = self._session, self._framework, self._stepping, self._settings
-        world = ReplayMachine(
-            session,
-            framework,
+    def _replay_machine(self, kind: type[Replaying], folder: Path) -> Replaying:
+        """The machine by which this worker's stage is replayed from the logs in ``folder``."""
+        assert self._scripted is not None, "in a job that logs it is kept what scripts set"
+        return kind(
+            self._session,
+            self._framework,
             self.state,
-            stepping,
+            self._stepping,
             self._operations,
-            self._log.folder,
+            folder,
             self.apart,
             self._scripted,
-            settings.exact,
+            self._settings.exact,
             Sharing(
                 self._world,
                 self._transport.address,
@@ -457,7 +475,11 @@ class Trainer:
                 self._why_alone(),
             ),
         )
-        splits, steps = settings.split_backward, self._log.steps
+
+    def _replay(self, world: ReplayMachine, machine: StepMachine) -> StageReplay:
+        """How this worker's stage is replayed on ``world``."""
+        assert self._log is not None, "a job that does not log has nothing to replay"
+        splits, steps = self._settings.split_backward, self._log.steps
         helpers = Helpers(world, self._store, self.topology, self._blocks(), self._log.limit)
         return StageReplay(world, self._store, machine, self.topology, splits, steps, helpers)
 
@@ -685,7 +707,8 @@ class Trainer:
 
     def _applied(self, step: int) -> None:
         every = self._settings.check_replicas
-        if every and step % every == 0:
+        along = self._companion is not None and self._companion.at_work  # the others have done so long ago
+        if every and not along and step % every == 0:
             self._say_fingerprint(step)
 
     def _say_fingerprint(self, step: int) -> None:
