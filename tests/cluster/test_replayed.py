@@ -169,30 +169,32 @@ def of_another_run(path: Path) -> None:
 
 
 WRONG = {
-    "flipped byte": (flip, "CRC"),
+    "flipped byte": (flip, "damaged, where"),
     "truncated": (cut, "is in no log"),
     "missing": (Path.unlink, "is in no log"),
     "another run's": (of_another_run, "is of "),
 }
 
 
-@pytest.mark.some_of(1)
-@pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
+@pytest.mark.some_of(2)
+@BOTH
 @pytest.mark.parametrize("case", WRONG)
-def test_a_log_that_is_not_what_was_written_is_named_and_trains_nothing(launch: Launch, tmp_path, case):
-    """The job ends with the checkpoint to go on from, and never with a wrong number."""
-    damage, named = WRONG[case]
+def test_a_log_that_is_not_what_was_written_is_named_and_its_stage_replays_along(launch: Launch, reference, case):
+    """Whoever has written it makes it once more, from the checkpoint, and has its own state again."""
+    (damage, named), more = WRONG[case], (*LOG, "recycle.exact=true")
     if case == "another run's":
-        assert launch(*LOG, shape=ALONE).finish().code == 0
-    run = launch(*LOG, faults("kill 0.1 before 1F0.0@9"), shape=ALONE)
+        assert launch(*more, shape=ALONE).finish().code == 0
+    run = launch(*more, faults("kill 0.1 before 1F0.0@9"), shape=ALONE)
     run.wait_for(lambda: any(event["event"] == "lost" for event in run.events()), "the loss of a stage")
     for path in segments(run.folder, 0):  # what stage 0 has sent to the one that is to be replayed
         damage(path)
     result = run.finish()
-    assert result.code != 0 and not result.of("replayed"), result.output[-6000:]
-    said = [event for event in result.of("recovery") if event["way"] == "end"]
-    assert len(said) == 1 and named in said[0]["why"] and str(run.folder / "log") in said[0]["why"], said
-    assert "Last checkpoint: " in result.output and not result.records
+    assert result.code == 0 and len(result.of("replayed")) == 1, result.output[-6000:]
+    (why,) = [event["along"]["0"] for event in result.of("recovery") if event["along"]]
+    assert named in why and str(run.folder / "log") in why
+    assert [event["seat"] for event in result.of("accompanied")] == ["0.0"]
+    found = difference(result, reference(*more, shape=ALONE))
+    assert found.loss == found.parameters == 0
 
 
 def damaged_checkpoint(folder: Path) -> None:

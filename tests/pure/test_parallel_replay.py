@@ -21,7 +21,7 @@ from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.helper import CantHelp, Helper
-from recycle_plugin.core.worker.replay import Replayed, StageReplay, StageWork, Times
+from recycle_plugin.core.worker.replay import CantReplay, Replayed, StageReplay, StageWork, Times
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
 from recycle_plugin.core.worker.step_log import StepLog, StepRecord

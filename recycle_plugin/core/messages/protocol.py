@@ -673,6 +673,7 @@ MESSAGES = (
     Serving,
     CaughtUp,
     Replaying,
+    Accompanied,
     Unreplayable,
     Durable,
     Logged,

@@ -201,12 +201,13 @@ class LogWriter:
             self._put(_Checkpointed(step))
 
     def resume(self) -> None:
-        """Keeps again what comes, of whatever step: of what was refused the caller brings once more what matters."""
+        """Keeps again what comes, of whatever step: of what was refused the caller brings once more what matters.
+
+        In the next segment: the one that is being written may be damaged, or gone.
+        """
         with self._lock:
-            if self._gap is not None and self._gap.last is None:
-                self._gap, self._refusal = None, ""
-                self._put(_Checkpointed(self._base))
-            self._gap = None
+            self._gap, self._refusal = None, ""
+            self._put(_Checkpointed(self._base))
 
     @property
     def refusal(self) -> str:
