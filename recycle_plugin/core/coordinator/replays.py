@@ -5,8 +5,8 @@ which everybody stops between two instructions and keeps what it has.  A newcome
 last durable checkpoint and replays what is committed since (core/worker/replay.py); then it is a member at once, and
 what was begun and not committed is finished by lineage, as after any loss.
 
-Which way a loss goes is decided here, once, and said with its reasons: peers of the stage take its work; or it is
-replayed; or the job ends, and names the checkpoint to go on from.
+Whether a stage can be replayed is known here; which way a loss goes is decided and said, with what each way costs, in
+core/coordinator/recovery_ways.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from recycle_plugin.core.coordinator.joining import Newcomer, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
+from recycle_plugin.core.coordinator.recovery_ways import say_of_stages
 from recycle_plugin.core.messages.protocol import (
     CaughtUp,
     Durable,
@@ -58,6 +59,10 @@ class Logs:
         """The checkpoint from which stages are replayed; AssertionError where there is none."""
         assert self._durable is not None, "no checkpoint is durable yet"
         return self._durable
+
+    def behind(self, committed: int) -> int | None:
+        """How many steps ``committed`` is behind that checkpoint; None where there is none."""
+        return None if self._durable is None else committed - self._durable.step
 
     def durable(self, message: Durable) -> bool:
         """Takes in that a checkpoint is durable; returns whether it is later than the last one."""
@@ -141,10 +146,8 @@ def after_loss(course: Course, now: float, out: CoordinatorOutput) -> bool:
     """
     empty = course.attendance.view(course.roster).empty_stages()
     why = why_not(course, empty)
-    stages = ", ".join(map(str, empty))
     if why:
-        if course.logs.kept:
-            out.say("recovery", f"stage {stages} can't be replayed: {why}", way="end", stages=list(empty), why=why)
+        say_of_stages(course, empty, why, out)
         return False
     for member in [each for stage in empty for each in course.roster.joining(stage)]:
         course.give_up(member.worker, Cause.TOGETHER, UNCOMPARED, now, out)  # and comes here again
@@ -153,23 +156,16 @@ def after_loss(course: Course, now: float, out: CoordinatorOutput) -> bool:
     if logs.waits_since is None:
         logs.lost_at = now
     logs.waits_since = now
-    steps = course.committed - logs.checkpoint.step
-    out.say(
-        "recovery",
-        f"stage {stages} has nobody left: it is replayed from the logs, {steps} step{'s' * (steps != 1)} behind the "
-        f"checkpoint of step {logs.checkpoint.step}, and the others wait with all they have",
-        way="replay",
-        stages=list(empty),
-        steps=steps,
-        checkpoint=logs.checkpoint.step,
-    )
-    course.go_on_without(f"stage {stages} is replayed", now, out)
+    say_of_stages(course, empty, "", out)
+    course.go_on_without(f"stage {', '.join(map(str, empty))} is replayed", now, out)
     return True
 
 
 def why_not(course: Course, empty: tuple[int, ...]) -> str:
     """Why ``empty``, stages that have nobody or are about to, can't be replayed, in words; empty where they can."""
     assert course.job is not None, "who is lost has taken part in a job"
+    if not course.logs.kept:
+        return course.logs.why_not(course.committed, empty)
     if not set(course.roster.live_stages) - set(empty):
         return "nobody is left"
     if course.is_ending:
@@ -276,9 +272,12 @@ def unreplayable(course: Course, message: Unreplayable, out: CoordinatorOutput) 
     """Ends the job, since a stage can't be replayed and nobody has it."""
     newcomer = course.joining.get(message.worker)
     if newcomer is not None and newcomer.phase is Phase.REPLAYING:
-        text = f"stage {newcomer.stage} can't be replayed: {message.why}"
-        out.say("recovery", text, way="end", stages=[newcomer.stage], why=message.why)
-        course.end(f"stage {newcomer.stage} has no live worker left, and {text}. {course.ending.safe_point}", out)
+        say_of_stages(course, [newcomer.stage], message.why, out)
+        course.end(
+            f"stage {newcomer.stage} has no live worker left, and stage {newcomer.stage} can't be replayed: "
+            f"{message.why}. {course.ending.safe_point}",
+            out,
+        )
 
 
 def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:

@@ -115,12 +115,14 @@ class Durable(OfWorker):
     """The checkpoint of ``step`` in the folder ``path`` is whole, on the disk, and was read back.
 
     The coordinator passes it on to all: what is logged up to ``step`` may go.  ``valid_from``: the generation from
-    which data is valid at that worker.
+    which data is valid at that worker; ``write_s``: how many seconds the slowest worker has written its share for, 0
+    where that is not known.
     """
 
     step: int
     path: str
     valid_from: int = 0
+    write_s: float = 0.0
 
 
 @dataclass(frozen=True)
