@@ -166,9 +166,9 @@ def test_a_replay_is_predicted_from_what_the_steps_have_taken():
     found = decision(lose(trained(write_s=0.25), 2, 3))
     assert found.text == (
         "stage 1 has nobody left: it is replayed from the logs, 3 steps behind the checkpoint of step 0, and the "
-        "others wait with all they have. Predicted: 11.8 s (start 10 s, assumed; load 0.25 s; 3 steps 1.5 s, shared with 1 "
-        "helper). Reroute can't be: nobody of the stage is left; reload would cost 16.2 s (start 10 s, assumed; load "
-        "0.25 s; 3 steps 6 s): no job goes back by itself; whoever starts it again does so"
+        "others wait with all they have. Predicted: 11.8 s (start 10 s, assumed; load 0.25 s; 3 steps 1.5 s, shared "
+        "with 1 helper). Reroute can't be: nobody of the stage is left; reload would cost 16.2 s (start 10 s, "
+        "assumed; load 0.25 s; 3 steps 6 s): no job goes back by itself; whoever starts it again does so"
     )
     details = found.details
     assert (details["way"], details["seconds"], details["assumed"]) == ("replay", 11.75, ["start"])

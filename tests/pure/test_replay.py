@@ -13,6 +13,7 @@ from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
 from recycle_plugin.core.coordinator.replays import Logs
 from recycle_plugin.core.messages.protocol import (
+    Beside,
     CatchUp,
     CaughtUp,
     Durable,
@@ -229,6 +230,9 @@ def test_the_second_newcomer_of_a_stage_waits_and_replays_where_the_first_has_go
     assert said(come(membership), Replay)
     assert not said(come(membership, WorkerId(3, 1)), Replay)
     assert membership.course.joining.get(WorkerId(3, 1)).phase is Phase.WAITING
+    assert [each.members for each in said(come(membership, WorkerId(3, 1)), Beside)] == [
+        (replace(member(3), incarnation=1, joining=True),)
+    ]
     out = membership.receive(Exited(2, -9, 1.0, incarnation=1), 1.0)
     assert [whom for whom, each in out.messages if isinstance(each, Replay)] == [WorkerId(3, 1)]
 

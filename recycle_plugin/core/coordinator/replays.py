@@ -19,6 +19,7 @@ from recycle_plugin.core.coordinator.joining import Newcomer, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.recovery_ways import say_of_stages
 from recycle_plugin.core.messages.protocol import (
+    Beside,
     CaughtUp,
     Durable,
     LogBroken,
@@ -190,11 +191,12 @@ def _is_abandoned(course: Course, stage: int) -> bool:
 
 def catch_up(course: Course, newcomer: Newcomer, out: CoordinatorOutput) -> None:
     """Has a newcomer of a stage that nobody holds replay it, with the help of all members, who wait for that; any other
-    of that stage waits, and catches up later.  Costs a message as long as there are members.
+    of that stage waits, helps too, and catches up later.  Costs a message as long as there are members.
     """
     others = [each for each in course.joining if each.stage == newcomer.stage and each is not newcomer]
     if any(each.phase in (Phase.REPLAYING, Phase.REPLAYED) for each in others):
         newcomer.phase = Phase.WAITING
+        _tell_beside(course, newcomer.stage, out)
         return
     newcomer.phase = Phase.REPLAYING
     checkpoint = course.logs.checkpoint
@@ -205,6 +207,16 @@ def catch_up(course: Course, newcomer: Newcomer, out: CoordinatorOutput) -> None
         newcomer.member.worker,
         Replay(checkpoint.step, checkpoint.path, course.committed, stages, valid_from, passed, helpers),
     )
+    _tell_beside(course, newcomer.stage, out)
+
+
+def _tell_beside(course: Course, stage: int, out: CoordinatorOutput) -> None:
+    """Tells the one that replays ``stage`` who waits for it there.  Costs one look at each newcomer."""
+    here = [each for each in course.joining if each.stage == stage]
+    waiting = tuple(each.member for each in here if each.phase is Phase.WAITING)
+    for each in here:
+        if each.phase is Phase.REPLAYING:
+            out.tell(each.member.worker, Beside(waiting))
 
 
 def progress(course: Course, message: Replaying, now: float, out: CoordinatorOutput) -> None:
@@ -263,6 +275,7 @@ def gone(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput)
     if newcomer.phase is Phase.REPLAYED:
         course.attendance.roster = course.roster.without({newcomer.member.worker})
         course.go_on_without_stage(now, out)
+    _tell_beside(course, newcomer.stage, out)
     for other in course.joining:
         if other.stage == newcomer.stage and other.phase is Phase.WAITING:
             catch_up(course, other, out)

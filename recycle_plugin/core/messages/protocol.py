@@ -583,6 +583,16 @@ class Replay:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """To a newcomer that replays its stage: ``members`` are newcomers of that stage too, wait for it, and may help.
+
+    All of them, each time that one has come or gone.
+    """
+
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
 class Committed:
     """All stages have applied ``step``: its effects stay.
 
@@ -701,6 +711,7 @@ MESSAGES = (
     Fence,
     Serve,
     Replay,
+    Beside,
     Committed,
     Collected,
     BarrierPassed,

@@ -465,11 +465,29 @@ class TrainingLoop:
                 return over or self._runner.asked_to_help()
 
             yield from self._port.wait(what, news, interruptible=False)
-            yield from self._runner.help(self._is_away)
+            yield from self.help()
+
+    def asked_to_help(self) -> bool | None:
+        """Whether a worker that replays a stage wants something of this one: True, or None."""
+        return self._runner.asked_to_help()
+
+    def help(self) -> Iterator[Any]:
+        """Does what such a worker wants, as long as its stage has nobody."""
+        yield from self._runner.help(self._is_away)
+
+    def stop_helping(self) -> None:
+        """Lets go of what was made to help."""
+        self._runner.stop_helping()
 
     def _is_away(self, stage: int) -> bool:
-        """Whether ``stage`` has nobody, as far as is known.  Costs one look at each member."""
-        pending = self._control_view.pending
+        """Whether ``stage`` has nobody, as far as is known: a newcomer has heard of no change before the first one
+        since it came.  Costs one look at each member.
+        """
+        view = self._control_view
+        if view.outside:
+            known = view.others
+            return known is None or stage in ClusterView(self._topology, known.working).empty_stages()
+        pending = view.pending
         return pending is not None and stage in ClusterView(self._topology, pending.roster.working).empty_stages()
 
     def _begin_to_join(self, generation: Generation) -> list[Member]:
