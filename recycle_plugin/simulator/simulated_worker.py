@@ -293,7 +293,9 @@ class SimulatedMachine:
 
     # lines and the clock
 
-    def wait(self, what: Any, ready: Callable[[], T | None], interruptible: bool = True) -> Waits[T]:
+    def wait(
+        self, what: Any, ready: Callable[[], T | None], interruptible: bool = True, at_least_s: float = 0.0
+    ) -> Waits[T]:
         """Yields until ``ready()`` is not None; that is the value.  Raises JobEnded, and Interrupted if
         ``interruptible``.
         """

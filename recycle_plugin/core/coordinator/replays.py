@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from recycle_plugin.core.coordinator import replay_deadlines
 from recycle_plugin.core.coordinator.joining import Newcomer, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.recovery_ways import say_of_stages
@@ -54,6 +55,7 @@ class Logs:
         self.waits_since: float | None = None
         self.passed: list[str] = []  # the barriers since the last commit
         self.lost_at = 0.0  # when the first of them lost its last worker, in seconds
+        self.given_up = 0  # how often somebody was given up since then that was silent for too long
 
     @property
     def checkpoint(self) -> Durable:
@@ -158,6 +160,7 @@ def after_loss(course: Course, now: float, out: CoordinatorOutput) -> bool:
         logs.lost_at = now
     logs.waits_since = now
     say_of_stages(course, empty, "", out)
+    replay_deadlines.tell(course, empty, out)
     course.go_on_without(f"stage {', '.join(map(str, empty))} is replayed", now, out)
     return True
 
@@ -189,7 +192,7 @@ def _is_abandoned(course: Course, stage: int) -> bool:
     return not coming and all(map(course.vacancies.is_given_up, course.attendance.ranks_of_stage(stage)))
 
 
-def catch_up(course: Course, newcomer: Newcomer, out: CoordinatorOutput) -> None:
+def catch_up(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
     """Has a newcomer of a stage that nobody holds replay it, with the help of all members, who wait for that; any other
     of that stage waits, helps too, and catches up later.  Costs a message as long as there are members.
     """
@@ -207,6 +210,8 @@ def catch_up(course: Course, newcomer: Newcomer, out: CoordinatorOutput) -> None
         newcomer.member.worker,
         Replay(checkpoint.step, checkpoint.path, course.committed, stages, valid_from, passed, helpers),
     )
+    course.logs.waits_since = now
+    replay_deadlines.tell(course, stages, out)
     _tell_beside(course, newcomer.stage, out)
 
 
@@ -264,7 +269,7 @@ def _let_in(course: Course, now: float, out: CoordinatorOutput) -> None:
         stages=stages,
         seconds=round(now - course.logs.lost_at, 4),
     )
-    course.logs.waits_since = None
+    course.logs.waits_since, course.logs.given_up = None, 0
     course.go_on_without(f"stage {', '.join(map(str, stages))} was replayed", now, out)
 
 
@@ -278,7 +283,7 @@ def gone(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput)
     _tell_beside(course, newcomer.stage, out)
     for other in course.joining:
         if other.stage == newcomer.stage and other.phase is Phase.WAITING:
-            catch_up(course, other, out)
+            catch_up(course, other, now, out)
 
 
 def unreplayable(course: Course, message: Unreplayable, out: CoordinatorOutput) -> None:
@@ -305,10 +310,15 @@ def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
     if any(course.is_ending or _is_abandoned(course, stage) for stage in empty if stage not in at_work):
         course.go_on_without_stage(now, out)
         return
-    if now - since <= job.deadlines.wait_timeout_s:
+    if replay_deadlines.give_up_silent(course, empty, now - since, out):
+        course.logs.waits_since = now
+        replay_deadlines.tell(course, empty, out)
+        return
+    patience = replay_deadlines.patience(course, empty)
+    if now - since <= patience.end_s:
         return
     course.end(
         f"stage {', '.join(map(str, empty))} has no live worker left, and nothing was heard for "
-        f"{job.deadlines.wait_timeout_s:.0f} s of who was to replay it. {course.ending.safe_point}",
+        f"{patience.end_s:.0f} s of who was to replay it: {patience}. {course.ending.safe_point}",
         out,
     )

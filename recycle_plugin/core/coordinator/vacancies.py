@@ -426,6 +426,11 @@ class Vacancies:
         stays = rank in self._away | self._unguarded or self._hosts[rank] in self._drained
         return not stays and not self._restarts.has_given_up(self._together[rank][0])
 
+    def may_follow(self, rank: int) -> bool:
+        """Whether another process is to hold the seat of ``rank`` where the newcomer that is to do so dies now."""
+        stays = rank in self._away | self._unguarded or self._hosts[rank] in self._drained
+        return bool(self._spares) or not (stays or self._restarts.is_last(self._together[rank][0]))
+
     def due(self, worker: WorkerId) -> float:
         """When its own supervisor starts the newcomer ``worker``, in seconds; 0 where that is not known."""
         return self._vacant[worker.rank].due if self.is_newcomer(worker) else 0.0

@@ -593,6 +593,16 @@ class Beside:
 
 
 @dataclass(frozen=True)
+class Expected:
+    """To all who wait for stages that nobody holds: ``what`` comes next, with what is predicted of that, in words; who
+    waits for it is to do so for at least ``limit_s`` seconds.
+    """
+
+    what: str
+    limit_s: float
+
+
+@dataclass(frozen=True)
 class Committed:
     """All stages have applied ``step``: its effects stay.
 
@@ -712,6 +722,7 @@ MESSAGES = (
     Serve,
     Replay,
     Beside,
+    Expected,
     Committed,
     Collected,
     BarrierPassed,

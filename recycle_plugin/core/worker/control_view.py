@@ -14,6 +14,7 @@ from recycle_plugin.core.messages.protocol import (
     Committed,
     Durable,
     End,
+    Expected,
     Generation,
     Recorded,
     Replay,
@@ -46,8 +47,8 @@ class ControlView:
     """The view of the worker of ``rank`` on the job; ``incarnation``: which one of those that have had the rank.
 
     ``durable``: the step of the last checkpoint that logs reach back to; ``replayed``: how many words have come of
-    stages that are being replayed, ``replay``: what this newcomer is to replay, if it is, ``beside``: who has come to
-    its stage too, and waits for that.
+    stages that are being replayed, ``expected``: what the next one is; ``replay``: what this newcomer is to replay, if
+    it is, ``beside``: who has come to its stage too, and waits for that.
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
     adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force,
@@ -81,6 +82,7 @@ class ControlView:
         self.beside: tuple[Member, ...] = ()
         self.others: Roster | None = None  # of a newcomer: the last that it has heard of, and is not in
         self.replayed = 0
+        self.expected = Expected("", 0.0)
         self._leaves_at = 0  # the step that this worker was to leave before, if it was
         self._next: Generation | None = None  # planned, and said before ``pending`` was adopted
         self._resume: Resume | None = None
@@ -166,6 +168,9 @@ class ControlView:
             case Beside():
                 self.beside = message.members
             case Replaying():
+                self.replayed += 1
+            case Expected():
+                self.expected = message
                 self.replayed += 1
             case End():
                 self.end = message

@@ -181,9 +181,14 @@ class LoopPort(Protocol):
         """What this worker knows of the control plane."""
 
     def wait(
-        self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
+        self,
+        what: Callable[[], str] | str,
+        ready: Callable[[], T | None],
+        interruptible: bool = True,
+        at_least_s: float = 0.0,
     ) -> Waits[T]:
-        """Yields until ``ready()`` is not None; that is the value.  ``what``: what it waits for, in words.
+        """Yields until ``ready()`` is not None; that is the value.  ``what``: what it waits for, in words;
+        ``at_least_s``: its deadline is not sooner.
 
         Raises Interrupted or JobEnded as ``ControlView.check`` does; if not ``interruptible``, only JobEnded.
         """
@@ -457,14 +462,15 @@ class TrainingLoop:
         self._runner.park()
         self._port.reach("recovery.parked")
         view, stages = self._control_view, ", ".join(map(str, empty))
-        what = f"stage {stages} to be replayed ({generation.cause})"
         while view.pending is generation:  # the deadline is one for the next word of who replays them
+            expected = view.expected
+            what = f"stage {stages} to be replayed ({generation.cause})" + f": {expected.what}" * bool(expected.what)
 
             def news(heard: int = view.replayed) -> bool | None:
                 over = view.pending is not generation or view.replayed > heard
                 return over or self._runner.asked_to_help()
 
-            yield from self._port.wait(what, news, interruptible=False)
+            yield from self._port.wait(what, news, False, expected.limit_s)
             yield from self.help()
 
     def asked_to_help(self) -> bool | None:

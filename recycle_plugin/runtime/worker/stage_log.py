@@ -81,7 +81,7 @@ class LoggedWork:
         soon.
         """
         session = self.session
-        until = time.monotonic() + (MADE_S if made else session.wait_timeout_s)
+        until = time.monotonic() + (MADE_S if made else max(session.wait_timeout_s, session.expected.limit_s))
         with session.heartbeats.at(WAITS, what):
             while (value := ready()) is None:
                 with session.changed:
