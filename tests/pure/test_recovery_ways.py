@@ -206,7 +206,7 @@ def test_two_that_are_lost_at_once_are_one_decision():
 def test_who_is_lost_with_the_rest_of_its_stage_is_not_rerouted():
     membership = trained()
     lose(membership, 2, 3)
-    assert membership.course.unsaid == []
+    assert membership.course.unsaid == {}
 
 
 def test_where_nobody_comes_back_the_throughput_is_less_for_good():

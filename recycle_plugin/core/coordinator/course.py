@@ -88,7 +88,7 @@ class Course:
         self.logs = replays.Logs()
         self.vacancies = Vacancies()
         self.recovery_times = RecoveryTimes()
-        self.unsaid: list[Member] = []  # who is lost, and of whom it was not said yet which way that goes
+        self.unsaid: dict[int, list[Member]] = {}  # by stage, who is lost, and it was not said yet which way that goes
         self._barriers = Barriers()
         self._throughput_floor = ThroughputFloor()
         self._suspicions = Suspicions()
@@ -214,7 +214,7 @@ class Course:
         out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, *data))
         throughput = self._throughput_floor.throughput(reports.slowest.period_us)
         if self.unsaid:
-            recovery_ways.say_rerouted(self, self.unsaid, now - generation.at, throughput, out)
+            recovery_ways.say_rerouted(self, now - generation.at, throughput, out)
         self._say_resume(reports, committed, throughput, now, out)
         self._end_if_too_slow(throughput, out)
         returns.compare(self, now, out)
@@ -582,7 +582,7 @@ class Course:
             for each in self.attendance.lose(member, cause, how, at, out):
                 self.joining.forget(each.worker)
                 if not (each.joining or self.ending.finishing):
-                    self.unsaid.append(each)
+                    self.unsaid.setdefault(each.seat.stage, []).append(each)
             if cause is Cause.SILENT:
                 self.vacancies.silent(member.rank)
             self._after_loss(member, now, out)

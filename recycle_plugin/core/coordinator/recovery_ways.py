@@ -288,11 +288,12 @@ def _back(course: Course, stages: Sequence[int], why: str, together: Sequence[Gr
     return replay(times, step, behind, sharing.helpers, why), reload(times, behind)
 
 
-def say_rerouted(
-    course: Course, lost: Sequence[Member], pause_s: float, throughput: float, out: CoordinatorOutput
-) -> None:
-    """Says that the work of those who are ``lost`` is others' now, once these have planned for it."""
-    course.unsaid = []
+def say_rerouted(course: Course, pause_s: float, throughput: float, out: CoordinatorOutput) -> None:
+    """Says that the work of those who are lost, and whose stages have others, is these' now, once they have planned for
+    it.
+    """
+    lost = sorted((each for those in course.unsaid.values() for each in those), key=lambda each: each.worker)
+    course.unsaid = {}
     decision = of_seats(course, lost, Time(max(0.0, pause_s)), throughput)
     who = ", ".join(map(str, lost))
     one = len(lost) == 1
@@ -310,7 +311,8 @@ def say_of_stages(
     course: Course, stages: Sequence[int], why: str, out: CoordinatorOutput, together: Sequence[Group] = ()
 ) -> None:
     """Says which way ``stages`` go that nobody is left in; see :func:`of_stages`."""
-    course.unsaid = [member for member in course.unsaid if member.seat.stage not in stages]
+    for stage in stages:
+        course.unsaid.pop(stage, None)
     decision = of_stages(course, stages, why, together)
     names = ", ".join(map(str, stages))
     if why:
