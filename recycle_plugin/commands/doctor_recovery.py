@@ -1,19 +1,37 @@
 """Which way each kind of loss goes where a job logs, and what it is predicted to take: a section of ``recycle doctor``.
 
-The model is planner/log_selection.py's, with what a start takes before it.  What nobody has measured for this job is
+The decision is the one that a job makes, core/coordinator/recovery_ways.py; the time of a replayed step is from the
+model of planner/log_selection.py, which counts what is read of logs too.  What nobody has measured for this job is
 assumed, and said so.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from recycle_plugin.commands.config_job import ConfiguredJob
 from recycle_plugin.commands.doctor_section import Section, aligned
 from recycle_plugin.commands.losses import stages_text
+from recycle_plugin.core.coordinator.recovery_ways import (
+    ASSUMED,
+    END,
+    NOBODY_LEFT,
+    NOT_NEEDED,
+    START_UP_S,
+    UNKNOWN,
+    Decision,
+    Time,
+    Times,
+    Way,
+    no,
+    reload,
+    replay,
+    reroute,
+    shared,
+)
+from recycle_plugin.core.coordinator.restarts import FIRST_S
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.planner.log_selection import Line, Selection, choose
 from recycle_plugin.settings.wording import SECTION
@@ -21,15 +39,15 @@ from recycle_plugin.simulator.machine_constants import LOCAL
 from recycle_plugin.simulator.peers import Transitions
 
 EVERY = (10, 100)  # steps between checkpoints: where the interval begins, and the longest that a second one may have
-RESTART_S = 1.0  # a lost worker's process waits for so long the first time (core/coordinator/restarts.py)
 DISK = Transitions().storage_rate
-BEFORE_S = (LOCAL.detection_us + LOCAL.return_us) / 1e6 + RESTART_S
+BEFORE_S = LOCAL.detection_us / 1e6 + FIRST_S + START_UP_S
+MISSING = "what the replay needs is missing"
 NO_BYTES = (
     "bytes over the boundaries, which of them to log, and the loading of a checkpoint: not known without a profile "
     "(--profile FILE), and in none of these times"
 )
-ASSUMED = (
-    f"assumed: {BEFORE_S:.0f} s until the next process has its model, {RESTART_S:.0f} s of them the wait before it is "
+GUESSES = (
+    f"assumed: {BEFORE_S:.0f} s until the next process has its model, {FIRST_S:.0f} s of them the wait before it is "
     f"started (4 to 8 s with small models on two cores; yours may take minutes to import and build); checkpoints and "
     f"logs are read at {DISK / 1e9:g} GB/s; a loss in the middle between two checkpoints"
 )
@@ -42,7 +60,9 @@ INTERVAL = (
 def recovery(job: ConfiguredJob) -> Section:
     """The section on the ways of recovery; its ``data`` has all predicted seconds."""
     help_ = Help.of(job)
-    ways, lines = _ways(job), [ASSUMED, INTERVAL, help_.text]
+    losses = _losses(job)
+    ways = [each.row for each in losses]
+    lines = [GUESSES, INTERVAL, help_.text, *(each.text for each in losses if each.said)]
     data: dict = {"ways": ways, "start_up_s": BEFORE_S, "start_up": "assumed", "every": list(EVERY)}
     data["help"] = {"blocks": help_.blocks, "helpers": help_.helpers, "seconds": list(help_.seconds)}
     if job.profile is None:
@@ -81,14 +101,13 @@ class Help:
     @classmethod
     def of(cls, job: ConfiguredJob) -> Help:
         """That of ``job``."""
-        sizes = [len(each) for each in job.settings.policy(False, job.stages).blocks(job.shape).members().values()]
-        limit = job.settings.log.helpers if job.settings.log is not None else 0
+        blocks = job.settings.policy(False, job.stages).blocks(job.shape)
+        sizes = [len(each) for each in blocks.members().values()]
         live = (job.stages - 1) * job.shape.replicas
-        helpers = min(live, len(sizes) - 1, live if limit == "auto" else limit)
-        shared = [_line(job, every, sum(sizes[:: helpers + 1])) for every in EVERY]
+        helpers, share = shared(blocks, live, None if job.settings.log is None else job.settings.log.most_helpers)
+        lines = [_line(job, every, round(share * len(job.shape.batch))) for every in EVERY]
         seconds = tuple(
-            round(BEFORE_S + max(line.recovery_s(stage, stage + 1) for stage in range(job.stages)), 3)
-            for line in shared
+            round(BEFORE_S + max(line.recovery_s(stage, stage + 1) for stage in range(job.stages)), 3) for line in lines
         )
         batch, alone = len(job.shape.batch), " stages that share weights are replayed without it" * bool(job.shape.ties)
         if len(sizes) == 1:
@@ -114,38 +133,85 @@ def _chosen(every: int, now: Selection, best: Selection) -> str:
     return f"with a checkpoint every {every} steps: {now}; {instead}"
 
 
-def _ways(job: ConfiguredJob) -> list[dict]:
-    """A row for each kind of loss: which way is taken, and the predicted seconds at each of ``EVERY``."""
-    peers = (LOCAL.detection_us + LOCAL.pause_us) / 1e6
-    rows = []
+@dataclass(frozen=True)
+class Loss:
+    """A kind of loss, in words, and ``how`` it is recovered from; the ``decisions`` at each of ``EVERY``; ``said``: in
+    a line of its own too, which has what the other ways cost.
+    """
+
+    lost: str
+    how: str
+    decisions: tuple[Decision, ...]
+    said: bool = True
+
+    @property
+    def row(self) -> dict:
+        """Its row of the table; an end takes as long as whoever starts the job again needs to be where it was."""
+        ways = [each.taken if each.taken.parts else each.ways[-2] for each in self.decisions]
+        seconds = [round(each.seconds or 0.0, 3) for each in ways]
+        instead = [each.details["instead"] for each in self.decisions]
+        return {
+            "lost": self.lost,
+            "way": self.decisions[0].taken.name,
+            "how": self.how,
+            "seconds": seconds,
+            "instead": instead,
+        }
+
+    @property
+    def text(self) -> str:
+        """What the ways cost with the fewest steps between checkpoints, in words."""
+        decision, why = self.decisions[0], self.decisions[0].ways[1].why_not
+        if decision.taken.parts:
+            return f"{self.lost}: {decision.taken.name}, {decision.taken.cost}. {decision.others()}"
+        return f"{self.lost}: {decision.taken.name}, since {why}. {decision.others(why)}"
+
+
+def _losses(job: ConfiguredJob) -> list[Loss]:
+    """The kinds of loss, each with its decision."""
+    found = []
+    each_step = [_slowest_s(job, every, 1) for every in EVERY]
     if job.survives:
-        rows.append(_row("a worker whose stage has others", "reroute", "they take its work", [peers] * len(EVERY)))
+        comes = None if job.settings.rejoin == "never" else Time(BEFORE_S, ASSUMED)
+        pause, throughput = (
+            Time((LOCAL.detection_us + LOCAL.pause_us) / 1e6, ASSUMED),
+            job.planned()[0] / job.one_lost(),
+        )
+        first = reroute(pause, comes, throughput)
+        decisions = tuple(_decision(job, every, step, NOT_NEEDED, first) for every, step in zip(EVERY, each_step))
+        found.append(Loss("a worker whose stage has others", "they take its work", decisions))
     alike: dict[tuple[float, ...], list[int]] = {}
     for stage in range(job.stages):
-        taken = tuple(round(BEFORE_S + _line(job, every).recovery_s(stage, stage + 1), 3) for every in EVERY)
-        alike.setdefault(taken, []).append(stage)
-    for seconds, stages in alike.items():
+        seconds = tuple(round(_line(job, every).recovery_s(stage, stage + 1), 3) for every in EVERY)
+        alike.setdefault(seconds, []).append(stage)
+    for stages in alike.values():
         lost = f"the last worker of {'any stage' if len(stages) == job.stages else stages_text(stages)}"
-        rows.append(_row(lost, "replay", "from the log; all others wait", seconds))
+        at = stages[0]
+        decisions = tuple(_decision(job, every, _line(job, every).step_s(at, at + 1)) for every in EVERY)
+        found.append(Loss(lost, "from the log; all others wait", decisions))
     if job.stages > 2:
-        lines = [_line(job, every) for every in EVERY]
-        both = [BEFORE_S + max(line.recovery_s(at, at + 2) for at in range(job.stages - 1)) for line in lines]
-        rows.append(_row("two neighbours, at worst", "replay", "one after the other, at most", both))
-    again = [_start_again_s(job, every) for every in EVERY]
-    how = "from a checkpoint"
-    rows.append(_row("a stage whose logs have a gap", "end", how, again))
-    rows.append(_row("the host of rank 0", "end", how, again))
-    return rows
+        both = tuple(_decision(job, every, _slowest_s(job, every, 2)) for every in EVERY)
+        found.append(Loss("two neighbours, at worst", "one after the other, at most", both, said=False))
+    missing = tuple(_decision(job, every, step, MISSING) for every, step in zip(EVERY, each_step))
+    found.append(Loss("a stage whose logs have a gap", "from a checkpoint", missing))
+    found.append(Loss("the host of rank 0", "from a checkpoint", missing, said=False))
+    return found
 
 
-def _row(lost: str, way: str, how: str, seconds: Sequence[float]) -> dict:
-    return {"lost": lost, "way": way, "how": how, "seconds": [round(each, 3) for each in seconds]}
+def _slowest_s(job: ConfiguredJob, every: int, count: int) -> float:
+    """A replayed step of the slowest group of so many neighbours, in seconds."""
+    line = _line(job, every)
+    return max(line.step_s(at, at + count) for at in range(job.stages - count + 1))
 
 
-def _start_again_s(job: ConfiguredJob, every: int) -> float:
-    """Seconds until everybody is where it was, once somebody has started the job again."""
-    step_s = job.planned()[0] / 1e6
-    return BEFORE_S + max(_load_s(job)) + every / 2 * step_s
+def _decision(job: ConfiguredJob, every: int, step_s: float, why: str = "", first: Way | None = None) -> Decision:
+    """That for a loss in the middle between two checkpoints.  ``why``: there is no replay; ``first``: the way of
+    rerouting, None where nobody is left.
+    """
+    load = Time(0.0, UNKNOWN) if job.profile is None else Time(max(_load_s(job)), ASSUMED)
+    times = Times(Time(BEFORE_S, ASSUMED), load, Time(job.planned()[0] / 1e6, ASSUMED), ())
+    back = replay(times, Time(step_s, ASSUMED), every / 2, why_not=why), reload(times, every / 2)
+    return Decision((first or no("reroute", NOBODY_LEFT), *back, END))
 
 
 def _line(job: ConfiguredJob, every: int, share: int | None = None) -> Line:

@@ -55,7 +55,7 @@ def figures(history: RunHistory, killed: Sequence[Failure]) -> dict:
     """
     back, struck_at = absence(history, killed), killed[0].struck_at
     assert back.restarted_at and back.came_at and back.restored_at and back.replayed_at  # absence() has seen to it
-    (recovery,) = {event["way"] for event in history.of("recovery")}
+    recovery = history.of("recovery")[-1]["way"]  # others of the stage may have been rerouted before
     return {
         "recovered_by": recovery,
         "replayed_steps": back.replayed_steps,

@@ -71,6 +71,11 @@ class LogSettings(BaseModel):
         "many as there are, and blocks for them; 0: none",
     )
 
+    @property
+    def most_helpers(self) -> int | None:
+        """How many may help with a replay; None: as many as there are, and blocks for them."""
+        return None if self.helpers == "auto" else self.helpers
+
 
 class MetricsSettings(BaseModel):
     """What the coordinator's process serves over HTTP, in Prometheus' text format, while the job runs."""

@@ -94,6 +94,7 @@ class ProtocolRule(str, Enum):
     REPLAYED_BESIDE = "a stage was replayed beside another"
     ACCOMPANIED = "a live worker replayed its stage along"
     SHARED = "another worker made a share of a replay"
+    HELPED_BESIDE = "a newcomer that waited for its stage made a share of its replay"
     REFUSED = "a worker could not help with a replay"
     DEALT_AGAIN = "what a helper was to make was dealt again"
     WAITED = "a newcomer waited for another's replay"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from recycle_plugin.core.coordinator.recovery_ways import START_UP_S
 from recycle_plugin.core.vocabulary.profile import Wire
 
 
@@ -43,7 +44,7 @@ LOCAL = MachineCosts(
     plan_us=2_000,
     undo_us=0,
     commit_us=1_000,
-    return_us=9_000_000,
+    return_us=round(START_UP_S * 1e6),
     copy=Wire(30, 9_000),
     source=(
         "detection, regrouping, planning: medians of scripts/bench_recovery.py, 40 SIGKILLs at random instants, 2x2 "

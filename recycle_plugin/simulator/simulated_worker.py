@@ -40,7 +40,7 @@ from recycle_plugin.core.worker.lockstep import Lockstep, Word
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.replay import CantReplay, StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
-from recycle_plugin.core.worker.shares import Call, Lot
+from recycle_plugin.core.worker.shares import Call, Lot, Share
 from recycle_plugin.core.worker.shares import Word as ShareWord
 from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import Retention, StepStore
@@ -215,6 +215,7 @@ class SimulatedMachine:
             lot = {(word.step, block) for block in word.blocks}
             self.cluster.exercised[ProtocolRule.DEALT_AGAIN] += bool(lot & self._lots)
             self._lots |= lot
+        self.cluster.exercised[ProtocolRule.HELPED_BESIDE] += isinstance(word, Share) and self.control_view.outside
         self.cluster.tell_worker(self.rank, address, word)
 
     def hear(self, word: ShareWord) -> None:
@@ -318,7 +319,9 @@ class SimulatedMachine:
 
     # lines and the clock
 
-    def wait(self, what: Any, ready: Callable[[], T | None], interruptible: bool = True) -> Waits[T]:
+    def wait(
+        self, what: Any, ready: Callable[[], T | None], interruptible: bool = True, at_least_s: float = 0.0
+    ) -> Waits[T]:
         """Yields until ``ready()`` is not None; that is the value.  Raises JobEnded, and Interrupted if
         ``interruptible``.
         """

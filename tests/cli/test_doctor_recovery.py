@@ -40,10 +40,31 @@ def test_without_a_profile_times_are_those_of_the_costs_and_bytes_are_not_known(
 def test_with_replicas_a_loss_is_rerouted_first_and_one_worker_replays_the_work_of_all(doctor) -> None:
     alone, two = (ways(data(doctor, LOGS, f"--pp 3 --dp {replicas}")) for replicas in (1, 2))
     assert "a worker whose stage has others" not in alone
-    assert two["a worker whose stage has others"][0] == "reroute" and two["a worker whose stage has others"][1][0] < 1
+    way, (seconds, _) = two["a worker whose stage has others"]
+    assert way == "reroute" and 0 < seconds < BEFORE_S, "slower until the next process is there, and no more"
     of_one, of_two = (found["the last worker of any stage"][1][1] - BEFORE_S for found in (alone, two))
     assert of_two == pytest.approx(2 * of_one, abs=0.01)
     assert alone["two neighbours, at worst"][1][1] - BEFORE_S == pytest.approx(2 * of_one, abs=0.01)
+
+
+def test_each_way_is_said_with_what_the_others_would_cost(doctor) -> None:
+    """Six micro-batches of 3 ms on each stage, ten steps between checkpoints: five are done again."""
+    _, text = doctor(LOGS, "--pp 2 --dp 1")
+    words = " ".join(text.split())
+    assert (
+        "the last worker of any stage: replay, 10.1 s (start 10 s, assumed; load not known; 5 steps 0.09 s, assumed). "
+        "Reroute can't be: nobody of the stage is left; reload would cost 10.1 s"
+    ) in words
+    assert (
+        "a stage whose logs have a gap: end, since what the replay needs is missing. Reroute can't be: nobody of the "
+        "stage is left; reload would cost 10.1 s"
+    ) in words
+    found = data(doctor, LOGS, "--pp 2 --dp 2")["recovery"]["ways"]
+    assert [row["instead"][0].keys() for row in found][:2] == [
+        {"replay", "reload", "end"},
+        {"reroute", "reload", "end"},
+    ]
+    assert found[0]["instead"][0]["replay"]["why"] == "somebody of the stage is left, and loses nothing"
 
 
 def test_bytes_and_the_choice_are_the_planners(doctor) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.cluster.conftest import Launch
-from tests.support.jobs import BF16, DEEPSPEED, PLAIN, Shape, difference, faults
+from tests.support.jobs import BF16, DEEPSPEED, PLAIN, WRAPPED, Shape, difference, faults
 
 LOG = ("++recycle.log={}", "++recycle.checkpoint.overhead=0.02", "recycle.rejoin=always")
 EXACT = (*LOG, "recycle.exact=true", "recycle.exact_block=1")
@@ -31,6 +33,29 @@ def test_it_is_the_same_training(launch: Launch, reference, more, shape, kills, 
     )
     found = difference(result, reference(*more, shape=shape))
     assert found.tolerated and ("recycle.exact=true" not in more or found.loss == found.parameters == 0)
+
+
+BESIDE = {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps([{"name": "replay_beside"}])}
+
+
+@pytest.mark.parametrize(
+    "vehicle, shape",
+    ((PLAIN, SQUARE), (DEEPSPEED, SQUARE), (PLAIN, Shape(2, 4, 4))),
+    ids=("plain, 2x2", "DeepSpeed, 2x2", "plain, 4x2"),
+    indirect=["vehicle"],
+)
+def test_the_second_newcomer_of_a_stage_helps_the_first(launch: Launch, reference, shape):
+    """Beside all live workers of other stages; all bits are the same."""
+    kills = ("kill 0.1 before 1F0.0@8", "kill 1.1 before 1F1.0@8")
+    result = launch(*EXACT, faults(*kills), shape=shape, **BESIDE).finish()
+    assert result.code == 0, result.output[-8000:]
+    (said,) = result.of("helpers")
+    (start,) = result.of("start")
+    of_stage = {start["seats"][seat] for seat in ("0.1", "1.1")}
+    assert said["helpers"] == len(said["ranks"]) == shape.ranks - 1 and not said["left"], said
+    assert len(of_stage.intersection(said["ranks"])) == 1
+    found = difference(result, reference(*EXACT, shape=shape))
+    assert found.loss == found.parameters == 0
 
 
 @pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)

@@ -22,6 +22,7 @@ import torch
 
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.runtime.collectives import staging
@@ -213,6 +214,17 @@ def gate(folder: str, before: str, until: str, by: list[str]) -> None:
         reach(self, when, seat, instruction)
 
     TorchMachine.reach = changed
+
+
+def replay_beside() -> None:
+    """Whoever replays its stage does not begin before another newcomer of it is there, and waits for that."""
+    gather = Helpers.gather
+
+    def changed(self: Helpers):
+        wait_until(lambda: bool(self._machine.control_view.beside), "a second newcomer of the stage")
+        yield from gather(self)
+
+    Helpers.gather = changed
 
 
 def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "", by: list[str] = ()) -> None:

@@ -168,6 +168,30 @@ def counted_twice(monkeypatch) -> None:
     changed(monkeypatch, Helpers, "_collect", collect)
 
 
+@mistake("what a newcomer has made that waits is counted beside what others make of it", seen=168)
+def counted_beside(monkeypatch) -> None:
+    """It has no part in the job yet, and its blocks are dealt as if nobody had them."""
+
+    def collect(self, before, step, until):
+        blocks = yield from before(self, step, until)
+        dealt = {number for number, (_, share) in self._shares.items() if share.by in self._beside}
+        again = [block for number in dealt - self.counted for block in self._shares[number][0].blocks]
+        self.counted |= dealt
+        return sorted(blocks + again)
+
+    monkeypatch.setattr(Helpers, "counted", set(), raising=False)
+    changed(monkeypatch, Helpers, "_collect", collect)
+
+
+@mistake("a newcomer that waits helps with the weights that its script has made", seen=168)
+def own_weights(monkeypatch) -> None:
+    def begin(self, before, step, weights):
+        own = self._machine.store[Datum("params", self._machine.seat.stage, None, 1)]
+        before(self, step, weights._replace(weight=own) if self._machine.control_view.outside else weights)
+
+    changed(monkeypatch, HelpedStage, "begin", begin)
+
+
 @mistake("helpers compute with the weights of their first step", seen=261)
 def stale(monkeypatch) -> None:
     def begin(self, before, step, weights):

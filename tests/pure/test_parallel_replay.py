@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import Generation, Note, Replay
+from recycle_plugin.core.messages.protocol import Beside, Generation, Note, Replay
 from recycle_plugin.core.vocabulary.blocks import Block, Blocks
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
@@ -28,7 +28,7 @@ from recycle_plugin.core.worker.step_log import StepLog, StepRecord
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.simulator import campaign
 from recycle_plugin.simulator.exercised import ProtocolRule
-from recycle_plugin.simulator.scenario import Scenario
+from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 from tests.pure.test_replay import Kept
 
 SHAPE = Topology(2, 3, 4)  # the second stage is replayed, by rank 2
@@ -100,7 +100,7 @@ class Live:
     """The machine of a live worker."""
 
     def __init__(self, member: Member, line: Line, refuses: str = "") -> None:
-        self.control_view, self.line, self.refuses = ControlView(member.rank), line, refuses
+        self.control_view, self.line, self.refuses = ControlView(member.rank, member.incarnation), line, refuses
         self.heard: list[Word] = []
         self.stage = Stage()
 
@@ -140,6 +140,13 @@ class Line(Work):
         self.helpers = {rank: Helper(each, SHAPE, blocks, True) for rank, each in self.live.items()}
         self.step = 1
         self.took: Replayed | None = None
+
+    def play(self, run: Iterator[Any]) -> None:
+        while self.took is None:
+            try:
+                next(run)
+            except StopIteration as end:
+                self.took = end.value
 
     def clock(self) -> float:
         return self.now
@@ -210,12 +217,7 @@ def replayed(
     helpers = Helpers(machine, store, shape, Blocks(shape, size), limit)
     replay = StageReplay(machine, store, StepMachine(0), shape, True, log, helpers)
     machine.tied_of = lambda logged: logged
-    run = replay.run(Replay(0, "a folder", 2, **({"stages": (1,), "helpers": HELPERS} | more)))
-    while machine.took is None:
-        try:
-            next(run)
-        except StopIteration as end:
-            machine.took = end.value
+    machine.play(replay.run(Replay(0, "a folder", 2, **({"stages": (1,), "helpers": HELPERS} | more))))
     assert store.committed == 2
     return machine
 
@@ -373,6 +375,79 @@ def test_a_lot_of_other_blocks_is_refused():
     for _ in helper.work(lambda stage: True):
         pass
     assert line.heard[-1].why == "its steps have other blocks" and live.stage.begun == []
+
+
+SECOND = Member(3, Seat(1, 1), "at 3", "h", 1)  # another worker of the stage had this rank
+
+
+def with_beside(come_at: int, gone_at: int = 99, limit: int | None = None) -> Line:
+    """Steps 1 to 3 are replayed.  ``come_at``: the step while which a newcomer of the stage comes and waits;
+    ``gone_at``: the one in whose lot it is lost, with what it had made.
+    """
+    machine = Line({}, (), {})
+    machine.live[3] = Live(SECOND, machine)
+    machine.helpers[3] = Helper(machine.live[3], SHAPE, Blocks(SHAPE, 1), True)
+    tell, begin = machine.tell, machine.set_for
+
+    def told(address: str, word: Word) -> None:
+        if isinstance(word, Lot) and address == "at 3" and word.step == gone_at:
+            machine.control_view.take(Beside(()))
+            machine.told.append((address, word))
+        else:
+            tell(address, word)
+
+    def begun(step: int) -> None:
+        begin(step)
+        if step == come_at:
+            machine.control_view.take(Beside((SECOND,)))
+
+    machine.tell, machine.set_for = told, begun
+    store, log = StepStore(Seat(0, 1), 3), StepLog(machine.kept, [0, 1])
+    helpers = Helpers(machine, store, SHAPE, Blocks(SHAPE, 1), limit)
+    replay = Replay(0, "a folder", 3, (1,), helpers=HELPERS)
+    machine.play(StageReplay(machine, store, StepMachine(0), SHAPE, True, log, helpers).run(replay))
+    return machine
+
+
+def test_who_comes_to_the_stage_meanwhile_helps_from_the_next_step_on():
+    machine = with_beside(come_at=1)
+    assert set(lots(machine, 1)) == {0, 4, 5} and set(lots(machine, 2)) == set(lots(machine, 3)) == {0, 3, 4, 5}
+    made = [one for step, each in machine.added if step == 3 for one in each]
+    assert sorted(made + machine.summed[-2:]) == sorted(map(str, SHAPE.batch))
+    assert machine.took == Replayed(bytes=7, helpers=4)
+
+
+def test_what_it_was_to_make_that_is_gone_is_dealt_again_and_counts_once():
+    machine = with_beside(come_at=1, gone_at=3)
+    made = [one for step, each in machine.added if step == 3 for one in each]
+    assert len(made) == len(set(made)) and not [one for one in made if [one] in lots(machine, 3)[3]]
+    assert any("seat 1.1 (rank 3): it was lost" in each for each in note(machine).details["left"])
+    assert note(machine).details["helpers"] == 3
+
+
+def test_it_is_not_asked_where_no_more_are_to_help():
+    assert all(address != "at 3" for address, _ in with_beside(come_at=1, limit=3).told)
+
+
+def test_in_virtual_time_the_second_newcomer_of_a_stage_helps_the_first():
+    outcome = campaign.run("x", both_of_two())
+    assert not outcome.violations and outcome.exercised[ProtocolRule.HELPED_BESIDE] > 4
+    assert any("with the help of 5 others" in line for line in outcome.story), "four of them are of other stages"
+
+
+def both_of_two() -> Scenario:
+    """Both workers of stage 1 are lost; the second newcomer comes while the first one replays."""
+    kills = (Trouble("kill", 1_200 * MILLISECOND, (Seat(0, 1),)), Trouble("kill", 1_220 * MILLISECOND, (Seat(1, 1),)))
+    faultless = replace(campaign.REPLAY.job, faults=(), between=(), clip=0.0)
+    return replace(faultless, shape=Topology(2, 3, 4), steps=24, troubles=kills)
+
+
+def test_who_waits_has_its_own_turn_where_the_one_that_it_helps_is_lost():
+    given = both_of_two()
+    struck = replace(given, faults=(Fault("kill", Seat(0, 1), "before", "1F0.0@9", incarnation=1),))
+    outcome = campaign.run("x", struck)
+    assert not outcome.violations and outcome.exercised[ProtocolRule.HELPED_BESIDE]
+    assert any(" replayed: seat 1.1 (rank 4)" in line for line in outcome.story)
 
 
 def test_who_answers_late_helps_from_then_on():

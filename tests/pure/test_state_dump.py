@@ -123,10 +123,10 @@ def test_what_is_worked_out_again_is_not_written_down():
 )
 def test_what_cannot_be_written_down_is_named(value, said):
     membership = started()
-    membership.course.steps._work.odd = [value]
+    membership.course.steps.figures.odd = [value]
     with pytest.raises(
         TypeError,
-        match=rf"Membership\.course\.steps\._work\.odd\[0\] is a {said}, and nobody knows how to write that down",
+        match=rf"Membership\.course\.steps\.figures\.odd\[0\] is a {said}, and nobody knows how to write that down",
     ):
         dump(membership)
 

@@ -40,7 +40,7 @@ def job(**more: object) -> JobSpec:
             1,
             (),
             "r",
-            CostModel.uniform(STAGES),
+            CostModel.uniform(more.get("stages", STAGES)),
             Policy(),
             replace(DEADLINES, **deadlines),
             rebalance=True,

@@ -20,14 +20,15 @@ The facts, and the rules on them alone, are in parts that know nothing of each o
 steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who waits at which barrier
 (core/coordinator/barriers.py), where plain iterators stand (core/coordinator/places.py), who takes the seat of a lost
 one (core/coordinator/vacancies.py), how far those are who come back (core/coordinator/joining.py).  What the latter
-lead to is in core/coordinator/returns.py, and how a stage that has nobody comes back in core/coordinator/replays.py.
+lead to is in core/coordinator/returns.py, how a stage that has nobody comes back in core/coordinator/replays.py, and
+which way a loss goes, with what that costs, in core/coordinator/recovery_ways.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from recycle_plugin.core.coordinator import replays, returns
+from recycle_plugin.core.coordinator import recovery_ways, replays, returns
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.ending import Ending
@@ -35,6 +36,7 @@ from recycle_plugin.core.coordinator.failure_detector import Suspicion
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.places import Places, ended_iterators
+from recycle_plugin.core.coordinator.recovery_times import RecoveryTimes
 from recycle_plugin.core.coordinator.regrouping import Regrouping, Reports
 from recycle_plugin.core.coordinator.replica_check import Mismatch
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
@@ -85,6 +87,8 @@ class Course:
         self.job: JobSpec | None = None
         self.logs = replays.Logs()
         self.vacancies = Vacancies()
+        self.recovery_times = RecoveryTimes()
+        self.unsaid: dict[int, list[Member]] = {}  # by stage, who is lost, and it was not said yet which way that goes
         self._barriers = Barriers()
         self._throughput_floor = ThroughputFloor()
         self._suspicions = Suspicions()
@@ -210,6 +214,8 @@ class Course:
         )
         out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, *data))
         throughput = self._throughput_floor.throughput(reports.slowest.period_us)
+        if self.unsaid:
+            recovery_ways.say_rerouted(self, now - generation.at, throughput, out)
         self._say_resume(reports, committed, throughput, now, out)
         self._end_if_too_slow(throughput, out)
         returns.compare(self, now, out)
@@ -576,6 +582,8 @@ class Course:
         else:
             for each in self.attendance.lose(member, cause, how, at, out):
                 self.joining.forget(each.worker)
+                if not (each.joining or self.ending.finishing):
+                    self.unsaid.setdefault(each.seat.stage, []).append(each)
             if cause is Cause.SILENT:
                 self.vacancies.silent(member.rank)
             self._after_loss(member, now, out)

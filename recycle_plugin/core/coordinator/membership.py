@@ -226,6 +226,7 @@ class Membership:
         out = CoordinatorOutput()
         if there:
             self.course.vacancies.supervised(rank, now, out)
+            self.course.recovery_times.supervised(rank, now)
         else:
             self.course.vacancies.unsupervised(rank, now)
         return out
@@ -313,15 +314,20 @@ class Membership:
                     traceback=message.trace,
                 )
             case Note():
+                if message.kind == "restored":
+                    self.course.recovery_times.loaded(message.details["seconds"])
                 out.events.append(Event(message.kind, message.text, {"rank": message.rank, **message.details}))
 
     def _enrol(self, ready: Ready, now: float, out: CoordinatorOutput) -> None:
-        if self.course.vacancies.is_newcomer(ready.worker):
-            returns.begin(self.course, ready, out)
+        course, worker = self.course, ready.worker
+        if course.vacancies.is_newcomer(worker):
+            course.recovery_times.ready(worker.rank, now, course.vacancies.due(worker), again=True)
+            returns.begin(course, ready, out)
             return
         if self.started or self._enrolment.is_stranger(ready.worker):
             self._turn_away(ready.worker, ready.member.host, out)
             return
+        course.recovery_times.ready(worker.rank, now)
         if not self._enrolment.add(ready) or self.ended is not None:
             return
         contradiction = self._enrolment.contradiction()
@@ -417,6 +423,7 @@ class Membership:
 
     def _durable(self, message: Durable, out: CoordinatorOutput) -> None:
         if self.course.logs.durable(message):
+            self.course.recovery_times.written(message.write_s)
             out.tell(WORKERS, message)
 
     def _log_broken(self, message: LogBroken, out: CoordinatorOutput) -> None:

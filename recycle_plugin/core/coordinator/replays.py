@@ -9,8 +9,8 @@ What a neighbour has sent to that stage may be in no log that can be read: its b
 full, a file is damaged.  Then a live worker of the neighbour, a *companion*, replays along (core/worker/companion.py);
 and where what that one needs can't be read either, the next stage's does too, up to the whole pipeline.
 
-Which way a loss goes is decided here, once, and said with its reasons: peers of the stage take its work; or it is
-replayed; or the job ends, and names the checkpoint to go on from.
+Whether a stage can be replayed, and with whom, is known here; which way a loss goes is decided and said, with what each
+way costs, in core/coordinator/recovery_ways.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from recycle_plugin.core.coordinator import replay_deadlines
 from recycle_plugin.core.coordinator.joining import Newcomer, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
+from recycle_plugin.core.coordinator.recovery_ways import say_of_stages
 from recycle_plugin.core.messages.protocol import (
     Accompanied,
+    Beside,
     CaughtUp,
     Durable,
     LogBroken,
@@ -62,12 +65,17 @@ class Logs:
         self.waits_since: float | None = None
         self.passed: list[str] = []  # the barriers since the last commit
         self.lost_at = 0.0  # when the first of them lost its last worker, in seconds
+        self.given_up = 0  # how often somebody was given up since then that was silent for too long
 
     @property
     def checkpoint(self) -> Durable:
         """The checkpoint from which stages are replayed; AssertionError where there is none."""
         assert self._durable is not None, "no checkpoint is durable yet"
         return self._durable
+
+    def behind(self, committed: int) -> int | None:
+        """How many steps ``committed`` is behind that checkpoint; None where there is none."""
+        return None if self._durable is None else committed - self._durable.step
 
     def durable(self, message: Durable) -> bool:
         """Takes in that a checkpoint is durable; returns whether it is later than the last one."""
@@ -190,10 +198,8 @@ def after_loss(course: Course, now: float, out: CoordinatorOutput) -> bool:
     """
     empty = course.attendance.view(course.roster).empty_stages()
     why = why_not(course, empty)
-    stages = ", ".join(map(str, empty))
     if why:
-        if course.logs.kept:
-            out.say("recovery", f"stage {stages} can't be replayed: {why}", way="end", stages=list(empty), why=why)
+        say_of_stages(course, empty, why, out)
         return False
     for member in [each for stage in empty for each in course.roster.joining(stage)]:
         course.give_up(member.worker, Cause.TOGETHER, UNCOMPARED, now, out)  # and comes here again
@@ -202,27 +208,17 @@ def after_loss(course: Course, now: float, out: CoordinatorOutput) -> bool:
     if logs.waits_since is None:
         logs.lost_at = now
     logs.waits_since = now
-    _say_replay(course, f"stage {stages} has nobody left: it is replayed from the logs", out)
-    course.go_on_without(f"stage {stages} is replayed", now, out)
+    _say_replay(course, "", out)
+    replay_deadlines.tell(course, empty, out)
+    course.go_on_without(f"stage {', '.join(map(str, empty))} is replayed", now, out)
     _accompany(course, out)
     return True
 
 
-def _say_replay(course: Course, what: str, out: CoordinatorOutput) -> None:
-    """Says what is replayed, from where, and who replays along."""
-    empty, checkpoint = course.attendance.view(course.roster).empty_stages(), course.logs.checkpoint.step
-    along, steps = course.logs.along(course.committed, empty), course.committed - checkpoint
-    live = "".join(f", stage {stage} along with it ({why})" for stage, why in sorted(along.items()))
-    out.say(
-        "recovery",
-        f"{what}{live}, {steps} step{'s' * (steps != 1)} behind the checkpoint of step {checkpoint}, and the others "
-        "wait with all they have",
-        way="replay",
-        stages=list(empty),
-        along={str(stage): why for stage, why in sorted(along.items())},
-        steps=steps,
-        checkpoint=checkpoint,
-    )
+def _say_replay(course: Course, again: str, out: CoordinatorOutput) -> None:
+    """Says what is replayed, and who replays along; ``again``: why that has changed, or empty."""
+    empty = course.attendance.view(course.roster).empty_stages()
+    say_of_stages(course, empty, "", out, course.logs.along(course.committed, empty), again)
 
 
 def _accompany(course: Course, out: CoordinatorOutput) -> None:
@@ -246,6 +242,8 @@ def _replay(course: Course, helpers: tuple[Member, ...] = ()) -> Replay:
 def why_not(course: Course, empty: tuple[int, ...]) -> str:
     """Why ``empty``, stages that have nobody or are about to, can't be replayed, in words; empty where they can."""
     assert course.job is not None, "who is lost has taken part in a job"
+    if not course.logs.kept:
+        return course.logs.why_not()
     if not set(course.roster.live_stages) - set(empty):
         return "nobody is left"
     if course.is_ending:
@@ -268,16 +266,29 @@ def _is_abandoned(course: Course, stage: int) -> bool:
     return not coming and all(map(course.vacancies.is_given_up, course.attendance.ranks_of_stage(stage)))
 
 
-def catch_up(course: Course, newcomer: Newcomer, out: CoordinatorOutput) -> None:
+def catch_up(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
     """Has a newcomer of a stage that nobody holds replay it, with the help of all members, who wait for that; any other
-    of that stage waits, and catches up later.  Costs a message as long as there are members.
+    of that stage waits, helps too, and catches up later.  Costs a message as long as there are members.
     """
     others = [each for each in course.joining if each.stage == newcomer.stage and each is not newcomer]
     if any(each.phase in (Phase.REPLAYING, Phase.REPLAYED) for each in others):
         newcomer.phase = Phase.WAITING
+        _tell_beside(course, newcomer.stage, out)
         return
     newcomer.phase = Phase.REPLAYING
     out.tell(newcomer.member.worker, _replay(course, tuple(member for member in course.roster if not member.joining)))
+    course.logs.waits_since = now
+    replay_deadlines.tell(course, course.attendance.view(course.roster).empty_stages(), out)
+    _tell_beside(course, newcomer.stage, out)
+
+
+def _tell_beside(course: Course, stage: int, out: CoordinatorOutput) -> None:
+    """Tells the one that replays ``stage`` who waits for it there.  Costs one look at each newcomer."""
+    here = [each for each in course.joining if each.stage == stage]
+    waiting = tuple(each.member for each in here if each.phase is Phase.WAITING)
+    for each in here:
+        if each.phase is Phase.REPLAYING:
+            out.tell(each.member.worker, Beside(waiting))
 
 
 def progress(course: Course, message: Replaying, now: float, out: CoordinatorOutput) -> None:
@@ -354,7 +365,7 @@ def _let_in(course: Course, now: float, out: CoordinatorOutput) -> None:
         stages=stages,
         seconds=round(now - course.logs.lost_at, 4),
     )
-    course.logs.waits_since = None
+    course.logs.waits_since, course.logs.given_up = None, 0
     course.logs.companions.clear()
     course.logs.accompanied.clear()
     course.go_on_without(f"stage {', '.join(map(str, stages))} was replayed", now, out)
@@ -367,9 +378,10 @@ def gone(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput)
     if newcomer.phase is Phase.REPLAYED:
         course.attendance.roster = course.roster.without({newcomer.member.worker})
         course.go_on_without_stage(now, out)
+    _tell_beside(course, newcomer.stage, out)
     for other in course.joining:
         if other.stage == newcomer.stage and other.phase is Phase.WAITING:
-            catch_up(course, other, out)
+            catch_up(course, other, now, out)
 
 
 def unreplayable(course: Course, message: Unreplayable, now: float, out: CoordinatorOutput) -> None:
@@ -383,18 +395,21 @@ def unreplayable(course: Course, message: Unreplayable, now: float, out: Coordin
     assert replays is not None, "who replays is a newcomer or a member"
     stage = replays.seat.stage
     if message.lacks is None or message.lacks in (*_replay(course).stages, *course.logs.companions):
-        text = f"stage {stage} can't be replayed: {message.why}"
-        out.say("recovery", text, way="end", stages=[stage], why=message.why, lacks=message.lacks)
+        say_of_stages(course, [stage], message.why, out, lacks=message.lacks)
         empty = ", ".join(map(str, course.attendance.view(course.roster).empty_stages()))
-        course.end(f"stage {empty} has no live worker left, and {text}. {course.ending.safe_point}", out)
+        course.end(
+            f"stage {empty} has no live worker left, and stage {stage} can't be replayed: {message.why}. "
+            f"{course.ending.safe_point}",
+            out,
+        )
         return
     course.logs.unreadable(message.lacks, message.why)
     course.logs.waits_since = now
-    _say_replay(course, f"stage {stage} is replayed once more", out)
+    _say_replay(course, message.why, out)
     _accompany(course, out)
     if newcomer is not None and newcomer.phase is Phase.REPLAYING:
         newcomer.phase = Phase.BEHIND
-        catch_up(course, newcomer, out)
+        catch_up(course, newcomer, now, out)
     else:
         out.tell(message.worker, _replay(course))
 
@@ -411,10 +426,15 @@ def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
     if any(course.is_ending or _is_abandoned(course, stage) for stage in empty if stage not in at_work):
         course.go_on_without_stage(now, out)
         return
-    if now - since <= job.deadlines.wait_timeout_s:
+    if replay_deadlines.give_up_silent(course, empty, now - since, out):
+        course.logs.waits_since = now
+        replay_deadlines.tell(course, empty, out)
+        return
+    patience = replay_deadlines.patience(course, empty)
+    if now - since <= patience.end_s:
         return
     course.end(
         f"stage {', '.join(map(str, empty))} has no live worker left, and nothing was heard for "
-        f"{job.deadlines.wait_timeout_s:.0f} s of who was to replay it. {course.ending.safe_point}",
+        f"{patience.end_s:.0f} s of who was to replay it: {patience}. {course.ending.safe_point}",
         out,
     )

@@ -34,6 +34,10 @@ class Restarts:
         """Whether so many newcomers of ``seat`` have died in a row that none is started any more."""
         return self._in_vain.get(seat, 0) >= self._limit
 
+    def is_last(self, seat: int) -> bool:
+        """Whether nobody follows the newcomers of ``seat`` if they die before they are admitted."""
+        return self._in_vain.get(seat, 0) + 1 >= self._limit
+
     def decide(
         self, worker: WorkerId, who: str, why: str, ending: bool, unguarded: bool, out: CoordinatorOutput, seat: int
     ) -> float | None:

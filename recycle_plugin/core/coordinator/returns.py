@@ -62,7 +62,7 @@ def catch_up(course: Course, message: CatchUp, now: float, out: CoordinatorOutpu
     if newcomer is None or newcomer.phase in (Phase.ENTERED, Phase.EQUAL):
         return
     if replays.is_awaited(course, newcomer.stage):
-        replays.catch_up(course, newcomer, out)
+        replays.catch_up(course, newcomer, now, out)
         return
     before = [replace(each) for each in course.joining.of_seat(newcomer.seat)]
     course.joining.catch_up(newcomer, course.roster, course.committed, out)

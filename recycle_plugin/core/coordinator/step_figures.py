@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any
 
 from recycle_plugin.core.messages.protocol import ComputeTime
+
+RECENT = 20  # steps, of which the median is what one takes: a loss, or a checkpoint, makes a few take longer
 
 
 class StepFigures:
@@ -15,6 +18,17 @@ class StepFigures:
     def __init__(self) -> None:
         self._said: dict[int, list[ComputeTime]] = {}
         self._committed_at: float | None = None
+        self._steps: deque[float] = deque(maxlen=RECENT)  # seconds
+        self._work: dict[int, deque[int]] = {}  # by stage, what all its workers compute in a step
+
+    @property
+    def step_s(self) -> float | None:
+        """What a step takes, in seconds; None as long as nobody knows."""
+        return median(self._steps) if self._steps else None
+
+    def work_s(self, stage: int) -> float | None:
+        """What all workers of a stage compute in a step, together, in seconds; None as long as nobody knows."""
+        return median(self._work[stage]) / 1e6 if stage in self._work else None
 
     def add(self, message: ComputeTime) -> None:
         """Takes in how long a worker has computed in a step."""
@@ -37,13 +51,17 @@ class StepFigures:
         spent, again = (sum(getattr(time, name) for time in times) for name in ("spent_us", "again_us"))
         took = now - self._committed_at if self._committed_at is not None else 0.0
         self._committed_at = now
+        by_stage = _by_stage(times, live)
+        for stage, computed in by_stage.items():
+            self._work.setdefault(stage, deque(maxlen=RECENT)).append(computed)
         figures: dict = {"workers": len(live)}
         more: dict = {"redone_s": round(again / 1e6, 6)}
         if took > 0:
+            self._steps.append(took)
             figures["step_s"] = round(took, 6)
         if took > 0 and spent:
             figures["bubble_share"] = _bubbles(spent, len(live), took)
-            more["stage_bubbles"] = _stage_bubbles(times, live, took)
+            more["stage_bubbles"] = _stage_bubbles(by_stage, live, took)
         if spent:
             figures["redone_share"] = round(again / spent, 4)
         return figures, more
@@ -53,9 +71,14 @@ def _bubbles(spent_us: int, workers: int, took_s: float) -> float:
     return round(max(0.0, 1 - spent_us / (workers * took_s * 1e6)), 4)
 
 
-def _stage_bubbles(times: Iterable[ComputeTime], live: Mapping[int, int], took_s: float) -> list[float]:
+def _by_stage(times: Iterable[ComputeTime], live: Mapping[int, int]) -> Counter[int]:
+    """What the live workers of each stage have computed, in microseconds, where that is something."""
     spent: Counter[int] = Counter()
     for time in times:
         if time.worker.rank in live:
             spent[live[time.worker.rank]] += time.spent_us
+    return +spent
+
+
+def _stage_bubbles(spent: Counter[int], live: Mapping[int, int], took_s: float) -> list[float]:
     return [_bubbles(spent[stage], workers, took_s) for stage, workers in sorted(Counter(live.values()).items())]

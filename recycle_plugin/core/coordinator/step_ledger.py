@@ -24,7 +24,7 @@ from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 class StepLedger:
     """The coordinator's knowledge of the steps.  ``committed``: the last step that stays; ``rebalances``: compute times
-    count; ``shards``: of every seat.
+    count; ``shards``: of every seat; ``figures``: what they take.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class StepLedger:
         self._applied: dict[WorkerId, int] = {}
         self._contributions = Contributions(shards)
         self._fingerprints = Fingerprints()
-        self._work = StepFigures()
+        self.figures = StepFigures()
         self.valid_from = 0  # the generation from which work counts: in it some was discarded last
 
     # --- what workers say --------------------------------------------------------------------------
 
     def add_compute_time(self, message: ComputeTime) -> None:
         """Takes in how long a worker has computed in a step."""
-        self._work.add(message)
+        self.figures.add(message)
         if self._rebalances:
             self.straggler_detector.add(message)
 
@@ -94,7 +94,7 @@ class StepLedger:
                 step=late,
             )
             self._tell_collected(late, LOSS, values, out)
-        figures, more = self._work.committed(
+        figures, more = self.figures.committed(
             step, {rank: seat.stage for rank, seat in roster.seats_by_rank().items()}, now
         )
         out.tell(WORKERS, Committed(step, figures))

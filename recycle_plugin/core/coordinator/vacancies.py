@@ -419,6 +419,22 @@ class Vacancies:
         vacancy = self._vacant.get(rank)
         return vacancy is not None and vacancy.newcomer is not None
 
+    def is_coming(self, rank: int) -> bool:
+        """Whether somebody is to hold the seat of ``rank`` next, as far as is known: it may not be vacant yet."""
+        if self._spares or self.is_filled(rank):
+            return True
+        stays = rank in self._away | self._unguarded or self._hosts[rank] in self._drained
+        return not stays and not self._restarts.has_given_up(self._together[rank][0])
+
+    def may_follow(self, rank: int) -> bool:
+        """Whether another process is to hold the seat of ``rank`` where the newcomer that is to do so dies now."""
+        stays = rank in self._away | self._unguarded or self._hosts[rank] in self._drained
+        return bool(self._spares) or not (stays or self._restarts.is_last(self._together[rank][0]))
+
+    def due(self, worker: WorkerId) -> float:
+        """When its own supervisor starts the newcomer ``worker``, in seconds; 0 where that is not known."""
+        return self._vacant[worker.rank].due if self.is_newcomer(worker) else 0.0
+
     def is_given_up(self, rank: int) -> bool:
         """Whether nobody is to hold the seat of ``rank`` any more, since all who were to have died, one after the
         other, and no spare waits; an operator may think otherwise.

@@ -125,12 +125,14 @@ class Durable(OfWorker):
     """The checkpoint of ``step`` in the folder ``path`` is whole, on the disk, and was read back.
 
     The coordinator passes it on to all: what is logged up to ``step`` may go.  ``valid_from``: the generation from
-    which data is valid at that worker.
+    which data is valid at that worker; ``write_s``: how many seconds the slowest worker has written its share for, 0
+    where that is not known.
     """
 
     step: int
     path: str
     valid_from: int = 0
+    write_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -592,6 +594,26 @@ class Replay:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """To a newcomer that replays its stage: ``members`` are newcomers of that stage too, wait for it, and may help.
+
+    All of them, each time that one has come or gone.
+    """
+
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """To all who wait for stages that nobody holds: ``what`` comes next, with what is predicted of that, in words; who
+    waits for it is to do so for at least ``limit_s`` seconds.
+    """
+
+    what: str
+    limit_s: float
+
+
+@dataclass(frozen=True)
 class Committed:
     """All stages have applied ``step``: its effects stay.
 
@@ -711,6 +733,8 @@ MESSAGES = (
     Fence,
     Serve,
     Replay,
+    Beside,
+    Expected,
     Committed,
     Collected,
     BarrierPassed,

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 
 from recycle_plugin.core.messages.protocol import (
     BarrierPassed,
+    Beside,
     Collected,
     Committed,
     Durable,
     End,
+    Expected,
     Generation,
     Recorded,
     Replay,
@@ -23,7 +25,7 @@ from recycle_plugin.core.messages.protocol import (
 )
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.iterator_draws import Place
-from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
+from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.worker.executor import Interrupted
 
 UNREAD = 64  # commits that nobody has asked about
@@ -45,7 +47,8 @@ class ControlView:
     """The view of the worker of ``rank`` on the job; ``incarnation``: which one of those that have had the rank.
 
     ``durable``: the step of the last checkpoint that logs reach back to; ``replayed``: how many words have come of
-    stages that are being replayed, ``replay``: what this worker is to replay, if it is.
+    stages that are being replayed, ``expected``: what the next one is; ``replay``: what this worker is to replay, if
+    it is, ``beside``: who has come to its stage too, and waits for that.
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
     adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force,
@@ -76,8 +79,10 @@ class ControlView:
         self._sources: list[Serving] = []
         self._serves: list[Serve] = []
         self.replay: Replay | None = None
+        self.beside: tuple[Member, ...] = ()
         self.others: Roster | None = None  # of a newcomer: the last that it has heard of, and is not in
         self.replayed = 0
+        self.expected = Expected("", 0.0)
         self._leaves_at = 0  # the step that this worker was to leave before, if it was
         self._next: Generation | None = None  # planned, and said before ``pending`` was adopted
         self._resume: Resume | None = None
@@ -160,7 +165,12 @@ class ControlView:
                 self.durable = max(self.durable, message.step)
             case Replay():
                 self.replay = message
+            case Beside():
+                self.beside = message.members
             case Replaying():
+                self.replayed += 1
+            case Expected():
+                self.expected = message
                 self.replayed += 1
             case End():
                 self.end = message

@@ -24,6 +24,13 @@ from recycle_plugin.core.worker.training_loop import DataEnded, LoopPort, Traini
 PROGRESS_S = 1.0  # between two words on how far it has come
 
 
+class Asked:
+    """The one that replays this newcomer's stage wants its help."""
+
+
+ASKED = Asked()
+
+
 class Newcomer:
     """The worker of ``loop`` before it is a member.  ``open_line``: makes the line to a source (core/messages/protocol:
     Serving says where).  ``skip(place)``: reads its plain iterator up to there before anybody waits for that.
@@ -44,6 +51,7 @@ class Newcomer:
     ) -> None:
         self._port, self._view, self._loop, self._open = port, port.control_view, loop, open_line
         self._asked = self._said = False
+        self._heard = 0  # words of those that replay
         self._position = 0  # the last step that the script has gone through, or is at
         self._passed: tuple[str, ...] = ()  # barriers behind the last step that was replayed
         self._called_off = -1  # the last generation without this worker that it has said to have passed over
@@ -80,6 +88,8 @@ class Newcomer:
                 return True
             if isinstance(followed, Replay):
                 yield from self._run_replay(followed)
+            elif isinstance(followed, Asked):
+                yield from self._loop.help()
             if isinstance(followed, Generation) and (yield from self._enter(followed)):
                 if self._wants_script() and self.replayed is None:
                     yield from self._await_script(followed)
@@ -113,6 +123,7 @@ class Newcomer:
     def _run_replay(self, replay: Replay) -> Iterator[Any]:
         assert self._replay is not None, "a job that does not log has nothing to replay"
         self._passed = replay.passed
+        self._loop.stop_helping()
         try:
             if self._wants_script():
                 raise CantReplay("what its script hands over by on_join was lost with the stage's last worker")
@@ -144,10 +155,10 @@ class Newcomer:
         if self._view.hears_end(step):
             raise DataEnded(step)
 
-    def _followed(self, step: int) -> bool | Generation | Replay | None:
-        """What there is to replay, where nobody else has the state.  Else True once ``step`` is followed; the
-        generation that is to be entered before it; before that False where it has come closer, and None where nothing
-        has come.
+    def _followed(self, step: int) -> bool | Generation | Replay | Asked | None:
+        """What there is to replay, where nobody else has the state; where another one replays it, that this one's help
+        is wanted.  Else True once ``step`` is followed; the generation that is to be entered before it; before that
+        False where it has come closer, and None where nothing has come.
 
         So the deadline of a wait is one for the next piece, and not for all of a state, which may be large and the
         rate low.
@@ -157,10 +168,16 @@ class Newcomer:
         self._check_data(step)
         if self.replayed is not None:
             return True if self.replayed >= step else self._view.interruption()
+        if self._view.replayed > self._heard:
+            self._heard = self._view.replayed
+            return False
+        if self._loop.asked_to_help():
+            return ASKED
         if self._view.called_off > self._called_off:
             self._called_off = self._view.called_off
             self._loop.pass_over(self._called_off)
         for serving in self._view.take_sources():
+            self._loop.stop_helping()
             self._catching_up.add_source(serving.worker, self._open(serving))
         had = not self._catching_up.deserted
         closer = self._catching_up.pump()

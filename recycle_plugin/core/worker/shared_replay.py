@@ -8,6 +8,8 @@ its layer specs, the logs, and its weights before each step:
   ``ceil(n / (helpers + 1))`` blocks.  What each helper is to make is its *lot*.
 * A lot comes with the weights, and a *share* comes back: the sums of its gradients, which are added up in the blocks'
   order, so that in exact mode they have the same bits whoever made them; and the boundary tensors, which are logged.
+* Who comes to the same stage meanwhile, as the next process of another worker that it had, waits for it and helps like
+  the others, from the step on before which it has answered.
 * Whoever is lost, says no or is late helps no more.  Its lot is void, whatever still comes of it, and its blocks are
   dealt anew among those left, of whom there is always one: the worker that replays.
 
@@ -101,6 +103,8 @@ class Helpers:
         self._ready: dict[WorkerId, Member] = {}  # who helps, in the order in which they were called
         self._dealt: dict[int, Dealt] = {}
         self._shares: dict[int, tuple[Lot, Share]] = {}  # of the step that is being made
+        self._beside: set[WorkerId] = set()  # who was called that has come to this stage too
+        self._most = self._size = 0  # how many may help, and the bytes of the weights
         self._number = self._lots = self._bytes = 0
         self._left: list[str] = []  # who did not help, or no more, and why
         self._why_alone = ""
@@ -111,13 +115,25 @@ class Helpers:
         """Asks who is live to make the stage ready, unless there is nothing that could be shared."""
         self._called, self._ready, self._dealt, self._shares = {}, {}, {}, {}
         self._left, self._lots, self._bytes = [], 0, 0
+        self._beside, self._most = set(), 0
         self._why_alone = self._find_why_alone(replay)
         if self._why_alone:
             return
-        most, size = len(self._members) - 1, self._machine.weights().nbytes
-        for member in replay.helpers[: most if self._limit is None else min(most, self._limit)]:
-            self._called[member.worker] = member
-            self._tell(member, Call(self._worker, self._machine.address, self._stage, size))
+        most, self._size = len(self._members) - 1, self._machine.weights().nbytes
+        self._most = most if self._limit is None else min(most, self._limit)
+        for member in replay.helpers[: self._most]:
+            self._ask(member)
+
+    def _ask(self, member: Member) -> None:
+        self._called[member.worker] = member
+        self._tell(member, Call(self._worker, self._machine.address, self._stage, self._size))
+
+    def _ask_beside(self) -> None:
+        """Asks those who have come to this stage too, once each."""
+        for member in self._machine.control_view.beside:
+            if member.worker not in self._beside and len(self._called) + len(self._ready) < self._most:
+                self._beside.add(member.worker)
+                self._ask(member)
 
     def _find_why_alone(self, replay: Replay) -> str:
         if self._limit == 0:
@@ -151,8 +167,10 @@ class Helpers:
         return [self._note_left(member, why) for member, why in found if late or why == "it was lost"]
 
     def _is_gone(self, member: Member) -> bool:
-        others = self._machine.control_view.others
-        return others is not None and member.worker not in others.workers
+        view = self._machine.control_view
+        if member.worker in self._beside:
+            return member not in view.beside
+        return view.others is not None and member.worker not in view.others.workers
 
     def _note_left(self, member: Member, why: str) -> Member:
         self._left.append(f"{member}: {why}")
@@ -205,6 +223,7 @@ class Helpers:
             yield from self._machine.wait_share(f"{len(self._dealt)} shares of step {step}", until)
 
     def _listen(self) -> None:
+        self._ask_beside()
         for word in self._machine.words():
             if isinstance(word, (Answer, Share)) and word.to == self._worker:
                 self._hear(word)

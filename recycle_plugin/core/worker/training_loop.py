@@ -185,9 +185,14 @@ class LoopPort(Protocol):
         """What this worker knows of the control plane."""
 
     def wait(
-        self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
+        self,
+        what: Callable[[], str] | str,
+        ready: Callable[[], T | None],
+        interruptible: bool = True,
+        at_least_s: float = 0.0,
     ) -> Waits[T]:
-        """Yields until ``ready()`` is not None; that is the value.  ``what``: what it waits for, in words.
+        """Yields until ``ready()`` is not None; that is the value.  ``what``: what it waits for, in words;
+        ``at_least_s``: its deadline is not sooner.
 
         Raises Interrupted or JobEnded as ``ControlView.check`` does; if not ``interruptible``, only JobEnded.
         """
@@ -461,22 +466,41 @@ class TrainingLoop:
         self._runner.park()
         self._port.reach("recovery.parked")
         view, stages = self._control_view, ", ".join(map(str, empty))
-        what = f"stage {stages} to be replayed ({generation.cause})"
         while view.pending is generation:  # the deadline is one for the next word of who replays them
+            expected = view.expected
+            what = f"stage {stages} to be replayed ({generation.cause})" + f": {expected.what}" * bool(expected.what)
 
             def news(heard: int = view.replayed) -> bool | None:
                 over = view.pending is not generation or view.replayed > heard or view.replay is not None
                 return over or self._runner.asked_to_help()
 
-            yield from self._port.wait(what, news, interruptible=False)
+            yield from self._port.wait(what, news, False, expected.limit_s)
             if (replay := view.take_replay()) is not None:
                 self._runner.stop_helping()
                 yield from self._runner.accompany(replay)
-            yield from self._runner.help(self._is_away)
+            yield from self.help()
+
+    def asked_to_help(self) -> bool | None:
+        """Whether a worker that replays a stage wants something of this one: True, or None."""
+        return self._runner.asked_to_help()
+
+    def help(self) -> Iterator[Any]:
+        """Does what such a worker wants, as long as its stage has nobody."""
+        yield from self._runner.help(self._is_away)
+
+    def stop_helping(self) -> None:
+        """Lets go of what was made to help."""
+        self._runner.stop_helping()
 
     def _is_away(self, stage: int) -> bool:
-        """Whether ``stage`` has nobody, as far as is known.  Costs one look at each member."""
-        pending = self._control_view.pending
+        """Whether ``stage`` has nobody, as far as is known: a newcomer has heard of no change before the first one
+        since it came.  Costs one look at each member.
+        """
+        view = self._control_view
+        if view.outside:
+            known = view.others
+            return known is None or stage in ClusterView(self._topology, known.working).empty_stages()
+        pending = view.pending
         return pending is not None and stage in ClusterView(self._topology, pending.roster.working).empty_stages()
 
     def _begin_to_join(self, generation: Generation) -> list[Member]:

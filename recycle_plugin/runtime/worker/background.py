@@ -34,7 +34,7 @@ Write = Callable[[], None]
 class _Begun:
     """A checkpoint under way, of the state before ``step``, which ``members`` write.
 
-    ``arrived``: the generation in which this worker has said that it has written its share.
+    ``arrived``: the generation in which this worker has said that it has written its share, which took ``write_s``.
     """
 
     step: int
@@ -45,6 +45,7 @@ class _Begun:
     cost: Cost | None = None
     error: str = ""
     arrived: int = -1
+    write_s: float = 0.0
 
     @property
     def place(self) -> str:
@@ -154,10 +155,12 @@ class Background:
         begun.thread.start()
 
     def _write(self, begun: _Begun, write: Write) -> None:
+        began = time.monotonic()
         try:
             write()
         except NotSaved as error:
             begun.error = self._saving.said(error)
+        begun.write_s = time.monotonic() - began
 
     def _follow(self, begun: _Begun) -> None:
         """See whether all have written, or somebody was lost, whichever comes first."""
@@ -176,15 +179,12 @@ class Background:
         session = self._session
         if begun.arrived != session.number:
             begun.arrived, begun.cost = session.number, begun.cost or self._meter.end()
-            session.send(
-                BarrierReached(
-                    session.rank, session.number, begun.place, {str(session.rank): [*begun.cost, begun.error]}
-                )
-            )
+            said = [*begun.cost, begun.write_s, begun.error]
+            session.send(BarrierReached(session.rank, session.number, begun.place, {str(session.rank): said}))
 
     def _end(self, begun: _Begun, met: BarrierPassed) -> None:
         self._begun = None
-        costs = [Cost(seconds, step_s) for seconds, step_s, _ in met.values.values()]
+        costs = [Cost(seconds, step_s) for seconds, step_s, *_ in met.values.values()]
         error = next((error for *_, error in met.values.values() if error), "")
         first = (
             self._session.is_first and begun.members <= self._live()
@@ -197,7 +197,8 @@ class Background:
             return
         self._interval.made(begun.step, costs, met.from_step)
         self._made.append(begun.tag)
-        if first and (error := self._publish(begun, max(costs))):
+        write_s = max(each for _, _, each, _ in met.values.values())
+        if first and (error := self._publish(begun, max(costs), write_s)):
             self._made.remove(begun.tag)
             self._say_failed(begun, error)
         del self._made[: -self._keep]
@@ -208,7 +209,7 @@ class Background:
             f"no checkpoint of step {begun.step - 1}: {error}; the next one is tried before step {self._interval.due}",
         )
 
-    def _publish(self, begun: _Begun, cost: Cost) -> str:
+    def _publish(self, begun: _Begun, cost: Cost, write_s: float) -> str:
         """Give the checkpoint its name, and remove old ones; returns why that can't be, or ""."""
         said = (
             f"checkpoint of step {begun.step - 1}, which has cost {cost.seconds:.3f} s with steps of {cost.step_s:.3f} "
@@ -219,7 +220,7 @@ class Background:
             return error
         if self._valid_from is not None:
             path = str((self._folder / begun.tag).absolute())
-            self._session.send(Durable(self._session.rank, begun.step - 1, path, self._valid_from()))
+            self._session.send(Durable(self._session.rank, begun.step - 1, path, self._valid_from(), write_s))
         for tag in self._made[: -self._keep]:
             threading.Thread(
                 target=folders.remove, args=(self._folder / tag,), name="recycle: old checkpoint", daemon=True

@@ -86,12 +86,16 @@ class TorchMachine:
     # --- lines -------------------------------------------------------------------------------------
 
     def wait(
-        self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
+        self,
+        what: Callable[[], str] | str,
+        ready: Callable[[], T | None],
+        interruptible: bool = True,
+        at_least_s: float = 0.0,
     ) -> Waits[T]:
-        """Block until ``ready()`` is not None and return it; raises as Session.wait does.  A generator that never
-        yields.
+        """Block until ``ready()`` is not None and return it; raises as Session.wait does, not before ``at_least_s``.
+        A generator that never yields.
         """
-        return self._session.wait(what, ready, interruptible)
+        return self._session.wait(what, ready, interruptible, max(at_least_s, self._session.wait_timeout_s))
         yield  # a generator, as the loop wants it, that never yields
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:

@@ -53,7 +53,7 @@ class StageLog:
         self.folder = Path(settings.folder or f"{run_dir}/log")
         folders.make(self.folder)
         assert not isinstance(settings.ring_bytes, str), "a checked size is a number"
-        self.limit = None if settings.helpers == "auto" else settings.helpers
+        self.limit = settings.most_helpers
         stream = Stream(session.job_id, session.worker, framework.seat)
         budget = UNBOUNDED if settings.ring_bytes is None else settings.ring_bytes
         self._log = WorkerLog(session, self.folder, stream, budget, framework.model.device)
@@ -81,7 +81,7 @@ class LoggedWork:
         soon.
         """
         session = self.session
-        until = time.monotonic() + (MADE_S if made else session.wait_timeout_s)
+        until = time.monotonic() + (MADE_S if made else max(session.wait_timeout_s, session.expected.limit_s))
         with session.heartbeats.at(WAITS, what):
             while (value := ready()) is None:
                 with session.changed:

@@ -599,6 +599,7 @@ class Trainer:
             arithmetic=framework.model.device.arithmetic() if settings.exact else None,
             metrics=settings.endpoint,
             log=settings.log is not None,
+            helpers=None if settings.log is None else settings.log.most_helpers,
             **{name: getattr(settings, name) for name in IN_RECORD},
         )
 
