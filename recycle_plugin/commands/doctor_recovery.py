@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recycle_plugin.commands.config_job import ConfiguredJob
 from recycle_plugin.commands.doctor_section import Section, aligned
 from recycle_plugin.commands.losses import stages_text
-from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.log_boundaries import AUTO, at_start, groups, in_words
+from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, crossing_bytes, expected, work_s
 from recycle_plugin.planner.log_selection import Line, Selection, choose
+from recycle_plugin.settings.sections import LogSettings
 from recycle_plugin.settings.wording import SECTION
 from recycle_plugin.simulator.machine_constants import LOCAL
-from recycle_plugin.simulator.peers import Transitions
 
 EVERY = (10, 100)  # steps between checkpoints: where the interval begins, and the longest that a second one may have
 RESTART_S = 1.0  # a lost worker's process waits for so long the first time (core/coordinator/restarts.py)
-DISK = Transitions().storage_rate
 BEFORE_S = (LOCAL.detection_us + LOCAL.return_us) / 1e6 + RESTART_S
 NO_BYTES = (
     "bytes over the boundaries, which of them to log, and the loading of a checkpoint: not known without a profile "
@@ -31,8 +31,9 @@ NO_BYTES = (
 ASSUMED = (
     f"assumed: {BEFORE_S:.0f} s until the next process has its model, {RESTART_S:.0f} s of them the wait before it is "
     f"started (4 to 8 s with small models on two cores; yours may take minutes to import and build); checkpoints and "
-    f"logs are read at {DISK / 1e9:g} GB/s; a loss in the middle between two checkpoints"
+    f"logs are read at {STORAGE_BYTES_PER_S / 1e9:g} GB/s; a loss in the middle between two checkpoints"
 )
+GROUPS_YET = "a loss beside a boundary that is not logged ends the job: the replay of a group of stages is not done yet"
 INTERVAL = (
     f"how often a checkpoint is made follows from what the last ones have cost ({SECTION}.checkpoint.overhead), so it "
     f"is not known here: {EVERY[0]} and {EVERY[1]} steps stand for it"
@@ -41,30 +42,83 @@ INTERVAL = (
 
 def recovery(job: ConfiguredJob) -> Section:
     """The section on the ways of recovery; its ``data`` has all predicted seconds."""
-    help_ = Help.of(job)
-    ways, lines = _ways(job), [ASSUMED, INTERVAL, help_.text]
+    found = Choices.of(job)
+    help_ = Help.of(job, any(_has_groups(each, job.stages) for each in found.logged))
+    ways, lines = _ways(job, found), [ASSUMED, INTERVAL, help_.text]
     data: dict = {"ways": ways, "start_up_s": BEFORE_S, "start_up": "assumed", "every": list(EVERY)}
     data["help"] = {"blocks": help_.blocks, "helpers": help_.helpers, "seconds": list(help_.seconds)}
+    data |= {"boundaries": found.setting, "budget": found.budget}
     if job.profile is None:
-        lines.append(NO_BYTES)
+        also = f"; {SECTION}.log.boundaries chooses once steps were measured" * (found.setting == AUTO)
+        lines += [f"{in_words(found.logged[0], job.stages)}{also}", NO_BYTES]
     else:
-        crossing = _boundary_bytes(job)
-        budget, disk = _disk(job)
-        choices = {way: [choose(_line(job, every), way, budget) for every in EVERY] for way in ("all", "auto")}
-        data |= {
-            "boundary_bytes": crossing,
-            "disk_bytes": budget,
-            **{way: [_as_data(each) for each in chosen] for way, chosen in choices.items()},
-        }
+        crossing = crossing_bytes(job.profile, len(job.shape.batch))
+        data |= {"boundary_bytes": crossing, "disk_bytes": found.free, **found.as_data()}
         lines += [
             f"logged in a step: {crossing / 1e6:.4g} MB over each boundary, both ways, "
-            f"{crossing * (job.stages - 1) / 1e6:.4g} MB in all, by its senders; {disk}",
-            *(_chosen(every, choices["all"][at], choices["auto"][at]) for at, every in enumerate(EVERY)),
-            "times of these choices are without the start of the next process; every boundary is logged, whatever the "
-            "best choice would be: choosing is not done yet",
+            f"{crossing * (job.stages - 1) / 1e6:.4g} MB in all, by its senders; {found.disk}",
+            *found.texts(),
+            "times of these choices are without the start of the next process",
         ]
-    wrong = tuple(_wrong(job, data))
-    return Section("recovery", "Recovery", data, tuple(lines), wrong, tuple(_table(ways)))
+    lines += [GROUPS_YET] * any(_has_groups(each, job.stages) for each in found.logged)
+    return Section("recovery", "Recovery", data, tuple(lines), tuple(found.wrong()), tuple(_table(ways)))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a job logs at each of ``EVERY``, by the ``setting``, and what would be best; both are empty where nobody
+    knows bytes, and then ``logged`` is what it logs at first.
+
+    ``budget``: the bytes that its logs may take, None for no limit; ``free``: those on its disk, None where that is not
+    known, and ``disk`` says so.
+    """
+
+    setting: str | tuple[int, ...]
+    budget: int | None
+    free: int | None
+    disk: str
+    logged: tuple[tuple[int, ...], ...]
+    chosen: tuple[Selection, ...]
+    best: tuple[Selection, ...]
+
+    @classmethod
+    def of(cls, job: ConfiguredJob) -> Choices:
+        """Those of ``job``.  Raises ValueError for a boundary that it does not have."""
+        log = job.settings.log or LogSettings()
+        setting, (free, disk) = log.of_stages(job.stages), _disk(log)
+        room = min((each for each in (log.budget_bytes, free) if each is not None), default=None)
+        lines = [] if job.profile is None else [_line(job, every) for every in EVERY]
+        chosen, best = (tuple(choose(line, way, room) for line in lines) for way in (setting, AUTO))
+        logged = tuple(each.logged for each in chosen) or (at_start(setting, _hosts(job)),) * len(EVERY)
+        return cls(setting, log.budget_bytes, free, disk, logged, chosen, best)
+
+    def as_data(self) -> dict:
+        """All of them, for ``--json``."""
+        return {"chosen": [_as_data(each) for each in self.chosen], AUTO: [_as_data(each) for each in self.best]}
+
+    def texts(self) -> list[str]:
+        """What each of them means, and what would be better."""
+        return [f"{now}{self._instead(now, best)}" for now, best in zip(self.chosen, self.best)]
+
+    def _instead(self, now: Selection, best: Selection) -> str:
+        if best.logged == now.logged:
+            return "" if self.setting == AUTO else "; no choice is better"
+        return f"; {'better' if now.fits else 'what is within it'}: {best}"
+
+    def wrong(self) -> list[str]:
+        """What has to change: a log for which there is no room."""
+        full = next((each for each in self.chosen if not each.fits), None)
+        if full is None:
+            return []
+        needs = f"the log takes {full.log_bytes / 1e9:.4g} GB with a checkpoint every {full.every} steps, and"
+        fewer = f'set {SECTION}.log.boundaries to "{AUTO}", or raise {SECTION}.checkpoint.overhead'
+        if self.free is not None and full.budget == self.free:
+            return [f"{needs} {self.free / 1e9:.4g} GB are free: set {SECTION}.log.folder to a larger disk, {fewer}"]
+        return [f"{needs} {SECTION}.log.budget is {full.budget / 1e9:.4g} GB: raise it, {fewer}"]
+
+
+def _has_groups(logged: Sequence[int], stages: int) -> bool:
+    return len(logged) < stages - 1
 
 
 @dataclass(frozen=True)
@@ -79,18 +133,20 @@ class Help:
     text: str
 
     @classmethod
-    def of(cls, job: ConfiguredJob) -> Help:
-        """That of ``job``."""
+    def of(cls, job: ConfiguredJob, together: bool) -> Help:
+        """That of ``job``, where stages may have to replay ``together``."""
         sizes = [len(each) for each in job.settings.policy(False, job.stages).blocks(job.shape).members().values()]
         limit = job.settings.log.helpers if job.settings.log is not None else 0
         live = (job.stages - 1) * job.shape.replicas
         helpers = min(live, len(sizes) - 1, live if limit == "auto" else limit)
-        shared = [_line(job, every, sum(sizes[:: helpers + 1])) for every in EVERY]
+        work = work_s(job.costs, job.settings.split_backward, sum(sizes[:: helpers + 1]))
+        shared = [replace(_line(job, every), recompute_s=work) for every in EVERY]
         seconds = tuple(
             round(BEFORE_S + max(line.recovery_s(stage, stage + 1) for stage in range(job.stages)), 3)
             for line in shared
         )
-        batch, alone = len(job.shape.batch), " stages that share weights are replayed without it" * bool(job.shape.ties)
+        batch, which = len(job.shape.batch), ["share weights"] * bool(job.shape.ties) + ["replay together"] * together
+        alone = f" stages that {' or '.join(which)} are replayed without it" * bool(which)
         if len(sizes) == 1:
             text = (
                 f"nobody can help with a replay: {SECTION}.exact adds all {batch} micro-batches of a step as one "
@@ -108,13 +164,7 @@ class Help:
         return cls(len(sizes), helpers, seconds, text)
 
 
-def _chosen(every: int, now: Selection, best: Selection) -> str:
-    """What is logged, and what the best choice would be, in words."""
-    instead = "no choice is better" if best.logged == now.logged else f"better: {best}"
-    return f"with a checkpoint every {every} steps: {now}; {instead}"
-
-
-def _ways(job: ConfiguredJob) -> list[dict]:
+def _ways(job: ConfiguredJob, found: Choices) -> list[dict]:
     """A row for each kind of loss: which way is taken, and the predicted seconds at each of ``EVERY``."""
     peers = (LOCAL.detection_us + LOCAL.pause_us) / 1e6
     rows = []
@@ -122,14 +172,13 @@ def _ways(job: ConfiguredJob) -> list[dict]:
         rows.append(_row("a worker whose stage has others", "reroute", "they take its work", [peers] * len(EVERY)))
     alike: dict[tuple[float, ...], list[int]] = {}
     for stage in range(job.stages):
-        taken = tuple(round(BEFORE_S + _line(job, every).recovery_s(stage, stage + 1), 3) for every in EVERY)
-        alike.setdefault(taken, []).append(stage)
+        alike.setdefault(_replay_s(job, found, stage, stage), []).append(stage)
     for seconds, stages in alike.items():
         lost = f"the last worker of {'any stage' if len(stages) == job.stages else stages_text(stages)}"
         rows.append(_row(lost, "replay", "from the log; all others wait", seconds))
     if job.stages > 2:
-        lines = [_line(job, every) for every in EVERY]
-        both = [BEFORE_S + max(line.recovery_s(at, at + 2) for at in range(job.stages - 1)) for line in lines]
+        pairs = (_replay_s(job, found, stage, stage + 1) for stage in range(job.stages - 1))
+        both = [max(taken) for taken in zip(*pairs)]
         rows.append(_row("two neighbours, at worst", "replay", "one after the other, at most", both))
     again = [_start_again_s(job, every) for every in EVERY]
     how = "from a checkpoint"
@@ -145,49 +194,35 @@ def _row(lost: str, way: str, how: str, seconds: Sequence[float]) -> dict:
 def _start_again_s(job: ConfiguredJob, every: int) -> float:
     """Seconds until everybody is where it was, once somebody has started the job again."""
     step_s = job.planned()[0] / 1e6
-    return BEFORE_S + max(_load_s(job)) + every / 2 * step_s
+    return BEFORE_S + _line(job, every).load_s + every / 2 * step_s
 
 
-def _line(job: ConfiguredJob, every: int, share: int | None = None) -> Line:
-    """The job's stages as the planner's model of logs has them; no bytes where no profile knows them.  ``share``: so
-    many micro-batches of a step are made by one worker, None for all.
-    """
-    profile, stages = job.profile, job.stages
-    batch = len(job.shape.batch) if share is None else share
-    ops = (Op.F, Op.I, Op.W) if job.settings.split_backward else (Op.F, Op.B)
-    work = [
-        (batch * sum(job.costs.of(op, stage) for op in ops) + job.costs.of(Op.STEP, stage)) / 1e6
-        for stage in range(stages)
-    ]
-    crossing = 0 if profile is None else _boundary_bytes(job)
+def _replay_s(job: ConfiguredJob, found: Choices, first: int, last: int) -> tuple[float, ...]:
+    """Seconds of a replay of two stages, which may be one, with those that replay along."""
+    taken = []
+    for every, logged in zip(EVERY, found.logged):
+        touched = [group for group in groups(logged, job.stages) if group[0] <= last and first < group[1]]
+        taken.append(round(BEFORE_S + _line(job, every).recovery_s(touched[0][0], touched[-1][1]), 3))
+    return tuple(taken)
+
+
+def _line(job: ConfiguredJob, every: int) -> Line:
+    """The job's stages as the planner's model of logs has them."""
+    batch, split = len(job.shape.batch), job.settings.split_backward
+    return expected(job.costs, job.profile, split, batch, _hosts(job), every)
+
+
+def _hosts(job: ConfiguredJob) -> tuple[str, ...]:
+    """Where each stage is, as core.vocabulary.log_boundaries.stage_hosts has it."""
     hosts = {seat: host for host, seats in job.hosts.items() for seat in seats}
-    first = {seat.stage: host for seat, host in hosts.items() if seat.replica == 0}
-    return Line(
-        recompute_s=tuple(work),
-        boundary_bytes=(crossing,) * (stages - 1),
-        failure=(1 / stages,) * stages,
-        hosts=tuple(first[stage] for stage in range(stages)),
-        load_s=max(_load_s(job)),
-        every=every,
-        network_bytes_per_s=DISK if profile is None else profile.across.bytes_per_us * 1e6,
-        read_bytes_per_s=DISK,
+    return tuple(
+        ", ".join(host for seat, host in sorted(hosts.items()) if seat.stage == stage) for stage in range(job.stages)
     )
 
 
-def _load_s(job: ConfiguredJob) -> list[float]:
-    """Seconds for each stage's state from a checkpoint; 0 where its size is not known."""
-    return [0.0] * job.stages if job.profile is None else [size / DISK for size in job.profile.state_bytes(job.stages)]
-
-
-def _boundary_bytes(job: ConfiguredJob) -> int:
-    """What crosses a boundary in a step, both ways, of all replicas."""
-    assert job.profile is not None, "only a profile knows bytes"
-    return 2 * len(job.shape.batch) * job.profile.boundary_bytes
-
-
-def _disk(job: ConfiguredJob) -> tuple[int | None, str]:
+def _disk(log: LogSettings) -> tuple[int | None, str]:
     """The bytes that are free where the log goes, None where that can't be seen from here; and that in words."""
-    folder = job.settings.log.folder if job.settings.log is not None else None
+    folder = log.folder
     if folder is None:
         return None, f"its disk is not known: {SECTION}.log.folder names none"
     place = next((each for each in (Path(folder), *Path(folder).parents) if each.exists()), None)
@@ -205,19 +240,6 @@ def _as_data(found: Selection) -> dict:
         "worst_s": round(found.worst_s, 3),
         "fits": found.fits,
     }
-
-
-def _wrong(job: ConfiguredJob, data: dict) -> list[str]:
-    """What has to change: a log for which there is no room."""
-    full = [(every, each) for every, each in zip(EVERY, data.get("all", ())) if not each["fits"]]
-    if not full:
-        return []
-    every, needs = full[0]
-    return [
-        f"the log takes {needs['log_bytes'] / 1e9:.4g} GB with a checkpoint every {every} steps, and "
-        f"{data['disk_bytes'] / 1e9:.4g} GB are free: set {SECTION}.log.folder to a larger disk, or raise "
-        f"{SECTION}.checkpoint.overhead"
-    ]
 
 
 def _table(ways: list[dict]) -> list[str]:

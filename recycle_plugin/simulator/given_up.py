@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
 
 LACKS = re.compile(r"the log of rank (?P<rank>\d+) lacks something of step (?P<step>\d+): (?P<why>.*)")
+UNLOGGED = re.compile(r"boundary (?P<stage>\d+)\|\d+ is not logged")
 NOWHERE = re.compile(r"(?P<what>.*) is in no log")
 
 
@@ -29,7 +30,7 @@ def rightly(cluster: Cluster) -> bool:
     if not said or said[-1].details["way"] != "end":
         return False
     why, stages = said[-1].details["why"], said[-1].details["stages"]
-    return any(holds(cluster, why, stages) for holds in (_no_checkpoint, _nobody, _ending, _damaged, _lacks))
+    return any(holds(cluster, why, stages) for holds in (_no_checkpoint, _nobody, _ending, _unlogged, _damaged, _lacks))
 
 
 def _no_checkpoint(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
@@ -43,6 +44,15 @@ def _nobody(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
 def _ending(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
     asked = any(trouble.kind in ("end", "leave") for trouble in cluster.scenario.troubles)
     return why == "the job is about to end" and (asked or cluster.membership.committed >= cluster.scenario.steps)
+
+
+def _unlogged(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
+    """It is not to be logged, or was not when the checkpoint began; of the last choice nobody may have heard."""
+    found = UNLOGGED.fullmatch(why)
+    if found is None or not cluster.chosen:
+        return False
+    stage = int(found["stage"])
+    return (stage in stages) != (stage + 1 in stages) and any(stage not in each for each in cluster.chosen[-3:])
 
 
 def _damaged(cluster: Cluster, why: str, stages: Collection[int]) -> bool:

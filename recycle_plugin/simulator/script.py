@@ -188,7 +188,8 @@ class SimulatedFiles:
             return "latest: disk full"
         machine.cluster.watcher.published(machine, self.step, machine.cluster.written[self.step, number])
         if machine.cluster.scenario.logs:
-            machine.send(Durable(machine.rank, self.step, _place(self.step), machine.store.valid_from))
+            logged = machine.cluster.choose()
+            machine.send(Durable(machine.rank, self.step, _place(self.step), machine.store.valid_from, logged))
         machine.reach("checkpoint.named")
         return ""
 

@@ -278,7 +278,7 @@ def test_who_has_gone_after_its_replay_is_not_let_in():
 
 def logs(durable: int = 0) -> Logs:
     """Of four workers, whose job has gone on behind ``durable``, the step of a checkpoint."""
-    known = Logs(kept=True)
+    known = Logs(kept=True, stages=4)
     known.durable(Durable(0, durable, "a folder"))
     known.resume(durable, {}, [WorkerId(rank) for rank in range(4)])
     return known

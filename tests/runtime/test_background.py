@@ -89,7 +89,7 @@ def test_where_somebody_has_come_nobody_counts_from_one_that_is_under_way(begun,
 
 def all_have_written(coordinator, step: int) -> None:
     place = f"the end of checkpoint automatic_step{step - 1}"
-    coordinator.tell(BarrierPassed(place, {"0": [0.1, 1.0, ""]}, step + 2))
+    coordinator.tell(BarrierPassed(place, {"0": [0.1, 1.0, "", None]}, step + 2))
     coordinator.tell(Committed(step))
 
 

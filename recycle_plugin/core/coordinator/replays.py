@@ -22,6 +22,7 @@ from recycle_plugin.core.messages.protocol import (
     Durable,
     LogBroken,
     Logged,
+    LogOnly,
     Replay,
     Replaying,
     Unreplayable,
@@ -40,12 +41,17 @@ UNCOMPARED = "its stage's last worker was lost before their states were compared
 
 
 class Logs:
-    """What is known of a job's logs, where any are ``kept``.  ``waits_since``: since when, in seconds, nothing has been
-    heard of the stages that are to be replayed; None where there are none.
+    """What is known of the logs of a job of ``stages`` stages, where any are ``kept``.  ``waits_since``: since when, in
+    seconds, nothing has been heard of the stages that are to be replayed; None where there are none.
+
+    ``boundaries``: those of which the logs have all that has crossed since the checkpoint that stages are replayed
+    from.  What the workers log is that at least, at any moment: one that goes from what they are told goes here first,
+    and one that comes counts from the next checkpoint on, before which all have been told.
     """
 
-    def __init__(self, kept: bool = False) -> None:
-        self.kept = kept
+    def __init__(self, kept: bool = False, stages: int = 1, boundaries: Collection[int] | None = None) -> None:
+        self.kept, self._stages = kept, stages
+        self.boundaries = self._told = frozenset(range(stages - 1) if boundaries is None else boundaries)
         self._durable: Durable | None = None
         self._broken: dict[WorkerId, tuple[LogBroken, int]] = {}  # with the worker's stage
         self._written: dict[WorkerId, int] = {}  # the last step that is on a worker's disk, as far as it has said
@@ -59,10 +65,17 @@ class Logs:
         assert self._durable is not None, "no checkpoint is durable yet"
         return self._durable
 
+    @property
+    def told(self) -> LogOnly:
+        """What the workers are told to log."""
+        return LogOnly(tuple(sorted(self._told)))
+
     def durable(self, message: Durable) -> bool:
         """Takes in that a checkpoint is durable; returns whether it is later than the last one."""
         if not self.kept or (self._durable is not None and message.step <= self._durable.step):
             return False
+        told = self._told if message.boundaries is None else frozenset(message.boundaries)
+        self.boundaries, self._told = self._told & told, told
         self._durable = message
         self._broken = {worker: each for worker, each in self._broken.items() if each[0].step > message.step}
         return True
@@ -124,6 +137,9 @@ class Logs:
             return "nothing is logged (recycle.log)"
         if self._durable is None:
             return "no checkpoint that a stage could be replayed from is durable yet"
+        beside = (each for each in range(self._stages - 1) if (each in stages) != (each + 1 in stages))
+        if (boundary := next((each for each in beside if each not in self.boundaries), None)) is not None:
+            return f"boundary {boundary}|{boundary + 1} is not logged"
         for worker, (each, stage) in sorted(self._broken.items()):
             if each.step <= committed and stage not in stages and {stage - 1, stage + 1}.intersection(stages):
                 return f"the log of rank {worker.rank} lacks something of step {each.step}: {each.why}"

@@ -24,7 +24,8 @@ class JobSpec:
 
     ``batch``: samples in a step of all replicas.  ``clipping``: the limit of the gradient norm, 0 for none.
     ``arithmetic``: in exact mode, what decides how operations round.  ``log``: what crosses stages is logged, so that a
-    stage without a live worker can be replayed.  Times are in seconds.  The others are the settings of the same name.
+    stage without a live worker can be replayed, over which ``boundaries``, and in how many bytes (``log_budget``).
+    Times are in seconds.  The others are the settings of the same name.
     """
 
     replicas: int
@@ -55,6 +56,8 @@ class JobSpec:
     metrics: Endpoint | None = None
     rejoin: str | int = "never"
     log: bool = False
+    boundaries: str | tuple[int, ...] = "all"
+    log_budget: int | None = None
 
     @property
     def shape(self) -> Topology:

@@ -115,12 +115,14 @@ class Durable(OfWorker):
     """The checkpoint of ``step`` in the folder ``path`` is whole, on the disk, and was read back.
 
     The coordinator passes it on to all: what is logged up to ``step`` may go.  ``valid_from``: the generation from
-    which data is valid at that worker.
+    which data is valid at that worker; ``boundaries``: those that are to be logged from now on, None for those that are
+    to be already.
     """
 
     step: int
     path: str
     valid_from: int = 0
+    boundaries: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -581,6 +583,15 @@ class Replay:
 
 
 @dataclass(frozen=True)
+class LogOnly:
+    """To all workers, and to each newcomer: of what crosses the stages log what crosses these ``boundaries``
+    (core/vocabulary/log_boundaries.py), and nothing else, from now on.
+    """
+
+    boundaries: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Committed:
     """All stages have applied ``step``: its effects stay.
 
@@ -699,6 +710,7 @@ MESSAGES = (
     Fence,
     Serve,
     Replay,
+    LogOnly,
     Committed,
     Collected,
     BarrierPassed,

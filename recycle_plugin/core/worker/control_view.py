@@ -14,6 +14,7 @@ from recycle_plugin.core.messages.protocol import (
     Durable,
     End,
     Generation,
+    LogOnly,
     Recorded,
     Replay,
     Replaying,
@@ -44,7 +45,8 @@ class JobEnded(BaseException):
 class ControlView:
     """The view of the worker of ``rank`` on the job; ``incarnation``: which one of those that have had the rank.
 
-    ``durable``: the step of the last checkpoint that logs reach back to; ``replayed``: how many words have come of
+    ``durable``: the step of the last checkpoint that logs reach back to; ``logged``: the boundaries that are to be
+    logged, None as long as nobody has said which; ``replayed``: how many words have come of
     stages that are being replayed, ``replay``: what this newcomer is to replay, if it is.
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
@@ -61,6 +63,7 @@ class ControlView:
         self.generation: Generation | None = None
         self.pending: Generation | None = None
         self.committed = self.durable = 0
+        self.logged: frozenset[int] | None = None
         self.since = self.changed_behind = 0
         self.news: deque[tuple[Generation | None, Committed]] = deque(maxlen=UNREAD)
         self.recorded: list[Recorded] = []
@@ -158,6 +161,8 @@ class ControlView:
                 self._serves.append(message)
             case Durable():
                 self.durable = max(self.durable, message.step)
+            case LogOnly():
+                self.logged = frozenset(message.boundaries)
             case Replay():
                 self.replay = message
             case Replaying():
