@@ -52,10 +52,12 @@ HALVES = (torch.bfloat16, torch.float16)
 class StageLog:
     """The log of the worker of ``session``, of the stage that ``framework`` has, where ``settings`` ask for one.
 
-    ``run_dir``: the run folder; ``limit``: how many may help to replay it, None for as many as there is work for.
+    ``run_dir``: the run folder; ``limit``: how many may help to replay it, None for as many as there is work for;
+    ``boundaries``: which are logged, as it is set.  Raises SettingsError for a boundary that there is not.
     """
 
     def __init__(self, session: Session, framework: Framework, settings: LogSettings, run_dir: str) -> None:
+        self.boundaries = settings.of_stages(framework.topology.stages)
         self.folder = Path(settings.folder or f"{run_dir}/log")
         folders.make(self.folder)
         assert not isinstance(settings.ring_bytes, str), "a checked size is a number"

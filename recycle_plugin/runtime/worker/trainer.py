@@ -587,7 +587,7 @@ class Trainer:
             arithmetic=framework.model.device.arithmetic() if settings.exact else None,
             metrics=settings.endpoint,
             log=settings.log is not None,
-            boundaries=ALL if settings.log is None else settings.log.of_stages(shape.stages),
+            boundaries=ALL if self._log is None else self._log.boundaries,
             log_budget=None if settings.log is None else settings.log.budget_bytes,
             **{name: getattr(settings, name) for name in IN_RECORD},
         )
