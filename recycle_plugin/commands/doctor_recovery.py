@@ -8,7 +8,7 @@ assumed, and said so.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recycle_plugin.commands.config_job import ConfiguredJob
@@ -32,14 +32,14 @@ from recycle_plugin.core.coordinator.recovery_ways import (
     shared,
 )
 from recycle_plugin.core.coordinator.restarts import FIRST_S
-from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.log_boundaries import AUTO, at_start, groups, in_words
+from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, crossing_bytes, expected, work_s
 from recycle_plugin.planner.log_selection import Line, Selection, choose
+from recycle_plugin.settings.sections import LogSettings
 from recycle_plugin.settings.wording import SECTION
 from recycle_plugin.simulator.machine_constants import LOCAL
-from recycle_plugin.simulator.peers import Transitions
 
 EVERY = (10, 100)  # steps between checkpoints: where the interval begins, and the longest that a second one may have
-DISK = Transitions().storage_rate
 BEFORE_S = LOCAL.detection_us / 1e6 + FIRST_S + START_UP_S
 MISSING = "what the replay needs is missing"
 NO_BYTES = (
@@ -49,7 +49,7 @@ NO_BYTES = (
 GUESSES = (
     f"assumed: {BEFORE_S:.0f} s until the next process has its model, {FIRST_S:.0f} s of them the wait before it is "
     f"started (4 to 8 s with small models on two cores; yours may take minutes to import and build); checkpoints and "
-    f"logs are read at {DISK / 1e9:g} GB/s; a loss in the middle between two checkpoints"
+    f"logs are read at {STORAGE_BYTES_PER_S / 1e9:g} GB/s; a loss in the middle between two checkpoints"
 )
 INTERVAL = (
     f"how often a checkpoint is made follows from what the last ones have cost ({SECTION}.checkpoint.overhead), so it "
@@ -59,32 +59,80 @@ INTERVAL = (
 
 def recovery(job: ConfiguredJob) -> Section:
     """The section on the ways of recovery; its ``data`` has all predicted seconds."""
-    help_ = Help.of(job)
-    losses = _losses(job)
+    found = Choices.of(job)
+    help_ = Help.of(job, any(len(each) < job.stages - 1 for each in found.logged))
+    losses = _losses(job, found)
     ways = [each.row for each in losses]
     lines = [GUESSES, INTERVAL, help_.text, *(each.text for each in losses if each.said)]
     data: dict = {"ways": ways, "start_up_s": BEFORE_S, "start_up": "assumed", "every": list(EVERY)}
     data["help"] = {"blocks": help_.blocks, "helpers": help_.helpers, "seconds": list(help_.seconds)}
+    data |= {"boundaries": found.setting, "budget": found.budget}
     if job.profile is None:
-        lines.append(NO_BYTES)
+        also = f"; {SECTION}.log.boundaries chooses once steps were measured" * (found.setting == AUTO)
+        lines += [f"{in_words(found.logged[0], job.stages)}{also}", NO_BYTES]
     else:
-        crossing = _boundary_bytes(job)
-        budget, disk = _disk(job)
-        choices = {way: [choose(_line(job, every), way, budget) for every in EVERY] for way in ("all", "auto")}
-        data |= {
-            "boundary_bytes": crossing,
-            "disk_bytes": budget,
-            **{way: [_as_data(each) for each in chosen] for way, chosen in choices.items()},
-        }
+        crossing = crossing_bytes(job.profile, len(job.shape.batch))
+        data |= {"boundary_bytes": crossing, "disk_bytes": found.free, **found.as_data()}
         lines += [
             f"logged in a step: {crossing / 1e6:.4g} MB over each boundary, both ways, "
-            f"{crossing * (job.stages - 1) / 1e6:.4g} MB in all, by its senders; {disk}",
-            *(_chosen(every, choices["all"][at], choices["auto"][at]) for at, every in enumerate(EVERY)),
-            "times of these choices are without the start of the next process; every boundary is logged, whatever the "
-            "best choice would be: choosing is not done yet",
+            f"{crossing * (job.stages - 1) / 1e6:.4g} MB in all, by its senders; {found.disk}",
+            *found.texts(),
+            "times of these choices are without the start of the next process",
         ]
-    wrong = tuple(_wrong(job, data))
-    return Section("recovery", "Recovery", data, tuple(lines), wrong, tuple(_table(ways)))
+    return Section("recovery", "Recovery", data, tuple(lines), tuple(found.wrong()), tuple(_table(ways)))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a job logs at each of ``EVERY``, by the ``setting``, and what would be best; both are empty where nobody
+    knows bytes, and then ``logged`` is what it logs at first.
+
+    ``budget``: the bytes that its logs may take, None for no limit; ``free``: those on its disk, None where that is not
+    known, and ``disk`` says so.
+    """
+
+    setting: str | tuple[int, ...]
+    budget: int | None
+    free: int | None
+    disk: str
+    logged: tuple[tuple[int, ...], ...]
+    chosen: tuple[Selection, ...]
+    best: tuple[Selection, ...]
+
+    @classmethod
+    def of(cls, job: ConfiguredJob) -> Choices:
+        """Those of ``job``.  Raises ValueError for a boundary that it does not have."""
+        log = job.settings.log or LogSettings()
+        setting, (free, disk) = log.of_stages(job.stages), _disk(log)
+        room = min((each for each in (log.budget_bytes, free) if each is not None), default=None)
+        lines = [] if job.profile is None else [_line(job, every) for every in EVERY]
+        chosen, best = (tuple(choose(line, way, room) for line in lines) for way in (setting, AUTO))
+        logged = tuple(each.logged for each in chosen) or (at_start(setting, _hosts(job)),) * len(EVERY)
+        return cls(setting, log.budget_bytes, free, disk, logged, chosen, best)
+
+    def as_data(self) -> dict:
+        """All of them, for ``--json``."""
+        return {"chosen": [_as_data(each) for each in self.chosen], AUTO: [_as_data(each) for each in self.best]}
+
+    def texts(self) -> list[str]:
+        """What each of them means, and what would be better."""
+        return [f"{now}{self._instead(now, best)}" for now, best in zip(self.chosen, self.best)]
+
+    def _instead(self, now: Selection, best: Selection) -> str:
+        if best.logged == now.logged:
+            return "" if self.setting == AUTO else "; no choice is better"
+        return f"; {'better' if now.fits else 'what is within it'}: {best}"
+
+    def wrong(self) -> list[str]:
+        """What has to change: a log for which there is no room."""
+        full = next((each for each in self.chosen if not each.fits), None)
+        if full is None:
+            return []
+        needs = f"the log takes {full.log_bytes / 1e9:.4g} GB with a checkpoint every {full.every} steps, and"
+        fewer = f'set {SECTION}.log.boundaries to "{AUTO}", or raise {SECTION}.checkpoint.overhead'
+        if self.free is not None and full.budget == self.free:
+            return [f"{needs} {self.free / 1e9:.4g} GB are free: set {SECTION}.log.folder to a larger disk, {fewer}"]
+        return [f"{needs} {SECTION}.log.budget is {full.budget / 1e9:.4g} GB: raise it, {fewer}"]
 
 
 @dataclass(frozen=True)
@@ -99,17 +147,19 @@ class Help:
     text: str
 
     @classmethod
-    def of(cls, job: ConfiguredJob) -> Help:
-        """That of ``job``."""
+    def of(cls, job: ConfiguredJob, together: bool) -> Help:
+        """That of ``job``, where stages may have to replay ``together``."""
         blocks = job.settings.policy(False, job.stages).blocks(job.shape)
         sizes = [len(each) for each in blocks.members().values()]
         live = (job.stages - 1) * job.shape.replicas
         helpers, share = shared(blocks, live, None if job.settings.log is None else job.settings.log.most_helpers)
-        lines = [_line(job, every, round(share * len(job.shape.batch))) for every in EVERY]
+        work = work_s(job.costs, job.settings.split_backward, round(share * len(job.shape.batch)))
+        lines = [replace(_line(job, every), recompute_s=work) for every in EVERY]
         seconds = tuple(
             round(BEFORE_S + max(line.recovery_s(stage, stage + 1) for stage in range(job.stages)), 3) for line in lines
         )
-        batch, alone = len(job.shape.batch), " stages that share weights are replayed without it" * bool(job.shape.ties)
+        batch, which = len(job.shape.batch), ["share weights"] * bool(job.shape.ties) + ["replay together"] * together
+        alone = f" stages that {' or '.join(which)} are replayed without it" * bool(which)
         if len(sizes) == 1:
             text = (
                 f"nobody can help with a replay: {SECTION}.exact adds all {batch} micro-batches of a step as one "
@@ -125,12 +175,6 @@ class Help:
                 f"slowest stage takes {took}, beside the weights that each is sent once a step;{alone}"
             ).removesuffix(";")
         return cls(len(sizes), helpers, seconds, text)
-
-
-def _chosen(every: int, now: Selection, best: Selection) -> str:
-    """What is logged, and what the best choice would be, in words."""
-    instead = "no choice is better" if best.logged == now.logged else f"better: {best}"
-    return f"with a checkpoint every {every} steps: {now}; {instead}"
 
 
 @dataclass(frozen=True)
@@ -167,10 +211,10 @@ class Loss:
         return f"{self.lost}: {decision.taken.name}, since {why}. {decision.others(why)}"
 
 
-def _losses(job: ConfiguredJob) -> list[Loss]:
+def _losses(job: ConfiguredJob, found: Choices) -> list[Loss]:
     """The kinds of loss, each with its decision."""
-    found = []
-    each_step = [_slowest_s(job, every, 1) for every in EVERY]
+    losses = []
+    each_step = [max(taken) for taken in zip(*(_replayed_step_s(job, found, at, at) for at in range(job.stages)))]
     if job.survives:
         comes = None if job.settings.rejoin == "never" else Time(BEFORE_S, ASSUMED)
         pause, throughput = (
@@ -179,81 +223,71 @@ def _losses(job: ConfiguredJob) -> list[Loss]:
         )
         first = reroute(pause, comes, throughput)
         decisions = tuple(_decision(job, every, step, NOT_NEEDED, first) for every, step in zip(EVERY, each_step))
-        found.append(Loss("a worker whose stage has others", "they take its work", decisions))
+        losses.append(Loss("a worker whose stage has others", "they take its work", decisions))
     alike: dict[tuple[float, ...], list[int]] = {}
     for stage in range(job.stages):
-        seconds = tuple(round(_line(job, every).recovery_s(stage, stage + 1), 3) for every in EVERY)
-        alike.setdefault(seconds, []).append(stage)
-    for stages in alike.values():
+        alike.setdefault(_replayed_step_s(job, found, stage, stage), []).append(stage)
+    for steps, stages in alike.items():
         lost = f"the last worker of {'any stage' if len(stages) == job.stages else stages_text(stages)}"
-        at = stages[0]
-        decisions = tuple(_decision(job, every, _line(job, every).step_s(at, at + 1)) for every in EVERY)
-        found.append(Loss(lost, "from the log; all others wait", decisions))
+        decisions = tuple(_decision(job, every, step) for every, step in zip(EVERY, steps))
+        losses.append(Loss(lost, "from the log; all others wait", decisions))
     if job.stages > 2:
-        both = tuple(_decision(job, every, _slowest_s(job, every, 2)) for every in EVERY)
-        found.append(Loss("two neighbours, at worst", "one after the other, at most", both, said=False))
+        pairs = [_replayed_step_s(job, found, stage, stage + 1) for stage in range(job.stages - 1)]
+        both = tuple(_decision(job, every, max(taken)) for every, taken in zip(EVERY, zip(*pairs)))
+        losses.append(Loss("two neighbours, at worst", "one after the other, at most", both, said=False))
     missing = tuple(_decision(job, every, step, MISSING) for every, step in zip(EVERY, each_step))
-    found.append(Loss("a stage whose logs have a gap", "from a checkpoint", missing))
-    found.append(Loss("the host of rank 0", "from a checkpoint", missing, said=False))
-    return found
+    losses.append(Loss("stages that can't be replayed", "from a checkpoint", missing))
+    losses.append(Loss("the host of rank 0", "from a checkpoint", missing, said=False))
+    return losses
 
 
-def _slowest_s(job: ConfiguredJob, every: int, count: int) -> float:
-    """A replayed step of the slowest group of so many neighbours, in seconds."""
-    line = _line(job, every)
-    return max(line.step_s(at, at + count) for at in range(job.stages - count + 1))
+def _replayed_step_s(job: ConfiguredJob, found: Choices, first: int, last: int) -> tuple[float, ...]:
+    """A replayed step of two stages, which may be one, with those that replay along, in seconds, at each of
+    ``EVERY``.
+    """
+    taken = []
+    for every, logged in zip(EVERY, found.logged):
+        touched = [group for group in groups(logged, job.stages) if group[0] <= last and first < group[1]]
+        taken.append(round(_line(job, every).step_s(touched[0][0], touched[-1][1]), 6))
+    return tuple(taken)
 
 
 def _decision(job: ConfiguredJob, every: int, step_s: float, why: str = "", first: Way | None = None) -> Decision:
     """That for a loss in the middle between two checkpoints.  ``why``: there is no replay; ``first``: the way of
     rerouting, None where nobody is left.
     """
-    load = Time(0.0, UNKNOWN) if job.profile is None else Time(max(_load_s(job)), ASSUMED)
+    load = Time(0.0, UNKNOWN) if job.profile is None else Time(_line(job, every).load_s, ASSUMED)
     times = Times(Time(BEFORE_S, ASSUMED), load, Time(job.planned()[0] / 1e6, ASSUMED), ())
     back = replay(times, Time(step_s, ASSUMED), every / 2, why_not=why), reload(times, every / 2)
     return Decision((first or no("reroute", NOBODY_LEFT), *back, END))
 
 
-def _line(job: ConfiguredJob, every: int, share: int | None = None) -> Line:
-    """The job's stages as the planner's model of logs has them; no bytes where no profile knows them.  ``share``: so
-    many micro-batches of a step are made by one worker, None for all.
-    """
-    profile, stages = job.profile, job.stages
-    batch = len(job.shape.batch) if share is None else share
-    ops = (Op.F, Op.I, Op.W) if job.settings.split_backward else (Op.F, Op.B)
-    work = [
-        (batch * sum(job.costs.of(op, stage) for op in ops) + job.costs.of(Op.STEP, stage)) / 1e6
-        for stage in range(stages)
-    ]
-    crossing = 0 if profile is None else _boundary_bytes(job)
+def _replay_s(job: ConfiguredJob, found: Choices, first: int, last: int) -> tuple[float, ...]:
+    """Seconds of a replay of two stages, which may be one, with those that replay along."""
+    taken = []
+    for every, logged in zip(EVERY, found.logged):
+        touched = [group for group in groups(logged, job.stages) if group[0] <= last and first < group[1]]
+        taken.append(round(BEFORE_S + _line(job, every).recovery_s(touched[0][0], touched[-1][1]), 3))
+    return tuple(taken)
+
+
+def _line(job: ConfiguredJob, every: int) -> Line:
+    """The job's stages as the planner's model of logs has them."""
+    batch, split = len(job.shape.batch), job.settings.split_backward
+    return expected(job.costs, job.profile, split, batch, _hosts(job), every)
+
+
+def _hosts(job: ConfiguredJob) -> tuple[str, ...]:
+    """Where each stage is, as core.vocabulary.log_boundaries.stage_hosts has it."""
     hosts = {seat: host for host, seats in job.hosts.items() for seat in seats}
-    first = {seat.stage: host for seat, host in hosts.items() if seat.replica == 0}
-    return Line(
-        recompute_s=tuple(work),
-        boundary_bytes=(crossing,) * (stages - 1),
-        failure=(1 / stages,) * stages,
-        hosts=tuple(first[stage] for stage in range(stages)),
-        load_s=max(_load_s(job)),
-        every=every,
-        network_bytes_per_s=DISK if profile is None else profile.across.bytes_per_us * 1e6,
-        read_bytes_per_s=DISK,
+    return tuple(
+        ", ".join(host for seat, host in sorted(hosts.items()) if seat.stage == stage) for stage in range(job.stages)
     )
 
 
-def _load_s(job: ConfiguredJob) -> list[float]:
-    """Seconds for each stage's state from a checkpoint; 0 where its size is not known."""
-    return [0.0] * job.stages if job.profile is None else [size / DISK for size in job.profile.state_bytes(job.stages)]
-
-
-def _boundary_bytes(job: ConfiguredJob) -> int:
-    """What crosses a boundary in a step, both ways, of all replicas."""
-    assert job.profile is not None, "only a profile knows bytes"
-    return 2 * len(job.shape.batch) * job.profile.boundary_bytes
-
-
-def _disk(job: ConfiguredJob) -> tuple[int | None, str]:
+def _disk(log: LogSettings) -> tuple[int | None, str]:
     """The bytes that are free where the log goes, None where that can't be seen from here; and that in words."""
-    folder = job.settings.log.folder if job.settings.log is not None else None
+    folder = log.folder
     if folder is None:
         return None, f"its disk is not known: {SECTION}.log.folder names none"
     place = next((each for each in (Path(folder), *Path(folder).parents) if each.exists()), None)
@@ -271,19 +305,6 @@ def _as_data(found: Selection) -> dict:
         "worst_s": round(found.worst_s, 3),
         "fits": found.fits,
     }
-
-
-def _wrong(job: ConfiguredJob, data: dict) -> list[str]:
-    """What has to change: a log for which there is no room."""
-    full = [(every, each) for every, each in zip(EVERY, data.get("all", ())) if not each["fits"]]
-    if not full:
-        return []
-    every, needs = full[0]
-    return [
-        f"the log takes {needs['log_bytes'] / 1e9:.4g} GB with a checkpoint every {every} steps, and "
-        f"{data['disk_bytes'] / 1e9:.4g} GB are free: set {SECTION}.log.folder to a larger disk, or raise "
-        f"{SECTION}.checkpoint.overhead"
-    ]
 
 
 def _table(ways: list[dict]) -> list[str]:

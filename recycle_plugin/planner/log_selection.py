@@ -24,6 +24,10 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
+from recycle_plugin.core.vocabulary.log_boundaries import AUTO, at_start, groups, in_words
+
+GAIN = 0.1  # of the expected time: what another choice has to win, where the one in force is within the budget
+
 
 @dataclass(frozen=True)
 class Line:
@@ -65,11 +69,6 @@ class Line:
         """What the log of these boundaries takes when it is largest, just before a checkpoint."""
         return self.every * sum(self.boundary_bytes[each] for each in logged)
 
-    def groups(self, logged: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The groups of stages, each as its first and the one behind its last; ``logged`` in order."""
-        cuts = [0, *(each + 1 for each in logged), self.stages]
-        return zip(cuts, cuts[1:])
-
     def recovery_s(self, first: int, end: int) -> float:
         """The time of a recovery of the group of stages ``first`` to ``end - 1``.  Costs the same for any group."""
         return self.load_s + self.every / 2 * self.step_s(first, end)
@@ -91,7 +90,7 @@ class Line:
 
     def expected_s(self, logged: Sequence[int]) -> float:
         """The expected time of a recovery where these boundaries are logged, given in order."""
-        return sum(self.share_s(first, end) for first, end in self.groups(logged))
+        return sum(self.share_s(first, end) for first, end in groups(logged, self.stages))
 
     @cached_property
     def _computed(self) -> tuple[float, ...]:
@@ -108,54 +107,64 @@ class Line:
 
 @dataclass(frozen=True)
 class Selection:
-    """The boundaries that are ``logged``, in order, what their log takes, and the time of a recovery: expected, and
-    that of the slowest group.  ``fits``: the log is within the budget.
+    """The boundaries that are ``logged``, in order, what their log takes with a checkpoint ``every`` so many steps, and
+    the time of a recovery: expected, and that of the slowest group.  ``budget``: the bytes that it may take, None for
+    no limit; ``fits``: it does not take more.
     """
 
     logged: tuple[int, ...]
     groups: tuple[tuple[int, int], ...]
+    every: int
     log_bytes: int
     expected_s: float
     worst_s: float
-    fits: bool
+    budget: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the log is within the budget."""
+        return self.budget is None or self.log_bytes <= self.budget
 
     def __str__(self) -> str:
-        which = ", ".join(f"{each}|{each + 1}" for each in self.logged) or "no boundary"
-        room = "" if self.fits else ", more than the budget"
+        room = "" if self.budget is None else f", {self._of_budget} {in_bytes(self.budget)}"
         return (
-            f"logged: {which}; {self.log_bytes / 1e6:.1f} MB between checkpoints{room}; a recovery takes "
-            f"{self.expected_s:.1f} s on average, {self.worst_s:.1f} s where the slowest group has failed"
+            f"{in_words(self.logged, self.groups[-1][1])}; {in_bytes(self.log_bytes)} between checkpoints, one every "
+            f"{self.every} steps{room}; a recovery takes {self.expected_s:.3g} s on average, {self.worst_s:.3g} s "
+            "where the slowest group has failed"
         )
+
+    @property
+    def _of_budget(self) -> str:
+        return "within the budget of" if self.fits else "more than the budget of"
+
+
+def in_bytes(count: int) -> str:
+    """A number of bytes for people."""
+    unit, name = (1e9, "GB") if count >= 1e9 else (1e6, "MB") if count >= 1e5 else (1e3, "kB")
+    return f"{count / unit:.4g} {name}"
 
 
 def choose(line: Line, boundaries: str | Sequence[int], budget: int | None = None) -> Selection:
     """The boundaries to log within ``budget`` bytes: ``auto`` the best ones, ``all``, ``hosts`` those between hosts, or
     the ones of a list, whatever they take.  Raises ValueError for others.
     """
-    everywhere = range(line.stages - 1)
-    match boundaries:
-        case "auto":
-            return selection(line, best(line, budget), budget)
-        case "all":
-            logged: Sequence[int] = everywhere
-        case "hosts":
-            logged = [each for each in everywhere if line.hosts[each] != line.hosts[each + 1]]
-        case str():
-            raise ValueError(f"boundaries is {boundaries!r}, and it has to be auto, all, hosts or a list")
-        case _:
-            logged = sorted(set(boundaries))
-            if wrong := [each for each in logged if each not in everywhere]:
-                raise ValueError(f"there is no boundary {wrong[0]}: {line.stages} stages have 0 to {line.stages - 2}")
-    return selection(line, logged, budget)
+    return selection(line, best(line, budget) if boundaries == AUTO else at_start(boundaries, line.hosts), budget)
+
+
+def choose_anew(line: Line, logged: Sequence[int], budget: int | None) -> Selection:
+    """The choice in force, which logs ``logged``, or the best one where that is much better, or alone within the
+    budget: what is measured varies, and a choice is not to change with each checkpoint.
+    """
+    now, other = selection(line, logged, budget), choose(line, AUTO, budget)
+    return now if now.fits and other.expected_s > (1 - GAIN) * now.expected_s else other
 
 
 def selection(line: Line, logged: Sequence[int], budget: int | None) -> Selection:
     """What logging these boundaries, given in order, means."""
-    groups = tuple(line.groups(logged))
-    size = line.log_bytes(logged)
-    worst = max(line.recovery_s(*group) for group in groups)
-    fits = budget is None or size <= budget
-    return Selection(tuple(logged), groups, size, line.expected_s(logged), worst, fits)
+    together = groups(logged, line.stages)
+    worst = max(line.recovery_s(*group) for group in together)
+    size, expected = line.log_bytes(logged), line.expected_s(logged)
+    return Selection(tuple(logged), together, line.every, size, expected, worst, budget)
 
 
 class _Prefix(NamedTuple):

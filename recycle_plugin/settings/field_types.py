@@ -51,6 +51,7 @@ Bytes = Annotated[Count | str | None, AfterValidator(_checked_size)]
 PerStage = Annotated[Milliseconds | tuple[Milliseconds, ...], _as_tuple]
 Rejoin = Literal["always", "never"] | Annotated[int, Field(ge=0)]
 Helpers = Literal["auto"] | Annotated[int, Field(ge=0)]
+Boundaries = Annotated[Literal["auto", "all", "hosts"] | tuple[Annotated[int, Field(ge=0)], ...], _as_tuple]
 Norm = Annotated[Literal[True, "deepspeed"], _as_true]
 Faults = Annotated[tuple[Annotated[str, AfterValidator(_checked_fault)], ...], _as_tuple]
 """Faults in their text form, each as :class:`~recycle_plugin.core.vocabulary.faults.Fault` writes it."""

@@ -298,10 +298,10 @@ class Settings(BaseModel):
         except ValidationError as error:
             raise SettingsError(*explained(error, cls, SECTIONS)) from None
         refuse_contradictions(settings)
-        settings._profile()
+        settings.profile()
         return settings
 
-    def _profile(self) -> Profile | None:
+    def profile(self) -> Profile | None:
         """What ``costs.profile`` names.  Raises :class:`SettingsError` where that can't be read."""
         if self.costs is None or self.costs.profile is None:
             return None
@@ -341,7 +341,7 @@ class Settings(BaseModel):
             )
         if cap.in_bytes(held):
             try:
-                held, room = None, cap.memory_bytes(held, self._profile(), stages, self.undo)
+                held, room = None, cap.memory_bytes(held, self.profile(), stages, self.undo)
             except ValueError as error:
                 raise SettingsError(
                     "activation_cap", f'"auto" is not possible: {error}', "write a number of micro-batches"
@@ -370,7 +370,7 @@ class Settings(BaseModel):
 
         Raises :class:`SettingsError` for a list of the wrong length, and for a profile of another job.
         """
-        found = self._profile()
+        found = self.profile()
         if found is not None:
             return self._profiled(found, shape, samples)
         costs, stages = self.costs or CostSettings(), shape.stages

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from recycle_plugin.settings.field_types import ONE, PER_STAGE, STRICT, Bytes, Helpers, Milliseconds, PerStage, setting
+from recycle_plugin.core.vocabulary.log_boundaries import at_start
+from recycle_plugin.settings.field_types import (
+    ONE,
+    PER_STAGE,
+    STRICT,
+    Boundaries,
+    Bytes,
+    Helpers,
+    Milliseconds,
+    PerStage,
+    setting,
+)
+from recycle_plugin.settings.wording import SettingsError
 
 
 class CostSettings(BaseModel):
@@ -70,6 +82,32 @@ class LogSettings(BaseModel):
         "how many live workers make gradients of a stage that is replayed, beside the one that replays it; auto: as "
         "many as there are, and blocks for them; 0: none",
     )
+    boundaries: Boundaries = setting(
+        "all",
+        '"all", "auto", "hosts", or a list of boundaries such as [0, 2], where 0 is between stages 0 and 1',
+        "which boundaries between stages are logged: all; auto: those with the quickest recovery within `log.budget`; "
+        "hosts: those between stages on different hosts; or a list, where 0 is the one between stages 0 and 1",
+    )
+    budget: Bytes = setting(
+        None,
+        'a whole number of at least 1, a size such as "2GiB", or null',
+        "what the logs of all workers together may take between two checkpoints: auto keeps to it, and whatever takes "
+        "more is said; null for no limit",
+    )
+
+    def of_stages(self, stages: int) -> str | tuple[int, ...]:
+        """The ``boundaries`` of a pipeline of ``stages``.  Raises SettingsError for one that it does not have."""
+        try:
+            at_start(self.boundaries, ("",) * stages)
+        except ValueError as error:
+            raise SettingsError("log.boundaries", str(error), 'write a list of these, or "all"') from None
+        return self.boundaries
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The ``budget`` in bytes, None for no limit."""
+        assert not isinstance(self.budget, str), "a checked size is a number"
+        return self.budget
 
     @property
     def most_helpers(self) -> int | None:

@@ -2,13 +2,14 @@
 checks.
 
 Safety, while the job runs: every sum that becomes a gradient holds each micro-batch exactly once; no weight gradient is
-counted twice by its worker; what the stages of a tie add up is one sum each, the same on all its replicas; a committed
-step stays committed, and at its commit all live replicas of a stage hold the weights that the fault-free run has with
-the same data (simulator/samples.py), also where its sums depend on their order; and they have applied one gradient in
-each stage, clipped by one norm in all, which is told once.  Where sums depend on their order and nothing keeps it,
-there is no fault-free run to compare with, and replicas are compared with each other.  No worker keeps more than its
-budget.  All are told the same losses of an evaluation, those of the committed weights; a checkpoint that has its name
-is whole, and nobody goes on before it has.  Nobody healthy is given up.
+counted twice by its worker; what the stages of a tie add up is one sum each, the same on all its replicas; every member
+logs the boundaries that are counted on; a committed step stays committed, and at its commit all live replicas of a
+stage hold the weights that the fault-free run has with the same data (simulator/samples.py), also where its sums depend
+on their order; and they have applied one gradient in each stage, clipped by one norm in all, which is told once.  Where
+sums depend on their order and nothing keeps it, there is no fault-free run to compare with, and replicas are compared
+with each other.  No worker keeps more than its budget.  All are told the same losses of an evaluation, those of the
+committed weights; a checkpoint that has its name is whole, and nobody goes on before it has.  Nobody healthy is given
+up.
 
 Progress, at the end: all troubles being over, every live worker has trained every step up to the planned end, with the
 fault-free losses, unless the job has ended for a reason that allows it.
@@ -220,6 +221,8 @@ class Watcher:
         proportion to the workers.
         """
         now = cluster.membership.committed
+        if self._logs:
+            self._logs_what_counts(cluster)
         if self._ended_before and self._samples is not None:
             gone = {cluster.workers[rank].seat.replica for rank in cluster.gone()}
             self._samples.ended(self._ended_before, set(range(self.shape.replicas)) - gone - cluster.homeless)
@@ -242,6 +245,14 @@ class Watcher:
             self._committed = now
             for worker in live:
                 self._right_weights(worker, now)
+
+    def _logs_what_counts(self, cluster: Any) -> None:
+        """Checks that every member logs all boundaries at least that the coordinator counts as logged."""
+        counted = cluster.membership.course.logs.boundaries
+        for member in cluster.membership.roster:
+            worker = cluster.workers[member.rank]
+            if worker.alive and (lacking := counted - worker.log.boundaries):
+                self.say(f"seat {worker.seat} does not log boundary {min(lacking)}, which is counted on")
 
     def _alike(self, live: list[tuple[Seat, int]], step: int) -> None:
         """Checks that all have applied ``step`` alike.  Weights follow from that, where they were equal before."""

@@ -82,6 +82,7 @@ class Cluster:
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self.planner = SharedPlanner(scenario.costs, scenario.policy)
         self.logs: list[SimulatedLog] = []  # of all processes that there have been
+        self.chosen: list[tuple[int, ...]] = list(scenario.log_choices[:1])  # boundaries to log, as was said
         self.log_damages = Random(f"damaged logs in {scenario.torn}")
         self.replayed: list[tuple[Seat, Instruction]] = []  # instructions that were begun in replays
         self.refusals = Random(f"refusals to help in {scenario.torn}")
@@ -199,6 +200,14 @@ class Cluster:
     def travel(self, line: tuple, happen: Callable[[], None]) -> None:
         """Calls ``happen`` at the other end of ``line``, once a message has got there."""
         self.later(self.lines.arrival(line, self.now) - self.now, happen)
+
+    def choose(self) -> tuple[int, ...] | None:
+        """The boundaries that are to be logged from a checkpoint on that is durable now; None: as before."""
+        choices = self.scenario.log_choices
+        if not choices:
+            return None
+        self.chosen.append(choices[min(len(self.chosen), len(choices) - 1)])
+        return self.chosen[-1]
 
     def tell_coordinator(self, rank: int, message: object, by: str = WORKER) -> None:
         """Sends a message from ``rank`` to the coordinator.  ``by``: on whose connection."""

@@ -13,7 +13,6 @@ from recycle_plugin.simulator.simulated_log import FULL
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
 
-LACKS = re.compile(r"the log of rank (?P<rank>\d+) lacks something of step (?P<step>\d+): (?P<why>.*)")
 NOWHERE = re.compile(r"(?P<what>.*) is in no log")
 
 
@@ -29,7 +28,7 @@ def rightly(cluster: Cluster) -> bool:
     if not said or said[-1].details["way"] != "end":
         return False
     why, stages = said[-1].details["why"], said[-1].details["stages"]
-    return any(holds(cluster, why, stages) for holds in (_no_checkpoint, _nobody, _ending, _damaged, _lacks))
+    return any(holds(cluster, why, stages) for holds in (_no_checkpoint, _nobody, _ending, _damaged, _full))
 
 
 def _no_checkpoint(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
@@ -67,20 +66,6 @@ def _could_be_made(cluster: Cluster) -> bool:
     return lacks not in tried
 
 
-def _lacks(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
-    """It lacks that, since its disk was full, or its writer was lost before it had said that all was there; and no
-    later checkpoint makes up for it.
-    """
-    found = LACKS.fullmatch(why)
-    if found is None:
-        return False
-    rank, step = int(found["rank"]), int(found["step"])
-    stage = cluster.workers[rank].seat.stage
-    if stage in stages or not {stage - 1, stage + 1}.intersection(stages):
-        return False
-    if step <= max(cluster.watcher.saved_steps, default=0) or step > cluster.membership.committed:
-        return False
-    if found["why"] == FULL:
-        return any(step >= min(log.broken, default=step + 1) for log in cluster.logs if log.worker.rank == rank)
-    lost = [worker for worker in cluster.membership.lost if worker.rank == rank]
-    return any(cluster.logged.get(worker, 0) < step for worker in lost)
+def _full(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
+    """What other stages need of a replay has no room on a disk that is full, and was not made room on since."""
+    return why.endswith(f"can't be logged: {FULL}") and any(log.refuses() for log in cluster.logs)

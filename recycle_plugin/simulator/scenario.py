@@ -75,11 +75,13 @@ class Scenario:
     ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after
     steps: evaluate, save, or pause; ``heavy``: work that takes long, whoever does it; ``full``: after which step a
     seat's share of a checkpoint, or its "latest", can't be written; ``damaged_share``: of what newcomers are sent;
-    ``logs``: what crosses stages is logged, and there is a checkpoint before the first step; ``log_lag_us``: by how
-    much longer than usual that takes to be on a disk; ``log_damaged_share``: of its records; ``log_full``: from which
-    step on a seat's log finds its disk full; ``helpers``: how many may help with a replay, None for all, and
-    ``helps_not``: which share of them can't; ``shards``: workers that hold each seat together, of which the one with
-    the number ``struck`` has the troubles and faults; ``by_hand``: the script sets the learning rate of each step.
+    ``logs``: what crosses stages is logged, and there is a checkpoint before the first step; ``log_choices``: over
+    which boundaries, at the start and from each checkpoint on in turn, the last ones to the end, all where there are
+    none; ``log_lag_us``: by how much longer than usual that takes to be on a disk; ``log_damaged_share``: of its
+    records; ``log_full``: from which step on a seat's log finds its disk full; ``helpers``: how many may help with a
+    replay, None for all, and ``helps_not``: which share of them can't; ``shards``: workers that hold each seat
+    together, of which the one with the number ``struck`` has the troubles and faults; ``by_hand``: the script sets the
+    learning rate of each step.
     """
 
     shape: Topology
@@ -113,6 +115,7 @@ class Scenario:
     helpers: int | None = None
     helps_not: float = 0.0
     by_hand: bool = False
+    log_choices: tuple[tuple[int, ...], ...] = ()
 
     @property
     def exact(self) -> bool:

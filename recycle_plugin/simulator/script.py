@@ -188,7 +188,9 @@ class SimulatedFiles:
             return "latest: disk full"
         machine.cluster.watcher.published(machine, self.step, machine.cluster.written[self.step, number])
         if machine.cluster.scenario.logs:
-            machine.send(Durable(machine.rank, self.step, _place(self.step), machine.store.valid_from))
+            logged = machine.cluster.choose()
+            place, valid_from = _place(self.step), machine.store.valid_from
+            machine.send(Durable(machine.rank, self.step, place, valid_from, boundaries=logged))
         machine.reach("checkpoint.named")
         return ""
 

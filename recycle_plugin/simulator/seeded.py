@@ -48,6 +48,7 @@ KINDS = (
     "rude",
 )
 APART = ("cut", "deafened", "walled", "unfenced")
+CHOOSES = 0.4  # of the jobs that log
 WRONG_WITH_LOGS = ("damage", "lag", "lag", "full")
 POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recovery.undone")
 
@@ -96,6 +97,7 @@ def scenario(seed: int) -> Scenario:
         ("places", _with_places),
         ("shards", _with_groups),
         ("logs", _with_logs),
+        ("choices", _with_choices),
         ("rates", _with_rates),
     ):
         job = change(
@@ -300,6 +302,18 @@ def _with_logs(given: Scenario, random: Random) -> Scenario:
             given = replace(given, log_full=tuple((random.randint(1, given.steps), str(seat)) for seat in places))
     given = replace(given, helpers=random.choice((None, None, None, 1, 0)), helps_not=random.choice((0.0, 0.0, 0.3)))
     return _without_helpers(given, random) if random.random() < 0.4 else given
+
+
+def _with_choices(given: Scenario, random: Random) -> Scenario:
+    """Logs some boundaries only in a share of the jobs that log, which may change with each checkpoint.
+
+    What stages that are replayed together hand to each other goes over their logs, which are quick then.
+    """
+    if not given.logs or random.random() >= CHOOSES:
+        return given
+    everywhere = range(given.shape.stages - 1)
+    choices = (tuple(each for each in everywhere if random.random() < 0.6) for _ in range(random.choice((1, 1, 2, 4))))
+    return replace(given, log_choices=tuple(choices), log_lag_us=0)
 
 
 def _without_helpers(given: Scenario, random: Random) -> Scenario:

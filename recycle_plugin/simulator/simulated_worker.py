@@ -125,7 +125,7 @@ class SimulatedMachine:
             Judging(waits, scenario.clip > 0 and not waits),
             Stopwatch(scenario.costs) if scenario.rebalances else None,
         )
-        log = self._log() if scenario.logs else None
+        log = self.log = self._log() if scenario.logs else None
         self._words: dict[int, Word] = {}  # the last of each other shard
         self.lockstep = Lockstep(self, seat, shard, scenario.shards) if scenario.shards > 1 else None
         self.worker: Worker = Worker(
@@ -687,6 +687,7 @@ def _job(scenario: Scenario) -> JobSpec:
         rebalance=scenario.rebalances,
         rejoin=scenario.rejoin,
         log=scenario.logs,
+        boundaries=scenario.log_choices[0] if scenario.log_choices else "all",
         stagger_optimizer=policy.stagger_optimizer,
         clipping=scenario.clip,
         clip="sync" if policy.together else "validate",

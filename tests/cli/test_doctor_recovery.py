@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin.commands import doctor_recovery
-from recycle_plugin.commands.doctor_recovery import BEFORE_S, DISK, EVERY
+from recycle_plugin.commands.doctor_recovery import BEFORE_S, EVERY
 from recycle_plugin.core.vocabulary import profile
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, expected
 from recycle_plugin.planner.log_selection import Line, choose
+from recycle_plugin.settings.schema import Settings
 from tests.support.doctor import HEALTHY, MIB, data, small_profile
 
 LOGS = {**HEALTHY, "recycle": {"enabled": True, "checkpoint": {}, "log": {}}}
@@ -29,7 +32,7 @@ def test_without_a_profile_times_are_those_of_the_costs_and_bytes_are_not_known(
     again = [BEFORE_S + every / 2 * step_s for every in EVERY]
     assert ways(found) == {
         "the last worker of any stage": ("replay", pytest.approx(replayed, abs=1e-3)),
-        "a stage whose logs have a gap": ("end", pytest.approx(again, abs=1e-3)),
+        "stages that can't be replayed": ("end", pytest.approx(again, abs=1e-3)),
         "the host of rank 0": ("end", pytest.approx(again, abs=1e-3)),
     }
     assert "boundary_bytes" not in found["recovery"] and found["recovery"]["start_up"] == "assumed"
@@ -56,7 +59,7 @@ def test_each_way_is_said_with_what_the_others_would_cost(doctor) -> None:
         "Reroute can't be: nobody of the stage is left; reload would cost 10.1 s"
     ) in words
     assert (
-        "a stage whose logs have a gap: end, since what the replay needs is missing. Reroute can't be: nobody of the "
+        "stages that can't be replayed: end, since what the replay needs is missing. Reroute can't be: nobody of the "
         "stage is left; reload would cost 10.1 s"
     ) in words
     found = data(doctor, LOGS, "--pp 2 --dp 2")["recovery"]["ways"]
@@ -77,14 +80,13 @@ def test_bytes_and_the_choice_are_the_planners(doctor) -> None:
         boundary_bytes=(found["boundary_bytes"],) * 3,
         failure=(0.25,) * 4,
         hosts=("one",) * 4,
-        load_s=max(made.state_bytes(4)) / DISK,
+        load_s=max(made.state_bytes(4)) / STORAGE_BYTES_PER_S,
         every=EVERY[1],
         network_bytes_per_s=made.across.bytes_per_us * 1e6,
-        read_bytes_per_s=DISK,
+        read_bytes_per_s=STORAGE_BYTES_PER_S,
     )
-    for way in ("all", "auto"):
-        chosen = choose(line, way)
-        assert found[way][1] == doctor_recovery._as_data(chosen)
+    for key, way in (("chosen", "all"), ("auto", "auto")):
+        assert found[key][1] == doctor_recovery._as_data(choose(line, way))
     replayed = next(row for row in found["ways"] if row["lost"] == "the last worker of stages 1-2")
     assert replayed["seconds"][1] == pytest.approx(BEFORE_S + line.recovery_s(1, 2), abs=1e-3)
 
@@ -97,11 +99,11 @@ def test_a_disk_that_is_too_small_has_to_change(doctor, tmp_path, monkeypatch, f
     config = {**LOGS, "recycle": {**LOGS["recycle"], "log": {"folder": str(tmp_path / "not yet" / "there")}}}
     found = data(doctor, config, "--pp 4 --dp 1 --profile small.json")
     assert found["recovery"]["disk_bytes"] == free
-    assert [each["fits"] for each in found["recovery"]["all"]] == [fits, fits]
+    assert [each["fits"] for each in found["recovery"]["chosen"]] == [fits, fits]
     assert any("the log takes" in line for line in found["change"]) != fits
     assert all(each["fits"] for each in found["recovery"]["auto"])
     _, text = doctor(config, "--pp 4 --dp 1 --profile small.json")
-    assert ("no choice is better" in text) == fits and "choosing is not done yet" in text
+    assert ("no choice is better" in text) == fits and "ends the job" not in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -126,3 +128,52 @@ def test_it_fits_a_page(doctor) -> None:
     _, text = doctor(LOGS, "--pp 12 --dp 2 --preset gpt3_medium")
     section = text.split("\nRecovery\n")[1].split("\n\n")[0].splitlines()
     assert len(section) > 10 and max(map(len, section)) <= 100
+
+
+def logging(**log: object) -> dict:
+    return {**HEALTHY, "recycle": {"enabled": True, "checkpoint": {}, "log": log}}
+
+
+def test_what_a_list_leaves_out_replays_along(doctor) -> None:
+    """Six micro-batches of 3 ms on each stage; without a profile too."""
+    config = logging(boundaries=[1])
+    found = data(doctor, config, "--pp 4 --dp 1")
+    taken = pytest.approx([BEFORE_S + every / 2 * 2 * 6 * 0.003 for every in EVERY], abs=1e-3)
+    assert ways(found)["the last worker of any stage"] == ("replay", taken)
+    text = " ".join(doctor(config, "--pp 4 --dp 1")[1].split())
+    assert "logged: 1|2; stages 0 to 1 and 2 to 3 replay together" in text
+    assert "two neighbours" in text and "not done yet" not in text
+    assert "stages that replay together are replayed without it" in text
+
+
+def test_it_says_the_line_that_the_job_will_say(doctor) -> None:
+    made = small_profile(None)
+    profile.write(made, "small.json")
+    budget = EVERY[0] * 2 * 6 * MIB
+    found = data(doctor, logging(boundaries="auto", budget=budget), "--pp 4 --dp 1 --profile small.json")
+    assert not found["change"] and found["recovery"]["boundaries"] == "auto" and found["recovery"]["budget"] == budget
+    assert [len(each["logged"]) for each in found["recovery"]["chosen"]] == [1, 0]
+    _, text = doctor(logging(boundaries="auto", budget=budget), "--pp 4 --dp 1 --profile small.json")
+    settings = Settings.from_section({"costs": {"profile": "small.json"}})
+    shape = Topology(1, 4, 6)
+    for every in EVERY:
+        line = expected(settings.cost_model(shape, 1), made, True, 6, ("h",) * 4, every)
+        assert str(choose(line, "auto", budget)) in " ".join(text.split())
+
+
+def test_a_budget_that_is_too_small_has_to_change(doctor) -> None:
+    profile.write(small_profile(None), "small.json")
+    budget = 3 * EVERY[0] * 2 * 6 * MIB
+    for size, change in ((budget, f"every {EVERY[1]} steps"), (budget - 1, f"every {EVERY[0]} steps")):
+        found = data(doctor, logging(budget=size), "--pp 4 --dp 1 --profile small.json")
+        (line,) = found["change"]
+        assert change in line and "recycle.log.budget is" in line and 'recycle.log.boundaries to "auto"' in line
+
+
+def test_only_boundaries_between_hosts(doctor) -> None:
+    found = data(doctor, logging(boundaries="hosts"), "--pp 4 --dp 1 --preset gpt3_medium", {"a": 2, "b": 2})
+    assert [each["logged"] for each in found["recovery"]["chosen"]] == [[1], [1]]
+
+
+def test_a_boundary_that_there_is_not_is_bad_input(doctor, capsys) -> None:
+    assert doctor(logging(boundaries=[3]), "--pp 4 --dp 1")[0] == 2

@@ -21,6 +21,7 @@ from random import Random
 import torch
 
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.step_store import StepStore
@@ -477,6 +478,17 @@ def cut_line(seat: str, step: int) -> None:
 
 
 # --- several hosts -----------------------------------------------------------------------------------
+
+
+def checkpoint_every(steps: int) -> None:
+    """Automatic checkpoints come every so many steps, whatever they cost."""
+    made = CheckpointInterval.made
+
+    def changed(self: CheckpointInterval, begun: int, costs, free: int) -> None:
+        made(self, begun, costs, free)
+        self.every, self.due = steps, max(begun + steps, free)
+
+    CheckpointInterval.made = changed
 
 
 def save_each(folder: str, steps: int) -> None:

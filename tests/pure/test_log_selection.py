@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.planner.log_selection import Line, best, choose, selection, swift_greedy
+from recycle_plugin.core.vocabulary.log_boundaries import groups
+from recycle_plugin.planner.log_selection import Line, best, choose, choose_anew, in_bytes, selection, swift_greedy
 
 FOUR = Line(
     recompute_s=(1.0, 2.0, 3.0, 4.0),
@@ -149,7 +150,7 @@ def test_a_long_line_of_equal_boundaries_is_soon_done() -> None:
     """Its cost grows with the third power of the stages, not with their number of sets, which is 2^127."""
     line = Line((1.0,) * 128, (1000,) * 127, (1 / 128,) * 128, ("h",) * 128, 1.0, 100, 1e6, 1e6)
     found = best(line, 63 * 100 * 1000)
-    sizes = [end - first for first, end in line.groups(found)]
+    sizes = [end - first for first, end in groups(found, line.stages)]
     assert len(found) == 63 and set(sizes) == {2}
 
 
@@ -188,7 +189,31 @@ def test_a_line_that_can_not_be_is_refused(change, said) -> None:
 
 def test_it_says_what_it_means() -> None:
     assert str(choose(FOUR, "hosts", 10)) == (
-        "logged: 1|2, 2|3; 0.0 MB between checkpoints, more than the budget; a recovery takes 25.0 s on average, "
-        "29.0 s where the slowest group has failed"
+        "logged: 1|2, 2|3; stages 0 to 1 replay together; 6 kB between checkpoints, one every 10 steps, more than the "
+        "budget of 0.01 kB; a recovery takes 25 s on average, 29 s where the slowest group has failed"
     )
-    assert str(choose(FOUR, [])).startswith("logged: no boundary; 0.0 MB between checkpoints; ")
+    assert "; 6 kB between checkpoints, one every 10 steps, within the budget of 6 kB; " in str(
+        choose(FOUR, "hosts", 6000)
+    )
+    assert str(choose(FOUR, [])).startswith("logged: no boundary; stages 0 to 3 replay together; 0 kB between ")
+    assert str(choose(FOUR, [1])).startswith("logged: 1|2; stages 0 to 1 and 2 to 3 replay together; 2 kB between ")
+    assert str(choose(FOUR, "all")).startswith("logged: 0|1, 1|2, 2|3; each stage replays alone; 7 kB between ")
+    assert [in_bytes(each) for each in (98_304, 147_456, 503_316_480, 15_099_494_400)] == [
+        "98.3 kB",
+        "0.1475 MB",
+        "503.3 MB",
+        "15.1 GB",
+    ]
+
+
+def test_a_choice_changes_only_for_a_clearly_better_one() -> None:
+    """Of the equal boundaries 0 and 2 either may be logged; a tenth of the time decides."""
+    line = replace(FOUR, recompute_s=(1.0,) * 4, boundary_bytes=(100, 100, 100), read_bytes_per_s=1e9)
+    best_of = {budget: choose(line, "auto", budget).logged for budget in (1000, 2000)}
+    assert best_of == {1000: (1,), 2000: (0, 1)}
+    assert choose_anew(line, (1, 2), 2000).logged == (1, 2), "it is as good"
+    assert choose_anew(line, (0, 1), 1000).logged == (1,), "two are more than the budget now"
+    assert choose_anew(line, (1,), 3000).logged == (0, 1, 2), "and now there is room for all"
+    slightly = replace(line, recompute_s=(1.0, 1.0, 1.0, 1.1))
+    assert choose(slightly, "auto", 2000).logged == (1, 2), "by 2%"
+    assert choose_anew(slightly, (0, 1), 2000).logged == (0, 1)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import BarrierPassed, BarrierReached, Committed
+from recycle_plugin.core.messages.protocol import BarrierPassed, BarrierReached, Committed, Durable
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.runtime.worker.background import Background
@@ -89,7 +89,7 @@ def test_where_somebody_has_come_nobody_counts_from_one_that_is_under_way(begun,
 
 def all_have_written(coordinator, step: int) -> None:
     place = f"the end of checkpoint automatic_step{step - 1}"
-    coordinator.tell(BarrierPassed(place, {"0": [0.1, 1.0, ""]}, step + 2))
+    coordinator.tell(BarrierPassed(place, {"0": [0.1, 1.0, "", None]}, step + 2))
     coordinator.tell(Committed(step))
 
 
@@ -101,6 +101,76 @@ def test_a_checkpoint_has_its_name_once_all_have_written(begun, coordinator):
     session.wait_committed(step)  # said behind it
     background.before(step + 2)
     assert folders.published == [f"automatic_step{step - 1}"]
+
+
+class Choice:
+    """As runtime.worker.log_choice.LogChoice, of a worker that has measured nothing but how often it was asked."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.calls: list[object] = []
+
+    def begin(self) -> list:
+        self.begun += 1
+        return [self.begun]
+
+    def __getattr__(self, name: str):
+        return lambda *given: self.calls.append((name, *given)) or ((2, 0) if name == "choose" else None)
+
+
+@pytest.fixture
+def choosing(coordinator):
+    """A worker that logs, and has begun a checkpoint."""
+    session, choice = coordinator.session(0), Choice()
+    session.await_lease = lambda what: None
+    session.adopt(generation(1, [0]))
+    interval = CheckpointInterval(0.1, 0)
+    loop = SimpleNamespace(settle=lambda: None, barrier=lambda place, values: None)
+    background = Background(
+        session,
+        loop,
+        Folders(),
+        interval,
+        Path("checkpoints"),
+        1,
+        lambda tag: lambda: None,
+        lambda: None,
+        lambda: 4,
+        choice,
+    )
+    background._first = False  # as behind the one before the first step, at which everybody waits
+    step = interval.due
+    background.before(step)
+    return background, session, choice, step
+
+
+def test_what_all_have_measured_comes_along_and_the_first_worker_chooses(choosing, coordinator):
+    background, _, choice, step = choosing
+    place = f"the end of checkpoint automatic_step{step - 1}"
+    coordinator.tell(BarrierPassed(place, {"0": [0.1, 1.0, "", [1]], "1": [0.2, 1.0, "", [5]]}, step + 2))
+    background.conclude()
+    (reached,) = coordinator.hear(BarrierReached)
+    assert reached.values["0"][3] == [1], "what it had measured when the checkpoint began"
+    (durable,) = coordinator.hear(Durable)
+    assert (durable.step, durable.valid_from, durable.boundaries) == (step - 1, 4, (2, 0))
+    assert choice.calls == [("made",), ("choose", [[1], [5]], background._interval.every)]
+
+
+def test_of_a_checkpoint_that_was_not_written_nothing_is_chosen(choosing, coordinator):
+    background, _, choice, step = choosing
+    coordinator.tell(
+        BarrierPassed(f"the end of checkpoint automatic_step{step - 1}", {"0": [0.1, 1.0, "full", [1]]}, step)
+    )
+    background._saving.discard = lambda folder: None
+    background.conclude()
+    assert choice.calls == []
+
+
+def test_what_was_measured_with_other_members_is_forgotten(choosing):
+    background, session, choice, step = choosing
+    session.changed_behind, session.generation = step, generation(2, [0, 2])
+    background.before(step + 1)
+    assert choice.calls == [("forget",)]
 
 
 def test_who_wants_none_to_be_written_waits_until_all_have(begun, coordinator):

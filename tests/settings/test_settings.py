@@ -43,6 +43,8 @@ NO_PROFILE = (
     "and without a profile nobody knows those of a micro-batch; "
     'set recycle.costs to {"profile": "path/to/profile.json"}, or write a number of micro-batches'
 )
+LOGS = {"checkpoint": {}}
+BOUNDARIES = 'write "all", "auto", "hosts", or a list of boundaries such as [0, 2], where 0 is between stages 0 and 1'
 PER_STAGE = "write a number of milliseconds, not negative, or a list of one for each stage"
 
 
@@ -77,6 +79,12 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ({"rejoin": -1}, f"recycle.rejoin: -1 is not possible; {REJOIN}"),
         ({"rejoin": True}, f"recycle.rejoin: true is not possible; {REJOIN}"),
         ({"rejoin": None}, f"recycle.rejoin: null is not possible; {REJOIN}"),
+        ({**LOGS, "log": {"boundaries": "some"}}, f'recycle.log.boundaries: "some" is not possible; {BOUNDARIES}'),
+        ({**LOGS, "log": {"boundaries": [-1]}}, f"recycle.log.boundaries: -1 is not possible; {BOUNDARIES}"),
+        ({**LOGS, "log": {"boundaries": [0, 1.5]}}, f"recycle.log.boundaries: 1.5 is a number; {BOUNDARIES}"),
+        ({**LOGS, "log": {"boundaries": 1}}, f"recycle.log.boundaries: 1 is not possible; {BOUNDARIES}"),
+        ({**LOGS, "log": {"budget": 0}}, f"recycle.log.budget: 0 is not possible; {SIZE}"),
+        ({**LOGS, "log": {"budget": "much"}}, f'recycle.log.budget: "much" is not possible; {SIZE}'),
         ({"clip": "later"}, 'recycle.clip: "later" is not possible; write "sync" or "validate"'),
         (
             {"clip": "validate", "norm": "deepspeed"},
@@ -463,3 +471,13 @@ def test_importing_loads_neither_torch_nor_deepspeed(module):
     code = f"import sys, {module}; print(*sorted({{'torch', 'deepspeed', 'megatron'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
+
+
+def test_boundaries_to_log_have_to_be_those_of_the_job():
+    log = Settings.from_section({**LOGS, "log": {"boundaries": [2, 0], "budget": "2GiB"}}).log
+    assert log.of_stages(4) == (2, 0) and log.budget_bytes == 2 << 30
+    with pytest.raises(SettingsError) as caught:
+        log.of_stages(3)
+    assert str(caught.value) == (
+        'recycle.log.boundaries: there is no boundary 2: 3 stages have 0 to 1; write a list of these, or "all"'
+    )

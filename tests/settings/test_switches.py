@@ -74,6 +74,10 @@ SEEN = {
     "checkpoint.overhead": "cluster/test_saving.py::test_checkpoints_by_themselves",
     "checkpoint.keep": "cluster/test_saving.py::test_checkpoints_by_themselves",
     "log": "cluster/test_replayed.py::test_a_job_without_replicas_goes_on",
+    "log.boundaries": "cluster/test_log_boundaries.py::test_what_a_list_names_is_logged_and_nothing_else",
+    "log.budget": (
+        "cluster/test_log_boundaries.py::test_what_is_best_within_the_budget_is_chosen_once_steps_were_measured"
+    ),
     "log.folder": "cluster/test_replayed.py::test_logs_are_where_they_are_to_be",
     "log.helpers": "cluster/test_replayed_by_many.py::test_where_nobody_can_help_it_is_replayed_alone",
     "log.ring_bytes": "cluster/test_replayed.py::test_a_full_disk_stops_the_log_and_not_the_training",

@@ -66,6 +66,7 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.evaluation_route import ended_at
 from recycle_plugin.core.vocabulary.iterator_draws import ends_before
+from recycle_plugin.core.vocabulary.log_boundaries import at_start, stage_hosts
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
 
 EARLY = (
@@ -118,7 +119,8 @@ class Course:
         steps.
         """
         self.attendance.begin(roster, job)
-        self.job, self.logs = job, replays.Logs(job.log, job.stages)
+        logged = at_start(job.boundaries, stage_hosts(roster))
+        self.job, self.logs = job, replays.Logs(job.log, job.stages, logged)
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)

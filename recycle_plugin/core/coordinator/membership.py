@@ -362,6 +362,8 @@ class Membership:
         for kind, text, details, refused in weak_points(job, roster, shape):
             self.course.end(text, out) if refused else out.say(kind, text, **details)
         if self.ended is None:
+            if job.log:
+                out.tell(WORKERS, self.course.logs.told)
             self.course.regroup("start", now, out)
 
     # --- in a step -------------------------------------------------------------------------------
@@ -422,9 +424,12 @@ class Membership:
     # --- logs ------------------------------------------------------------------------------------
 
     def _durable(self, message: Durable, out: CoordinatorOutput) -> None:
+        before = self.course.logs.told
         if self.course.logs.durable(message):
             self.course.recovery_times.written(message.write_s)
             out.tell(WORKERS, message)
+            if self.course.logs.told != before:
+                out.tell(WORKERS, self.course.logs.told)
 
     def _log_broken(self, message: LogBroken, out: CoordinatorOutput) -> None:
         newcomer = self.course.joining.get(message.worker)

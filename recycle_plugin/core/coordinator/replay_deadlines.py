@@ -8,7 +8,7 @@ Each follows from what is predicted of it, where that was measured in this job (
   times its share (core/worker/shared_replay.py); a machine that also starts the other lost processes may be some times
   slower than when it trained.  The floor covers the making of the stage by who helps.
 * Past it the process that replays is given up, as long as another one may take its place, which is given twice that:
-  a machine that is slow for good comes through in the end.
+  a machine that is slow for good comes through in the end.  Not where live stages replay along, which wait for it too.
 * The job ends, and whoever waits gives up, past that or ``wait_timeout_s``, whichever is longer: what a user has set is
   never cut short.
 * A start may take ``FACTOR`` times what starts in this job have taken, and never less than ``wait_timeout_s``; nobody
@@ -61,7 +61,8 @@ def patience(course: Course, empty: Sequence[int]) -> Patience:
     if step.how:
         return Patience("the next replayed step", predicted, None, deadlines.wait_timeout_s)
     limit = max(FLOOR_S, deadlines.busy_timeout_s, FACTOR * predicted.seconds) * 2**course.logs.given_up
-    return Patience("the next replayed step", predicted, limit, max(deadlines.wait_timeout_s, limit))
+    give_up = None if course.logs.companions else limit  # these wait for each other: nobody knows who is to blame
+    return Patience("the next replayed step", predicted, give_up, max(deadlines.wait_timeout_s, limit))
 
 
 def replaying(course: Course) -> list[Newcomer]:

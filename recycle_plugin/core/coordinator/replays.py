@@ -30,6 +30,7 @@ from recycle_plugin.core.messages.protocol import (
     Durable,
     LogBroken,
     Logged,
+    LogOnly,
     Replay,
     Replaying,
     Unreplayable,
@@ -48,13 +49,17 @@ UNCOMPARED = "its stage's last worker was lost before their states were compared
 
 
 class Logs:
-    """What is known of a job's logs, where any are ``kept``.  ``waits_since``: since when, in seconds, nothing has been
-    heard of the stages that are to be replayed; None where there are none.
+    """What is known of the logs of a job of ``stages`` stages, where any are ``kept``.  ``waits_since``: since when, in
+    seconds, nothing has been heard of the stages that are to be replayed; None where there are none.
+
+    ``boundaries``: those of which the logs have all that has crossed since the checkpoint that stages are replayed
+    from.  What the workers log is that at least, at any moment: one that goes from what they are told goes here first,
+    and one that comes counts from the next checkpoint on, before which all have been told.
     """
 
-    def __init__(self, kept: bool = False, stages: int = 0) -> None:
+    def __init__(self, kept: bool = False, stages: int = 1, boundaries: Collection[int] | None = None) -> None:
         self.kept, self._stages = kept, stages
-        self.boundaries = frozenset(range(stages - 1))  # that are logged: number b is between stages b and b + 1
+        self.boundaries = self._told = frozenset(range(stages - 1) if boundaries is None else boundaries)
         self.companions: dict[int, WorkerId] = {}  # who replays along, by stage
         self.accompanied: set[WorkerId] = set()  # of these, who has done so
         self._unreadable: dict[int, str] = {}  # stages of which something was logged and is not found, and what
@@ -77,10 +82,17 @@ class Logs:
         """How many steps ``committed`` is behind that checkpoint; None where there is none."""
         return None if self._durable is None else committed - self._durable.step
 
+    @property
+    def told(self) -> LogOnly:
+        """What the workers are told to log."""
+        return LogOnly(tuple(sorted(self._told)))
+
     def durable(self, message: Durable) -> bool:
         """Takes in that a checkpoint is durable; returns whether it is later than the last one."""
         if not self.kept or (self._durable is not None and message.step <= self._durable.step):
             return False
+        told = self._told if message.boundaries is None else frozenset(message.boundaries)
+        self.boundaries, self._told = self._told & told, told
         self._durable = message
         self._unreadable.clear()
         self._broken = {worker: each for worker, each in self._broken.items() if each[0].step > message.step}

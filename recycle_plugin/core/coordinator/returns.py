@@ -45,6 +45,8 @@ def begin(course: Course, ready: Ready, out: CoordinatorOutput) -> None:
         return
     member = course.joining.add(ready.member).member
     course.joining.tell(course.steps.recorded, course.committed, course.places.known(), out)
+    if course.logs.kept:
+        out.tell(ready.worker, course.logs.told)
     out.say(
         "newcomer",
         f"{member} on {member.host} comes back, as process {member.incarnation} of its rank; its script runs "

@@ -126,13 +126,15 @@ class Durable(OfWorker):
 
     The coordinator passes it on to all: what is logged up to ``step`` may go.  ``valid_from``: the generation from
     which data is valid at that worker; ``write_s``: how many seconds the slowest worker has written its share for, 0
-    where that is not known.
+    where that is not known; ``boundaries``: those that are to be logged from now on, None for those that are to be
+    already.
     """
 
     step: int
     path: str
     valid_from: int = 0
     write_s: float = 0.0
+    boundaries: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -614,6 +616,15 @@ class Expected:
 
 
 @dataclass(frozen=True)
+class LogOnly:
+    """To all workers, and to each newcomer: of what crosses the stages log what crosses these ``boundaries``
+    (core/vocabulary/log_boundaries.py), and nothing else, from now on.
+    """
+
+    boundaries: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Committed:
     """All stages have applied ``step``: its effects stay.
 
@@ -735,6 +746,7 @@ MESSAGES = (
     Replay,
     Beside,
     Expected,
+    LogOnly,
     Committed,
     Collected,
     BarrierPassed,

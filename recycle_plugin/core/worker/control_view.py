@@ -16,6 +16,7 @@ from recycle_plugin.core.messages.protocol import (
     End,
     Expected,
     Generation,
+    LogOnly,
     Recorded,
     Replay,
     Replaying,
@@ -46,9 +47,10 @@ class JobEnded(BaseException):
 class ControlView:
     """The view of the worker of ``rank`` on the job; ``incarnation``: which one of those that have had the rank.
 
-    ``durable``: the step of the last checkpoint that logs reach back to; ``replayed``: how many words have come of
-    stages that are being replayed, ``expected``: what the next one is; ``replay``: what this worker is to replay, if
-    it is, ``beside``: who has come to its stage too, and waits for that.
+    ``durable``: the step of the last checkpoint that logs reach back to; ``logged``: the boundaries that are to be
+    logged, None as long as nobody has said which; ``replayed``: how many words have come of stages that are being
+    replayed, ``expected``: what the next one is; ``replay``: what this worker is to replay, if it is, ``beside``: who
+    has come to its stage too, and waits for that.
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
     adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force,
@@ -64,6 +66,7 @@ class ControlView:
         self.generation: Generation | None = None
         self.pending: Generation | None = None
         self.committed = self.durable = 0
+        self.logged: frozenset[int] | None = None
         self.since = self.changed_behind = 0
         self.news: deque[tuple[Generation | None, Committed]] = deque(maxlen=UNREAD)
         self.recorded: list[Recorded] = []
@@ -163,6 +166,8 @@ class ControlView:
                 self._serves.append(message)
             case Durable():
                 self.durable = max(self.durable, message.step)
+            case LogOnly():
+                self.logged = frozenset(message.boundaries)
             case Replay():
                 self.replay = message
             case Beside():

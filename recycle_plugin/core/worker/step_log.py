@@ -10,13 +10,14 @@ record says from which one on it counts.  What is made twice is the same numbers
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum
+from recycle_plugin.core.worker.log_meter import LogMeter
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,16 @@ class LogReader(Protocol):
 
 
 class StepLog:
-    """What one worker logs, on ``log``.  ``boundaries``: the stages behind which what crosses is logged."""
+    """What one worker logs, on ``log``.  ``boundaries``: the stages behind which what crosses is logged, until
+    :meth:`log_only` says which; ``weigh(value)``: its bytes, for the ``meter``.
+    """
 
-    def __init__(self, log: LogWriter, boundaries: Collection[int]) -> None:
-        self._log, self._boundaries = log, frozenset(boundaries)
-        self._all = False  # boundaries are logged
+    def __init__(
+        self, log: LogWriter, boundaries: Collection[int], weigh: Callable[[Any], int] = lambda value: 0
+    ) -> None:
+        self._log, self.boundaries, self._weigh = log, frozenset(boundaries), weigh
+        self._all = False  # boundaries are logged, whatever those are
+        self.meter = LogMeter()
         self._kept: dict[Datum, int] = {}  # of steps that are not committed, with the generation it is valid from
         self._discarded: list[tuple[int, int]] = []  # after which steps, and from which generation on data counts
         self._applied: dict[int, Any] = {}  # norms, by the steps with regard to which they were applied here
@@ -140,15 +146,19 @@ class StepLog:
 
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
         """Keeps a boundary tensor, what was drawn, or a sum over a tie, once."""
-        if datum.step <= self._committed or self._kept.get(datum, -1) >= valid_from or not self._logs(datum):
+        if datum.step <= self._committed or self._kept.get(datum, -1) >= valid_from:
             return
-        self._kept[datum] = valid_from
-        self._log.keep(datum, value, valid_from)
+        self._kept[datum], logged = valid_from, True
+        if datum.kind in TRAVELS:
+            down = datum.kind == "act"
+            logged = self._all or (datum.stage if down else datum.stage - 1) in self.boundaries
+            self.meter.crossed(down, self._weigh(value), logged)
+        if logged:
+            self._log.keep(datum, value, valid_from)
 
-    def _logs(self, datum: Datum) -> bool:
-        if datum.kind in TRAVELS and not self._all:
-            return datum.stage - (datum.kind == "grad") in self._boundaries
-        return True
+    def log_only(self, boundaries: Collection[int]) -> None:
+        """Keeps from now on what crosses these boundaries only."""
+        self.boundaries = frozenset(boundaries)
 
     def rejected(self, after: int, valid_from: int) -> None:
         """Notes that a step was rejected, and what was made of the steps after ``after`` counts from generation
@@ -160,6 +170,7 @@ class StepLog:
     def applied(self, step: int, norm: Any) -> None:
         """Notes with regard to which ``norm`` this worker has applied ``step``, which may yet be taken back."""
         self._applied[step] = norm
+        self.meter.stepped()
         self._log.mark(step)
 
     def commit(self, step: int, valid_from: int, counts_from: int = 0) -> None:

@@ -481,6 +481,8 @@ class Worker:
         if self._lockstep is not None:
             self._lockstep.finished += 1
         for over in self._machine.record(span):
+            if self._log is not None:
+                self._log.meter.ran(over)
             if self._stopwatch is not None and over.instruction.step > 0:
                 self._stopwatch.add(over)
 
@@ -574,6 +576,8 @@ class Worker:
         if self._log is not None:
             self._log.commit(self._control_view.committed, self.store.valid_from)
             self._log.checkpointed(self._control_view.durable)
+            if self._control_view.logged is not None:
+                self._log.log_only(self._control_view.logged)
         self.store.commit(self._control_view.committed)
 
     def park(self) -> None:

@@ -26,6 +26,7 @@ from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.checkpoint_files import Saving, unwatched
+from recycle_plugin.runtime.worker.log_choice import LogChoice
 
 Write = Callable[[], None]
 
@@ -34,7 +35,8 @@ Write = Callable[[], None]
 class _Begun:
     """A checkpoint under way, of the state before ``step``, which ``members`` write.
 
-    ``arrived``: the generation in which this worker has said that it has written its share, which took ``write_s``.
+    ``arrived``: the generation in which this worker has said that it has written its share, which took ``write_s``;
+    ``brought``: what it brings along for the choice of what is logged.
     """
 
     step: int
@@ -46,6 +48,7 @@ class _Begun:
     error: str = ""
     arrived: int = -1
     write_s: float = 0.0
+    brought: list | None = None
 
     @property
     def place(self) -> str:
@@ -57,7 +60,8 @@ class Background:
 
     ``copy(tag)`` copies this worker's share of the state and returns what writes it under that tag; ``recover()`` is
     called after a membership change between steps.  ``valid_from()``: the generation from which this worker's data is
-    valid, where there are logs that reach back to checkpoints; None where there are not.
+    valid, where there are logs that reach back to checkpoints; None where there are not.  ``choice``: which boundaries
+    these logs have.
     """
 
     def __init__(
@@ -71,9 +75,10 @@ class Background:
         copy: Callable[[str], Write],
         recover: Callable[[], None],
         valid_from: Callable[[], int] | None = None,
+        choice: LogChoice | None = None,
     ) -> None:
         self._session, self._loop, self._saving, self._interval = session, loop, saving, interval
-        self._valid_from = valid_from
+        self._valid_from, self._choice = valid_from, choice
         self._first = valid_from is not None and not session.newcomer  # there is to be one to replay from at all times
         self._folder, self._keep = folder, keep
         self._copy, self._recover = copy, recover
@@ -105,7 +110,13 @@ class Background:
                 self._begun = None  # who has come has none under way, and would count otherwise
                 self._interval.joined(self._session.changed_behind)
             self._members = self._live()
-            self._meter.forget()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget what was measured: the membership has changed."""
+        self._meter.forget()
+        if self._choice is not None:
+            self._choice.forget()
 
     def conclude(self) -> None:
         """Return when no checkpoint is being written any more."""
@@ -148,6 +159,7 @@ class Background:
             self._drop()
             return
         self._meter.begin()
+        begun.brought = None if self._choice is None else self._choice.begin()
         self._begun, self._members = begun, begun.members
         begun.thread = self._writing = threading.Thread(
             target=self._write, args=(begun, write), name="recycle: checkpoint", daemon=True
@@ -179,13 +191,13 @@ class Background:
         session = self._session
         if begun.arrived != session.number:
             begun.arrived, begun.cost = session.number, begun.cost or self._meter.end()
-            said = [*begun.cost, begun.write_s, begun.error]
+            said = [*begun.cost, begun.write_s, begun.error, begun.brought]
             session.send(BarrierReached(session.rank, session.number, begun.place, {str(session.rank): said}))
 
     def _end(self, begun: _Begun, met: BarrierPassed) -> None:
         self._begun = None
         costs = [Cost(seconds, step_s) for seconds, step_s, *_ in met.values.values()]
-        error = next((error for *_, error in met.values.values() if error), "")
+        error = next((error for *_, error, _ in met.values.values() if error), "")
         first = (
             self._session.is_first and begun.members <= self._live()
         )  # or else the first one may have done it before it was lost
@@ -197,8 +209,11 @@ class Background:
             return
         self._interval.made(begun.step, costs, met.from_step)
         self._made.append(begun.tag)
-        write_s = max(each for _, _, each, _ in met.values.values())
-        if first and (error := self._publish(begun, max(costs), write_s)):
+        write_s = max(each for _, _, each, *_ in met.values.values())
+        if self._choice is not None:
+            self._choice.made()
+        brought = [brought for *_, brought in met.values.values()]
+        if first and (error := self._publish(begun, max(costs), write_s, brought)):
             self._made.remove(begun.tag)
             self._say_failed(begun, error)
         del self._made[: -self._keep]
@@ -209,8 +224,10 @@ class Background:
             f"no checkpoint of step {begun.step - 1}: {error}; the next one is tried before step {self._interval.due}",
         )
 
-    def _publish(self, begun: _Begun, cost: Cost, write_s: float) -> str:
-        """Give the checkpoint its name, and remove old ones; returns why that can't be, or ""."""
+    def _publish(self, begun: _Begun, cost: Cost, write_s: float, brought: list) -> str:
+        """Give the checkpoint its name, and remove old ones; returns why that can't be, or "".  ``brought``: what all
+        have brought along for the choice of what is logged.
+        """
         said = (
             f"checkpoint of step {begun.step - 1}, which has cost {cost.seconds:.3f} s with steps of {cost.step_s:.3f} "
             f"s, the next one before step {self._interval.due},"
@@ -220,7 +237,8 @@ class Background:
             return error
         if self._valid_from is not None:
             path = str((self._folder / begun.tag).absolute())
-            self._session.send(Durable(self._session.rank, begun.step - 1, path, self._valid_from(), write_s))
+            logged = None if self._choice is None else self._choice.choose(brought, self._interval.every)
+            self._session.send(Durable(self._session.rank, begun.step - 1, path, self._valid_from(), write_s, logged))
         for tag in self._made[: -self._keep]:
             threading.Thread(
                 target=folders.remove, args=(self._folder / tag,), name="recycle: old checkpoint", daemon=True
@@ -232,5 +250,5 @@ class Background:
 
     def _drop(self) -> None:
         self._begun = None
-        self._meter.forget()
+        self._forget()
         self._interval.dropped(self._session.since)

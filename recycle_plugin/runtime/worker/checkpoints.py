@@ -18,6 +18,7 @@ from recycle_plugin.runtime.worker import iterator_places
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.checkpoint_files import Saving
+from recycle_plugin.runtime.worker.log_choice import LogChoice
 from recycle_plugin.runtime.worker.ports import Checkpoints, Reach
 from recycle_plugin.settings.schema import Settings
 
@@ -27,7 +28,8 @@ class JobCheckpoints:
 
     ``reach(point)`` is where injected faults strike; ``recover()`` is called after a membership change between steps;
     ``place()``: where the plain iterator of the worker at ``seat`` stands, None where it has none or that is not
-    known; ``valid_from()``: the generation from which the worker's data is valid.
+    known; ``valid_from()``: the generation from which the worker's data is valid; ``choice``: which boundaries are
+    logged, None where nothing is.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class JobCheckpoints:
         seat: Seat,
         place: Callable[[], iterator_places.IteratorPlace | None],
         valid_from: Callable[[], int],
+        choice: LogChoice | None,
     ) -> None:
         self._session, self._files, self._state, self._reach = session, files, state, reach
         self._saving, self._seat, self._place = Saving(session, loop, reach), seat, place
@@ -51,7 +54,7 @@ class JobCheckpoints:
         self._unsaved = ""  # why the script's last one is not there, until it has gone on without
         self._background: Background | None = None
         if settings.checkpoint is not None:
-            logs = settings.log is not None
+            logs = choice is not None
             first = logs and not session.newcomer
             interval = CheckpointInterval(settings.checkpoint.overhead, loop.machine.stepped, first)
             if session.newcomer:
@@ -66,6 +69,7 @@ class JobCheckpoints:
                 partial(self._copy, self.folder),
                 recover,
                 valid_from if logs else None,
+                choice,
             )
 
     def save(self, folder: Path, tag: str, latest: bool, files: Checkpoints | None, step: int) -> None:

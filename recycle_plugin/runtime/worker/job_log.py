@@ -46,6 +46,11 @@ class WorkerLog:
         self._thread: threading.Thread | None = None
         self._checkpoint = 0  # the step of the last durable one
 
+    @staticmethod
+    def weigh(value: Any) -> int:
+        """The bytes of a value."""
+        return sum(tensor.nbytes for tensor in value) if type(value) is tuple else value.nbytes
+
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
         """Keep a value, once it is in host memory."""
         copy = self._copied(value)

@@ -16,11 +16,15 @@ from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
 from recycle_plugin.core.messages.protocol import Replay
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.log_boundaries import stage_hosts
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.replay import CantReplay
 from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.planner.log_line import expected
+from recycle_plugin.planner.log_selection import Line
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import COPY_S, Copy, Tensors
 from recycle_plugin.runtime.log.records import Stream
@@ -30,9 +34,11 @@ from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.surroundings import SetByScript, layers_digest
 from recycle_plugin.runtime.worker.job_log import JobLogs, WorkerLog
+from recycle_plugin.runtime.worker.log_choice import LogChoice
 from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.ports import Framework
 from recycle_plugin.runtime.worker.stepping import Stepping
+from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.sections import LogSettings
 
 T = TypeVar("T")
@@ -46,18 +52,44 @@ HALVES = (torch.bfloat16, torch.float16)
 class StageLog:
     """The log of the worker of ``session``, of the stage that ``framework`` has, where ``settings`` ask for one.
 
-    ``run_dir``: the run folder; ``limit``: how many may help to replay it, None for as many as there is work for.
+    ``run_dir``: the run folder; ``limit``: how many may help to replay it, None for as many as there is work for;
+    ``boundaries``: which are logged, as it is set.  Raises SettingsError for a boundary that there is not.
     """
 
     def __init__(self, session: Session, framework: Framework, settings: LogSettings, run_dir: str) -> None:
+        self.boundaries = settings.of_stages(framework.topology.stages)
         self.folder = Path(settings.folder or f"{run_dir}/log")
         folders.make(self.folder)
         assert not isinstance(settings.ring_bytes, str), "a checked size is a number"
+        self._stage = framework.seat.stage
         self.limit = settings.most_helpers
         stream = Stream(session.job_id, session.worker, framework.seat)
         budget = UNBOUNDED if settings.ring_bytes is None else settings.ring_bytes
         self._log = WorkerLog(session, self.folder, stream, budget, framework.model.device)
-        self.steps = StepLog(self._log, range(framework.topology.stages - 1))
+        self.steps = StepLog(self._log, range(framework.topology.stages - 1), self._log.weigh)
+
+    def choice(
+        self,
+        session: Session,
+        settings: Settings,
+        shape: Callable[[], Topology],
+        micro_batch_size: int,
+        state: StageState,
+    ) -> LogChoice:
+        """The choice of what a job of ``shape()``, which its script may change, logs."""
+        assert settings.log is not None, "the settings that have asked for this log"
+        profile = settings.profile()
+
+        def planned(every: int) -> Line | None:
+            if profile is None:
+                return None
+            costs, batch = settings.cost_model(shape(), micro_batch_size), len(shape().batch)
+            return expected(costs, profile, settings.split_backward, batch, stage_hosts(session.roster), every)
+
+        def state_bytes() -> int:
+            return sum(tensor.nbytes for tensor in state.tensors().values())
+
+        return LogChoice(session, settings.log, self._stage, self.steps.meter, planned, state_bytes)
 
     def close(self) -> None:
         """Write what is left, and end."""

@@ -30,6 +30,7 @@ from recycle_plugin.core.vocabulary.deadlines import lease_s
 from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.log_boundaries import ALL
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -70,6 +71,7 @@ from recycle_plugin.runtime.worker.companion import CompanionMachine
 from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.helping import Helping, HowToMake
 from recycle_plugin.runtime.worker.iterator_places import IteratorPlace
+from recycle_plugin.runtime.worker.log_choice import LogChoice
 from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.newcomer import Newcomer
 from recycle_plugin.runtime.worker.on_join import Callback, Give, OnJoin
@@ -534,8 +536,16 @@ class Trainer:
             self.seat,
             self._place,
             lambda: self._worker.valid_from,
+            self._log_choice(),
         )
         session.between_steps = self._between_steps
+
+    def _log_choice(self) -> LogChoice | None:
+        """The choice of what is logged, where anything is."""
+        if self._log is None:
+            return None
+        size = self._framework.micro_batch_size
+        return self._log.choice(self._session, self._settings, lambda: self.topology, size, self.state)
 
     def _place(self) -> IteratorPlace | None:
         return self.feed.place(self.topology.replicas, self._framework.micro_batch_size)
@@ -600,6 +610,8 @@ class Trainer:
             metrics=settings.endpoint,
             log=settings.log is not None,
             helpers=None if settings.log is None else settings.log.most_helpers,
+            boundaries=ALL if self._log is None else self._log.boundaries,
+            log_budget=None if settings.log is None else settings.log.budget_bytes,
             **{name: getattr(settings, name) for name in IN_RECORD},
         )
 

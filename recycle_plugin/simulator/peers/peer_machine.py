@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S
 from recycle_plugin.simulator.machine_constants import CLUSTER, MachineCosts
 
 
@@ -19,7 +20,7 @@ class Transitions:
     machine: MachineCosts = CLUSTER
     restart_s: float = 60.0  # assumed: end and start of all processes, framework imports included
     reset_s: float = 15.0  # assumed: an elastic framework's re-initialisation inside live processes
-    storage_rate: float = 1e9  # assumed, bytes per second and worker, to persistent storage
+    storage_rate: float = STORAGE_BYTES_PER_S  # assumed, of each worker, to persistent storage
     host_rate: float = 12e9  # assumed, bytes per second from accelerator to host memory
     mean_between_s: float = 1800.0  # assumed: what a user expects between failures, for the checkpoint interval
 

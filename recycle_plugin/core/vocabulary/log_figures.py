@@ -1,0 +1,35 @@
+"""What a worker has measured of its steps, from which it follows which boundaries are worth logging."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class LogFigures(NamedTuple):
+    """The figures of one worker over ``steps`` steps: seconds in which it has ``computed``; bytes that it has sent
+    ``down``, to the stage behind its own, and ``up``, to the one before; and those of them that are ``logged``.
+    """
+
+    steps: int = 0
+    computed: float = 0.0
+    down: int = 0
+    up: int = 0
+    logged: int = 0
+
+    def since(self, before: LogFigures) -> LogFigures:
+        """What has come since it was ``before``."""
+        return LogFigures(
+            self.steps - before.steps,
+            self.computed - before.computed,
+            self.down - before.down,
+            self.up - before.up,
+            self.logged - before.logged,
+        )
+
+
+class StageFigures(NamedTuple):
+    """The ``figures`` of a worker of ``stage``, whose state has ``state_bytes``."""
+
+    stage: int
+    state_bytes: int
+    figures: LogFigures

@@ -1,0 +1,35 @@
+"""A worker's measure of what a log of its steps takes, and of what it would take to make them again."""
+
+from __future__ import annotations
+
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
+from recycle_plugin.core.vocabulary.log_figures import LogFigures
+from recycle_plugin.core.vocabulary.span import Span
+
+AGAIN = COMPUTE | {Op.STEP}  # what a replay runs again
+
+
+class LogMeter:
+    """Counts what a worker computes and sends, from its first step on."""
+
+    def __init__(self) -> None:
+        self._steps = self._us = self._down = self._up = self._logged = 0
+
+    def ran(self, span: Span) -> None:
+        """Counts the time of an instruction that has run, if a replay would run it."""
+        if span.instruction.op in AGAIN and span.instruction.step > 0:
+            self._us += span.end_us - span.start_us
+
+    def crossed(self, down: bool, size: int, logged: bool) -> None:
+        """Counts ``size`` bytes that were sent, ``down`` to the next stage or up to the one before."""
+        self._down, self._up = self._down + size * down, self._up + size * (not down)
+        self._logged += size * logged
+
+    def stepped(self) -> None:
+        """Counts a step that was applied."""
+        self._steps += 1
+
+    @property
+    def total(self) -> LogFigures:
+        """All that was counted."""
+        return LogFigures(self._steps, self._us / 1e6, self._down, self._up, self._logged)

@@ -1,0 +1,75 @@
+"""The line of a pipeline's stages by which it is decided what to log (planner/log_selection.py): as a job's costs and
+profile have it, or as its workers have measured it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.log_figures import StageFigures
+from recycle_plugin.core.vocabulary.profile import Profile
+from recycle_plugin.planner.log_selection import Line
+
+STORAGE_BYTES_PER_S = 1e9  # assumed: that at which a worker reads checkpoints and logs
+ENOUGH = 3  # steps that were measured by everybody
+
+
+def expected(
+    costs: CostModel, profile: Profile | None, split: bool, batch: int, hosts: Sequence[str], every: int
+) -> Line:
+    """The line by its ``costs``, where a step has ``batch`` micro-batches, and backwards are ``split``; without bytes
+    where no ``profile`` knows them.
+    """
+    stages = len(costs.forward)
+    sizes = [0] * stages if profile is None else profile.state_bytes(stages)
+    return Line(
+        recompute_s=work_s(costs, split, batch),
+        boundary_bytes=(crossing_bytes(profile, batch),) * (stages - 1),
+        failure=(1 / stages,) * stages,
+        hosts=tuple(hosts),
+        load_s=max(sizes) / STORAGE_BYTES_PER_S,
+        every=every,
+        network_bytes_per_s=STORAGE_BYTES_PER_S if profile is None else profile.across.bytes_per_us * 1e6,
+        read_bytes_per_s=STORAGE_BYTES_PER_S,
+    )
+
+
+def work_s(costs: CostModel, split: bool, batch: int) -> tuple[float, ...]:
+    """The seconds of a step of each stage in a replay by one worker, which makes ``batch`` micro-batches of it."""
+    ops = (Op.F, Op.I, Op.W) if split else (Op.F, Op.B)
+    return tuple(
+        (batch * sum(costs.of(op, stage) for op in ops) + costs.of(Op.STEP, stage)) / 1e6
+        for stage in range(len(costs.forward))
+    )
+
+
+def crossing_bytes(profile: Profile | None, batch: int) -> int:
+    """What crosses a boundary in a step of ``batch`` micro-batches, both ways; 0 where no profile knows."""
+    return 0 if profile is None else 2 * batch * profile.boundary_bytes
+
+
+def measured(figures: Collection[StageFigures], hosts: Sequence[str], every: int) -> Line | None:
+    """The line as the live workers have measured it, in any order; None where that were too few steps.
+
+    A stage's work, and what crosses a boundary, is the sum of its workers' shares, whoever they are.
+    """
+    if not figures or min(each.figures.steps for each in figures) < ENOUGH:
+        return None
+    stages = len(hosts)
+    work, crossing = [0.0] * stages, [0.0] * (stages + 1)
+    for stage, _, (steps, computed, down, up, _) in sorted(figures):
+        work[stage] += computed / steps
+        crossing[stage] += up / steps
+        crossing[stage + 1] += down / steps
+    return Line(
+        recompute_s=tuple(work),
+        boundary_bytes=tuple(round(each) for each in crossing[1:-1]),
+        failure=(1 / stages,) * stages,
+        hosts=tuple(hosts),
+        load_s=max(each.state_bytes for each in figures) / STORAGE_BYTES_PER_S,
+        every=every,
+        network_bytes_per_s=STORAGE_BYTES_PER_S,
+        read_bytes_per_s=STORAGE_BYTES_PER_S,
+    )

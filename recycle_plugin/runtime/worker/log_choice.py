@@ -1,0 +1,129 @@
+"""The choice of the boundaries that a job logs, where ``recycle.log.boundaries`` is "auto", and what any choice means.
+
+Each worker brings what it has measured since the last checkpoint to the barrier at which one ends.  The first live
+worker, who has the figures of all, chooses, and its word goes with the checkpoint by the coordinator to everybody
+(core/coordinator/replays.py); so there is one choice, whoever had made another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from recycle_plugin.core.vocabulary.log_boundaries import AUTO, groups, in_words, stage_hosts
+from recycle_plugin.core.vocabulary.log_figures import LogFigures, StageFigures
+from recycle_plugin.core.worker.log_meter import LogMeter
+from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, measured
+from recycle_plugin.planner.log_selection import Line, Selection, choose_anew, in_bytes, selection
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.settings.sections import LogSettings
+from recycle_plugin.settings.wording import SECTION
+
+
+class LogChoice:
+    """The choice of the job whose ``settings`` these are, of the worker of ``session``, which measures by ``meter``.
+
+    ``planned(every)``: the line by a profile, with so many steps between checkpoints; None where there is none, and
+    what was measured counts.  ``state_bytes()``: those of this worker's state.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        settings: LogSettings,
+        stage: int,
+        meter: LogMeter,
+        planned: Callable[[int], Line | None],
+        state_bytes: Callable[[], int],
+    ) -> None:
+        self._session, self._settings, self._stage, self._meter = session, settings, stage, meter
+        self._planned, self._state_bytes = planned, state_bytes
+        self._from = self._begun = meter.total  # at the beginning of the last checkpoint, and of one under way
+        self._said: tuple = ()
+        self._steady = settings.boundaries != AUTO  # the last checkpoint has changed nothing
+        self._too_large = False
+
+    def begin(self) -> list:
+        """What this worker has measured since the last checkpoint, for the barrier at the end of one that begins."""
+        self._begun = self._meter.total
+        return [self._stage, self._state_bytes(), list(self._begun.since(self._from))]
+
+    def made(self) -> None:
+        """Count from the checkpoint on that was begun last: it is whole."""
+        self._from = self._begun
+
+    def forget(self) -> None:
+        """Count from now on: the membership has changed, and steps take another time."""
+        self._from = self._meter.total
+
+    def choose(self, brought: Iterable[list], every: int) -> tuple[int, ...]:
+        """The boundaries to log from now on, by what all have ``brought`` to the barrier, with a checkpoint ``every``
+        so many steps; and say so where that is news.
+        """
+        found = [StageFigures(stage, size, LogFigures(*figures)) for stage, size, figures in brought]
+        hosts, budget = stage_hosts(self._session.roster), self._settings.budget_bytes
+        now = tuple(sorted(self._session.logged if self._session.logged is not None else range(len(hosts) - 1)))
+        planned = self._planned(every)
+        line = measured(found, hosts, every) if planned is None else planned
+        if line is None:
+            self._say_unknown(now, len(hosts))
+            return now
+        chosen = choose_anew(line, now, budget) if self._settings.boundaries == AUTO else selection(line, now, budget)
+        self._say(chosen, "measured" if planned is None else "by the profile")
+        self._compare(sum(each.figures.logged for each in found))
+        self._steady = chosen.logged == now
+        return chosen.logged
+
+    def _say_unknown(self, logged: tuple[int, ...], stages: int) -> None:
+        """Say what is logged, as long as nobody knows what it takes, once."""
+        if self._said:
+            return
+        self._said = (logged, None)
+        chooses = f"; {SECTION}.log.boundaries chooses once steps are measured" * (self._settings.boundaries == AUTO)
+        self._session.note(
+            "log_boundaries",
+            f"{in_words(logged, stages)}; what that takes is not measured yet{chooses}",
+            boundaries=logged,
+            groups=_inclusive(groups(logged, stages)),
+        )
+
+    def _say(self, chosen: Selection, how: str) -> None:
+        """Say what is logged from now on, and what it takes, where that is news."""
+        if self._said == (chosen.logged, chosen.fits):
+            return
+        self._said = (chosen.logged, chosen.fits)
+        self._session.note(
+            "log_boundaries",
+            f"{chosen}, without the start of the next process ({how}; logs and checkpoints are taken to be read at "
+            f"{STORAGE_BYTES_PER_S / 1e9:g} GB/s)",
+            boundaries=chosen.logged,
+            groups=_inclusive(chosen.groups),
+            every=chosen.every,
+            log_bytes=chosen.log_bytes,
+            expected_s=round(chosen.expected_s, 4),
+            worst_s=round(chosen.worst_s, 4),
+            budget=chosen.budget,
+            fits=chosen.fits,
+        )
+
+    def _compare(self, logged: int) -> None:
+        """Say, once, that the logs took more than they may since the last checkpoint, where nothing has changed what
+        is logged.
+        """
+        budget = self._settings.budget_bytes
+        before, self._too_large = self._too_large, budget is not None and self._steady and logged > budget
+        if budget is None or before or not self._too_large:
+            return
+        fewer = "" if self._settings.boundaries == AUTO else f' set {SECTION}.log.boundaries to "{AUTO}",'
+        self._session.note(
+            "log_budget",
+            f"the logs took {in_bytes(logged)} since the last checkpoint, and {SECTION}.log.budget is "
+            f"{in_bytes(budget)}:{fewer} raise it, or raise {SECTION}.checkpoint.overhead, so that checkpoints are "
+            "made more often",
+            log_bytes=logged,
+            budget=budget,
+        )
+
+
+def _inclusive(found: Iterable[tuple[int, int]]) -> list[list[int]]:
+    """Groups of stages, each with its first and its last."""
+    return [[first, end - 1] for first, end in found]
