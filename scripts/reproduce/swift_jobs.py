@@ -28,7 +28,6 @@ WORKERS = 4
 NO_LOSS = "no loss"  # the method of a job in which nobody is lost
 DEADLINE_S = 300.0  # of one start of a job
 HERE = Path(__file__).resolve().parent
-AS_THE_PEERS = ("recycle.split_backward=false", "recycle.stagger_optimizer=false")  # 1F1B, as stock DeepSpeed's
 
 
 class Recovery(NamedTuple):

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from swift_jobs import Recovery
 
 REPLAY, REPLAY_ALONE, REROUTE = "replay with helpers", "replay alone", "rerouting"
-REPLAY_1F1B = "replay with helpers, 1F1B"
 RESTART, CHECKFREQ, ELASTIC = "checkpoint-restart", "CheckFreq-style", "Elastic-Horovod-style"
 
 
@@ -81,11 +80,10 @@ class Method:
 def methods(constants: Mapping[str, float]) -> tuple[Method, ...]:
     """Those of a job without replicas."""
     c = SimpleNamespace(**constants)
-    own = (c.copy_s, c.own_persist_s, c.notice_one_s, c.start_one_s, c.own_load_s)
+    own = (c.own_copy_s, c.own_persist_s, c.notice_one_s, c.start_one_s, c.own_load_s)
     peers = (c.notice_job_s, c.start_job_s, c.load_s)
     return (
         Method(REPLAY, c.own_step_s, c.replay_s, *own),
-        Method(REPLAY_1F1B, c.own_1f1b_step_s, c.replay_s, *own),
         Method(REPLAY_ALONE, c.own_step_s, c.replay_alone_s, *own),
         Method(RESTART, c.step_s, c.step_s, c.save_s, 0.0, *peers),
         Method(CHECKFREQ, c.step_s, c.step_s, c.copy_s, c.persist_s, *peers),

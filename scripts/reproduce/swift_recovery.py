@@ -19,7 +19,7 @@ import swift_jobs
 import swift_model
 from common import OURS, PUBLISHED, Column, Table
 from swift_jobs import NO_LOSS, Recovery
-from swift_model import CHECKFREQ, ELASTIC, REPLAY, REPLAY_1F1B, REPLAY_ALONE, REROUTE, RESTART
+from swift_model import CHECKFREQ, ELASTIC, REPLAY, REPLAY_ALONE, REROUTE, RESTART
 
 from recycle_plugin.experiments.bench_scripts import script
 from recycle_plugin.experiments.runs import RunFailed, RunOutcome
@@ -49,8 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     published = " / ".join(f"{points[0][1]:g} ({name})" for name, points in SWIFT_STORAGE.items())
     for method in swift_model.methods(config.constants):
-        if method.name == REPLAY_1F1B:  # recovers as the one with its own schedule does
-            continue
         found = method.recovery(config.redone)
         told = published if method.name == REPLAY else None
         table.add(

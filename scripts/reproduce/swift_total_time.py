@@ -4,14 +4,13 @@ CheckFreq-style checkpoints, each at its own best interval, with start-up in it 
 python scripts/reproduce/swift_total_time.py [real=[]] [rounds=2] [run_dir=...]
 
 Simulated rows are of a model (swift_model.py); real rows are of real jobs, ours and two under stock DeepSpeed
-(restarting_job.py), on this machine, by turns in each round.  Ours trains twice: with its own schedule, and with that
-of stock, so that what the schedule gains can be told from what the recovery does.  SWIFT's published gain is beside.
+(restarting_job.py), on this machine, by turns in each round.  SWIFT's published gain is beside.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -19,14 +18,14 @@ from types import SimpleNamespace
 import common
 import swift_jobs
 from common import OURS, PUBLISHED, Column, Table
-from swift_jobs import AS_THE_PEERS, Told
-from swift_model import CHECKFREQ, REPLAY, REPLAY_1F1B, RESTART, Total, methods
+from swift_jobs import Told
+from swift_model import CHECKFREQ, REPLAY, RESTART, Total, methods
 
 from recycle_plugin.experiments.bench_scripts import script
 from recycle_plugin.experiments.runs import RunFailed, RunOutcome
 from recycle_plugin.simulator.peers.published import SWIFT_GAIN
 
-COMPARED = (REPLAY, REPLAY_1F1B, RESTART, CHECKFREQ)
+COMPARED = (REPLAY, RESTART, CHECKFREQ)
 Row = tuple[float, Total]  # steps from one checkpoint to the next, and the total there
 
 
@@ -44,13 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Column("without start-up, s", OURS, 1),
             Column("by replay's", OURS, 2),
             Column("by replay's, without start-up", OURS, 2),
-            Column("by replay's with 1F1B", OURS, 2),
-            Column("the same, without start-up", OURS, 2),
             Column("SWIFT's gain, at most", PUBLISHED, 2),
         ],
     )
-    for failures_every in config.failures_every:
-        add(table, failures_every, "simulated", simulated(config, failures_every))
+    for kind, changed in config.simulated.items():
+        for failures_every in config.failures_every:
+            add(table, failures_every, kind, simulated(config, failures_every, changed))
     for failures_every in config.real:
         add(table, failures_every, "real run", real(config, failures_every))
     notes = [
@@ -61,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "intervals: each method's own best one by the model; a real job of ours chooses its own by what its "
         "checkpoints have cost, and its mean one stands here",
         "start-up: from a failure until the script of who was started has come to its first step",
-        "1F1B: with the schedule of stock DeepSpeed, which the peers have",
         "published: total time of CheckFreq and Elastic Horovod by SWIFT's, of other models on other machines",
     ]
     folder = Path(config.run_dir)
@@ -70,10 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def simulated(config: SimpleNamespace, failures_every: int) -> dict[str, Row]:
-    """By method: its best interval, and its total time there."""
+def simulated(config: SimpleNamespace, failures_every: int, changed: Mapping[str, float]) -> dict[str, Row]:
+    """By method: its best interval, and its total time there, with these constants changed."""
     found = {}
-    for method in methods(config.constants):
+    for method in methods({**config.constants, **changed}):
         if method.name in COMPARED:
             every = method.best_interval(config.steps, failures_every)
             found[method.name] = float(every), method.total(config.steps, failures_every, every)
@@ -81,10 +78,9 @@ def simulated(config: SimpleNamespace, failures_every: int) -> dict[str, Row]:
 
 
 def add(table: Table, failures_every: int, kind: str, found: dict[str, Row]) -> None:
-    """A row for each method; the ratios are of its total by those of our two."""
-    own = [found[name][1] for name in (REPLAY, REPLAY_1F1B)]
+    ours = found[REPLAY][1]
     for name, (every, total) in found.items():
-        ratios = [ratio for ours in own for ratio in (total.seconds / ours.seconds, total.trained_s / ours.trained_s)]
+        ratios = (total.seconds / ours.seconds, total.trained_s / ours.trained_s)
         gain = SWIFT_GAIN if name == CHECKFREQ else None
         table.add(failures_every, 8, name, kind, every, total.seconds, total.trained_s, *ratios, gain)
 
@@ -94,7 +90,7 @@ def draw(path: Path, table: Table, config: SimpleNamespace) -> None:
     figure, axes = common.canvas(1, 1, 12.0, 4.4, title)
     common.frame(axes[0][0], "", "a failure every K steps", "seconds")
     of_each = len(COMPARED)
-    colours = [common.COLOURS[name] for name in ("ours", "bound", "fault-scaled", "Bamboo")]
+    colours = [common.COLOURS[name] for name in ("ours", "fault-scaled", "Bamboo")]
     for place, row in enumerate(table.rows):
         total, left, at = row[5], row[6], place + place // of_each
         colour = colours[place % of_each]
@@ -102,7 +98,7 @@ def draw(path: Path, table: Table, config: SimpleNamespace) -> None:
         axes[0][0].bar(at, total - left, bottom=left, color=colour, alpha=0.35)
     groups = table.rows[::of_each]
     places = [(of_each + 1) * place + (of_each - 1) / 2 for place in range(len(groups))]
-    axes[0][0].set_xticks(places, [f"{row[0]}, {row[3]}" for row in groups])
+    axes[0][0].set_xticks(places, [f"{row[0]}\n{row[3].replace(', ', chr(10))}" for row in groups])
     common.legend_below(figure, axes[0][0], of_each)
     common.save(figure, path)
 
@@ -115,12 +111,11 @@ def real(config: SimpleNamespace, failures_every: int) -> dict[str, Row]:
     RunFailed.
     """
     folder, job = Path(config.run_dir) / f"real-{failures_every}", swift_jobs.job(config, "pp4_dp1")
-    best = {name: round(every) for name, (every, _) in simulated(config, failures_every).items()}
+    best = {name: round(every) for name, (every, _) in simulated(config, failures_every, {}).items()}
     kills, rounds = struck(config, failures_every), []
     for number in range(config.rounds):
-        place, found = folder / f"round{number}", {}
-        for name, more in ((REPLAY, ()), (REPLAY_1F1B, AS_THE_PEERS)):
-            found[name] = replay(place / name.replace(" ", "_"), config, kills, best[name], job, more)
+        place = folder / f"round{number}"
+        found = {REPLAY: replay(place / "replay", config, kills, best[REPLAY], job)}
         for name in (RESTART, CHECKFREQ):
             told = swift_jobs.restarting(place / name, job, best[name], name == CHECKFREQ, kills, config.lost)
             found[name] = float(best[name]), total_of(told, config.steps)
@@ -140,15 +135,13 @@ def struck(config: SimpleNamespace, failures_every: int) -> list[int]:
     return list(range(failures_every, config.steps, failures_every))
 
 
-def replay(
-    folder: Path, config: SimpleNamespace, kills: Sequence[int], every: int, job: Sequence[str], more: Sequence[str]
-) -> Row:
+def replay(folder: Path, config: SimpleNamespace, kills: Sequence[int], every: int, job: Sequence[str]) -> Row:
     """The mean interval of the checkpoints of a job of ours, and its total time.  Their overhead is the one at which
     what the job usually measures of a checkpoint's cost makes ``every``.
     """
-    overhead = min(0.5, config.measured_cost_s / (every * config.constants["own_step_s"]))
+    overhead = min(0.5, config.constants["own_copy_s"] / (every * config.constants["own_step_s"]))
     log = ("recycle.log={}", f"recycle.checkpoint={{overhead: {overhead:.6f}}}")
-    outcome = swift_jobs.ours(folder, job, kills, config.lost, *log, *more)
+    outcome = swift_jobs.ours(folder, job, kills, config.lost, *log)
     return config.steps / len(outcome.of("checkpoint")), total_of_ours(outcome, config.steps)
 
 
