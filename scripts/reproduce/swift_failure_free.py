@@ -115,7 +115,7 @@ def measured(config: SimpleNamespace) -> tuple[Mapping[str, Sequence[Window]], M
     kept: dict[str, Path] = {}
     with ExitStack() as stack:
         for name, every in ((PLAIN_STOCK, 0), (RESTART, config.every), (CHECKFREQ, config.every)):
-            place = folder / name.replace(" ", "_")
+            place = folder / name.replace(", ", "-").replace(" ", "_")
             kept[name] = swift_jobs.emptied(place)
             todo = {"folder": str(kept[name]), "every": every, "background": name == CHECKFREQ, "kill_at": None}
             runs[name] = stack.enter_context(swift_jobs.stock(place, job, todo))
@@ -125,7 +125,7 @@ def measured(config: SimpleNamespace) -> tuple[Mapping[str, Sequence[Window]], M
             (PLAIN_OURS, ()),
             (LOG, ("recycle.log={}", f"recycle.checkpoint={{overhead: {config.overhead}}}")),
         ):
-            place = swift_jobs.emptied(folder / name.replace(" ", "_")).parent
+            place = swift_jobs.emptied(folder / name.replace(", ", "-").replace(" ", "_")).parent
             started = TrainingRun(place, WORKERS, [*job, "recycle.enabled=true", *PATIENT, *more])
             runs[name] = run = stack.enter_context(started)
             at_work(run, lambda: run.committed() >= STARTED)

@@ -10,6 +10,7 @@ PP 4 x DP 1 by a model of the same job (swift_model.py).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,11 +28,15 @@ from recycle_plugin.settings.compose import compose
 from recycle_plugin.simulator.peers.published import SWIFT_STORAGE
 
 TOLERANCE = 5e-6  # of losses, as the demo's
+METHODS = (REPLAY, REPLAY_ALONE, REROUTE, ELASTIC, RESTART, CHECKFREQ)
 PARTS = ("notice", "start", "load", "redo", "finish")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     config = common.settings("swift_recovery", arguments)
+    for name in (name for one in config.real for name in one["methods"]):
+        if name not in METHODS:
+            raise SystemExit(f"swift_recovery: real: {name} is no method; there is {', '.join(METHODS)}")
     table = Table(
         "What a recovery takes, one worker killed",
         [
@@ -44,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Column("steps redone", OURS),
             Column("step, s", OURS, 3),
             Column("largest difference of losses", OURS),
+            Column("load of the machine", OURS, 1),
             Column("SWIFT's, whole log, s", PUBLISHED),
         ],
     )
@@ -61,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found.steps,
             method.step_s,
             None,
+            None,
             told,
         )
     for one in config.real:
@@ -70,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "load: of a checkpoint, or a commit from a peer; redo: of the steps behind it; finish: the interrupted step",
         "steps redone: by where each has its last checkpoint; ours chooses its interval by what checkpoints cost",
         "real run: emulated layers, four processes on this machine; the peers have stock DeepSpeed's schedule",
+        "load of the machine: processes that run or wait to, over the last minute of a job; it has "
+        f"{len(os.sched_getaffinity(0))} cores",
         "simulated: by a model whose constants stand in configs/reproduce/swift_job.yaml",
         "published: 128 GPUs, other models, steps and networks: for its order of size only",
     ]
@@ -94,7 +103,9 @@ def real(table: Table, config: SimpleNamespace, one: Mapping[str, object]) -> No
         parts = [None] * 5 if recovery is None else recovery[:5]
         more = [None, None] if recovery is None else [recovery.total_s, recovery.steps]
         job = f"PP {shape.stages} x DP {shape.replicas}"
-        table.add(job, shape.micro_batches, name, "real run", *parts, *more, step_s, f"{apart:.1e}", None)
+        table.add(
+            job, shape.micro_batches, name, "real run", *parts, *more, step_s, f"{apart:.1e}", os.getloadavg()[0], None
+        )
 
 
 def measured(
@@ -117,15 +128,10 @@ def measured(
             told = swift_jobs.elastic(folder, job, config.every, lost[0], rank)
         case swift_model.RESTART | swift_model.CHECKFREQ:
             told = swift_jobs.restarting(folder, job, config.every, name == CHECKFREQ, lost[0], rank)
-        case swift_jobs.NO_LOSS:
+        case _:
             told = swift_jobs.restarting(folder, job, 0, False)
             return told.step_s, told.losses, None
-        case _:
-            raise SystemExit(f"swift_recovery: real: {name} is no method; there is {', '.join(METHODS)}")
     return told.step_s, told.losses, told.recovery()
-
-
-METHODS = (NO_LOSS, REPLAY, REPLAY_ALONE, REROUTE, ELASTIC, RESTART, CHECKFREQ)
 
 
 def of_ours(outcome: RunOutcome) -> tuple[float, Mapping[int, float], Recovery]:

@@ -129,7 +129,7 @@ def test_losses_that_are_missing_differ(script):
 
 
 def test_a_method_that_is_none_is_named(script, tmp_path):
-    with pytest.raises(SystemExit, match="backups is no method; there is no loss, "):
+    with pytest.raises(SystemExit, match="backups is no method; there is replay with helpers, "):
         script("swift_recovery").main([f"run_dir={tmp_path}", "real=[{topology: pp4_dp1, methods: [backups]}]"])
 
 
