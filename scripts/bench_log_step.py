@@ -14,35 +14,23 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from random import Random
 from statistics import median
-from typing import NamedTuple
 
 from recycle_plugin.experiments.bench_scripts import DEADLINE_S, run_part, script
-from recycle_plugin.experiments.measurements import TooShort
 from recycle_plugin.experiments.runs import TrainingRun
+from recycle_plugin.experiments.turns import Window, interval, step_s, take_turns
 from recycle_plugin.runtime.log.reader import LogReader, runs
 
 TARGET = 1.02
 STARTED = 5  # both are past this step before they take turns
 PAIRS, WINDOW_S = 16, 6.0
-RESAMPLES, CONFIDENCE = 4000, 0.95
 MICRO_BATCHES, SAMPLES, LAYER_MS = 4, 64, 20.0
 STEP_S = 0.32  # of the emulated job, about: two stages, four micro-batches
 COMMON = ("topology=pp2_dp2", "recycle.enabled=true", "recycle.checkpoint={overhead: 0.01}", "steps=1000000")
 OFF, ON = "without", "with"
-
-
-class Window(NamedTuple):
-    """When a run had the machine, in seconds since the epoch, and the processor seconds that it used meanwhile."""
-
-    began: float
-    ended: float
-    cpu_s: float
 
 
 def main(arguments: list[str]) -> int:
@@ -97,20 +85,6 @@ def compared(found: argparse.Namespace, job: Sequence[str]) -> dict:
     return judged(windows, commits, rate, broken)
 
 
-def take_turns(jobs: Mapping[str, TrainingRun], pairs: int, window_s: float) -> dict[str, list[Window]]:
-    """Give each of the paused runs the machine in turn; the first of a pair is the other one each time."""
-    windows: dict[str, list[Window]] = {kind: [] for kind in jobs}
-    for number in range(pairs):
-        for kind in sorted(jobs, reverse=bool(number % 2)):
-            began, used = time.time(), jobs[kind].cpu_s()
-            jobs[kind].go_on()
-            time.sleep(window_s)
-            ended = time.time()
-            jobs[kind].pause()
-            windows[kind].append(Window(began, ended, jobs[kind].cpu_s() - used))
-    return windows
-
-
 def judged(
     windows: Mapping[str, Sequence[Window]],
     commits: Mapping[str, Sequence[float]],
@@ -151,22 +125,6 @@ def judged(
         "target": TARGET,
         "met": met,
     }
-
-
-def step_s(window: Window, commits: Sequence[float]) -> float:
-    """Mean seconds of the steps that lie within a window.  Raises TooShort where there are none."""
-    inside = [at for at in commits if window.began <= at <= window.ended]
-    if len(inside) < 2:
-        raise TooShort("a window has no whole step: make --window longer")
-    return (inside[-1] - inside[0]) / (len(inside) - 1)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The interval of the median, by bootstrap; the same for the same values."""
-    draw = Random(0)
-    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    tail = round((1 - CONFIDENCE) / 2 * RESAMPLES)
-    return medians[tail], medians[-1 - tail]
 
 
 def logged_bytes(folder: Path) -> dict[str, int]:

@@ -11,6 +11,7 @@ import pytest
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.experiments import turns
 from recycle_plugin.experiments.measurements import TooShort
 from recycle_plugin.runtime.log.records import DatumRecord, Part, Stream
 from recycle_plugin.runtime.log.writer import LogWriter
@@ -31,8 +32,8 @@ def commits(began: list[float], step_s: float) -> list[float]:
 def test_the_verdict_is_on_the_median_of_pairs(bench, capsys, with_log, broken, met):
     off, on = [0.0, 30.0, 40.0], [10.0, 20.0, 50.0]
     windows = {
-        bench.OFF: [bench.Window(at, at + 6, 3.0) for at in off],
-        bench.ON: [bench.Window(at, at + 6, 6.0) for at in on],
+        bench.OFF: [turns.Window(at, at + 6, 3.0) for at in off],
+        bench.ON: [turns.Window(at, at + 6, 6.0) for at in on],
     }
     told = {bench.OFF: commits(off, 0.5), bench.ON: commits(on, with_log)}
     found = bench.judged(windows, told, {"rank 0": 25_000_000}, broken)
@@ -43,15 +44,15 @@ def test_the_verdict_is_on_the_median_of_pairs(bench, capsys, with_log, broken, 
     assert ("NOT MET" in capsys.readouterr().out) != met
 
 
-def test_the_interval_has_the_median_in_it_and_is_the_same_each_time(bench):
+def test_the_interval_has_the_median_in_it_and_is_the_same_each_time():
     values = [1.0, 1.1, 0.9, 1.05, 0.95, 1.3, 0.8]
-    low, high = bench.interval(values)
-    assert 0.8 <= low < 1.0 < high <= 1.3 and bench.interval(values) == (low, high)
+    low, high = turns.interval(values)
+    assert 0.8 <= low < 1.0 < high <= 1.3 and turns.interval(values) == (low, high)
 
 
-def test_a_window_without_a_whole_step_is_refused(bench):
+def test_a_window_without_a_whole_step_is_refused():
     with pytest.raises(TooShort, match="--window"):
-        bench.step_s(bench.Window(0.0, 6.0, 0.0), [1.0, 7.0])
+        turns.step_s(turns.Window(0.0, 6.0, 0.0), [1.0, 7.0])
 
 
 def test_bytes_of_a_step_are_those_of_its_records(bench, tmp_path):
@@ -98,12 +99,12 @@ def test_the_jobs_differ_in_the_log_alone_and_take_turns(bench, tmp_path, monkey
 
     clock = iter(range(0, 1000, 6))
     monkeypatch.setattr(bench, "TrainingRun", Run)
-    monkeypatch.setattr(bench.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(bench.time, "time", lambda: next(clock))
+    monkeypatch.setattr(turns.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(turns.time, "time", lambda: next(clock))
     monkeypatch.setattr(bench, "logged_bytes", lambda folder: {"rank 0": 10})
     found = bench.argparse.Namespace(part="real", pairs=2, window=6.0, out=tmp_path, folder=None, mb_per_s=50.0)
     assert bench.real(found)["ratio"] == pytest.approx(1)
     without, with_log = asked
     assert set(with_log) - set(without) == {f"recycle.log={{folder: {tmp_path.resolve()}/real-with/log}}"}
-    turns = [name for name in order if " " not in name]
-    assert turns == ["real-with", "real-without", "real-without", "real-with"]
+    had = [name for name in order if " " not in name]
+    assert had == ["real-with", "real-without", "real-without", "real-with"]

@@ -28,6 +28,8 @@ RUNS = {
     "recycle_scale": ([f"models=[{LARGE}]", "micro_batches=[6]"], ["scale"], ["scale.png"]),
     "swift_storage": (["real.overheads=[]"], ["storage"], ["storage.png"]),
     "swift_total_time": (["real=[]"], ["total_time"], ["total_time.png"]),
+    "swift_recovery": (["real=[]"], ["recovery"], ["recovery.png"]),
+    "swift_failure_free": (["windows=0"], ["failure_free"], ["failure_free.png"]),
     "planner_scale": (
         ["shapes=[[4,6,24],[8,4,32]]", "repeats=1", "fresh=false"],
         ["planner_scale"],
