@@ -160,3 +160,6 @@ class SimulatedLogs:
     def faults(self) -> str:
         """Nothing: what can't be read is not there."""
         return ""
+
+    def close(self) -> None:
+        """Nothing was fetched."""

@@ -33,6 +33,7 @@ from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.ending import Ending
 from recycle_plugin.core.coordinator.failure_detector import Suspicion
 from recycle_plugin.core.coordinator.joining import Joining, Phase
+from recycle_plugin.core.coordinator.log_places import LogPlaces
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.places import Places, ended_iterators
 from recycle_plugin.core.coordinator.regrouping import Regrouping, Reports
@@ -84,6 +85,7 @@ class Course:
         self.places = Places()
         self.job: JobSpec | None = None
         self.logs = replays.Logs()
+        self.log_places = LogPlaces()
         self.vacancies = Vacancies()
         self._barriers = Barriers()
         self._throughput_floor = ThroughputFloor()
@@ -391,6 +393,7 @@ class Course:
         early = message.planned and not self._through
         if early:
             self.vacancies.left(worker)
+            self.log_places.ended(worker, self.committed)
         if member is not None and not message.planned and self.ending.ended is None:
             self._script_ended(member, message.step, out)
         self.attendance.leave(worker)
@@ -494,6 +497,7 @@ class Course:
         replays.call_off_late(self, now, out)
         if cut_off := self.attendance.cut_off():
             self._give_up_going_on(f"{cut_off}. {self.ending.safe_point}", out)
+        replays.see_gone(self, now, out)
         returns.tick(self, now, out)
 
     def _act_on(self, worker: WorkerId, suspicion: Suspicion, now: float, out: CoordinatorOutput) -> None:
@@ -585,6 +589,7 @@ class Course:
         """
         self.attendance.leave(worker)
         self.vacancies.left(worker)
+        self.log_places.ended(worker, self.committed)
         out.say(
             "left",
             f"{self.attendance.named(worker.rank)} has left after step {self.committed} as planned, without a word",
@@ -595,6 +600,7 @@ class Course:
     def _after_loss(self, member: Member, now: float, out: CoordinatorOutput) -> None:
         """Goes on after the loss of ``member`` and of whoever was given up with it, or ends."""
         self.logs.lost(member)
+        self.log_places.ended(member.worker, self.committed)
         if self.ending.finishing:
             self._await_without(member, False, now, out)
         elif self._empty_stage():

@@ -47,6 +47,7 @@ from recycle_plugin.core.messages.protocol import (
     Left,
     LogBroken,
     Logged,
+    LogsServed,
     Missing,
     Note,
     OfWorker,
@@ -150,6 +151,8 @@ class Membership:
                 self.course.logs.heard(message)
             case LogBroken():
                 self._log_broken(message, out)
+            case LogsServed():
+                self.course.log_places.served(message)
             case OutOfData():
                 self.course.out_of_data(message, now, out)
             case Stepped():
@@ -219,6 +222,7 @@ class Membership:
         out = CoordinatorOutput()
         if there:
             self.course.vacancies.supervised(rank, now, out)
+            self.course.log_places.supervised(rank, out)
         else:
             self.course.vacancies.unsupervised(rank, now)
         return out
@@ -311,10 +315,12 @@ class Membership:
     def _enrol(self, ready: Ready, now: float, out: CoordinatorOutput) -> None:
         if self.course.vacancies.is_newcomer(ready.worker):
             returns.begin(self.course, ready, out)
+            self.course.log_places.ready(ready, out)
             return
         if self.started or self._enrolment.is_stranger(ready.worker):
             self._turn_away(ready.worker, ready.member.host, out)
             return
+        self.course.log_places.ready(ready, out)
         if not self._enrolment.add(ready) or self.ended is not None:
             return
         contradiction = self._enrolment.contradiction()
@@ -410,6 +416,7 @@ class Membership:
 
     def _durable(self, message: Durable, out: CoordinatorOutput) -> None:
         if self.course.logs.durable(message):
+            self.course.log_places.durable(message.step)
             out.tell(WORKERS, message)
 
     def _log_broken(self, message: LogBroken, out: CoordinatorOutput) -> None:

@@ -16,12 +16,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from recycle_plugin.core.coordinator.joining import Newcomer, Phase
+from recycle_plugin.core.coordinator.log_places import Ended
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.messages.protocol import (
     CaughtUp,
     Durable,
     LogBroken,
     Logged,
+    LogsAt,
     Replay,
     Replaying,
     Unreplayable,
@@ -48,6 +50,7 @@ class Logs:
         self.kept = kept
         self._durable: Durable | None = None
         self._broken: dict[WorkerId, tuple[LogBroken, int]] = {}  # with the worker's stage
+        self._until: dict[WorkerId, int] = {}  # of those that are gone, the last step that they had something of
         self._written: dict[WorkerId, int] = {}  # the last step that is on a worker's disk, as far as it has said
         self.waits_since: float | None = None
         self.passed: list[str] = []  # the barriers since the last commit
@@ -64,7 +67,12 @@ class Logs:
         if not self.kept or (self._durable is not None and message.step <= self._durable.step):
             return False
         self._durable = message
-        self._broken = {worker: each for worker, each in self._broken.items() if each[0].step > message.step}
+        self._until = {worker: last for worker, last in self._until.items() if last > message.step}
+        self._broken = {
+            worker: (replace(each, step=max(each.step, message.step + 1)), stage)
+            for worker, (each, stage) in self._broken.items()
+            if each.step > message.step or worker in self._until
+        }
         return True
 
     def broken(self, message: LogBroken, stage: int) -> None:
@@ -83,6 +91,14 @@ class Logs:
             written = max(written, self._durable.step) if self._durable is not None else written
             why = "it was lost, and only what was before that was surely on its disk"
             self.broken(LogBroken(worker.rank, written + 1, why, incarnation=worker.incarnation), member.seat.stage)
+
+    def gone(self, ended: Ended) -> None:
+        """Takes in that a lost worker's log is gone too, with all that was in it since the last checkpoint."""
+        worker, step = ended.member.worker, 1 if self._durable is None else self._durable.step + 1
+        if ended.last >= step:
+            self._until[worker] = ended.last
+            why = f"it was on host {ended.member.host}, and is gone with that"
+            self.broken(LogBroken(worker.rank, step, why, incarnation=worker.incarnation), ended.member.seat.stage)
 
     def replayed(self, by: Member, committed: int) -> None:
         """Takes in that the stage of ``by`` was replayed up to step ``committed``: all that it had sent is logged anew,
@@ -115,6 +131,7 @@ class Logs:
         """Takes in that all have loaded another state, to which no log leads."""
         self._durable = None
         self._broken.clear()
+        self._until.clear()
 
     def why_not(self, committed: int, stages: Collection[int]) -> str:
         """Why ``stages`` can't be replayed up to ``committed``, in words; empty where they can.  What they have sent to
@@ -205,10 +222,42 @@ def catch_up(course: Course, newcomer: Newcomer, out: CoordinatorOutput) -> None
     stages = course.attendance.view(course.roster).empty_stages()
     valid_from, passed = max(checkpoint.valid_from, course.steps.valid_from), tuple(course.logs.passed)
     helpers = tuple(member for member in course.roster if not member.joining)
+    logs = _logs_for(course, newcomer.stage)
     out.tell(
         newcomer.member.worker,
-        Replay(checkpoint.step, checkpoint.path, course.committed, stages, valid_from, passed, helpers),
+        Replay(checkpoint.step, checkpoint.path, course.committed, stages, valid_from, passed, helpers, logs),
     )
+
+
+def _logs_for(course: Course, stage: int) -> tuple[LogsAt, ...]:
+    """Where the logs are that a replay of ``stage`` reads: its own, its neighbours', and those of its tie."""
+    assert course.job is not None, "who replays has a job"
+    stages = {stage - 1, stage, stage + 1, *course.job.shape.tie(stage)}
+    return course.log_places.of([rank for each in stages for rank in course.attendance.ranks_of_stage(each)])
+
+
+def see_gone(course: Course, now: float, out: CoordinatorOutput) -> None:
+    """Takes in which logs are gone with their hosts; the loss of those who had written them has all begin a checkpoint
+    at once, as every loss does (core/worker/checkpoint_interval.py).
+    """
+    live = {member.rank for member in course.roster}
+    gone = course.log_places.gone(lambda rank: rank not in live and course.vacancies.is_host_gone(rank, now))
+    for each in gone:
+        course.logs.gone(each)
+    if not gone or course.job is None:
+        return
+    stages = [stage for stage in range(course.job.stages) if course.logs.why_not(course.committed, (stage,))]
+    ranks, hosts = sorted({each.member.rank for each in gone}), sorted({each.member.host for each in gone})
+    if stages:
+        out.say(
+            "log_gone",
+            f"the logs of ranks {', '.join(map(str, ranks))} are gone with host {', '.join(hosts)}: until the next "
+            f"checkpoint is durable, which is begun at once, stages {', '.join(map(str, stages))} can't be replayed",
+            ranks=ranks,
+            hosts=hosts,
+            stages=stages,
+            step=course.committed,
+        )
 
 
 def progress(course: Course, message: Replaying, now: float, out: CoordinatorOutput) -> None:

@@ -199,6 +199,7 @@ class StageReplay:
             yield from self._step(work, (yield from work.record(step)), times)
             self._machine.send(Replaying(rank, step))
         self._store.valid_from = max(self._store.valid_from, replay.valid_from)
+        work.logs.close()
         self._log.flush()
         helped = self._helpers.report(replay, times)
         self.clock = replay.committed

@@ -117,7 +117,7 @@ class Helpers:
         most, size = len(self._members) - 1, self._machine.weights().nbytes
         for member in replay.helpers[: most if self._limit is None else min(most, self._limit)]:
             self._called[member.worker] = member
-            self._tell(member, Call(self._worker, self._machine.address, self._stage, size))
+            self._tell(member, Call(self._worker, self._machine.address, self._stage, size, replay.logs))
 
     def _find_why_alone(self, replay: Replay) -> str:
         if self._limit == 0:
