@@ -8,11 +8,14 @@ import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.simulator.simulated_log import FULL
+from recycle_plugin.simulator.simulated_worker import SILENCE_S
 
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
 
+KNOWN_US = int((SILENCE_S + 2 * TICK_S) * 1e6)  # until the coordinator takes a host for gone, at most
 LACKS = re.compile(r"the log of rank (?P<rank>\d+) lacks something of step (?P<step>\d+): (?P<why>.*)")
 NOWHERE = re.compile(r"(?P<what>.*) is in no log")
 
@@ -29,7 +32,7 @@ def rightly(cluster: Cluster) -> bool:
     if not said or said[-1].details["way"] != "end":
         return False
     why, stages = said[-1].details["why"], said[-1].details["stages"]
-    return any(holds(cluster, why, stages) for holds in (_no_checkpoint, _nobody, _ending, _damaged, _lacks))
+    return any(holds(cluster, why, stages) for holds in (_no_checkpoint, _nobody, _ending, _damaged, _taken, _lacks))
 
 
 def _no_checkpoint(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
@@ -52,6 +55,14 @@ def _damaged(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
     return found is not None and (found["what"] in cluster.damaged or found["what"] in gone)
 
 
+def _taken(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
+    """A host has taken it along, and when it was decided to replay, nobody could know yet that it was gone."""
+    found, decided = NOWHERE.fullmatch(why), [at for at, event in cluster.events if event.kind == "recovery"][:-1]
+    if found is None or found["what"] not in cluster.taken or not decided:
+        return False
+    return decided[-1] < cluster.taken[found["what"]] + KNOWN_US
+
+
 def _lacks(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
     """It lacks that, since its disk was full, or its writer was lost before it had said that all was there; and no
     later checkpoint makes up for it.
@@ -65,6 +76,8 @@ def _lacks(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
         return False
     if step <= max(cluster.watcher.saved_steps, default=0) or step > cluster.membership.committed:
         return False
+    if found["why"].endswith(", and is gone with that"):
+        return rank in cluster.lost_hosts and cluster.scenario.logs_apart
     if found["why"] == FULL:
         return any(step >= min(log.broken, default=step + 1) for log in cluster.logs if log.worker.rank == rank)
     lost = [worker for worker in cluster.membership.lost if worker.rank == rank]

@@ -124,6 +124,13 @@ class SimulatedLog:
         self.broken.add(step)
         self._machine.send(LogBroken(self._machine.rank, step, why))
 
+    def taken(self) -> list[str]:
+        """Takes all away with its disk; returns what that is, in words."""
+        data = [Kept(datum, value, number) for datum, values in self.data.items() for number, value in values[:1]]
+        found = [*map(_name, data), *map(_name, self.records.values())]
+        self.data, self.records, self.voids = {}, {}, []
+        return found
+
     def flush(self) -> None:
         """Has all on the disk at once."""
         for entry in self._under_way:
