@@ -67,7 +67,8 @@ class LogSettings(BaseModel):
     folder: str | None = setting(
         None,
         "a folder's path, or null",
-        "where segments go, one that all hosts share; null for `log` in the run folder",
+        "where segments go: a folder that all hosts share, or, under the same path, one of each host's own; null for "
+        "`log` in the run folder",
         min_length=1,
     )
     ring_bytes: Bytes = setting(

@@ -120,7 +120,7 @@ def may_end(cluster: Cluster) -> bool:
     without = (
         not membership.started
         or (len(left) < cluster.scenario.shape.stages and (not cluster.scenario.logs or given_up.rightly(cluster)))
-        or len(membership.unreachable) > len(membership.roster)
+        or (len(membership.unreachable) > len(membership.roster) and not cluster.scenario.loses_hosts)
     )
     ended = cluster.membership.ended
     by_data = cluster.scenario.iterators and (not cluster.scenario.logs or (ended and "iterators" in ended.reason))

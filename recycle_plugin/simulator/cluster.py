@@ -87,6 +87,8 @@ class Cluster:
         self.replayed: list[tuple[Seat, Instruction]] = []  # instructions that were begun in replays
         self.refusals = Random(f"refusals to help in {scenario.torn}")
         self.damaged: set[str] = set()  # what was damaged in logs, in words
+        self.lost_hosts: set[int] = set()  # by rank
+        self.taken: dict[str, int] = {}  # what a host has taken along of its log, in words, and when
         self.unlogged: set[Datum] = set()  # what was lost with a process before it was on its disk
         self.logged: dict[WorkerId, int] = {}  # the last step that each has said is on its disk, before it was lost
         self.saved: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}  # by step and stage: weight and moments
@@ -424,6 +426,9 @@ class Cluster:
                 self.deafened |= dict.fromkeys(ranks, trouble.kind == "deafened")
             case "cut":
                 self._cut_off([rank for struck in ranks for rank in self._together(struck)])
+            case "host":
+                for rank in ranks:
+                    self._lose_host(rank)
             case "stall":
                 self._stalled_until = self.now + trouble.for_us
                 self.later(trouble.for_us, self._read)
@@ -533,6 +538,21 @@ class Cluster:
             self._touch_sums(rank)
             self.later(DETECTION_US, partial(self._disconnect, rank))
             self.later(DETECTION_US, partial(self._lose_coordinator, rank))
+
+    def _lose_host(self, rank: int) -> None:
+        """Takes the host of ``rank`` away, with all that is on it; nobody says how its worker has ended."""
+        self.lost_hosts.add(rank)
+        self.cut.add(rank)
+        self.kill(rank)
+        process = self.workers[rank].control_view.worker
+        self.later(DETECTION_US, partial(self._disconnect, rank, WORKER, process))
+        self.later(DETECTION_US, partial(self._at_coordinator, partial(self._lose_supervisor, rank)))
+        for log in self.logs if self.scenario.logs_apart else ():
+            if log.worker.rank == rank:
+                self.taken |= dict.fromkeys(log.taken(), self.now)
+
+    def _lose_supervisor(self, rank: int) -> None:
+        self._act(self.membership.supervisor(rank, False, self.now / 1e6))
 
     def _lose_coordinator(self, rank: int) -> None:
         worker = self.workers[rank]

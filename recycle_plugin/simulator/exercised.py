@@ -100,6 +100,7 @@ class ProtocolRule(str, Enum):
     WAITED = "a newcomer waited for another's replay"
     GIVEN_UP = "a replay was given up for a stated reason"
     MADE_AGAIN = "what was lost with a worker's disk tail was made again"
+    LOG_GONE = "logs were gone with a host"
     LET_GO = "a checkpoint let a log go"
     LOGS_AGAIN = "a log that had broken off was one again from a checkpoint on"
     RELOADED = "the coordinator's state was written down and read again"
@@ -167,6 +168,7 @@ class Exercised(Counter[ProtocolRule]):
             self[ProtocolRule.RETURNED] += event.kind == "rejoined"
             self[ProtocolRule.REPLAYED] += event.kind == "replayed"
             self[ProtocolRule.GIVEN_UP] += event.kind == "recovery" and event.details["way"] == "end"
+            self[ProtocolRule.LOG_GONE] += event.kind == "log_gone"
             self[ProtocolRule.NEWCOMER_LOST] += event.kind in ("restart", "not_restarted") and event.details["in_vain"]
             self[ProtocolRule.REBALANCED] += event.kind == "rebalance"
             self[ProtocolRule.LOSSES_GONE] += event.text.startswith("the loss of step")

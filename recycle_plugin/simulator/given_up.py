@@ -8,11 +8,14 @@ import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.simulator.simulated_log import FULL
+from recycle_plugin.simulator.simulated_worker import SILENCE_S
 
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
 
+KNOWN_US = int((SILENCE_S + 2 * TICK_S) * 1e6)  # until the coordinator takes a host for gone, at most
 NOWHERE = re.compile(r"(?P<what>.*) is in no log")
 
 
@@ -28,7 +31,7 @@ def rightly(cluster: Cluster) -> bool:
     if not said or said[-1].details["way"] != "end":
         return False
     why, stages = said[-1].details["why"], said[-1].details["stages"]
-    return any(holds(cluster, why, stages) for holds in (_no_checkpoint, _nobody, _ending, _damaged, _full))
+    return any(holds(cluster, why, stages) for holds in (_no_checkpoint, _nobody, _ending, _damaged, _taken, _full))
 
 
 def _no_checkpoint(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
@@ -64,6 +67,14 @@ def _could_be_made(cluster: Cluster) -> bool:
             break
         tried.update(details["stages"], map(int, details["along"]))
     return lacks not in tried
+
+
+def _taken(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
+    """A host has taken it along, and when it was decided to replay, nobody could know yet that it was gone."""
+    found, decided = NOWHERE.fullmatch(why), [at for at, event in cluster.events if event.kind == "recovery"][:-1]
+    if found is None or found["what"] not in cluster.taken or not decided or _could_be_made(cluster):
+        return False
+    return decided[-1] < cluster.taken[found["what"]] + KNOWN_US
 
 
 def _full(cluster: Cluster, why: str, stages: Collection[int]) -> bool:

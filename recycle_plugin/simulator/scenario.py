@@ -23,7 +23,8 @@ class Trouble:
     ``seat`` to ``peer`` is lost, or comes late); deafened, walled (what others send to the worker is lost from then on;
     it finds so itself, or can't tell that from peers that send nothing); cut (``seats`` are cut off from all others);
     stall (the coordinator reads nothing); mute, deaf (what the worker says to the coordinator, or the other way, is
-    held up); rude (it dies where it should say goodbye); again (a second process of its rank asks to take part, and
+    held up); host (the worker's host is lost whole, with its supervisor, and its log where it is on a disk of that
+    host's own); rude (it dies where it should say goodbye); again (a second process of its rank asks to take part, and
     goes); swallow (as drop, and nobody who misses anything says so); and what is asked for: leave (a worker is to go),
     end (the job is).
     """
@@ -77,11 +78,11 @@ class Scenario:
     seat's share of a checkpoint, or its "latest", can't be written; ``damaged_share``: of what newcomers are sent;
     ``logs``: what crosses stages is logged, and there is a checkpoint before the first step; ``log_choices``: over
     which boundaries, at the start and from each checkpoint on in turn, the last ones to the end, all where there are
-    none; ``log_lag_us``: by how much longer than usual that takes to be on a disk; ``log_damaged_share``: of its
-    records; ``log_full``: from which step on a seat's log finds its disk full; ``helpers``: how many may help with a
-    replay, None for all, and ``helps_not``: which share of them can't; ``shards``: workers that hold each seat
-    together, of which the one with the number ``struck`` has the troubles and faults; ``by_hand``: the script sets the
-    learning rate of each step.
+    none; ``logs_apart``: each log is on its own host's disk; ``log_lag_us``: by how much longer than usual that takes
+    to be on a disk; ``log_damaged_share``: of its records; ``log_full``: from which step on a seat's log finds its disk
+    full; ``helpers``: how many may help with a replay, None for all, and ``helps_not``: which share of them can't;
+    ``shards``: workers that hold each seat together, of which the one with the number ``struck`` has the troubles and
+    faults; ``by_hand``: the script sets the learning rate of each step.
     """
 
     shape: Topology
@@ -107,6 +108,7 @@ class Scenario:
     epoch: int = 0
     lengths: tuple[int, ...] = ()
     logs: bool = False
+    logs_apart: bool = False
     shards: int = 1
     struck: int = 0
     log_lag_us: int = 0
@@ -116,6 +118,11 @@ class Scenario:
     helps_not: float = 0.0
     by_hand: bool = False
     log_choices: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def loses_hosts(self) -> bool:
+        """Whether a host is lost whole, which the coordinator comes to know by its silence."""
+        return any(trouble.kind == "host" for trouble in self.troubles)
 
     @property
     def exact(self) -> bool:

@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.topology import Topology, tied
 from recycle_plugin.planner import lowered, plan
 from recycle_plugin.simulator.message_delays import FAIR, STORMY, UNEVEN
 from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
-from recycle_plugin.simulator.simulated_worker import DEADLINES
+from recycle_plugin.simulator.simulated_worker import DEADLINES, SILENCE_S
 
 CALM_US = 2_000 * MILLISECOND  # no trouble begins later
 SETTLED_US = 500 * MILLISECOND  # all have said that they are ready
@@ -47,6 +47,7 @@ KINDS = (
     "rude",
     "rude",
 )
+LONG = 25  # steps, each with a pause, in which a host is taken for gone, and for some time after that
 APART = ("cut", "deafened", "walled", "unfenced")
 CHOOSES = 0.4  # of the jobs that log
 WRONG_WITH_LOGS = ("damage", "lag", "lag", "full")
@@ -99,6 +100,7 @@ def scenario(seed: int) -> Scenario:
         ("logs", _with_logs),
         ("choices", _with_choices),
         ("rates", _with_rates),
+        ("hosts and logs", _with_lost_hosts),
     ):
         job = change(
             job, Random(f"{name} in {seed}")
@@ -332,6 +334,34 @@ def _without_helpers(given: Scenario, random: Random) -> Scenario:
 def _with_rates(given: Scenario, random: Random) -> Scenario:
     """Lets the script set learning rates in a quarter of the jobs in which somebody may come back."""
     return replace(given, by_hand=given.rejoin != "never" and random.random() < 0.25)
+
+
+def _with_lost_hosts(given: Scenario, random: Random) -> Scenario:
+    """Gives half of the jobs that log, and have replicas and no ties, no trouble but that a host is lost whole, mostly
+    with its worker's log, and a stage beside that worker's some time later: before the coordinator takes the host for
+    gone, or after that, or behind a checkpoint.  Scripts take their time, so that all of that can be.
+    """
+    shape = given.shape
+    if not given.logs or shape.replicas < 2 or shape.ties or random.random() >= 0.5:
+        return given
+    seat, at = random.choice(shape.seats), random.randrange(SETTLED_US, CALM_US)
+    stage = random.choice([each for each in (seat.stage - 1, seat.stage + 1) if 0 <= each < shape.stages])
+    later = int(SILENCE_S * 1e6 * random.choice((0.1, 0.5, 1.3, 1.5, 3.0)))
+    steps = LONG + random.randrange(10)
+    saved = random.sample(range(1, steps), random.choice((0, 0, 1, 2)))
+    between = [(step, "save") for step in saved] + [(step, "pause") for step in range(1, steps)]
+    troubles = Trouble("host", at, (seat,)), *_kills(shape, {stage: at + later}, random)
+    return replace(
+        given,
+        steps=steps,
+        between=tuple(sorted(between, reverse=True)),
+        troubles=troubles,
+        faults=(),
+        full=(),
+        log_full=(),
+        log_damaged_share=0.0,
+        logs_apart=random.random() < 0.7,
+    )
 
 
 def _narrowed(given: Scenario, shape: Topology) -> Scenario:

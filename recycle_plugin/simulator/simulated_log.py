@@ -132,6 +132,13 @@ class SimulatedLog:
         """Why what comes is not kept."""
         return FULL if self._off else ""
 
+    def taken(self) -> list[str]:
+        """Takes all away with its disk; returns what that is, in words."""
+        data = [Kept(datum, value, number) for datum, values in self.data.items() for number, value in values[:1]]
+        found = [*map(_name, data), *map(_name, self.records.values())]
+        self.data, self.records, self.voids = {}, {}, []
+        return found
+
     def flush(self) -> None:
         """Has all on the disk at once."""
         for entry in self._under_way:
@@ -172,3 +179,6 @@ class SimulatedLogs:
     def faults(self) -> str:
         """Nothing: what can't be read is not there."""
         return ""
+
+    def close(self) -> None:
+        """Nothing was fetched."""

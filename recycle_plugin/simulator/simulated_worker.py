@@ -15,7 +15,7 @@ from recycle_plugin.core.coordinator.step_validation import over
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS, awaited
 from recycle_plugin.core.messages.contributions import NORM
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import Generation, Missing, OfWorker, Ready, Replay, StateHash
+from recycle_plugin.core.messages.protocol import Generation, LogFolder, Missing, OfWorker, Ready, Replay, StateHash
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
@@ -67,6 +67,7 @@ LOGGED_US = 10_000 * MILLISECOND  # a record's wait before it is taken for lost:
 READING_US = 5 * MILLISECOND  # a stage's share of a checkpoint
 PART_US = 100 * MILLISECOND  # of what takes long
 RESEND_US = 1500 * MILLISECOND  # a datum's wait before its receiver says that it misses it
+SILENCE_S = 3.0  # of a host that is gone, where any is
 DEADLINES = Deadlines(
     progress_timeout_s=1.0,
     busy_timeout_s=4.0,
@@ -190,6 +191,9 @@ class SimulatedMachine:
             ),
             0,
             _job(self.cluster.scenario),
+            LogFolder("", f"host{self.rank}" if self.cluster.scenario.logs_apart else "all hosts", "")
+            if self.cluster.scenario.logs
+            else None,
         )
 
     # logs
@@ -683,7 +687,7 @@ def _job(scenario: Scenario) -> JobSpec:
         "",
         scenario.costs,
         policy,
-        DEADLINES,
+        replace(DEADLINES, heartbeat_timeout_s=SILENCE_S) if scenario.loses_hosts else DEADLINES,
         rebalance=scenario.rebalances,
         rejoin=scenario.rejoin,
         log=scenario.logs,

@@ -42,6 +42,7 @@ from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.worker import trainer as trainer_module
 from recycle_plugin.runtime.worker.machine import TorchMachine
+from recycle_plugin.runtime.worker.stage_log import StageLog
 from recycle_plugin.runtime.worker.trainer import Trainer
 
 DEADLINE_S = 150.0
@@ -190,6 +191,20 @@ def masks_by_worker() -> None:
         return key(seed if own else seed + 1, step, micro_batch, stage, half)
 
     trainer_module.key = changed
+
+
+# --- logs ---------------------------------------------------------------------------------------------
+
+
+def log_apart(by: str) -> None:
+    """Each worker's log is in a folder of its rank's, of its host's, or of all."""
+    begin = StageLog.__init__
+
+    def changed(self: StageLog, session: Session, framework, settings, run_dir: str) -> None:
+        whose = {"rank": f"rank{session.rank}", "host": session.host}.get(by, by)
+        begin(self, session, framework, settings.model_copy(update={"folder": f"{run_dir}/log-of-{whose}"}), run_dir)
+
+    StageLog.__init__ = changed
 
 
 # --- order of events --------------------------------------------------------------------------------

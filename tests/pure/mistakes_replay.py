@@ -8,6 +8,7 @@ import pytest
 
 from recycle_plugin.core.coordinator import replays
 from recycle_plugin.core.coordinator.attendance import Attendance
+from recycle_plugin.core.coordinator.log_places import LogPlaces
 from recycle_plugin.core.coordinator.replays import Logs
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -135,6 +136,22 @@ def tail(monkeypatch) -> None:
 @mistake("nobody hears that a log has broken off", seen=1275)
 def broken_off(monkeypatch) -> None:
     monkeypatch.setattr(Logs, "broken", lambda self, message, stage: None)
+
+
+@mistake("logs that were on a lost host's disk are taken to be there", seen=123)
+def gone(monkeypatch) -> None:
+    monkeypatch.setattr(Logs, "gone", lambda self, ended: None)
+
+
+@mistake("a folder that others see too goes with a host", seen=57)
+def not_shared(monkeypatch) -> None:
+    """Each process is taken to be the only one that sees its folder."""
+
+    def ready(self, before, message, out):
+        token = message.logged_in and replace(message.logged_in, token=str(message.worker))
+        before(self, replace(message, logged_in=token), out)
+
+    changed(monkeypatch, LogPlaces, "ready", ready)
 
 
 @mistake("who has replayed its stage does not go to where the others wait", seen=129)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import Beside, Generation, Note, Replay
+from recycle_plugin.core.messages.protocol import Beside, Generation, LogsAt, Note, Replay
 from recycle_plugin.core.vocabulary.blocks import Block, Blocks
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
@@ -51,12 +51,16 @@ class Work:
 
     def __init__(self) -> None:
         self.summed: list[str] = []
+        self.closed = 0
 
     def logs(self) -> Work:
         return self
 
     def faults(self) -> str:
         return ""
+
+    def close(self) -> None:
+        self.closed += 1
 
     def record(self, number: int) -> StepRecord:
         return StepRecord(number, valid_from=number)
@@ -248,6 +252,17 @@ def test_each_step_comes_with_its_own_weights():
     machine = replayed()
     assert all(live.stage.begun == [(1, 1), (2, 2)] for live in machine.live.values())
     assert note(machine).details["parameters_bytes"] == 2 * 3 * 100
+
+
+def test_helpers_are_told_where_logs_are_and_let_go_of_what_they_have_fetched():
+    logs = (LogsAt("a token", ("tcp://a:1",), (2,)),)
+    machine = replayed(logs=logs)
+    assert {word.logs for _, word in machine.told if isinstance(word, Call)} == {logs}
+    assert [each.stage.closed for each in machine.live.values()] == [0] * len(HELPERS)
+    for helper in machine.helpers.values():
+        helper.leave()
+        helper.leave()
+    assert [each.stage.closed for each in machine.live.values()] == [1] * len(HELPERS)
 
 
 def test_what_helpers_make_is_logged_by_who_replays():

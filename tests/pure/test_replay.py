@@ -411,6 +411,7 @@ class Machine:
         self.wrong = ""
         self.at = 0  # the step that the script's settings are of
         self.forgotten: list[int] = []
+        self.closed = 0
 
     def clock(self) -> float:
         return 0.0
@@ -437,6 +438,9 @@ class Machine:
 
     def faults(self) -> str:
         return ""
+
+    def close(self) -> None:
+        self.closed += 1
 
     def record(self, number: int) -> StepRecord:
         return StepRecord(number, norm=2.0 if number == 2 else None, counts_from=0, valid_from=number)
@@ -507,6 +511,12 @@ def test_a_replay_is_the_stage_s_own_work_on_what_the_others_have_logged():
     *_, said = machine.sent
     assert machine.sent[:2] == [Replaying(2, 1), Replaying(2, 2)] and machine.took == (7, 0)
     assert said.details["why"] == "recycle.log.helpers is 0"
+
+
+def test_what_was_fetched_to_be_read_goes_once_the_replay_is_over():
+    machine = Machine()
+    replayed(machine)
+    assert machine.closed == 1
 
 
 def test_of_each_step_one_micro_batch_is_compared_with_what_had_been_sent():

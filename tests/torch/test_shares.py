@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from recycle_plugin.adapters.plain.pipeline import _built, _made_again
+from recycle_plugin.core.messages.protocol import LogsAt
 from recycle_plugin.core.vocabulary.blocks import Block, Blocks
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
@@ -47,7 +48,7 @@ def test_words_come_as_they_were_said():
     act = Datum("act", 1, MicroBatch(0, 3), 7)
     sums = {Block(0, 1): (torch.rand(3),), Block(1, 0): (torch.rand(3),)}
     said = [
-        Call(BACK, "tcp://here:1", 1, 99),
+        Call(BACK, "tcp://here:1", 1, 99, (LogsAt("a token", ("tcp://there:1", "tcp://there:2"), (0, 2)),)),
         Answer(ME, BACK, "too little memory"),
         Lot(BACK, 3, 7, (Block(0, 1), Block(1, 0)), weights),
         Share(ME, BACK, 3, sums, ((act, There((torch.rand(2),))),)),
@@ -57,6 +58,7 @@ def test_words_come_as_they_were_said():
         datum, tensors = carried(word)
         found = word_of(tensors)
         assert datum.kind == "replay" and type(found) is type(word)
+        assert not isinstance(word, Call) or found == word
         assert carried(found)[1][0].tolist() == tensors[0].tolist()
         assert [bits(each) for each in carried(found)[1]] == [bits(each) for each in tensors]
 

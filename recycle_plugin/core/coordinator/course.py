@@ -34,6 +34,7 @@ from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.ending import Ending
 from recycle_plugin.core.coordinator.failure_detector import Suspicion
 from recycle_plugin.core.coordinator.joining import Joining, Phase
+from recycle_plugin.core.coordinator.log_places import LogPlaces
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.places import Places, ended_iterators
 from recycle_plugin.core.coordinator.recovery_times import RecoveryTimes
@@ -87,6 +88,7 @@ class Course:
         self.places = Places()
         self.job: JobSpec | None = None
         self.logs = replays.Logs()
+        self.log_places = LogPlaces()
         self.vacancies = Vacancies()
         self.recovery_times = RecoveryTimes()
         self.unsaid: dict[int, list[Member]] = {}  # by stage, who is lost, and it was not said yet which way that goes
@@ -400,6 +402,7 @@ class Course:
         early = message.planned and not self._through
         if early:
             self.vacancies.left(worker)
+            self.log_places.ended(worker, self.committed)
         if member is not None and not message.planned and self.ending.ended is None:
             self._script_ended(member, message.step, out)
         self.attendance.leave(worker)
@@ -503,6 +506,7 @@ class Course:
         replays.call_off_late(self, now, out)
         if cut_off := self.attendance.cut_off():
             self._give_up_going_on(f"{cut_off}. {self.ending.safe_point}", out)
+        replays.see_gone(self, now, out)
         returns.tick(self, now, out)
 
     def _act_on(self, worker: WorkerId, suspicion: Suspicion, now: float, out: CoordinatorOutput) -> None:
@@ -596,6 +600,7 @@ class Course:
         """
         self.attendance.leave(worker)
         self.vacancies.left(worker)
+        self.log_places.ended(worker, self.committed)
         out.say(
             "left",
             f"{self.attendance.named(worker.rank)} has left after step {self.committed} as planned, without a word",
@@ -606,6 +611,7 @@ class Course:
     def _after_loss(self, member: Member, now: float, out: CoordinatorOutput) -> None:
         """Goes on after the loss of ``member`` and of whoever was given up with it, or ends."""
         self.logs.lost(member)
+        self.log_places.ended(member.worker, self.committed)
         if self.ending.finishing:
             self._await_without(member, False, now, out)
         elif self._empty_stage():

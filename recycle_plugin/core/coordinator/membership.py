@@ -48,6 +48,7 @@ from recycle_plugin.core.messages.protocol import (
     Left,
     LogBroken,
     Logged,
+    LogsServed,
     Missing,
     Note,
     OfWorker,
@@ -157,6 +158,8 @@ class Membership:
                 replays.accompanied(self.course, message, now, out)
             case Unreplayable():
                 replays.unreplayable(self.course, message, now, out)
+            case LogsServed():
+                self.course.log_places.served(message)
             case OutOfData():
                 self.course.out_of_data(message, now, out)
             case Stepped():
@@ -227,6 +230,7 @@ class Membership:
         if there:
             self.course.vacancies.supervised(rank, now, out)
             self.course.recovery_times.supervised(rank, now)
+            self.course.log_places.supervised(rank, out)
         else:
             self.course.vacancies.unsupervised(rank, now)
         return out
@@ -323,11 +327,13 @@ class Membership:
         if course.vacancies.is_newcomer(worker):
             course.recovery_times.ready(worker.rank, now, course.vacancies.due(worker), again=True)
             returns.begin(course, ready, out)
+            course.log_places.ready(ready, out)
             return
         if self.started or self._enrolment.is_stranger(ready.worker):
             self._turn_away(ready.worker, ready.member.host, out)
             return
         course.recovery_times.ready(worker.rank, now)
+        course.log_places.ready(ready, out)
         if not self._enrolment.add(ready) or self.ended is not None:
             return
         contradiction = self._enrolment.contradiction()
@@ -427,6 +433,7 @@ class Membership:
         before = self.course.logs.told
         if self.course.logs.durable(message):
             self.course.recovery_times.written(message.write_s)
+            self.course.log_places.durable(message.step)
             out.tell(WORKERS, message)
             if self.course.logs.told != before:
                 out.tell(WORKERS, self.course.logs.told)

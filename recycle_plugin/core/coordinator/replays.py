@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from recycle_plugin.core.coordinator import replay_deadlines
 from recycle_plugin.core.coordinator.joining import Newcomer, Phase
+from recycle_plugin.core.coordinator.log_places import Ended
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.recovery_ways import say_of_stages
 from recycle_plugin.core.messages.protocol import (
@@ -31,6 +32,7 @@ from recycle_plugin.core.messages.protocol import (
     LogBroken,
     Logged,
     LogOnly,
+    LogsAt,
     Replay,
     Replaying,
     Unreplayable,
@@ -66,6 +68,7 @@ class Logs:
         self._resized = 0  # the first step that has another number of micro-batches than those before
         self._durable: Durable | None = None
         self._broken: dict[WorkerId, tuple[LogBroken, int]] = {}  # with the worker's stage
+        self._until: dict[WorkerId, int] = {}  # of those that are gone, the last step that they had something of
         self._written: dict[WorkerId, int] = {}  # the last step that is on a worker's disk, as far as it has said
         self.waits_since: float | None = None
         self.passed: list[str] = []  # the barriers since the last commit
@@ -95,7 +98,12 @@ class Logs:
         self.boundaries, self._told = self._told & told, told
         self._durable = message
         self._unreadable.clear()
-        self._broken = {worker: each for worker, each in self._broken.items() if each[0].step > message.step}
+        self._until = {worker: last for worker, last in self._until.items() if last > message.step}
+        self._broken = {
+            worker: (replace(each, step=max(each.step, message.step + 1)), stage)
+            for worker, (each, stage) in self._broken.items()
+            if each.step > message.step or worker in self._until
+        }
         return True
 
     def broken(self, message: LogBroken, stage: int) -> None:
@@ -128,6 +136,14 @@ class Logs:
         self.companions[member.seat.stage] = member.worker
         self._unreadable.setdefault(member.seat.stage, why)
         self._broken.pop(member.worker, None)
+
+    def gone(self, ended: Ended) -> None:
+        """Takes in that a lost worker's log is gone too, with all that was in it since the last checkpoint."""
+        worker, step = ended.member.worker, 1 if self._durable is None else self._durable.step + 1
+        if ended.last >= step:
+            self._until[worker] = ended.last
+            why = f"it was on host {ended.member.host}, and is gone with that"
+            self.broken(LogBroken(worker.rank, step, why, incarnation=worker.incarnation), ended.member.seat.stage)
 
     def replayed(self, by: Member, committed: int) -> None:
         """Takes in that the stage of ``by`` was replayed up to step ``committed``: all that it had sent is logged anew,
@@ -162,6 +178,7 @@ class Logs:
         self._durable = None
         self._broken.clear()
         self._unreadable.clear()
+        self._until.clear()
 
     def why_not(self) -> str:
         """Why no stage can be replayed, in words; empty where they can."""
@@ -240,15 +257,16 @@ def _accompany(course: Course, out: CoordinatorOutput) -> None:
         if course.logs.companions.get(stage) not in course.roster.workers:
             member = course.roster.first_working(stage)
             course.logs.accompanies(member, why)
-            out.tell(member.worker, _replay(course))
+            out.tell(member.worker, _replay(course, stage))
 
 
-def _replay(course: Course, helpers: tuple[Member, ...] = ()) -> Replay:
-    """What a worker is told that is to replay its stage."""
+def _replay(course: Course, stage: int, helpers: tuple[Member, ...] = ()) -> Replay:
+    """What a worker is told that is to replay ``stage``."""
     checkpoint, empty = course.logs.checkpoint, course.attendance.view(course.roster).empty_stages()
     stages = tuple(sorted({*empty, *course.logs.along(course.committed, empty)}))
     valid_from, passed = max(checkpoint.valid_from, course.steps.valid_from), tuple(course.logs.passed)
-    return Replay(checkpoint.step, checkpoint.path, course.committed, stages, valid_from, passed, helpers)
+    logs = _logs_for(course, stage)
+    return Replay(checkpoint.step, checkpoint.path, course.committed, stages, valid_from, passed, helpers, logs)
 
 
 def why_not(course: Course, empty: tuple[int, ...]) -> str:
@@ -288,7 +306,8 @@ def catch_up(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOut
         _tell_beside(course, newcomer.stage, out)
         return
     newcomer.phase = Phase.REPLAYING
-    out.tell(newcomer.member.worker, _replay(course, tuple(member for member in course.roster if not member.joining)))
+    helpers = tuple(member for member in course.roster if not member.joining)
+    out.tell(newcomer.member.worker, _replay(course, newcomer.stage, helpers))
     course.logs.waits_since = now
     replay_deadlines.tell(course, course.attendance.view(course.roster).empty_stages(), out)
     _tell_beside(course, newcomer.stage, out)
@@ -301,6 +320,38 @@ def _tell_beside(course: Course, stage: int, out: CoordinatorOutput) -> None:
     for each in here:
         if each.phase is Phase.REPLAYING:
             out.tell(each.member.worker, Beside(waiting))
+
+
+def _logs_for(course: Course, stage: int) -> tuple[LogsAt, ...]:
+    """Where the logs are that a replay of ``stage`` reads: its own, its neighbours', and those of its tie."""
+    assert course.job is not None, "who replays has a job"
+    stages = {stage - 1, stage, stage + 1, *course.job.shape.tie(stage)}
+    return course.log_places.of([rank for each in stages for rank in course.attendance.ranks_of_stage(each)])
+
+
+def see_gone(course: Course, now: float, out: CoordinatorOutput) -> None:
+    """Takes in which logs are gone with their hosts; the loss of those who had written them has all begin a checkpoint
+    at once, as every loss does (core/worker/checkpoint_interval.py).
+    """
+    live = {member.rank for member in course.roster}
+    gone = course.log_places.gone(lambda rank: rank not in live and course.vacancies.is_host_gone(rank, now))
+    for each in gone:
+        course.logs.gone(each)
+    if not gone or course.job is None:
+        return
+    stages = [stage for stage in range(course.job.stages) if course.logs.along(course.committed, (stage,))]
+    ranks, hosts = sorted({each.member.rank for each in gone}), sorted({each.member.host for each in gone})
+    if stages:
+        out.say(
+            "log_gone",
+            f"the logs of ranks {', '.join(map(str, ranks))} are gone with host {', '.join(hosts)}: until the next "
+            f"checkpoint is durable, which is begun at once, stages {', '.join(map(str, stages))} are not replayed "
+            "without others",
+            ranks=ranks,
+            hosts=hosts,
+            stages=stages,
+            step=course.committed,
+        )
 
 
 def progress(course: Course, message: Replaying, now: float, out: CoordinatorOutput) -> None:
@@ -406,7 +457,7 @@ def unreplayable(course: Course, message: Unreplayable, now: float, out: Coordin
     replays = newcomer.member if newcomer is not None else member
     assert replays is not None, "who replays is a newcomer or a member"
     stage = replays.seat.stage
-    if message.lacks is None or message.lacks in (*_replay(course).stages, *course.logs.companions):
+    if message.lacks is None or message.lacks in (*_replay(course, stage).stages, *course.logs.companions):
         say_of_stages(course, [stage], message.why, out, lacks=message.lacks)
         empty = ", ".join(map(str, course.attendance.view(course.roster).empty_stages()))
         course.end(
@@ -423,7 +474,7 @@ def unreplayable(course: Course, message: Unreplayable, now: float, out: Coordin
         newcomer.phase = Phase.BEHIND
         catch_up(course, newcomer, now, out)
     else:
-        out.tell(message.worker, _replay(course))
+        out.tell(message.worker, _replay(course, stage))
 
 
 def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:

@@ -274,7 +274,7 @@ class Vacancies:
         """
         gone: list[WorkerId] = []
         for worker in self.newcomers:
-            if self._is_host_gone(worker.rank, now) or self._is_silent(worker.rank, now):
+            if self.is_host_gone(worker.rank, now) or self._is_silent(worker.rank, now):
                 self._unguarded.add(worker.rank)
                 self._fence(worker, "its host is gone", out)
                 gone += [worker, *self._in_vain(worker, "its host is gone", ending, now, out)]
@@ -283,7 +283,8 @@ class Vacancies:
             self._seat(number, self._spares.pop(number), ranks[0], out)
         return gone
 
-    def _is_host_gone(self, rank: int, now: float) -> bool:
+    def is_host_gone(self, rank: int, now: float) -> bool:
+        """Whether the host on which the processes of ``rank`` are started is gone, or as good as that."""
         return rank in self._silent or now - self._absent.get(rank, now) > self._absent_s
 
     def _is_silent(self, rank: int, now: float) -> bool:
@@ -295,7 +296,7 @@ class Vacancies:
         return sorted(
             rank
             for rank, incarnation in unreachable
-            if rank not in self._vacant and incarnation == self._holders.get(rank) and self._is_host_gone(rank, now)
+            if rank not in self._vacant and incarnation == self._holders.get(rank) and self.is_host_gone(rank, now)
         )
 
     # --- from elsewhere --------------------------------------------------------------------------

@@ -56,12 +56,26 @@ class Hello:
 
 
 @dataclass(frozen=True)
+class LogFolder:
+    """The folder of a worker's log: its ``path`` on the worker's host, the ``token`` by which all know it who see the
+    same folder, and the address of the ``host`` at which others reach that.
+    """
+
+    path: str
+    token: str
+    host: str
+
+
+@dataclass(frozen=True)
 class Ready:
-    """A worker's engine stands, and it asks to take part: ``stepped`` steps are applied in its state."""
+    """A worker's engine stands, and it asks to take part: ``stepped`` steps are applied in its state, and its log is
+    ``logged_in`` that folder, if it has one.
+    """
 
     member: Member
     stepped: int
     job: JobSpec
+    logged_in: LogFolder | None = None
 
     @property
     def worker(self) -> WorkerId:
@@ -152,6 +166,15 @@ class LogBroken(OfWorker):
 
     step: int
     why: str
+
+
+@dataclass(frozen=True)
+class LogsServed:
+    """The supervisor of ``rank`` serves what is in the folder with this ``token``, at ``address``."""
+
+    rank: int
+    token: str
+    address: str
 
 
 @dataclass(frozen=True)
@@ -576,6 +599,25 @@ class Serve:
 
 
 @dataclass(frozen=True)
+class ServeLogs:
+    """To the supervisor of ``rank``: serve the segments in ``folder``, also when your worker is dead."""
+
+    rank: int
+    folder: LogFolder
+
+
+@dataclass(frozen=True)
+class LogsAt:
+    """Where the logs of ``ranks`` are, or some of them: in the folder with this ``token``, which is served at each of
+    ``addresses``.
+    """
+
+    token: str
+    addresses: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Replay:
     """To a newcomer of a stage that nobody holds, or a live worker of one beside it (core/worker/companion.py): take
     the state after ``step`` from the checkpoint in the folder ``path``, and replay the stage from the logs up to
@@ -583,7 +625,7 @@ class Replay:
 
     ``stages``: all that are being replayed, whose logs grow meanwhile; ``valid_from``: the generation from which data
     is valid by now; ``passed``: the barriers that all have passed since that step: at others they may be waiting, for
-    this worker too; ``helpers``: who is live, and may help.
+    this worker too; ``helpers``: who is live, and may help; ``logs``: where those are that it needs.
     """
 
     step: int
@@ -593,6 +635,7 @@ class Replay:
     valid_from: int = 0
     passed: tuple[str, ...] = ()
     helpers: tuple[Member, ...] = ()
+    logs: tuple[LogsAt, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -711,6 +754,7 @@ MESSAGES = (
     Durable,
     Logged,
     LogBroken,
+    LogsServed,
     StateHash,
     SurvivorReport,
     OutOfData,
@@ -743,6 +787,7 @@ MESSAGES = (
     Lease,
     Fence,
     Serve,
+    ServeLogs,
     Replay,
     Beside,
     Expected,

@@ -91,19 +91,27 @@ class Helper:
 
     def leave(self) -> None:
         """Lets go of what was made to help, and of what has come too late."""
-        self._call = self._stage = self._work = None
+        self._let_go()
+        self._call = None
         self._machine.words()
         self._asked.clear()
         self._kept.clear()
 
+    def _let_go(self) -> None:
+        if self._work is not None:
+            self._work.logs.close()
+        self._stage = self._work = None
+
     def _begin(self, call: Call) -> Iterator[Any]:
-        self._call, self._stage = call, None
+        self._let_go()
+        self._call = call
         try:
             stage = self._stage = yield from self._machine.make_stage(call)
-        except CantHelp as error:
+            self._work = StageWork(stage, stage.store, self._shape, self._splits, self._keep)
+        except (CantHelp, CantReplay) as error:
+            self._let_go()
             self._answer(call, str(error))
         else:
-            self._work = StageWork(stage, stage.store, self._shape, self._splits, self._keep)
             self._answer(call)
 
     def _keep(self, datum: Datum, value: Any) -> None:
@@ -116,7 +124,7 @@ class Helper:
         try:
             share = yield from self._share(stage, work, lot, lambda: wanted(call.stage))
         except (CantHelp, CantReplay) as error:
-            self._stage = self._work = None
+            self._let_go()
             self._answer(call, str(error))
         else:
             if share is not None:

@@ -253,9 +253,12 @@ class StageReplay:
             self._machine, self._store, self._shape, self._splits, lambda datum, value: self._keep(work, datum, value)
         )
         work.others, work.refused = frozenset(replay.stages) - {self._stage}, self._log.refuses
-        for step in range(replay.step + 1, replay.committed + 1):
-            yield from self._step(work, (yield from work.record(step)), times)
-            self._machine.send(Replaying(self._machine.control_view.rank, step))
+        try:
+            for step in range(replay.step + 1, replay.committed + 1):
+                yield from self._step(work, (yield from work.record(step)), times)
+                self._machine.send(Replaying(self._machine.control_view.rank, step))
+        finally:
+            work.logs.close()
         self._log.flush()
 
     def _step(self, work: StageWork, record: StepRecord, times: Times) -> Iterator[Any]:

@@ -119,14 +119,14 @@ class Helpers:
         self._why_alone = self._find_why_alone(replay)
         if self._why_alone:
             return
-        most, self._size = len(self._members) - 1, self._machine.weights().nbytes
+        most, self._size, self._places = len(self._members) - 1, self._machine.weights().nbytes, replay.logs
         self._most = most if self._limit is None else min(most, self._limit)
         for member in replay.helpers[: self._most]:
             self._ask(member)
 
     def _ask(self, member: Member) -> None:
         self._called[member.worker] = member
-        self._tell(member, Call(self._worker, self._machine.address, self._stage, self._size))
+        self._tell(member, Call(self._worker, self._machine.address, self._stage, self._size, self._places))
 
     def _ask_beside(self) -> None:
         """Asks those who have come to this stage too, once each."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from recycle_plugin.core.messages.protocol import LogsAt
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.roster import WorkerId
@@ -18,13 +19,14 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 @dataclass(frozen=True)
 class Call:
     """From the worker ``by``, which is found at ``address``: make ``stage``, whose weights have so many ``bytes``, and
-    answer.
+    answer.  ``logs``: where those are that it is made by.
     """
 
     by: WorkerId
     address: str
     stage: int
     bytes: int
+    logs: tuple[LogsAt, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,9 @@ class LogReader(Protocol):
     def faults(self) -> str:
         """What there is and can't be read, in words; empty where all can."""
 
+    def close(self) -> None:
+        """Lets go of what was fetched to be read."""
+
 
 class StepLog:
     """What one worker logs, on ``log``.  ``boundaries``: the stages behind which what crosses is logged, until

@@ -52,7 +52,7 @@ class NotKept(RecycleError):
 
 
 class LogReader:
-    """The logs of the run ``run_id`` in ``folder``.
+    """The logs of the run ``run_id`` in ``folder``, and those of other workers that are in the folders ``also``.
 
     ``voids``: what the job has taken back, as far as the caller knows.  ``before``: a reader of the same logs, from
     which what has not changed since is taken.  Read-only: ``segments``, by stream and in
@@ -60,7 +60,14 @@ class LogReader:
     Raises nothing for a damaged log.
     """
 
-    def __init__(self, folder: Path, run_id: str, voids: Iterable[Void] = (), before: LogReader | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run_id: str,
+        voids: Iterable[Void] = (),
+        before: LogReader | None = None,
+        also: Iterable[Path] = (),
+    ) -> None:
         self.folder, self.run_id = folder, run_id
         known = before.segments.values() if before is not None else ()
         self._known = {segment.path: segment for segments in known for segment in segments}
@@ -70,7 +77,10 @@ class LogReader:
         self._data: dict[int, dict[Datum, list[_Place]]] = {}
         self._steps: dict[int, dict[WorkerId, list[_Place]]] = {}
         self._commits: dict[int, dict[WorkerId, Commit]] = {}
-        for worker, paths in files(folder).items():
+        there: dict[WorkerId, dict[int, Path]] = {}
+        for each in (*also, folder):
+            there |= files(each)
+        for worker, paths in there.items():
             self._open(worker, paths)
         found = list(voids)
         for worker, segments in self.segments.items():
@@ -220,7 +230,7 @@ class LogReader:
                 self._fault(path, "has no index, expected one, since a later segment is there", segment.size)
         for sequence in range(there[0], there[-1]) if there else ():
             if sequence not in there:
-                path = self.folder / called(worker, sequence)
+                path = paths[there[0]].parent / called(worker, sequence)
                 self._fault(path, f"is missing, expected behind {called(worker, there[0])}")
         if segments:
             self.segments[worker] = segments

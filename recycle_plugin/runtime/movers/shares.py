@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from recycle_plugin.core.messages.protocol import LogsAt
+from recycle_plugin.core.messages.typed import values
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch
@@ -92,14 +94,19 @@ def _datum_of(kind: str, stage: int, micro_batch: list[int] | None, step: int) -
     return Datum(kind, stage, None if micro_batch is None else MicroBatch(*micro_batch), step)
 
 
+def _call_of(by: list[int], address: str, stage: int, size: int, logs: list[list[Any]]) -> Call:
+    places = tuple(LogsAt(token, tuple(addresses), tuple(ranks)) for token, addresses, ranks in logs)
+    return Call(WorkerId(*by), address, stage, size, places)
+
+
 _PACK: dict[type, Callable[[Any], tuple[list[Any], Sequence[torch.Tensor]]]] = {
-    Call: lambda call: ([call.by, call.address, call.stage, call.bytes], ()),
+    Call: lambda call: ([call.by, call.address, call.stage, call.bytes, [values(each) for each in call.logs]], ()),
     Answer: lambda answer: ([answer.by, answer.to, answer.why], ()),
     Lot: _lot,
     Share: _share,
 }
 _UNPACK: dict[str, Callable[[list[Any], Iterator[torch.Tensor]], Word]] = {
-    "Call": lambda label, tensors: Call(WorkerId(*label[0]), *label[1:]),
+    "Call": lambda label, tensors: _call_of(*label),
     "Answer": lambda label, tensors: Answer(WorkerId(*label[0]), WorkerId(*label[1]), label[2]),
     "Lot": _lot_of,
     "Share": _share_of,

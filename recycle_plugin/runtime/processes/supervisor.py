@@ -29,11 +29,14 @@ from recycle_plugin.core.messages.protocol import (
     Fence,
     Hello,
     Lease,
+    LogFolder,
+    LogsServed,
     Over,
     Placed,
     Refused,
     Restart,
     Seated,
+    ServeLogs,
     Stay,
     SupervisorHeartbeat,
     Terminate,
@@ -41,7 +44,7 @@ from recycle_plugin.core.messages.protocol import (
     Welcome,
 )
 from recycle_plugin.core.vocabulary.describe import how_ended
-from recycle_plugin.errors import CutOff
+from recycle_plugin.errors import CutOff, RecycleError
 from recycle_plugin.observability.console import Announcer
 from recycle_plugin.observability.exporter import Exporter
 from recycle_plugin.runtime.control import supervisor_heartbeat
@@ -50,6 +53,7 @@ from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.operator_access import OperatorAccess
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.guard import Pipe
+from recycle_plugin.runtime.processes.log_server import LogServer
 from recycle_plugin.runtime.processes.spawn import Process, spawn
 from recycle_plugin.runtime.processes.worker_keeper import Guarded, WorkerKeeper
 
@@ -125,6 +129,7 @@ class Supervisor:
         self._leaving = -1  # the last incarnation that nobody follows for now: it leaves as planned, mostly
         self._exited: Exited | None = None  # the worker, once it has
         self._answered = asyncio.Event()  # the news of the worker's end have got there
+        self._folders: asyncio.Queue[LogFolder] = asyncio.Queue()  # to be served, the last one of them
 
     async def run(self) -> int:
         """Run the worker to its end, those that come after it, and then wait for the job's.
@@ -198,7 +203,7 @@ class Supervisor:
 
     async def _listening(self, gone: asyncio.Task) -> int:
         self._over = asyncio.get_running_loop().create_future()
-        listening = asyncio.create_task(self._listen())
+        listening, serving = asyncio.create_task(self._listen()), asyncio.create_task(self._serve_logs())
         try:
             if not self._started and not self._incarnation and self._orders.empty():
                 self._place.next(self._rank, 0)
@@ -207,6 +212,8 @@ class Supervisor:
             return await self._one_after_another(gone)
         finally:
             listening.cancel()
+            serving.cancel()
+            await asyncio.wait({serving})
             self._control.close()
 
     # --- a seat that was lost --------------------------------------------------------------------
@@ -333,7 +340,7 @@ class Supervisor:
         try:
             await self._start()
         except ConnectionError as error:
-            print(f"recycle: warning: {error}", file=sys.stderr, flush=True)
+            self._warn(str(error))
             self._say_exited(1)
         return True
 
@@ -429,6 +436,8 @@ class Supervisor:
                     self._fence()
             if isinstance(message, Restart):
                 self._orders.put_nowait(message)
+            if isinstance(message, ServeLogs) and message.rank == self._rank:
+                self._folders.put_nowait(message.folder)
             if isinstance(message, Stay):
                 self._leaving = max(self._leaving, message.incarnation)
             if isinstance(message, Lease) and message.number == self._incarnation:
@@ -437,6 +446,32 @@ class Supervisor:
                 self._over.set_result(message.code)
         if not self._over.done():
             self._over.set_result(1)  # the coordinator is gone
+
+    async def _serve_logs(self) -> None:
+        """Serve the logs in the folder of this host that was named last, for as long as this is not cancelled.
+
+        Threads do so; they begin in one that no signal comes to, and a slow disk keeps nothing else waiting.
+        """
+        server: LogServer | None = None
+        try:
+            while True:
+                folder = await self._folders.get()
+                if server is not None and server.token != folder.token:
+                    server.close()
+                    server = None
+                if server is None:
+                    place = Path(folder.path), self._welcome.job_id, folder.token, folder.host
+                    server = await asyncio.to_thread(LogServer, *place, self._warn)
+                self._tell(LogsServed(self._rank, server.token, server.address))
+        except RecycleError as error:
+            self._warn(f"nobody else can have the logs of rank {self._rank}: {error}")
+        finally:
+            if server is not None:
+                server.close()
+
+    @staticmethod
+    def _warn(text: str) -> None:
+        print(f"recycle: warning: {text}", file=sys.stderr, flush=True)
 
     async def _resumed(self) -> bool:
         """Make the broken connection once more, while the worker goes on; returns whether it stands.

@@ -91,23 +91,25 @@ class Helping:
                     f"too little memory: a stage of {call.bytes / 1e6:.1f} MB may need {ROOM} times that, and "
                     f"{(memory.total - memory.used) / 1e6:.1f} MB are free"
                 )
-            return HelpedStage(self._session, self._world, how, stage, made, self._folder)
+            return HelpedStage(self._session, self._world, how, call, made, self._folder)
         yield
 
 
 class HelpedStage(LoggedWork):
-    """A stage that is not its worker's own: ``stage``, which was ``made`` beside that of the worker on ``world``."""
+    """A stage that is not its worker's own: that of ``call``, which was ``made`` beside that of the worker on
+    ``world``.
+    """
 
     def __init__(
-        self, session: Session, world: TorchMachine, how: HowToMake, stage: int, made: MadeStage, folder: Path
+        self, session: Session, world: TorchMachine, how: HowToMake, call: Call, made: MadeStage, folder: Path
     ) -> None:
-        super().__init__(session, folder)
+        super().__init__(session, folder, call.logs)
         self._world, self._how, self._made = world, how, made
-        module, device, seat = made.model.module, made.model.device, Seat(how.seat.replica, stage)
+        module, device, seat = made.model.module, made.model.device, Seat(how.seat.replica, call.stage)
         self._own, parameters = how.seat, made.parameters
         blocks = None if how.blocks is None else BlockSums(parameters, how.blocks)
         deferred = DeferredWeights(module) if how.splits else None
-        self._stage = Stage(made.model, deferred, how.randomness(made, stage), blocks, made.masters)
+        self._stage = Stage(made.model, deferred, how.randomness(made, call.stage), blocks, made.masters)
         self._contributions = Contributions(parameters, blocks, made.model.device)
         kept = Retention(), (AsMade(), Host(device))
         self.store = StepStore(seat, how.topology.stages, False, *kept)

@@ -29,6 +29,7 @@ from recycle_plugin.runtime.log.reader import KeptDatum, LogReader, NotKept
 from recycle_plugin.runtime.log.records import DatumRecord, Part, Stream
 from recycle_plugin.runtime.log.segment import Damaged
 from recycle_plugin.runtime.log.writer import LogWriter, Resumed, Stopped
+from recycle_plugin.runtime.worker.log_mirror import Mirror
 
 FLUSH_S = 60.0
 
@@ -160,21 +161,26 @@ class WorkerLog:
 
 
 class JobLogs:
-    """The logs of all workers of the run ``run_id`` that are in ``folder`` (core.worker.step_log.LogReader).
+    """The logs of all workers of the run ``run_id``: those in ``folder``, and those on other hosts, of which ``mirror``
+    has copies (core.worker.step_log.LogReader).
 
     What is not there is looked for again, at most every ``look_s`` seconds: another stage may be writing it.
     """
 
-    def __init__(self, folder: Path, run_id: str, look_s: float) -> None:
-        self._folder, self._run_id, self._look_s = folder, run_id, look_s
+    def __init__(self, folder: Path, run_id: str, look_s: float, mirror: Mirror | None = None) -> None:
+        self._folder, self._run_id, self._look_s, self._mirror = folder, run_id, look_s, mirror
         self._damaged: dict[Datum, str] = {}
-        self._reader, self._looked = LogReader(folder, run_id), time.monotonic()
+        self._reader, self._looked = self._read(None), time.monotonic()
+
+    def _read(self, before: LogReader | None) -> LogReader:
+        also = () if self._mirror is None else (self._mirror.folder,)
+        return LogReader(self._folder, self._run_id, before=before, also=also)
 
     def _again(self) -> bool:
         """Whether it has been looked once more just now."""
         late = time.monotonic() - self._looked >= self._look_s
         if late:
-            self._reader = LogReader(self._folder, self._run_id, before=self._reader)
+            self._reader = self._read(self._reader)
             self._looked = time.monotonic()
         return late
 
@@ -212,7 +218,13 @@ class JobLogs:
 
     def faults(self) -> str:
         """What there is and can't be read, in words; empty where all can."""
-        return "; ".join([*list(self._damaged.values())[-1:], *map(str, self._reader.faults[:3])])
+        elsewhere = [] if self._mirror is None else self._mirror.faults()
+        return "; ".join([*list(self._damaged.values())[-1:], *map(str, self._reader.faults[:3]), *elsewhere[:3]])
+
+    def close(self) -> None:
+        """Let go of the copies."""
+        if self._mirror is not None:
+            self._mirror.close()
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
-from recycle_plugin.core.messages.protocol import Replay
+from recycle_plugin.core.messages.protocol import LogFolder, LogsAt, Replay
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.log_boundaries import stage_hosts
@@ -22,12 +23,14 @@ from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.replay import CantReplay
 from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.errors import RecycleError
+from recycle_plugin.errors import NotSaved, RecycleError
 from recycle_plugin.planner.log_line import expected
 from recycle_plugin.planner.log_selection import Line
+from recycle_plugin.runtime.catch_up.listener import address_of
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import COPY_S, Copy, Tensors
 from recycle_plugin.runtime.log.records import Stream
+from recycle_plugin.runtime.log.served import token_of
 from recycle_plugin.runtime.movers.shares import SentWeights, Sums
 from recycle_plugin.runtime.stage.gradients import Contributions
 from recycle_plugin.runtime.stage.operations import Operations
@@ -35,6 +38,7 @@ from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.surroundings import SetByScript, layers_digest
 from recycle_plugin.runtime.worker.job_log import JobLogs, WorkerLog
 from recycle_plugin.runtime.worker.log_choice import LogChoice
+from recycle_plugin.runtime.worker.log_mirror import Mirror, mirror_in
 from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.ports import Framework
 from recycle_plugin.runtime.worker.stepping import Stepping
@@ -60,6 +64,8 @@ class StageLog:
         self.boundaries = settings.of_stages(framework.topology.stages)
         self.folder = Path(settings.folder or f"{run_dir}/log")
         folders.make(self.folder)
+        self._mirror = mirror_in(self.folder, session.rank)
+        shutil.rmtree(self._mirror, ignore_errors=True)  # of a process before this one
         assert not isinstance(settings.ring_bytes, str), "a checked size is a number"
         self._stage = framework.seat.stage
         self.limit = settings.most_helpers
@@ -91,26 +97,40 @@ class StageLog:
 
         return LogChoice(session, settings.log, self._stage, self.steps.meter, planned, state_bytes)
 
+    def where(self, session: Session, interface: str | None) -> LogFolder:
+        """The folder that it is in, as others may be told of it.  ``interface``: the setting, by which they come."""
+        host = address_of(interface) if interface else session.own_address
+        return LogFolder(str(self.folder.absolute()), token_of(self.folder, session.job_id), host)
+
     def close(self) -> None:
         """Write what is left, and end."""
         self._log.close()
+        shutil.rmtree(self._mirror, ignore_errors=True)
 
 
 class LoggedWork:
-    """What a worker of ``session`` does by the logs in ``folder``."""
+    """What a worker of ``session`` does by the logs in ``folder``, and by those that are ``elsewhere``."""
 
-    def __init__(self, session: Session, folder: Path) -> None:
-        self.session, self.folder = session, folder
+    def __init__(self, session: Session, folder: Path, elsewhere: Collection[LogsAt] = ()) -> None:
+        self.session, self.folder, self.elsewhere = session, folder, elsewhere
+        self._mirror: Mirror | None = None
 
     def logs(self) -> JobLogs:
-        """The logs of all workers of the job."""
-        return JobLogs(self.folder, self.session.job_id, LOOK_S)
+        """The logs of all workers of the job.  Raises CantReplay where there is no room for those from elsewhere."""
+        session = self.session
+        try:
+            own = token_of(self.folder, session.job_id)
+            if others := [each for each in self.elsewhere if each.token != own]:
+                self._mirror = Mirror(mirror_in(self.folder, session.rank), session.job_id, others, LOOK_S)
+        except NotSaved as error:
+            raise CantReplay(f"others' logs can't be had: {error}") from error
+        return JobLogs(self.folder, session.job_id, LOOK_S, self._mirror)
 
     def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
         """Block until ``ready()`` is not None, and return it.  A generator that never yields.
 
         Raises JobEnded, and CantReplay where what is waited for does not come; what was ``made`` long ago has to come
-        soon.
+        soon, or behind what comes from other hosts.
         """
         session = self.session
         until = time.monotonic() + (MADE_S if made else max(session.wait_timeout_s, session.expected.limit_s))
@@ -118,11 +138,14 @@ class LoggedWork:
             while (value := ready()) is None:
                 with session.changed:
                     session.check_end()
-                    if time.monotonic() >= until:
+                    if time.monotonic() >= max(until, self._moved() + MADE_S):
                         raise CantReplay(f"{what} is in no log in {self.folder}")
                     session.changed.wait(LOOK_S)
         return value
         yield
+
+    def _moved(self) -> float:
+        return 0.0 if self._mirror is None else self._mirror.moved
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         """Nothing: a real worker's instruction takes its time by itself."""
@@ -209,6 +232,7 @@ class ReplayMachine(LoggedWork):
         Raises CantReplay.
         """
         framework, session, began = self.framework, self.session, time.monotonic()
+        self.elsewhere = replay.logs
         try:
             with session.heartbeats.at(ELSEWHERE, "a checkpoint"), self.apart():
                 framework.checkpoints.read(self.state, Path(replay.path))

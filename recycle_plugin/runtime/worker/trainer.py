@@ -584,7 +584,8 @@ class Trainer:
         address, shard = self._transport.address, self._framework.shard
         member = Member(session.rank, self.seat, address, session.host, session.incarnation, shard)
         session.heartbeats.start(lease_s(self._settings.deadlines))
-        session.send(Ready(member, self.step, self._job(costs, policy)))
+        where = None if self._log is None else self._log.where(session, self._settings.transfer_interface)
+        session.send(Ready(member, self.step, self._job(costs, policy), where))
 
     def _planning(self) -> tuple[bool, CostModel, Policy]:
         """Whether steps wait for the norm, and what plans are made by."""

@@ -1,0 +1,374 @@
+"""A supervisor serves its host's segments, and nothing else; a worker has copies, and says which it can't have."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from recycle_plugin.core.messages.protocol import LogsAt
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.log import served
+from recycle_plugin.runtime.log.reader import LogReader
+from recycle_plugin.runtime.log.served import (
+    PIECE_BYTES,
+    Ask,
+    Listed,
+    Listing,
+    Nonsense,
+    Piece,
+    Refusal,
+    Want,
+    token_of,
+)
+from recycle_plugin.runtime.log.writer import LogWriter
+from recycle_plugin.runtime.processes.log_server import LogServer
+from recycle_plugin.runtime.worker import log_mirror
+from recycle_plugin.runtime.worker.log_mirror import Mirror
+from tests.support.logs import PATIENCE_S, RUN, News, act, content, put, put_step, stream
+
+HERE, LOOK_S = "127.0.0.1", 0.01
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    made = tmp_path / "theirs"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def complaints() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def server(folder, complaints) -> Iterator[LogServer]:
+    made = LogServer(folder, RUN, token_of(folder, RUN), HERE, complaints.append)
+    yield made
+    made.close()
+
+
+def written(folder: Path, rank: int, steps: int, run: str = RUN, **options: int) -> LogWriter:
+    writer = LogWriter(folder, stream(rank, run=run), 1 << 24, News(), **options)
+    for step in range(1, steps + 1):
+        assert put_step(writer, step)
+    writer.flush(PATIENCE_S)
+    return writer
+
+
+@contextmanager
+def line(server: LogServer) -> Iterator[socket.socket]:
+    with socket.create_connection((HERE, int(server.address.rpartition(":")[2])), PATIENCE_S) as made:
+        yield made
+
+
+def asked(connection: socket.socket, server: LogServer) -> dict[str, int]:
+    served.say(connection, Ask(RUN, server.token))
+    return {each.name: each.size for each in served.hear(connection, Listing).segments}
+
+
+def assert_over(connection: socket.socket) -> None:
+    with pytest.raises((EOFError, ConnectionError)):
+        served.exactly(connection, 1)
+
+
+def until(found: Callable[[], object], what: str) -> None:
+    """Waits for another thread to have done something."""
+    waiting = threading.Event()
+    for _ in range(int(PATIENCE_S / LOOK_S)):
+        if found():
+            return
+        waiting.wait(LOOK_S)
+    raise AssertionError(f"no {what}")
+
+
+# --- who serves ----------------------------------------------------------------------------------------
+
+
+def test_what_is_there_of_this_run_is_listed_and_given(server, folder) -> None:
+    """Also what a live worker is still writing, as far as that is on its disk."""
+    writer, ended = written(folder, 1, 2), written(folder, 2, 300, segment_bytes=1 << 14)
+    ended.close()
+    files = {path.name: path.read_bytes() for path in folder.glob("*.log")}
+    assert len(files) > 3
+    with line(server) as connection:
+        assert asked(connection, server) == {name: len(data) for name, data in files.items()}
+        for name, data in files.items():
+            served.say(connection, Want(name, 3, len(data)))
+            assert served.hear(connection, Piece).size == len(data) - 3
+            assert served.exactly(connection, len(data) - 3) == data[3:]
+        (name, *_), size = files, len(files["1.0-000000.log"])
+        assert put_step(writer, 3)
+        writer.flush(PATIENCE_S)
+        assert asked(connection, server)["1.0-000000.log"] > size, "it has grown"
+        served.say(connection, Want(name, 1 << 40, 7))
+        assert served.hear(connection, Piece).size == 0, "it is not so long"
+    writer.close()
+
+
+def test_nothing_else_of_the_host_is_given(server, folder, tmp_path) -> None:
+    """Neither another run's segment, nor what only has a segment's name, nor what has none."""
+    for writer in (written(folder, 1, 1), written(folder, 2, 1, run="another")):
+        writer.close()
+    (tmp_path / "secret.log").write_text("a secret")
+    (folder / "7.0-000000.log").symlink_to(tmp_path / "secret.log")
+    (folder / "config.json").write_text("{}")
+    names = ("2.0-000000.log", "7.0-000000.log", "config.json", "../secret.log", str(tmp_path / "secret.log"), "")
+    with line(server) as connection:
+        assert list(asked(connection, server)) == ["1.0-000000.log"]
+    for name in names:
+        with line(server) as connection:
+            asked(connection, server)
+            served.say(connection, Want(name, 0, 10))
+            with pytest.raises(Nonsense, match="^it is refused: .* is for nothing that is here$"):
+                served.hear(connection, Piece)
+            assert_over(connection)
+
+
+@pytest.mark.parametrize("offset, size", [(0, PIECE_BYTES + 1), (0, 1 << 62), (0, 0), (0, -1), (-1, 10)])
+def test_who_wants_too_much_gets_nothing(server, folder, offset, size) -> None:
+    written(folder, 1, 1).close()
+    with line(server) as connection:
+        asked(connection, server)
+        served.say(connection, Want("1.0-000000.log", offset, size))
+        assert isinstance(served.hear_any(connection, 1 << 12), Refusal)
+        assert_over(connection)
+
+
+STRANGE = {
+    "another protocol's": b"GET / HTTP/1.1\r\n\r\n",
+    "too long": served.LANGUAGE.encode(Ask("x" * served.LONGEST_QUESTION, "")),
+    "no question": served.LANGUAGE.encode(Piece(7)),
+    "another run's": served.LANGUAGE.encode(Ask("another", "")),
+    "wanted before asked": served.LANGUAGE.encode(Want("1.0-000000.log", 0, 10)),
+    "of other types": served.LANGUAGE.encode(Ask(RUN, "")).replace(RUN.encode(), b"\xff" * len(RUN)),
+}
+
+
+@pytest.mark.parametrize("said", STRANGE.values(), ids=STRANGE)
+def test_a_strangers_line_ends_and_is_said_once(server, folder, complaints, said) -> None:
+    written(folder, 1, 1).close()
+    for _ in range(2):
+        with line(server) as connection:
+            connection.sendall(said)
+            answer = bytearray()
+            with pytest.raises((EOFError, ConnectionError)):
+                while True:
+                    answer += served.exactly(connection, 1)
+            assert b"RCYLOG" not in answer
+    until(lambda: complaints, "complaint")
+    assert len(complaints) == 1 and "asks for no log: " in complaints[0]
+    with line(server) as connection:
+        assert asked(connection, server), "others are served all the same"
+
+
+def test_a_folder_that_is_not_this_hosts_is_served_by_nobody(folder, tmp_path) -> None:
+    """A supervisor on another host finds another folder under the same path."""
+    for place in (folder, tmp_path / "missing"):
+        with pytest.raises(RecycleError, match="is not the folder here"):
+            LogServer(place, RUN, "a token of another folder", HERE, print)
+
+
+def test_all_who_see_a_folder_find_the_same_token(folder, tmp_path) -> None:
+    """However many come at once; and other folders have others, and so has the same folder in another run."""
+    found: list[str] = []
+    finders = [threading.Thread(target=lambda: found.append(token_of(folder, RUN))) for _ in range(16)]
+    for finder in finders:
+        finder.start()
+    for finder in finders:
+        finder.join(PATIENCE_S)
+    assert (
+        len(found) == 16 and len({*found}) == 1 and len({*found, token_of(tmp_path, RUN), token_of(folder, "2")}) == 3
+    )
+    assert sorted(path.name for path in folder.iterdir()) == ["2.token", f"{RUN}.token"]
+
+
+def test_it_ends_while_somebody_is_served(folder) -> None:
+    written(folder, 1, 1).close()
+    server = LogServer(folder, RUN, token_of(folder, RUN), HERE, print)
+    with line(server) as connection:
+        asked(connection, server)
+        server.close()
+        assert_over(connection)
+    assert not [
+        thread for thread in threading.enumerate() if thread.name in ("recycle: logs", "recycle: a log's reader")
+    ]
+
+
+# --- who reads -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mirrored(tmp_path) -> Iterator[Callable[..., Mirror]]:
+    made: list[Mirror] = []
+
+    def mirror(*at: LogsAt) -> Mirror:
+        made.append(Mirror(tmp_path / "mine" / "3.mirror", RUN, at, LOOK_S))
+        return made[-1]
+
+    yield mirror
+    for each in made:
+        each.close()
+    assert not (tmp_path / "mine" / "3.mirror").exists(), "copies go with who has read them"
+
+
+def at(server: LogServer, *ranks: int, others: tuple[str, ...] = ()) -> LogsAt:
+    return LogsAt(server.token, (*others, server.address), ranks)
+
+
+def copied(mirror: Mirror) -> LogReader:
+    return LogReader(mirror.folder.parent, RUN, also=(mirror.folder,))
+
+
+def test_a_mirror_has_what_is_wanted_and_what_that_grows_by(server, folder, mirrored) -> None:
+    """And nothing of what a process before has left in its place."""
+    writer = written(folder, 1, 2)
+    written(folder, 2, 2).close()
+    mirror = mirrored(at(server, 1))
+    (mirror.folder / "left.log").touch()
+    mirror.close()
+    mirror = mirrored(at(server, 1))
+    until(lambda: copied(mirror).whole == (1, 2), "copy")
+    for step in (3, 4):
+        assert put_step(writer, step)
+        writer.flush(PATIENCE_S)
+        until(lambda last=step: copied(mirror).whole == tuple(range(1, last + 1)), "growth")
+    writer.close()
+    until(lambda: copied(mirror).segments[stream(1).worker][0].sealed, "end")
+    assert [path.name for path in mirror.folder.iterdir()] == ["1.0-000000.log"] and not mirror.faults()
+    assert (mirror.folder / "1.0-000000.log").read_bytes() == (folder / "1.0-000000.log").read_bytes()
+
+
+def test_a_segment_of_many_pieces_is_copied_and_one_that_was_cut_is_copied_anew(server, folder, mirrored) -> None:
+    writer = written(folder, 1, 1)
+    assert put(writer, act(2), size=3 * PIECE_BYTES + 17)
+    writer.close()
+    mirror, path = mirrored(at(server, 1)), folder / "1.0-000000.log"
+    copy = mirror.folder / path.name
+    until(lambda: copy.exists() and copy.read_bytes() == path.read_bytes(), "copy")
+    os.truncate(path, PIECE_BYTES + 1)
+    until(lambda: copy.read_bytes() == path.read_bytes(), "shorter copy")
+
+
+def test_the_next_one_is_asked_where_a_supervisor_is_gone(server, folder, mirrored) -> None:
+    written(folder, 1, 2).close()
+    with socket.create_server((HERE, 0)) as gone:
+        nobody = f"tcp://{HERE}:{gone.getsockname()[1]}"
+    mirror = mirrored(at(server, 1, others=(nobody,)))
+    until(lambda: copied(mirror).whole == (1, 2), "copy")
+    until(lambda: not mirror.faults(), "peace")
+
+
+class Odd(threading.Thread):
+    """Somebody who answers each line by ``answer(connection)``, and ends it."""
+
+    def __init__(self, answer: Callable[[socket.socket], None]) -> None:
+        super().__init__(daemon=True)
+        self._answer, self._listener = answer, socket.create_server((HERE, 0))
+        self.address = f"tcp://{HERE}:{self._listener.getsockname()[1]}"
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                with self._listener.accept()[0] as connection:
+                    connection.settimeout(PATIENCE_S)
+                    self._answer(connection)
+            except (EOFError, ConnectionError):
+                pass
+            except OSError:
+                return
+
+    def __enter__(self) -> Odd:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        served.shut(self._listener)
+        self._listener.close()
+        self.join(PATIENCE_S)
+
+
+def lists(connection: socket.socket, *segments: Listed) -> None:
+    assert served.hear(connection, Ask).run == RUN
+    served.say(connection, Listing(segments))
+
+
+def breaks_off(connection: socket.socket) -> None:
+    """In the middle of a piece."""
+    lists(connection, Listed("1.0-000000.log", 1000))
+    wanted = served.hear(connection, Want)
+    served.say(connection, Piece(wanted.size))
+    connection.sendall(b"x" * (wanted.size // 2))
+
+
+def says_nothing(connection: socket.socket) -> None:
+    served.hear(connection, Ask)
+    served.exactly(connection, 1)
+
+
+def lists_a_path(connection: socket.socket) -> None:
+    lists(connection, Listed("../1.0-000000.log", 10))
+
+
+def says_more_than_a_piece(connection: socket.socket) -> None:
+    lists(connection, Listed("1.0-000000.log", 1 << 40))
+    served.hear(connection, Want)
+    served.say(connection, Piece(1 << 40))
+    served.exactly(connection, 1)
+
+
+ODD = {
+    breaks_off: "the other end is gone",
+    says_nothing: "timed out",
+    lists_a_path: "is no segment's name",
+    lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request"): "begins with b'HTTP",
+    lambda connection: served.say(connection, Refusal("go away")): "it is refused: go away",
+}
+
+
+@pytest.mark.parametrize("answer, why", ODD.items(), ids=lambda each: getattr(each, "__name__", "_"))
+def test_what_is_wrong_with_who_serves_is_named(mirrored, monkeypatch, answer, why) -> None:
+    monkeypatch.setattr(log_mirror, "ANSWER_S", 0.2)
+    with Odd(answer) as odd:
+        mirror = mirrored(LogsAt("a token", (odd.address,), (1, 2)))
+        until(mirror.faults, "fault")
+        assert mirror.faults()[0].startswith(f"the logs of ranks 1, 2 do not come from {odd.address}: ")
+        assert why in mirror.faults()[0]
+        assert not list(mirror.folder.parent.glob("*.log"))
+        mirror.close()
+
+
+def test_who_says_more_than_a_piece_is_not_believed(mirrored) -> None:
+    with Odd(says_more_than_a_piece) as odd:
+        mirror = mirrored(LogsAt("a token", (odd.address,), (1,)))
+        until(mirror.faults, "fault")
+        assert f"a piece of {1 << 40} bytes" in mirror.faults()[0]
+        mirror.close()
+
+
+def test_a_byte_that_changes_on_its_way_is_found(folder, mirrored) -> None:
+    """By the CRC of its record: so a log on another host is what it was, or is not there."""
+    written(folder, 1, 2).close()
+    path = folder / "1.0-000000.log"
+    data = bytearray(path.read_bytes())
+    data[data.index(content(act(2)))] ^= 4
+
+    def flipped(connection: socket.socket) -> None:
+        lists(connection, Listed(path.name, len(data)))
+        wanted = served.hear(connection, Want)
+        served.say(connection, Piece(wanted.size))
+        connection.sendall(data[wanted.offset : wanted.offset + wanted.size])
+        served.exactly(connection, 1)
+
+    with Odd(flipped) as odd:
+        mirror = mirrored(LogsAt("a token", (odd.address,), (1,)))
+        copy = mirror.folder / path.name
+        until(lambda: copy.exists() and copy.stat().st_size == len(data), "copy")
+        assert [fault.what[:14] for fault in copied(mirror).verify()] == ["is damaged: CR"]
+        mirror.close()
