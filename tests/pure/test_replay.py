@@ -188,6 +188,17 @@ def test_a_checkpoint_makes_up_for_a_log_that_had_broken_off():
     assert decision.details["way"] == "replay" and decision.details["checkpoint"] == 2
 
 
+def test_a_checkpoint_that_becomes_durable_while_stages_are_replayed_counts_afterwards():
+    """All who replay begin at the same one, and need the logs from there on."""
+    membership = logging()
+    lose(membership, 2, 3)
+    assert not said(membership.receive(Durable(0, 2, "another"), 1.0), Durable)
+    (replay,) = said(come(membership), Replay)
+    assert replay.step == 1
+    (message,) = said(has_replayed(membership), Durable)
+    assert message.step == 2 and membership.course.logs.checkpoint.step == 2
+
+
 def test_a_planned_end_leaves_nobody_waiting_for_a_stage_that_nobody_replays():
     membership = logging()
     lose(membership, 2, 3)

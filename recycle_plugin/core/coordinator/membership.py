@@ -147,7 +147,7 @@ class Membership:
             case SurvivorReport():
                 self.course.report(message, now, out)
             case Durable():
-                self._durable(message, out)
+                replays.durable(self.course, message, out)
             case Logged():
                 self.course.logs.heard(message)
             case LogBroken():
@@ -428,15 +428,6 @@ class Membership:
             )
 
     # --- logs ------------------------------------------------------------------------------------
-
-    def _durable(self, message: Durable, out: CoordinatorOutput) -> None:
-        before = self.course.logs.told
-        if self.course.logs.durable(message):
-            self.course.recovery_times.written(message.write_s)
-            self.course.log_places.durable(message.step)
-            out.tell(WORKERS, message)
-            if self.course.logs.told != before:
-                out.tell(WORKERS, self.course.logs.told)
 
     def _log_broken(self, message: LogBroken, out: CoordinatorOutput) -> None:
         newcomer = self.course.joining.get(message.worker)

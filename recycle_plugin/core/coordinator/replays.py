@@ -70,6 +70,7 @@ class Logs:
         self._broken: dict[WorkerId, tuple[LogBroken, int]] = {}  # with the worker's stage
         self._until: dict[WorkerId, int] = {}  # of those that are gone, the last step that they had something of
         self._written: dict[WorkerId, int] = {}  # the last step that is on a worker's disk, as far as it has said
+        self.held_back: Durable | None = None  # what nobody was told of, since stages were being replayed
         self.waits_since: float | None = None
         self.passed: list[str] = []  # the barriers since the last commit
         self.lost_at = 0.0  # when the first of them lost its last worker, in seconds
@@ -214,6 +215,23 @@ class Logs:
             if its == stage and each.step <= committed:
                 return f"the log of rank {worker.rank} lacks something of step {each.step}: {each.why}"
         return self._unreadable.get(stage, "")
+
+
+def durable(course: Course, message: Durable, out: CoordinatorOutput) -> None:
+    """Takes in that a checkpoint is durable, and tells all, who let go what led to it.
+
+    While stages are replayed that waits: they all begin at one checkpoint, and need the logs from there on.
+    """
+    if course.logs.waits_since is not None:
+        course.logs.held_back = message
+        return
+    before = course.logs.told
+    if course.logs.durable(message):
+        course.recovery_times.written(message.write_s)
+        course.log_places.durable(message.step)
+        out.tell(WORKERS, message)
+        if course.logs.told != before:
+            out.tell(WORKERS, course.logs.told)
 
 
 def is_awaited(course: Course, stage: int) -> bool:
@@ -431,6 +449,9 @@ def _let_in(course: Course, now: float, out: CoordinatorOutput) -> None:
     course.logs.waits_since, course.logs.given_up = None, 0
     course.logs.companions.clear()
     course.logs.accompanied.clear()
+    if (message := course.logs.held_back) is not None:
+        course.logs.held_back = None
+        durable(course, message, out)
     course.go_on_without(f"stage {', '.join(map(str, stages))} was replayed", now, out)
 
 

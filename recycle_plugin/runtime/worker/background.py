@@ -80,7 +80,8 @@ class Background:
         self._session, self._loop, self._saving, self._interval = session, loop, saving, interval
         self._valid_from, self._choice = valid_from, choice
         self._first = valid_from is not None and not session.newcomer  # there is to be one to replay from at all times
-        self._folder, self._keep = folder, keep
+        # stages may be replayed from the last but one: while that goes on, nobody is told of the last one
+        self._folder, self._keep = folder, keep if valid_from is None else max(keep, 2)
         self._copy, self._recover = copy, recover
         self._meter = Meter()
         self._begun: _Begun | None = None
