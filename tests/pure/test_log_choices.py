@@ -127,10 +127,11 @@ def test_who_comes_back_is_told_too():
     assert (WorkerId(0, 1), LogOnly((0,))) in out.messages
 
 
-def test_a_job_that_logs_nothing_hears_nothing_of_it():
+@pytest.mark.parametrize("given", ({}, {"log": True}, {"log": True, "boundaries": "auto"}))
+def test_a_job_that_logs_nothing_or_all_hears_nothing_of_it(given):
     membership = Membership(4)
     for rank in range(4):
-        out = membership.receive(Ready(member(rank), 0, job()), 0.0)
+        out = membership.receive(Ready(member(rank), 0, job(**given)), 0.0)
     assert not said(out, LogOnly)
 
 

@@ -368,7 +368,7 @@ class Membership:
         for kind, text, details, refused in weak_points(job, roster, shape):
             self.course.end(text, out) if refused else out.say(kind, text, **details)
         if self.ended is None:
-            if job.log:
+            if self.course.logs.some:
                 out.tell(WORKERS, self.course.logs.told)
             self.course.regroup("start", now, out)
 

@@ -87,6 +87,11 @@ class Logs:
         return None if self._durable is None else committed - self._durable.step
 
     @property
+    def some(self) -> bool:
+        """Whether the workers are to log some boundaries only; as long as nobody says so, they log all."""
+        return self.kept and len(self._told) < self._stages - 1
+
+    @property
     def told(self) -> LogOnly:
         """What the workers are told to log."""
         return LogOnly(tuple(sorted(self._told)))

@@ -45,7 +45,7 @@ def begin(course: Course, ready: Ready, out: CoordinatorOutput) -> None:
         return
     member = course.joining.add(ready.member).member
     course.joining.tell(course.steps.recorded, course.committed, course.places.known(), out)
-    if course.logs.kept:
+    if course.logs.some:
         out.tell(ready.worker, course.logs.told)
     out.say(
         "newcomer",

@@ -661,7 +661,7 @@ class Expected:
 @dataclass(frozen=True)
 class LogOnly:
     """To all workers, and to each newcomer: of what crosses the stages log what crosses these ``boundaries``
-    (core/vocabulary/log_boundaries.py), and nothing else, from now on.
+    (core/vocabulary/log_boundaries.py), and nothing else, from now on.  Who was not told logs all.
     """
 
     boundaries: tuple[int, ...]
