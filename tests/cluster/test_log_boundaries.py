@@ -87,7 +87,7 @@ def test_a_loss_beside_a_boundary_that_is_not_logged_is_named(launch: Launch):
     more, kill = ("++recycle.log.boundaries=[1]",), faults("kill 0.2 before 2F0.2@9")
     result = launch(*LOG, *more, kill, shape=FOUR, **every(EVERY)).finish()
     (said,) = result.of("recovery")
-    assert result.code != 0 and said["way"] == "end" and said["why"] == "boundary 2|3 is not logged"
+    assert result.code == 0 and said["way"] == "replay" and said["along"] == {"3": "the boundary 2|3 is not logged"}
 
 
 @ONE

@@ -96,10 +96,13 @@ def test_a_checkpoint_that_comes_late_changes_no_choice():
 
 
 def test_only_a_boundary_beside_what_is_replayed_has_to_be_logged():
+    """What is on its other side replays along, and what that one needs in the same way."""
     logs = Logs(True, 4, (1,))
     logs.durable(durable(1, 1))
-    assert logs.why_not(4, (2, 3)) == logs.why_not(4, (0, 1)) == ""
-    assert logs.why_not(4, (2,)) == "boundary 2|3 is not logged" and "0|1" in logs.why_not(4, (1, 2, 3))
+    assert logs.along(4, (2, 3)) == logs.along(4, (0, 1)) == {}
+    assert logs.along(4, (2,)) == {3: "the boundary 2|3 is not logged"}
+    assert logs.along(4, (1, 2, 3)) == {0: "the boundary 0|1 is not logged"}
+    assert list(Logs(True, 4, ()).along(4, (1,))) == [0, 2, 3]
 
 
 LINE = {"replicas": 1, "stages": 4, "boundaries": (2, 0), "log": True, "rejoin": "always"}
@@ -230,19 +233,19 @@ def test_a_mistake_in_what_is_counted_on_is_found(monkeypatch, mistake):
     assert any("which is counted on" in each for each in outcome.violations), outcome.violations
 
 
-@pytest.mark.parametrize("choices, goes_on", [(((0, 1),), True), (((0,), (0, 1), (0, 1)), True), (((0,),), False)])
-def test_a_stage_is_replayed_only_where_both_boundaries_beside_it_count(choices, goes_on):
+@pytest.mark.parametrize("choices, alone", [(((0, 1),), True), (((0,), (0, 1), (0, 1)), True), (((0,),), False)])
+def test_a_stage_is_replayed_alone_only_where_both_boundaries_beside_it_count(choices, alone):
     """Stage 1 of three is lost behind the checkpoints of steps 0 and 1."""
     outcome = run("", replace(REPLAY.job, log_choices=choices))
     assert not outcome.violations, outcome.violations
     said = [line for line in outcome.story if "recovery: " in line]
-    assert len(said) == 1 and ("is replayed from the logs" if goes_on else "boundary 1|2 is not logged") in said[0]
+    assert len(said) == 1 and "is replayed from the logs" in said[0]
+    assert alone == ("stage 2 along with it (the boundary 1|2 is not logged)" not in said[0])
 
 
-def test_seeded_jobs_can_draw_choices(monkeypatch):
-    """None does, as long as a loss beside a boundary that is not logged ends the job."""
-    drawn = [given for seed in range(400) if (given := seeded.scenario(seed)).logs]
-    assert drawn and not any(given.log_choices for given in drawn)
+def test_seeded_jobs_draw_choices(monkeypatch):
+    drawn = [bool(given.log_choices) for seed in range(400) if (given := seeded.scenario(seed)).logs]
+    assert any(drawn) and not all(drawn)
     monkeypatch.setattr(seeded, "CHOOSES", 1.0)
     jobs = {seed: given for seed in range(400) if (given := seeded.scenario(seed)).logs}
     assert all(given.log_choices for given in jobs.values())

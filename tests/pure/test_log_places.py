@@ -73,8 +73,9 @@ def told(out: CoordinatorOutput) -> list[dict]:
     return [event.details for event in out.events if event.kind == "log_gone"]
 
 
-def why_not(membership: Membership, stage: int) -> str:
-    return membership.course.logs.why_not(membership.committed, (stage,))
+def why_along(membership: Membership, stage: int) -> str:
+    """Why others have to replay along with a stage, the first of them."""
+    return next(iter(membership.course.logs.along(membership.committed, (stage,)).values()), "")
 
 
 # --- who serves ----------------------------------------------------------------------------------------
@@ -121,9 +122,9 @@ def test_a_lost_host_takes_its_logs_along_until_the_next_checkpoint():
     """That one has all that its workers may have begun to log."""
     membership = job_of(own_disk)
     lose_beta(membership)
-    assert not told(membership.tick(1.1)) and not why_not(membership, 0)
+    assert not told(membership.tick(1.1)) and not why_along(membership, 0)
     assert told(membership.tick(1.0 + GONE_S)) == [{"ranks": [1, 3], "hosts": ["beta"], "stages": [0, 1], "step": 2}]
-    assert why_not(membership, 0) == (
+    assert why_along(membership, 0) == (
         "the log of rank 3 lacks something of step 2: it was on host beta, and is gone with that"
     )
     assert not told(membership.tick(2.0 + GONE_S)), "once"
@@ -131,18 +132,19 @@ def test_a_lost_host_takes_its_logs_along_until_the_next_checkpoint():
     for number in (3, 4, 5):
         step(membership, membership.generation, number, [0, 2])
     membership.receive(Durable(0, 3, "a folder"), 5.0)  # was under way when they were lost
-    assert "of step 4" in why_not(membership, 0)
+    assert "of step 4" in why_along(membership, 0)
     membership.receive(Durable(0, 4, "a folder"), 5.0)
-    assert not why_not(membership, 0) and not why_not(membership, 1)
+    assert not why_along(membership, 0) and not why_along(membership, 1)
 
 
-def test_a_stage_that_needs_them_ends_the_job_and_says_why():
+def test_a_stage_that_needs_them_has_another_one_replay_along_and_says_why():
     membership = job_of(own_disk)
     lose_beta(membership)
     membership.tick(1.0 + GONE_S)
     out = membership.receive(Exited(2, -9, 5.0), 5.0)
     (decision,) = [event for event in out.events if event.kind == "recovery"]
-    assert decision.details["way"] == "end" and "rank 1 lacks something of step 2: it was on host" in decision.text
+    assert decision.details["way"] == "replay" and list(decision.details["along"]) == ["0"]
+    assert "rank 1 lacks something of step 2: it was on host" in decision.details["along"]["0"]
 
 
 @pytest.mark.parametrize("where", (own_disk, shared))
@@ -152,7 +154,7 @@ def test_what_somebody_can_still_read_is_there(where, supervisors):
     membership = job_of(where)
     lose_beta(membership, supervisors)
     gone = told(membership.tick(1.0 + GONE_S))
-    assert bool(gone) == bool(why_not(membership, 0)) == (supervisors and where is own_disk)
+    assert bool(gone) == bool(why_along(membership, 0)) == (supervisors and where is own_disk)
 
 
 def test_what_is_older_than_the_last_checkpoint_is_missed_by_nobody():
@@ -162,7 +164,7 @@ def test_what_is_older_than_the_last_checkpoint_is_missed_by_nobody():
     for number in (3, 4, 5):
         step(membership, membership.generation, number, [0, 2])
     membership.receive(Durable(0, 4, "a folder"), 2.0)
-    assert not told(membership.tick(1.0 + GONE_S)) and not why_not(membership, 0)
+    assert not told(membership.tick(1.0 + GONE_S)) and not why_along(membership, 0)
 
 
 def test_who_has_left_as_planned_takes_its_log_along_too():

@@ -89,6 +89,7 @@ def read(record: dict) -> Scenario:
         "lengths": _tuples,
         "full": _tuples,
         "log_full": _tuples,
+        "log_choices": _tuples,
         "faults": lambda texts: tuple(map(Fault.parse, texts)),
         "weather": _weather,
         "heavy": lambda records: tuple(Heavy(**record) for record in records),
