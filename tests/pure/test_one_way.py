@@ -206,9 +206,13 @@ def test_members_are_searched_in_one_module() -> None:
         ("core/vocabulary/faults.py", "fault.seat == seat"),
         ("simulator/seeded.py", "each.seat in seats"),
     }
+    logs = {  # of whoever has written them, members or not
+        ("core/coordinator/log_places.py", "worker.rank in ranks"),
+        ("simulator/cluster.py", "log.worker.rank == rank"),
+    }
     spans = {("render/perfetto.py", "source.seat == span.seat")}
     failures = {("observability/report.py", "{failure.seat: _us(failure.struck_at) for failure in lost}")}
-    assert {each for each in found if each[0] != "core/vocabulary/roster.py"} == (faults | spans | failures)
+    assert {each for each in found if each[0] != "core/vocabulary/roster.py"} == (faults | logs | spans | failures)
     assert any(name == "core/vocabulary/roster.py" for name, _ in found)
 
 

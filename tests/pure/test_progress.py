@@ -69,7 +69,7 @@ class State:
 
 def test_it_says_so_each_second_and_no_more_once_all_is_there():
     port, line = Port(), Line()
-    loop = SimpleNamespace(seat=Seat(1, 1))
+    loop = SimpleNamespace(seat=Seat(1, 1), asked_to_help=lambda: None, stop_helping=lambda: None)
     newcomer = Newcomer(port, loop, State(), lambda serving: line)
     port.control_view.take(Serving(1, WorkerId(3, 1), "here"))
     running = newcomer.train(1)

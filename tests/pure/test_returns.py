@@ -184,6 +184,12 @@ class Loop:
 
     seat = Seat(0, 1)
 
+    def asked_to_help(self) -> None:
+        """Nobody replays a stage."""
+
+    def stop_helping(self) -> None:
+        pass
+
 
 def test_a_deadline_is_for_the_next_piece_of_a_state_and_not_for_all_of_it():
     filled, line = Filled(), Trickle(units=100 * ENOUGH_POLLS)
