@@ -13,10 +13,11 @@ from recycle_plugin.core.coordinator.replays import Logs
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.core.worker.companion import Companion
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
-from recycle_plugin.core.worker.step_log import CountsFrom
+from recycle_plugin.core.worker.step_log import CountsFrom, StepLog
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.simulator.helped_stage import HelpedStage
 from recycle_plugin.simulator.script import SimulatedFiles
@@ -243,6 +244,42 @@ def scripted(monkeypatch) -> None:
 
     def run(self, before, replay):
         self._machine = Unset(self._machine)
-        yield from before(self, replay)
+        return (yield from before(self, replay))
 
     changed(monkeypatch, StageReplay, "run", run)
+
+
+@mistake("nobody replays along where a boundary is not logged", seen=67)
+def nobody_along(monkeypatch) -> None:
+    monkeypatch.setattr(Logs, "along", lambda self, committed, lost: {})
+
+
+@mistake("stages that replay together log no more than they are told to", seen=67)
+def told_only(monkeypatch) -> None:
+    changed(monkeypatch, StepLog, "keep", _as_told)
+
+
+def _as_told(self, before, datum, value, valid_from):
+    self._all = False
+    before(self, datum, value, valid_from)
+
+
+@mistake("who has replayed along keeps what its optimizer had at the checkpoint", seen=129)
+def not_put_back(monkeypatch) -> None:
+    def put_back(self, before, kept):
+        (state, rate), (_, moments) = kept, self.cluster.saved[min(self.cluster.saved, key=lambda each: each[0])]
+        before(self, (state._replace(moments=dict(moments)), rate))
+
+    changed(monkeypatch, SimulatedMachine, "put_back", put_back)
+
+
+@mistake("what a companion had begun of a step counts beside what is made again", seen=63)
+def begun(monkeypatch) -> None:
+    """It drops what it has, and its sums stay."""
+
+    def run(self, before, replay):
+        kept = dict(self._machine.numbers._sums)
+        yield from before(self, replay)
+        self._machine.numbers._sums |= {key: value for key, value in kept.items() if key[0] > replay.committed}
+
+    changed(monkeypatch, Companion, "run", run)
