@@ -37,7 +37,8 @@ BESIDE = {
     PLAIN_OURS: PLAIN_OURS,
     LOG: PLAIN_OURS,
 }
-PATIENT = tuple(f"recycle.{name}_timeout_s=600" for name in ("heartbeat", "progress"))  # a stopped job's clocks go on
+NAMED = {name: name.replace(", ", "-").replace(" ", "_") for name in BESIDE}  # folders
+PATIENT = ("recycle.heartbeat_timeout_s=90", "recycle.progress_timeout_s=100")  # a stopped job's clocks go on
 
 
 class Steps(NamedTuple):
@@ -115,7 +116,7 @@ def measured(config: SimpleNamespace) -> tuple[Mapping[str, Sequence[Window]], M
     kept: dict[str, Path] = {}
     with ExitStack() as stack:
         for name, every in ((PLAIN_STOCK, 0), (RESTART, config.every), (CHECKFREQ, config.every)):
-            place = folder / name.replace(", ", "-").replace(" ", "_")
+            place = folder / NAMED[name]
             kept[name] = swift_jobs.emptied(place)
             todo = {"folder": str(kept[name]), "every": every, "background": name == CHECKFREQ, "kill_at": None}
             runs[name] = stack.enter_context(swift_jobs.stock(place, job, todo))
@@ -125,7 +126,7 @@ def measured(config: SimpleNamespace) -> tuple[Mapping[str, Sequence[Window]], M
             (PLAIN_OURS, ()),
             (LOG, ("recycle.log={}", f"recycle.checkpoint={{overhead: {config.overhead}}}")),
         ):
-            place = swift_jobs.emptied(folder / name.replace(", ", "-").replace(" ", "_")).parent
+            place = swift_jobs.emptied(folder / NAMED[name]).parent
             started = TrainingRun(place, WORKERS, [*job, "recycle.enabled=true", *PATIENT, *more])
             runs[name] = run = stack.enter_context(started)
             at_work(run, lambda: run.committed() >= STARTED)
