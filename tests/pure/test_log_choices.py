@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from recycle_plugin.core.coordinator.logs import Logs
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.replays import Logs
 from recycle_plugin.core.messages.protocol import Durable, Generation, LogOnly, Ready
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from recycle_plugin.core.coordinator.joining import Phase
+from recycle_plugin.core.coordinator.logs import Logs
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
-from recycle_plugin.core.coordinator.replays import Logs
 from recycle_plugin.core.messages.protocol import (
     Beside,
     CatchUp,

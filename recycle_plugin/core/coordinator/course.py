@@ -18,8 +18,8 @@
 The facts, and the rules on them alone, are in parts that know nothing of each other: who takes part
 (core/coordinator/attendance.py), what a generation's members say (core/coordinator/regrouping.py), what is known of
 steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who waits at which barrier
-(core/coordinator/barriers.py), where plain iterators stand (core/coordinator/places.py), who takes the seat of a lost
-one (core/coordinator/vacancies.py), how far those are who come back (core/coordinator/joining.py).  What the latter
+(core/coordinator/barriers.py), where plain iterators stand (core/coordinator/places.py), what logs have
+(core/coordinator/logs.py), who takes the seat of a lost one (core/coordinator/vacancies.py), how far those are who come back (core/coordinator/joining.py).  What the latter
 lead to is in core/coordinator/returns.py, how a stage that has nobody comes back in core/coordinator/replays.py, and
 which way a loss goes, with what that costs, in core/coordinator/recovery_ways.py.
 """
@@ -35,6 +35,7 @@ from recycle_plugin.core.coordinator.ending import Ending
 from recycle_plugin.core.coordinator.failure_detector import Suspicion
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.log_places import LogPlaces
+from recycle_plugin.core.coordinator.logs import Logs
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.places import Places, ended_iterators
 from recycle_plugin.core.coordinator.recovery_times import RecoveryTimes
@@ -87,7 +88,7 @@ class Course:
         self.joining = Joining()
         self.places = Places()
         self.job: JobSpec | None = None
-        self.logs = replays.Logs()
+        self.logs = Logs()
         self.log_places = LogPlaces()
         self.vacancies = Vacancies()
         self.recovery_times = RecoveryTimes()
@@ -122,7 +123,7 @@ class Course:
         """
         self.attendance.begin(roster, job)
         logged = at_start(job.boundaries, stage_hosts(roster))
-        self.job, self.logs = job, replays.Logs(job.log, job.stages, logged)
+        self.job, self.logs = job, Logs(job.log, job.stages, logged)
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)

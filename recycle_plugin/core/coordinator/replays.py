@@ -15,13 +15,11 @@ way costs, in core/coordinator/recovery_ways.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from recycle_plugin.core.coordinator import replay_deadlines
 from recycle_plugin.core.coordinator.joining import Newcomer, Phase
-from recycle_plugin.core.coordinator.log_places import Ended
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.recovery_ways import say_of_stages
 from recycle_plugin.core.messages.protocol import (
@@ -29,9 +27,6 @@ from recycle_plugin.core.messages.protocol import (
     Beside,
     CaughtUp,
     Durable,
-    LogBroken,
-    Logged,
-    LogOnly,
     LogsAt,
     Replay,
     Replaying,
@@ -48,178 +43,6 @@ ITERATORS = (
     "knows yet; engine.set_data_source() has no such limit"
 )
 UNCOMPARED = "its stage's last worker was lost before their states were compared"
-
-
-class Logs:
-    """What is known of the logs of a job of ``stages`` stages, where any are ``kept``.  ``waits_since``: since when, in
-    seconds, nothing has been heard of the stages that are to be replayed; None where there are none.
-
-    ``boundaries``: those of which the logs have all that has crossed since the checkpoint that stages are replayed
-    from.  What the workers log is that at least, at any moment: one that goes from what they are told goes here first,
-    and one that comes counts from the next checkpoint on, before which all have been told.
-    """
-
-    def __init__(self, kept: bool = False, stages: int = 1, boundaries: Collection[int] | None = None) -> None:
-        self.kept, self._stages = kept, stages
-        self.boundaries = self._told = frozenset(range(stages - 1) if boundaries is None else boundaries)
-        self.companions: dict[int, WorkerId] = {}  # who replays along, by stage
-        self.accompanied: set[WorkerId] = set()  # of these, who has done so
-        self._unreadable: dict[int, str] = {}  # stages of which something was logged and is not found, and what
-        self._resized = 0  # the first step that has another number of micro-batches than those before
-        self._durable: Durable | None = None
-        self._broken: dict[WorkerId, tuple[LogBroken, int]] = {}  # with the worker's stage
-        self._until: dict[WorkerId, int] = {}  # of those that are gone, the last step that they had something of
-        self._written: dict[WorkerId, int] = {}  # the last step that is on a worker's disk, as far as it has said
-        self.held_back: Durable | None = None  # what nobody was told of, since stages were being replayed
-        self.waits_since: float | None = None
-        self.passed: list[str] = []  # the barriers since the last commit
-        self.lost_at = 0.0  # when the first of them lost its last worker, in seconds
-        self.given_up = 0  # how often somebody was given up since then that was silent for too long
-
-    @property
-    def checkpoint(self) -> Durable:
-        """The checkpoint from which stages are replayed; AssertionError where there is none."""
-        assert self._durable is not None, "no checkpoint is durable yet"
-        return self._durable
-
-    def behind(self, committed: int) -> int | None:
-        """How many steps ``committed`` is behind that checkpoint; None where there is none."""
-        return None if self._durable is None else committed - self._durable.step
-
-    @property
-    def some(self) -> bool:
-        """Whether the workers are to log some boundaries only; as long as nobody says so, they log all."""
-        return self.kept and len(self._told) < self._stages - 1
-
-    @property
-    def told(self) -> LogOnly:
-        """What the workers are told to log."""
-        return LogOnly(tuple(sorted(self._told)))
-
-    def durable(self, message: Durable) -> bool:
-        """Takes in that a checkpoint is durable; returns whether it is later than the last one."""
-        if not self.kept or (self._durable is not None and message.step <= self._durable.step):
-            return False
-        told = self._told if message.boundaries is None else frozenset(message.boundaries)
-        self.boundaries, self._told = self._told & told, told
-        self._durable = message
-        self._unreadable.clear()
-        self._until = {worker: last for worker, last in self._until.items() if last > message.step}
-        self._broken = {
-            worker: (replace(each, step=max(each.step, message.step + 1)), stage)
-            for worker, (each, stage) in self._broken.items()
-            if each.step > message.step or worker in self._until
-        }
-        return True
-
-    def broken(self, message: LogBroken, stage: int) -> None:
-        """Takes in that the log of a worker of ``stage`` lacks something."""
-        if message.worker not in self._broken or message.step < self._broken[message.worker][0].step:
-            self._broken[message.worker] = message, stage
-
-    def heard(self, message: Logged) -> None:
-        """Takes in how much of a worker's log is on its disk."""
-        self._written[message.worker] = message.step
-
-    def lost(self, member: Member) -> None:
-        """Takes in that a worker is lost, and with it what it had not on its disk yet."""
-        worker, written = member.worker, self._written.pop(member.worker, None)
-        if self.kept and written is not None:
-            written = max(written, self._durable.step) if self._durable is not None else written
-            why = "it was lost, and only what was before that was surely on its disk"
-            self.broken(LogBroken(worker.rank, written + 1, why, incarnation=worker.incarnation), member.seat.stage)
-
-    def resized(self, step: int) -> None:
-        """Takes in that from ``step`` on there is another number of micro-batches."""
-        self._resized = step
-
-    def unreadable(self, stage: int, why: str) -> None:
-        """Takes in that something that ``stage`` has sent is in no log, and ``why`` one knows."""
-        self._unreadable.setdefault(stage, why)
-
-    def accompanies(self, member: Member, why: str) -> None:
-        """Takes in that ``member`` replays its stage along, and ``why``: its log keeps again what it refused before."""
-        self.companions[member.seat.stage] = member.worker
-        self._unreadable.setdefault(member.seat.stage, why)
-        self._broken.pop(member.worker, None)
-
-    def gone(self, ended: Ended) -> None:
-        """Takes in that a lost worker's log is gone too, with all that was in it since the last checkpoint."""
-        worker, step = ended.member.worker, 1 if self._durable is None else self._durable.step + 1
-        if ended.last >= step:
-            self._until[worker] = ended.last
-            why = f"it was on host {ended.member.host}, and is gone with that"
-            self.broken(LogBroken(worker.rank, step, why, incarnation=worker.incarnation), ended.member.seat.stage)
-
-    def replayed(self, by: Member, committed: int) -> None:
-        """Takes in that the stage of ``by`` was replayed up to step ``committed``: all that it had sent is logged anew,
-        but what ``by`` says that it could not.
-        """
-        stage = by.seat.stage
-        self._unreadable.pop(stage, None)
-        self._broken = {
-            worker: (replace(each, step=max(each.step, committed + 1)), its)
-            if its == stage and worker != by.worker
-            else (each, its)
-            for worker, (each, its) in self._broken.items()
-        }
-
-    def resume(self, committed: int, held: Mapping[str, Mapping[str, str]], workers: Collection[WorkerId]) -> None:
-        """Takes in that ``workers`` go on behind ``committed`` with what they have ``held``.  What is missing of later
-        steps is made again, and logged by who does so, unless somebody of the stage has its sum already.
-
-        Who is new among them has nothing to log of earlier steps, or has said so.
-        """
-        self._written = dict.fromkeys(workers, committed) | self._written
-
-        def made_again(each: LogBroken, stage: int) -> bool:
-            sums = {f"reduced {stage}@{step}" for step in range(each.step, committed + 3)}
-            return each.step > committed and not any(sums & have.keys() for have in held.values())
-
-        lost = {worker for worker, each in self._broken.items() if made_again(*each) and worker not in self._written}
-        self._broken = {worker: each for worker, each in self._broken.items() if worker not in lost}
-
-    def rewind(self) -> None:
-        """Takes in that all have loaded another state, to which no log leads."""
-        self._durable = None
-        self._broken.clear()
-        self._unreadable.clear()
-        self._until.clear()
-
-    def why_not(self) -> str:
-        """Why no stage can be replayed, in words; empty where they can."""
-        if not self.kept:
-            return "nothing is logged (recycle.log)"
-        if self._durable is None:
-            return "no checkpoint that a stage could be replayed from is durable yet"
-        if self._durable.step < self._resized - 1:
-            return f"from step {self._resized} on, behind the last checkpoint, steps have other micro-batches"
-        return ""
-
-    def along(self, committed: int, lost: Collection[int]) -> dict[int, str]:
-        """The live stages that have to be replayed up to ``committed`` along with those ``lost``, each with the reason:
-        what it has sent to one of them can't be read.  What all of these send each other is made again.
-
-        Costs a look at each log that has broken off, for each of them.
-        """
-        found: dict[int, str] = {}
-        group = list(lost)
-        for stage in group:
-            for other in (stage - 1, stage + 1):
-                is_live = 0 <= other < self._stages and other not in group
-                if is_live and (why := self._why_along(other, min(stage, other), committed)):
-                    found[other] = why
-                    group.append(other)
-        return found
-
-    def _why_along(self, stage: int, boundary: int, committed: int) -> str:
-        """Why what ``stage`` has sent over ``boundary`` can't be read up to ``committed``; empty where it can."""
-        if boundary not in self.boundaries:
-            return f"the boundary {boundary}|{boundary + 1} is not logged"
-        for worker, (each, its) in sorted(self._broken.items()):
-            if its == stage and each.step <= committed:
-                return f"the log of rank {worker.rank} lacks something of step {each.step}: {each.why}"
-        return self._unreadable.get(stage, "")
 
 
 def durable(course: Course, message: Durable, out: CoordinatorOutput) -> None:
