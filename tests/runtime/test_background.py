@@ -147,10 +147,10 @@ def choosing(coordinator):
 def test_what_all_have_measured_comes_along_and_the_first_worker_chooses(choosing, coordinator):
     background, _, choice, step = choosing
     place = f"the end of checkpoint automatic_step{step - 1}"
-    coordinator.tell(BarrierPassed(place, {"0": [0.1, 1.0, "", [1]], "1": [0.2, 1.0, "", [5]]}, step + 2))
+    coordinator.tell(BarrierPassed(place, {"0": [0.1, 1.0, 0.3, "", [1]], "1": [0.2, 1.0, 0.3, "", [5]]}, step + 2))
     background.conclude()
     (reached,) = coordinator.hear(BarrierReached)
-    assert reached.values["0"][3] == [1], "what it had measured when the checkpoint began"
+    assert reached.values["0"][4] == [1], "what it had measured when the checkpoint began"
     (durable,) = coordinator.hear(Durable)
     assert (durable.step, durable.valid_from, durable.boundaries) == (step - 1, 4, (2, 0))
     assert choice.calls == [("made",), ("choose", [[1], [5]], background._interval.every)]
@@ -159,7 +159,7 @@ def test_what_all_have_measured_comes_along_and_the_first_worker_chooses(choosin
 def test_of_a_checkpoint_that_was_not_written_nothing_is_chosen(choosing, coordinator):
     background, _, choice, step = choosing
     coordinator.tell(
-        BarrierPassed(f"the end of checkpoint automatic_step{step - 1}", {"0": [0.1, 1.0, "full", [1]]}, step)
+        BarrierPassed(f"the end of checkpoint automatic_step{step - 1}", {"0": [0.1, 1.0, 0.3, "full", [1]]}, step)
     )
     background._saving.discard = lambda folder: None
     background.conclude()

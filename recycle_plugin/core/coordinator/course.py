@@ -19,9 +19,10 @@ The facts, and the rules on them alone, are in parts that know nothing of each o
 (core/coordinator/attendance.py), what a generation's members say (core/coordinator/regrouping.py), what is known of
 steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who waits at which barrier
 (core/coordinator/barriers.py), where plain iterators stand (core/coordinator/places.py), what logs have
-(core/coordinator/logs.py), who takes the seat of a lost one (core/coordinator/vacancies.py), how far those are who come back (core/coordinator/joining.py).  What the latter
-lead to is in core/coordinator/returns.py, how a stage that has nobody comes back in core/coordinator/replays.py, and
-which way a loss goes, with what that costs, in core/coordinator/recovery_ways.py.
+(core/coordinator/logs.py), who takes the seat of a lost one (core/coordinator/vacancies.py), how far those are who come
+back (core/coordinator/joining.py).  What the latter lead to is in core/coordinator/returns.py, how a stage that has
+nobody comes back in core/coordinator/replays.py, and which way a loss goes, with what that costs, in
+core/coordinator/recovery_ways.py.
 """
 
 from __future__ import annotations
