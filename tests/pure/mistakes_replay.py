@@ -31,7 +31,7 @@ def rejected(monkeypatch) -> None:
     monkeypatch.setattr(CountsFrom, "of", lambda self, step: 0)
 
 
-@mistake("a log goes at a checkpoint that is not durable", seen=6)
+@mistake("a log goes at a checkpoint that is not durable", seen=449)
 def not_durable(monkeypatch) -> None:
     def write(self, before, number):
         if self.machine.cluster.scenario.logs:
