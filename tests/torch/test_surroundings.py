@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from recycle_plugin.runtime.state.surroundings import Surroundings
+from recycle_plugin.runtime.state.surroundings import SetByScript, Surroundings
 
 
 def gradient(model: torch.nn.Module) -> torch.Tensor:
@@ -75,3 +75,16 @@ def test_what_the_script_changes_for_the_next_step_is_put_off():
     assert groups[0]["weight_decay"] == 0.5 and model.called == 3
     surroundings.leave()
     assert not surroundings.changed()
+
+
+def test_what_was_set_for_steps_behind_a_checkpoint_that_is_loaded_is_forgotten():
+    """The steps are trained once more, and the script may set something else for them, or nothing."""
+    layer = torch.nn.Linear(2, 2)
+    layer.temperature = 1.0
+    scripted = SetByScript(Surroundings(layer, "cpu"), layer)
+    for step, value in ((1, 1.0), (2, 3.0), (1, 5.0), (2, 5.0)):
+        layer.temperature = value
+        scripted.begin(step)
+        scripted.end()
+    scripted.apply(2)
+    assert layer.temperature == 5.0

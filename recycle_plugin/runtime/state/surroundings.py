@@ -125,6 +125,8 @@ class SetByScript:
     def begin(self, step: int) -> None:
         """Note what the script has set since :meth:`end`, for ``step``."""
         self._buffers.begin(step)
+        for later in [number for number in self._by_step if number >= step]:  # of steps before a checkpoint was loaded
+            del self._by_step[later]
         if changed := self._surroundings.changed():
             self._built = {place: left for place, (left, _) in changed.items()} | self._built
             self._by_step[step] = {place: now for place, (_, now) in changed.items()}
