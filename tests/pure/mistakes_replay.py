@@ -95,7 +95,7 @@ def not_told(monkeypatch) -> None:
     monkeypatch.setattr(StepLedger, "tell_again", lambda self, worker, out: None)
 
 
-@mistake("what a failure has made again is not logged", seen=1384)
+@mistake("what a failure has made again is not logged", seen=449)
 def not_kept(monkeypatch) -> None:
     monkeypatch.setattr(Worker, "_keep", lambda self, instruction, log: None)
 
