@@ -161,7 +161,8 @@ REFUSALS = {
 
 def _room(path: Path) -> str:
     try:
-        found = shutil.disk_usage(next(folder for folder in path.absolute().parents if folder.exists()))
+        there = path.absolute()
+        found = shutil.disk_usage(next(each for each in (there, *there.parents) if each.exists()))
     except OSError:
         return ""
     return f", {_size(found.free)} of {_size(found.total)} are free"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from recycle_plugin.settings import activation_cap as cap
@@ -33,8 +34,8 @@ def refuse_contradictions(settings: Settings) -> None:
             "contradicts recycle.reroute = false, because it moves micro-batches too",
             "write false, or set recycle.reroute to true",
         )
-    if settings.log is not None and (settings.checkpoint is None or settings.rejoin == "never"):
-        lacks = "checkpoint = null" if settings.checkpoint is None else 'rejoin = "never"'
+    if settings.log is not None and (settings.checkpoint is None or settings.rejoin in ("never", 0)):
+        lacks = "checkpoint = null" if settings.checkpoint is None else f"rejoin = {json.dumps(settings.rejoin)}"
         raise SettingsError(
             "log",
             f"contradicts recycle.{lacks}: a stage is replayed by a process that comes back, from the last automatic "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -40,6 +41,13 @@ def _checked_size(value: Any) -> Any:
     return size
 
 
+def _checked_folder(path: str) -> str:
+    """A path, in which a leading ~ is the user's folder."""
+    if "\0" in path:
+        raise PydanticCustomError("no_path", "no path")
+    return os.path.expanduser(path)
+
+
 _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 _as_true = BeforeValidator(lambda value: True if value == "true" else value)
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -49,6 +57,7 @@ Cap = Annotated[
 ]
 Bytes = Annotated[Count | str | None, AfterValidator(_checked_size)]
 PerStage = Annotated[Milliseconds | tuple[Milliseconds, ...], _as_tuple]
+Folder = Annotated[str, Field(min_length=1), AfterValidator(_checked_folder)]
 Rejoin = Literal["always", "never"] | Annotated[int, Field(ge=0)]
 Helpers = Literal["auto"] | Annotated[int, Field(ge=0)]
 Boundaries = Annotated[Literal["auto", "all", "hosts"] | tuple[Annotated[int, Field(ge=0)], ...], _as_tuple]

@@ -23,7 +23,19 @@ from recycle_plugin.core.vocabulary.profile import Profile, read
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.settings import activation_cap as cap
 from recycle_plugin.settings.contradictions import refuse_contradictions
-from recycle_plugin.settings.field_types import BOOL, CAP, STRICT, Bytes, Cap, Count, Faults, Norm, Rejoin, setting
+from recycle_plugin.settings.field_types import (
+    BOOL,
+    CAP,
+    STRICT,
+    Bytes,
+    Cap,
+    Count,
+    Faults,
+    Folder,
+    Norm,
+    Rejoin,
+    setting,
+)
 from recycle_plugin.settings.sections import SECTIONS, CheckpointSettings, CostSettings, LogSettings, MetricsSettings
 from recycle_plugin.settings.wording import FAULT, SettingsError, explained, kind, shown
 
@@ -142,12 +154,11 @@ class Settings(BaseModel):
         "before they were admitted; a number of starts in a row; or never; "
         "who is started by `--join` takes a lost seat whatever this is",
     )
-    checkpoint_dir: str | None = setting(
+    checkpoint_dir: Folder | None = setting(
         None,
         "a folder's path, or null",
         "where the checkpoints of `max_slowdown` and `checkpoint` go, a folder that all hosts share; "
         "null for `checkpoint` in the run folder, or for `max_slowdown` where the script's last one went",
-        min_length=1,
     )
     resume_iterators: bool = setting(
         False,
@@ -185,11 +196,10 @@ class Settings(BaseModel):
         "that `--deepspeed_config` names on the command line",
     )
     strict_placement: bool = setting(False, BOOL, "refuse to start when one host holds every replica of a stage")
-    run_dir: str | None = setting(
+    run_dir: Folder | None = setting(
         None,
         "a folder's path, or null",
         "where events, traces and reports go; null lets the plugin choose",
-        min_length=1,
     )
     report: bool = setting(True, BOOL, "write `report.html` to the run folder when the job ends")
     trace: bool = setting(False, BOOL, "write every executed instruction with its times to the run folder")

@@ -11,6 +11,7 @@ from recycle_plugin.settings.field_types import (
     STRICT,
     Boundaries,
     Bytes,
+    Folder,
     Helpers,
     Milliseconds,
     PerStage,
@@ -64,12 +65,11 @@ class LogSettings(BaseModel):
 
     model_config = STRICT
 
-    folder: str | None = setting(
+    folder: Folder | None = setting(
         None,
         "a folder's path, or null",
         "where segments go: a folder that all hosts share, or, under the same path, one of each host's own; null for "
         "`log` in the run folder",
-        min_length=1,
     )
     ring_bytes: Bytes = setting(
         "256MiB",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.conftest import Launch
 from tests.cluster.test_fp16 import INFINITE, VALIDATED, changes, fp16, wrapped
-from tests.support.jobs import BF16, CHECKPOINT, DEEPSPEED, PLAIN, Shape, difference, faults
+from tests.support.jobs import BF16, CHECKPOINT, DEEPSPEED, PLAIN, WRAPPED, Shape, difference, faults
 
 LOG = ("++recycle.log={}", "++recycle.checkpoint.overhead=0.02", "recycle.rejoin=always")
 ALONE = Shape(1, 3, 4)
@@ -148,6 +151,10 @@ def test_whoever_is_lost_while_all_do_something_together(launch: Launch, tmp_pat
     assert (tmp_path / "saved" / "global_step4").is_dir()
 
 
+def wrap(*wraps: dict) -> dict[str, str]:
+    return {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps(wraps)}
+
+
 def segments(folder: Path, rank: int) -> list[Path]:
     return sorted((folder / "log").glob(f"{rank}.0-*.log"))
 
@@ -163,15 +170,22 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def pipe(path: Path) -> None:
+    """Who opens it to read would wait for one that writes."""
+    path.unlink()
+    os.mkfifo(path)
+
+
 def of_another_run(path: Path) -> None:
     """The segment of another job, which has trained the same."""
     shutil.copy(segments(path.parents[2] / "run0", 0)[-1], path)
 
 
 WRONG = {
-    "flipped byte": (flip, "damaged, where"),
-    "truncated": (cut, "is in no log"),
-    "missing": (Path.unlink, "is in no log"),
+    "flipped byte": (flip, "damaged: CRC"),
+    "truncated": (cut, "truncated at byte"),
+    "missing": (Path.unlink, "no log of stage 0 is in"),
+    "a pipe": (pipe, "is no file"),
     "another run's": (of_another_run, "is of "),
 }
 
@@ -232,6 +246,56 @@ def test_a_full_disk_stops_the_log_and_not_the_training(launch: Launch, referenc
     assert result.code == 0 and not result.of("lost"), result.output[-6000:]
     assert any("2000 bytes wait for the disk" in event["why"] for event in result.of("log_broken"))
     assert result.losses == reference(*LOG, shape=ALONE).losses
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system in memory that is full soon."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"nothing can be mounted here: {made.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
+@pytest.mark.parametrize("room_again", (True, False))
+def test_a_stage_whose_log_found_its_disk_full_replays_along_once_there_is_room(
+    launch: Launch, reference, small_disk, room_again
+):
+    """Until then the last checkpoint is what there is, and the end of the job names both."""
+    more, seldom = (*LOG, "recycle.exact=true"), wrap({"name": "checkpoint_every", "steps": 1000})
+    where = f"++recycle.log.folder={small_disk}"
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(480_000))
+    run = launch(*more, where, faults("kill 0.1 before 1F0.0@9"), shape=ALONE, **seldom)
+    run.wait_for(lambda: sum(event["event"] == "log_broken" for event in run.events()) >= 3, "logs that have stopped")
+    if room_again:
+        filler.unlink()
+    result = run.finish()
+    broken = [event["why"] for event in result.of("log_broken")]
+    named = rf"disk full: {small_disk} can't be written, [\d.e+]+ (B|KiB) of 512 KiB are free"
+    assert re.fullmatch(named, broken[0]), broken
+    if room_again:
+        assert result.code == 0 and len(result.of("replayed")) == 1 and result.of("accompanied"), result.output[-6000:]
+        found = difference(result, reference(*more, shape=ALONE))
+        assert found.loss == found.parameters == 0
+    else:
+        (end,) = result.of("end")
+        assert result.code and re.search(named, end["text"]) and "Last checkpoint: /" in end["text"], end
+
+
+@pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
+def test_who_is_killed_while_one_segment_follows_another_is_replayed_and_its_log_is_read(launch: Launch, reference):
+    more = (*LOG, "recycle.exact=true")
+    dying = wrap({"name": "killed_in_rotation", "rank": 1, "number": 4, "segment_bytes": 20_000})
+    result = launch(*more, faults("kill 0.2 before 2F0.1@11"), shape=ALONE, **dying).finish()
+    assert result.code == 0, result.output[-6000:]
+    assert [event["seat"] for event in result.of("replayed")] == ["0.1", "0.2"], result.output[-6000:]
+    found = difference(result, reference(*more, shape=ALONE))
+    assert found.loss == found.parameters == 0
 
 
 @pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)

@@ -21,6 +21,7 @@ from random import Random
 import torch
 
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.shared_replay import Helpers
@@ -34,6 +35,9 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices import accelerator
 from recycle_plugin.runtime.devices.host import Cpu, Done
 from recycle_plugin.runtime.devices.timeline import Timeline
+from recycle_plugin.runtime.log.disk import Disk, GrowingFile
+from recycle_plugin.runtime.log.records import Stream
+from recycle_plugin.runtime.log.writer import LogWriter, Report
 from recycle_plugin.runtime.stage import block_sums
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.stage.masters import Masters
@@ -205,6 +209,29 @@ def log_apart(by: str) -> None:
         begin(self, session, framework, settings.model_copy(update={"folder": f"{run_dir}/log-of-{whose}"}), run_dir)
 
     StageLog.__init__ = changed
+
+
+def killed_in_rotation(rank: int, number: int, segment_bytes: int) -> None:
+    """Segments of logs are small, and the first process of ``rank`` dies between one that is sealed, its ``number``-th,
+    and the next.
+    """
+    begin = LogWriter.__init__
+
+    class Dying(Disk):
+        def __init__(self) -> None:
+            self._left = number
+
+        def create(self, path: Path) -> GrowingFile:
+            self._left -= 1
+            if self._left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().create(path)
+
+    def changed(self: LogWriter, folder: Path, stream: Stream, budget: int, report: Report) -> None:
+        disk = Dying() if stream.worker == WorkerId(rank, 0) else Disk()
+        begin(self, folder, stream, budget, report, segment_bytes, disk)
+
+    LogWriter.__init__ = changed
 
 
 # --- order of events --------------------------------------------------------------------------------

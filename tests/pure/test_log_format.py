@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -330,10 +331,32 @@ def test_a_segment_by_another_name_is_refused(sealed, tmp_path) -> None:
 def test_missing_segments_are_named(tmp_path) -> None:
     written(tmp_path, segment_bytes=200)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert len(names) >= 4
+    assert len(names) >= 5
     (tmp_path / names[2]).unlink()
-    assert only(tmp_path / names[2]) == f"byte 0: is missing, expected behind {names[0]}"
+    assert only(tmp_path / names[2]) == f"byte 0: is missing, expected behind {names[1]}"
     assert judge(tmp_path).whole != STEPS
+    (tmp_path / names[1]).unlink()
+    missing = f"byte 0: is missing (and so are all up to {names[2]}), expected behind {names[0]}"
+    assert only(tmp_path / names[1]) == missing
+
+
+@pytest.mark.timeout(10)  # what it costs must not go with the number
+@pytest.mark.parametrize("number", ("999999999", "9" * 18, "9" * 30))
+def test_a_file_whose_number_is_far_from_the_others_costs_no_more(tmp_path, number) -> None:
+    written(tmp_path, segment_bytes=200)
+    following = tmp_path / called(WorkerId(1), len([*tmp_path.iterdir()]))
+    stray = tmp_path / f"1.0-{number}.log"
+    stray.write_bytes(b"something else")
+    reader = judge(tmp_path)
+    assert reader.whole == STEPS
+    assert {fault.file for fault in reader.faults} <= {stray, following}
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_in_the_place_of_a_segment_keeps_nobody_waiting(tmp_path) -> None:
+    pipe = tmp_path / called(WorkerId(1), 0)
+    os.mkfifo(pipe)
+    assert only(pipe) == "byte 0: is no file"
 
 
 def test_a_segment_without_index_before_others_is_named(tmp_path) -> None:

@@ -188,6 +188,16 @@ def test_a_checkpoint_makes_up_for_a_log_that_had_broken_off():
     assert decision.details["way"] == "replay" and decision.details["checkpoint"] == 2
 
 
+def test_what_a_log_lacks_behind_the_checkpoint_matters_though_it_had_lacked_something_before():
+    """It had broken off before step 1, gone on, and broken off once more before a checkpoint of step 1 was durable."""
+    membership = logging(durable=False)
+    for lacking in (1, 2):
+        membership.receive(LogBroken(0, lacking, "disk full"), 0.0)
+    membership.receive(Durable(1, 1, "another"), 0.0)
+    (decision,) = decisions(lose(membership, 2, 3))
+    assert decision.details["way"] == "replay" and decision.details["along"] == FULL
+
+
 def test_a_checkpoint_that_becomes_durable_while_stages_are_replayed_counts_afterwards():
     """All who replay begin at the same one, and need the logs from there on."""
     membership = logging()

@@ -186,6 +186,16 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ({"max_slowdown": 1}, "recycle.max_slowdown: 1 is not possible; write a number between 0 and 1, or null"),
         ({"max_slowdown": "half"}, 'recycle.max_slowdown: "half" is a string; write a number between 0 and 1, or null'),
         ({"run_dir": ""}, 'recycle.run_dir: "" is not possible; write a folder\'s path, or null'),
+        (
+            {"log": {"folder": "a\0b"}},
+            'recycle.log.folder: "a\\u0000b" is not possible; write a folder\'s path, or null',
+        ),
+        (
+            {"log": {}, "checkpoint": {}, "rejoin": 0},
+            "recycle.log: contradicts recycle.rejoin = 0: a stage is replayed by a process that comes back, from the "
+            'last automatic checkpoint; write null, or set recycle.checkpoint to an object such as {"overhead": 0.035} '
+            'and recycle.rejoin to "always"',
+        ),
         ({"faults": "kill 0.1"}, f'recycle.faults: "kill 0.1" is a string; {FAULT_LIST}'),
         ({"faults": [3]}, 'recycle.faults[0]: 3 is a whole number; write a fault such as "kill 0.1 before 1F0.2@5"'),
         (

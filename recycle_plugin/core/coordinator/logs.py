@@ -29,7 +29,7 @@ class Logs:
         self._unreadable: dict[int, str] = {}  # stages of which something was logged and is not found, and what
         self._resized = 0  # the first step that has another number of micro-batches than those before
         self._durable: Durable | None = None
-        self._broken: dict[WorkerId, tuple[LogBroken, int]] = {}  # with the worker's stage
+        self._broken: list[tuple[LogBroken, int]] = []  # with the worker's stage; a log may break off again and again
         self._until: dict[WorkerId, int] = {}  # of those that are gone, the last step that they had something of
         self._written: dict[WorkerId, int] = {}  # the last step that is on a worker's disk, as far as it has said
         self.held_back: Durable | None = None  # what nobody was told of, since stages were being replayed
@@ -67,17 +67,16 @@ class Logs:
         self._durable = message
         self._unreadable.clear()
         self._until = {worker: last for worker, last in self._until.items() if last > message.step}
-        self._broken = {
-            worker: (replace(each, step=max(each.step, message.step + 1)), stage)
-            for worker, (each, stage) in self._broken.items()
-            if each.step > message.step or worker in self._until
-        }
+        self._broken = [
+            (_not_before(message.step + 1, each), stage)
+            for each, stage in self._broken
+            if each.step > message.step or each.worker in self._until
+        ]
         return True
 
     def broken(self, message: LogBroken, stage: int) -> None:
         """Takes in that the log of a worker of ``stage`` lacks something."""
-        if message.worker not in self._broken or message.step < self._broken[message.worker][0].step:
-            self._broken[message.worker] = message, stage
+        self._broken.append((message, stage))
 
     def heard(self, message: Logged) -> None:
         """Takes in how much of a worker's log is on its disk."""
@@ -103,7 +102,7 @@ class Logs:
         """Takes in that ``member`` replays its stage along, and ``why``: its log keeps again what it refused before."""
         self.companions[member.seat.stage] = member.worker
         self._unreadable.setdefault(member.seat.stage, why)
-        self._broken.pop(member.worker, None)
+        self._broken = [(each, stage) for each, stage in self._broken if each.worker != member.worker]
 
     def gone(self, ended: Ended) -> None:
         """Takes in that a lost worker's log is gone too, with all that was in it since the last checkpoint."""
@@ -119,12 +118,10 @@ class Logs:
         """
         stage = by.seat.stage
         self._unreadable.pop(stage, None)
-        self._broken = {
-            worker: (replace(each, step=max(each.step, committed + 1)), its)
-            if its == stage and worker != by.worker
-            else (each, its)
-            for worker, (each, its) in self._broken.items()
-        }
+        self._broken = [
+            (_not_before(committed + 1, each) if its == stage and each.worker != by.worker else each, its)
+            for each, its in self._broken
+        ]
 
     def resume(self, committed: int, held: Mapping[str, Mapping[str, str]], workers: Collection[WorkerId]) -> None:
         """Takes in that ``workers`` go on behind ``committed`` with what they have ``held``.  What is missing of later
@@ -138,8 +135,11 @@ class Logs:
             sums = {f"reduced {stage}@{step}" for step in range(each.step, committed + 3)}
             return each.step > committed and not any(sums & have.keys() for have in held.values())
 
-        lost = {worker for worker, each in self._broken.items() if made_again(*each) and worker not in self._written}
-        self._broken = {worker: each for worker, each in self._broken.items() if worker not in lost}
+        self._broken = [
+            (each, stage)
+            for each, stage in self._broken
+            if each.worker in self._written or not made_again(each, stage)
+        ]
 
     def rewind(self) -> None:
         """Takes in that all have loaded another state, to which no log leads."""
@@ -178,7 +178,12 @@ class Logs:
         """Why what ``stage`` has sent over ``boundary`` can't be read up to ``committed``; empty where it can."""
         if boundary not in self.boundaries:
             return f"the boundary {boundary}|{boundary + 1} is not logged"
-        for worker, (each, its) in sorted(self._broken.items()):
-            if its == stage and each.step <= committed:
-                return f"the log of rank {worker.rank} lacks something of step {each.step}: {each.why}"
+        lacking = [each for each, its in self._broken if its == stage and each.step <= committed]
+        if lacking:
+            first = min(lacking, key=lambda each: (each.worker, each.step))
+            return f"the log of rank {first.worker.rank} lacks something of step {first.step}: {first.why}"
         return self._unreadable.get(stage, "")
+
+
+def _not_before(step: int, broken: LogBroken) -> LogBroken:
+    return replace(broken, step=max(broken.step, step))

@@ -192,7 +192,7 @@ class StageWork:
         def look() -> Any:
             value = self.logs.get(datum)
             if value is None and made and self.logs.damaged(datum):
-                raise CantReplay(f"{datum} is damaged")
+                raise CantReplay(f"{datum} is damaged or lost")
             return value
 
         value = yield from self.wait(str(datum), look, made, stage)

@@ -98,7 +98,9 @@ class LogReader(Protocol):
         """
 
     def damaged(self, datum: Datum) -> bool:
-        """Whether a datum that was asked for is there, and no copy of it can be read."""
+        """Whether a datum that was asked for is there, and no copy of it can be read; or is not, where something of
+        what its stage has logged is lost.
+        """
 
     def faults(self) -> str:
         """What there is and can't be read, in words; empty where all can."""
@@ -121,11 +123,13 @@ class StepLog:
         self._kept: dict[Datum, int] = {}  # of steps that are not committed, with the generation it is valid from
         self._discarded: list[tuple[int, int]] = []  # after which steps, and from which generation on data counts
         self._applied: dict[int, Any] = {}  # norms, by the steps with regard to which they were applied here
+        self._records: dict[int, StepRecord] = {}  # of the committed steps behind the checkpoint
         self._committed = self._checkpoint = 0
 
     def begin(self, step: int) -> None:
         """Begins behind ``step``, whose state this worker has."""
         self._committed = self._checkpoint = step
+        self._records.clear()
         self._kept.clear()
         self._discarded.clear()
         self._applied.clear()
@@ -133,10 +137,13 @@ class StepLog:
     @contextmanager
     def replaying(self, step: int) -> Iterator[None]:
         """A context in which what is behind ``step`` is logged once more, at all boundaries: those between stages that
-        are replayed too.
+        are replayed too.  The records of its steps at once: nobody else may have any.
         """
+        records = [each for each in self._records.values() if each.step > step]
         self.begin(step)
         self._log.resume()
+        for each in records:
+            self._log.commit(each)
         self._all = True
         try:
             yield
@@ -185,7 +192,8 @@ class StepLog:
         known = CountsFrom(self._discarded)
         for each in sorted(each for each in self._applied if each <= step):
             since = max(known.of(each), counts_from)
-            self._log.commit(StepRecord(each, self._applied.pop(each), since, valid_from))
+            self._records[each] = StepRecord(each, self._applied.pop(each), since, valid_from)
+            self._log.commit(self._records[each])
         self._committed = step
         self._kept = {datum: number for datum, number in self._kept.items() if datum.step > step}
 
@@ -193,6 +201,7 @@ class StepLog:
         """Drops what is kept up to ``step``, whose checkpoint is durable."""
         if step > self._checkpoint:
             self._checkpoint = step
+            self._records = {each: record for each, record in self._records.items() if each > step}
             self._discarded = [each for each in self._discarded if each[0] >= step] or self._discarded[-1:]
             self._log.checkpointed(step)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.step_log import CountsFrom
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.log.records import Commit, DatumRecord, Entry, Gap, StepRecord, Stream, Void
-from recycle_plugin.runtime.log.segment import Damaged, Fault, Found, Segment, called, files, head, load
+from recycle_plugin.runtime.log.segment import NAME, Damaged, Fault, Found, Segment, called, files, head, load
 
 
 class KeptDatum(NamedTuple):
@@ -186,6 +187,18 @@ class LogReader:
         """The generation from which data of ``step`` has to be valid to count."""
         return self._since.of(step)
 
+    def incomplete(self, stage: int) -> str:
+        """What says that something is lost of what ``stage`` has logged, in words; empty where nothing does."""
+        of = {worker for worker, segments in self.segments.items() if segments[0].stream.seat.stage == stage}
+        if not of:
+            return f"no log of stage {stage} is in {self.folder}"
+        for fault in self.faults:
+            match = NAME.fullmatch(fault.file.name)
+            worker = WorkerId(int(match[1]), int(match[2])) if match else None
+            if worker in of or worker not in self.segments:
+                return str(fault)
+        return ""
+
     # --- which of it counts --------------------------------------------------------------------------
 
     def _counting(self, step: int) -> dict[WorkerId, Commit]:
@@ -228,10 +241,11 @@ class LogReader:
             self.faults += segment.faults
             if not segment.sealed and not segment.faults and sequence < max(paths):
                 self._fault(path, "has no index, expected one, since a later segment is there", segment.size)
-        for sequence in range(there[0], there[-1]) if there else ():
-            if sequence not in there:
-                path = paths[there[0]].parent / called(worker, sequence)
-                self._fault(path, f"is missing, expected behind {called(worker, there[0])}")
+        for last, following in pairwise(there):
+            if following > last + 1:
+                path, until = paths[last].parent / called(worker, last + 1), called(worker, following - 1)
+                up_to = f" (and so are all up to {until})" * (following > last + 2)
+                self._fault(path, f"is missing{up_to}, expected behind {called(worker, last)}")
         if segments:
             self.segments[worker] = segments
         for segment in others:

@@ -21,7 +21,9 @@ torn tail.
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +46,7 @@ CRC, PAYLOAD, OFFSET = Struct(">I"), Struct(">Q"), Struct(">Q")
 END = Struct(">8sQI")
 FRONT = CRC.size + PAYLOAD.size + HEAD.size
 CHUNK = 1 << 20  # bytes that are read at once where nobody wants them
-NAME = re.compile(r"(\d+)\.(\d+)-(\d+)\.log")
+NAME = re.compile(r"(\d{1,9})\.(\d{1,9})-(\d{1,18})\.log")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -230,14 +232,21 @@ def head(path: Path) -> Head:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """The file at ``path``, to be read; what the disk refuses is a Damaged."""
+    """The file at ``path``, to be read; what the disk refuses, or is no file, is a Damaged."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise Damaged(Fault(path, 0, "is no file"))
             yield file
     except FileNotFoundError as error:
         raise Damaged(Fault(path, 0, "is missing")) from error
     except OSError as error:
         raise Damaged(Fault(path, 0, f"can't be read: {error.strerror}")) from error
+
+
+def _at_once(path: str, flags: int) -> int:
+    """A pipe that nobody writes to would keep its reader waiting for ever."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _head(path: Path, file: BufferedReader, size: int) -> tuple[Head, int, int]:

@@ -130,6 +130,9 @@ def token_of(folder: Path, run: str) -> str:
     """
     place, made = folder / f"{run}.token", folder / f".{uuid.uuid4().hex}.unfinished"
     try:
+        with suppress(FileNotFoundError):  # also where nothing can be written any more
+            if token := place.read_text():
+                return token
         try:
             made.write_text(uuid.uuid4().hex)
             with suppress(OSError):  # it is there already, or there are no links

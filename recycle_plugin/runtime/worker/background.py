@@ -220,9 +220,11 @@ class Background:
         del self._made[: -self._keep]
 
     def _say_failed(self, begun: _Begun, error: str) -> None:
+        grows = "; until one is whole all that is logged stays" * (self._valid_from is not None)
         self._session.note(
             "warning",
-            f"no checkpoint of step {begun.step - 1}: {error}; the next one is tried before step {self._interval.due}",
+            f"no checkpoint of step {begun.step - 1}: {error}; the next one is tried before step {self._interval.due}"
+            f"{grows}",
         )
 
     def _publish(self, begun: _Begun, cost: Cost, write_s: float, brought: list) -> str:
@@ -230,8 +232,8 @@ class Background:
         have brought along for the choice of what is logged.
         """
         said = (
-            f"checkpoint of step {begun.step - 1}, which has cost {cost.seconds:.3f} s with steps of {cost.step_s:.3f} "
-            f"s, the next one before step {self._interval.due},"
+            f"checkpoint of step {begun.step - 1}, which has cost {max(cost.seconds, 0.0):.3f} s with steps of "
+            f"{cost.step_s:.3f} s, the next one before step {self._interval.due},"
         )
         details = {"cost_s": round(cost.seconds, 4), "step_s": round(cost.step_s, 4), "every": self._interval.every}
         if error := self._saving.publish(self._folder, begun.tag, begun.unfinished, True, said, **details):

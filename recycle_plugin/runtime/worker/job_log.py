@@ -32,6 +32,7 @@ from recycle_plugin.runtime.log.writer import LogWriter, Resumed, Stopped
 from recycle_plugin.runtime.worker.log_mirror import Mirror
 
 FLUSH_S = 60.0
+WRITTEN_S = 2.0  # what is not in a log by then that has lost something is not waited for
 
 
 class WorkerLog:
@@ -124,9 +125,10 @@ class WorkerLog:
         if isinstance(news, Stopped):
             self._send(LogBroken(rank, news.step, news.why))
             return
+        text = f"everything is logged again from step {news.step} on"
         if lacking > self._checkpoint:  # which was of a step before the log went on, so no replay leads on from it
             self._send(LogBroken(rank, lacking, f"its log has stopped before, and not all of step {lacking} is in it"))
-        text = f"everything is logged again from step {news.step} on"
+            text += f", and of the steps up to {lacking} behind the checkpoint of step {self._checkpoint} not all is"
         self._send(Note(rank, "log", text, {"step": news.step}))
 
     def _send(self, message: object) -> None:
@@ -170,6 +172,7 @@ class JobLogs:
     def __init__(self, folder: Path, run_id: str, look_s: float, mirror: Mirror | None = None) -> None:
         self._folder, self._run_id, self._look_s, self._mirror = folder, run_id, look_s, mirror
         self._damaged: dict[Datum, str] = {}
+        self._lacking: dict[Datum, float] = {}  # since when it is looked for
         self._reader, self._looked = self._read(None), time.monotonic()
 
     def _read(self, before: LogReader | None) -> LogReader:
@@ -213,7 +216,13 @@ class JobLogs:
             return None
 
     def damaged(self, datum: Datum) -> bool:
-        """Whether a datum that was asked for is there, and no copy of it can be read."""
+        """Whether a datum that was asked for is there, and no copy of it can be read; or is not, where something of
+        what its stage has logged is lost.
+        """
+        asked = self._lacking.setdefault(datum, time.monotonic())
+        late = datum not in self._damaged and time.monotonic() - asked > WRITTEN_S
+        if late and (lost := self._reader.incomplete(datum.stage)):
+            self._damaged[datum] = lost
         return datum in self._damaged
 
     def faults(self) -> str:

@@ -44,6 +44,7 @@ from recycle_plugin.runtime.worker.ports import Framework
 from recycle_plugin.runtime.worker.stepping import Stepping
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.sections import LogSettings
+from recycle_plugin.settings.wording import SettingsError
 
 T = TypeVar("T")
 LOOK_S = 0.05  # between two looks at the logs
@@ -51,6 +52,14 @@ MADE_S = 30.0  # how long what was made before the loss may take to be in a log:
 UNBOUNDED = 1 << 62
 DRIFT, DRIFT_OF_HALF = 1e-2, 1e-1  # of the largest number: what a replay may differ by where sums have no order
 HALVES = (torch.bfloat16, torch.float16)
+
+
+def _begin_in(folder: Path) -> None:
+    """Make the folder of a log.  Raises SettingsError where that can't be."""
+    try:
+        folders.make(folder)
+    except NotSaved as error:
+        raise SettingsError("log.folder", str(error), "write a folder that every worker can write to") from error
 
 
 class StageLog:
@@ -63,7 +72,7 @@ class StageLog:
     def __init__(self, session: Session, framework: Framework, settings: LogSettings, run_dir: str) -> None:
         self.boundaries = settings.of_stages(framework.topology.stages)
         self.folder = Path(settings.folder or f"{run_dir}/log")
-        folders.make(self.folder)
+        _begin_in(self.folder)
         self._mirror = mirror_in(self.folder, session.rank)
         shutil.rmtree(self._mirror, ignore_errors=True)  # of a process before this one
         assert not isinstance(settings.ring_bytes, str), "a checked size is a number"
