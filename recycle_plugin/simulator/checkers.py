@@ -23,7 +23,7 @@ from typing import Any
 
 from recycle_plugin.core.coordinator.output import WORKERS
 from recycle_plugin.core.messages.contributions import LOSS
-from recycle_plugin.core.messages.protocol import BarrierPassed, Collected, End, Resume
+from recycle_plugin.core.messages.protocol import BarrierPassed, Collected, End, Resume, Unreplayable
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
@@ -70,7 +70,7 @@ class Watcher:
         self._costly: set[tuple[int, str]] = set()  # work for which somebody was given up
         self._why_unsaved: dict[int, str] = {}  # by step: why there is no checkpoint of it
         self._committed = 0
-        self._logs = given.logs
+        self._logs, self._damages = given.logs, given.log_damaged_share > 0
         self._end: int | None = None  # the step before which the job is to end
 
     def say(self, text: str) -> None:
@@ -131,9 +131,11 @@ class Watcher:
             )
 
     def heard(self, rank: int, message: object) -> None:
-        """Takes in that the coordinator hears ``message`` from ``rank`` or its supervisor; what follows from that is
-        what is checked.
+        """Takes in that the coordinator hears ``message`` from ``rank`` or its supervisor.  Where nothing is damaged it
+        has to know what logs lack before a replay comes upon it, which costs time.
         """
+        if isinstance(message, Unreplayable) and message.lacks is not None and not self._damages:
+            self.say(f"a replay has come upon what was to be known of stage {message.lacks}: {message.why}")
 
     def told(self, whom: object, message: object) -> None:
         """Takes in a message of the coordinator's.  To all workers: of each step one norm, and one loss, unless they
@@ -356,6 +358,8 @@ class Watcher:
         if ended is not None and ended.failed and not may_end:
             self.say(f"the job has ended although it could go on: {ended.reason}")
         self._rightly_given_up(cluster)
+        if not cluster.scenario.logs_apart and any(event.kind == "log_gone" for _, event in cluster.events):
+            self.say("logs are taken to be gone that are in a folder which others see too")
         at_the_end = (None,) if ended is None or ended.failed else (None, ended.reason)
         last = self.steps if ended is None or ended.failed else min(self.steps, ended.step - 1)
         told: dict[int, dict] = {}

@@ -136,9 +136,7 @@ class Logs:
             return each.step > committed and not any(sums & have.keys() for have in held.values())
 
         self._broken = [
-            (each, stage)
-            for each, stage in self._broken
-            if each.worker in self._written or not made_again(each, stage)
+            (each, stage) for each, stage in self._broken if each.worker in self._written or not made_again(each, stage)
         ]
 
     def rewind(self) -> None:
