@@ -162,7 +162,7 @@ def test_of_a_checkpoint_that_was_not_written_nothing_is_chosen(choosing, coordi
     coordinator.tell(
         BarrierPassed(f"the end of checkpoint automatic_step{step - 1}", {"0": [0.1, 1.0, 0.3, "full", [1]]}, step)
     )
-    background._saving.discard = lambda folder: None
+    background._saving.discard = lambda folder, unfinished: None
     background.conclude()
     assert choice.calls == []
 
