@@ -593,7 +593,7 @@ def both_weights(monkeypatch) -> None:
     changed(monkeypatch, StepStore, "undo", undo)
 
 
-@mistake("of what follows a rejected step, only what is behind the next one is void", seen=9)
+@mistake("of what follows a rejected step, only what is behind the next one is void", seen=63)
 def void_nothing_later(monkeypatch) -> None:
     changed(
         monkeypatch,

@@ -210,7 +210,7 @@ def own_weights(monkeypatch) -> None:
     changed(monkeypatch, HelpedStage, "begin", begin)
 
 
-@mistake("helpers compute with the weights of their first step", seen=261)
+@mistake("helpers compute with the weights of their first step", seen=123)
 def stale(monkeypatch) -> None:
     def begin(self, before, step, weights):
         self.first = getattr(self, "first", weights)
@@ -219,7 +219,7 @@ def stale(monkeypatch) -> None:
     changed(monkeypatch, HelpedStage, "begin", begin)
 
 
-@mistake("a helper makes the stage in its own place", seen=129)
+@mistake("a helper makes the stage in its own place", seen=123)
 def in_its_own_place(monkeypatch) -> None:
     """Its moments are those that the helped stage has left, and not put back."""
 
