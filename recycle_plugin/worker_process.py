@@ -53,6 +53,7 @@ def main(command: list[str]) -> int:
     try:
         code = run_script(command)
         if code == 0 and not session.forked:
+            session.through()
             session.at_end()
             session.leave()
         if code and not session.forked:

@@ -12,7 +12,8 @@ committed weights; a checkpoint that has its name is whole, and nobody goes on b
 up.
 
 Progress, at the end: all troubles being over, every live worker has trained every step up to the planned end, with the
-fault-free losses, unless the job has ended for a reason that allows it.
+fault-free losses, and of each stage somebody's script has come to its end, unless the job has ended for a reason that
+allows it.
 """
 
 from __future__ import annotations
@@ -360,6 +361,10 @@ class Watcher:
         self._rightly_given_up(cluster)
         if not cluster.scenario.logs_apart and any(event.kind == "log_gone" for _, event in cluster.events):
             self.say("logs are taken to be gone that are in a folder which others see too")
+        if ended is None:
+            through = {each.seat.stage for each in (*cluster.workers.values(), *cluster.returned) if each.through}
+            for stage in sorted(set(range(self.shape.stages)) - through):
+                self.say(f"no script of stage {stage} has come to its end, and the job has not failed")
         at_the_end = (None,) if ended is None or ended.failed else (None, ended.reason)
         last = self.steps if ended is None or ended.failed else min(self.steps, ended.step - 1)
         told: dict[int, dict] = {}

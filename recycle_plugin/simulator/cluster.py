@@ -137,10 +137,15 @@ class Cluster:
             self.later(trouble.at_us, partial(self._strike, trouble))
         self.later(0, self._tick)
         self.later(0, self._send_heartbeats)
-        while self._agenda and self._agenda[0][0] <= until_us and any(worker.runs for worker in self.workers.values()):
+        while self._agenda and self._agenda[0][0] <= until_us and self._goes_on():
             self.now, _, happen = heappop(self._agenda)
             happen()
         self.exercised[ProtocolRule.FOR_WANT_OF_ROOM] = sum(worker.store.let_go for worker in self.workers.values())
+
+    def _goes_on(self) -> bool:
+        """Whether anybody has something left to do, or is still to come for a stage that nobody holds."""
+        awaited = self.membership.course.logs.waits_since is not None
+        return awaited or any(worker.runs for worker in self.workers.values())
 
     def _begin(self, worker: SimulatedMachine) -> None:
         worker.life = Script(worker).run()

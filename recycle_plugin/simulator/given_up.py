@@ -31,7 +31,9 @@ def rightly(cluster: Cluster) -> bool:
     if not said or said[-1].details["way"] != "end":
         return False
     why, stages = said[-1].details["why"], said[-1].details["stages"]
-    return any(holds(cluster, why, stages) for holds in (_no_checkpoint, _nobody, _ending, _damaged, _taken, _full))
+    return any(
+        holds(cluster, why, stages) for holds in (_no_checkpoint, _nobody, _ending, _through, _damaged, _taken, _full)
+    )
 
 
 def _no_checkpoint(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
@@ -39,12 +41,17 @@ def _no_checkpoint(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
 
 
 def _nobody(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
-    return why == "nobody is left" and len(stages) == cluster.scenario.shape.stages
+    return why.startswith("nobody is left") and len(stages) == cluster.scenario.shape.stages
 
 
 def _ending(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
     asked = any(trouble.kind in ("end", "leave") for trouble in cluster.scenario.troubles)
     return why == "the job is about to end" and (asked or cluster.membership.committed >= cluster.scenario.steps)
+
+
+def _through(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
+    """Another stage would have to replay along, and has nothing more to do with the others."""
+    return why.endswith("and its script is through") and cluster.membership.committed >= cluster.scenario.steps
 
 
 def _damaged(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
@@ -57,9 +64,12 @@ def _damaged(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
 
 
 def _could_be_made(cluster: Cluster) -> bool:
-    """Whether there was a stage that could have made once more what was missing, and has not tried to."""
+    """Whether there was a stage that could have made once more what was missing, and has not tried to; not one whose
+    script is through.
+    """
     said = [event.details for _, event in cluster.events if event.kind in ("recovery", "stalled")]
-    if (lacks := said[-1]["lacks"]) is None:
+    lacks = said[-1]["lacks"]
+    if lacks is None or lacks in cluster.membership.course.attendance.through:
         return False
     tried: set[int] = set()
     for details in reversed(said[:-1]):

@@ -51,6 +51,7 @@ class Script:
         machine.send(machine.ready())
         try:
             yield from self._train()
+            machine.through = True
         except JobEnded as end:
             machine.reason = str(end)
         except Gone as gone:
@@ -81,6 +82,8 @@ class Script:
                 yield from {"evaluate": self._evaluate, "save": self._save, "pause": self._pause}[what](step)
         if newcomer is None:
             yield from self._loop.settle()
+        if self._scenario.logs:
+            yield from self._loop.finish()
 
     def _set_rate(self, step: int, newcomer: Newcomer | None) -> Iterator[Any]:
         """Sets the learning rate of ``step``, where the script does so: a trainer first finishes what is to be applied

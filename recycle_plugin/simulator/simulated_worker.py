@@ -142,6 +142,7 @@ class SimulatedMachine:
         self.current: Instruction | None = None  # the one that it is at
         self.losses: dict[int, dict] = {}  # as the training script gets them, by step
         self.reason: str | None = None  # of its end before the last step
+        self.through = False  # its script has come to its end
         self.life: Iterator[Any]  # its training script (simulator/script.py)
         self.loop: TrainingLoop = TrainingLoop(
             self, self.worker, cluster.planner, scenario.shape, seat, self.steps, self.lockstep

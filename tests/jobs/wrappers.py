@@ -566,13 +566,14 @@ def record_states(folder: str) -> None:
 
 
 def strike_at(moment: str, rank: int, flag: str = "") -> None:
-    """At a moment before the first step or after the last one that worker is killed; or, where there is a ``flag``, its
-    number is in that file, and it waits.
+    """At a moment before the first step or after the last one that worker, the first process of its rank, is killed;
+    or, where there is a ``flag``, its number is in that file, and it waits.
     """
     owner, name, before = {
         "meeting": (torch.distributed, "init_process_group", True),
         "initialize": (Trainer, "__init__", True),
         "enrolling": (Trainer, "start", True),
+        "script's end": (Trainer, "await_others", True),
         "finishing": (Trainer, "finish", True),
         "left": (Session, "leave", False),
     }[moment]
@@ -594,7 +595,7 @@ def strike_at(moment: str, rank: int, flag: str = "") -> None:
             strike()
         return result
 
-    if int(os.environ["RANK"]) == rank:
+    if int(os.environ["RANK"]) == rank and not int(os.environ.get("RECYCLE_INCARNATION", "0")):
         setattr(owner, name, changed)
 
 

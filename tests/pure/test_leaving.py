@@ -106,12 +106,12 @@ def test_a_leave_does_not_put_off_an_earlier_one_whose_step_has_come(gone):
     )
 
 
-def test_the_last_worker_of_a_stage_may_only_leave_with_the_job():
+def test_the_last_worker_of_a_stage_may_only_leave_with_the_job_which_has_not_come_to_its_end():
     membership = started()
     membership.receive(Exited(2, -9, 0.0), 0.0)
     agree(membership, 1, {0: 0, 1: 0, 3: 0})
     (end,) = said(membership.receive(Leaving(3, "SIGTERM"), 0.0), End)
-    assert not end.failed and end.step == 3
+    assert (end.failed, end.step, end.code) == (False, 3, TRY_AGAIN)
 
 
 def test_termination_ends_the_job_once_at_a_commit_line():
@@ -154,7 +154,8 @@ def test_a_death_while_the_others_say_goodbye_does_not_hold_them_up():
     assert said(out, Over) == [Over(0)]
 
 
-def test_a_second_death_while_the_others_say_goodbye_does_not_hold_them_up_either():
+def test_a_second_death_while_the_others_say_goodbye_does_not_hold_them_up_and_is_no_good_end():
+    """Nobody of stage 1 does what scripts do behind the last step: the job fails, once the others are through."""
     membership = started()
     step(membership, 0, 1)
     membership.receive(Exited(3, -9, 0.0), 0.0)
@@ -162,7 +163,13 @@ def test_a_second_death_while_the_others_say_goodbye_does_not_hold_them_up_eithe
     membership.receive(SurvivorReport(1, 1, 1, "plan", {"params": "of rank 1"}), 0.0)
     out = membership.connection_lost(WorkerId(2), 0.0)
     assert resumed(out) == [(1, 1)] and membership.regrouping is None
-    assert said(membership.receive(Left(1), 0.0), Over) == [Over(0)] and not membership.regroup_overdue(1.0).messages
+    assert not said(out, End)
+    out = membership.receive(Left(1), 0.0)
+    assert said(out, Over) == [Over(1)] and not membership.regroup_overdue(1.0).messages
+    assert [event.text for event in out.events if event.kind in ("end", "finished")] == [
+        "the job ends: stage 1 has no live worker left, and what its script does after step 1, the last one, is not "
+        "done. No checkpoint was saved"
+    ]
 
 
 def test_a_death_when_all_others_have_left_is_no_failure():

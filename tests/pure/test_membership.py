@@ -36,6 +36,7 @@ from recycle_plugin.core.messages.protocol import (
     Resume,
     Stepped,
     SurvivorReport,
+    Through,
 )
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.roster import Roster
@@ -83,6 +84,7 @@ OF_LOST = (
     OutOfData(2, 1, 1),
     Left(2),
     Leaving(2, "SIGTERM"),
+    Through(2),
     Missing(2, 1, "a tensor", "0.0"),
     Fatal(2, "nobody answers"),
     Note(2, "checkpoint", "saved", {"path": "of nobody"}),

@@ -11,6 +11,7 @@ from recycle_plugin.core.messages.protocol import BarrierPassed, BarrierReached,
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.runtime.worker.background import Background
+from recycle_plugin.runtime.worker.checkpoint_files import Saving
 
 from .conftest import generation
 
@@ -161,7 +162,7 @@ def test_of_a_checkpoint_that_was_not_written_nothing_is_chosen(choosing, coordi
     coordinator.tell(
         BarrierPassed(f"the end of checkpoint automatic_step{step - 1}", {"0": [0.1, 1.0, 0.3, "full", [1]]}, step)
     )
-    background._saving.discard = lambda folder: None
+    background._saving.discard = lambda folder, unfinished: None
     background.conclude()
     assert choice.calls == []
 
@@ -181,3 +182,20 @@ def test_who_wants_none_to_be_written_waits_until_all_have(begun, coordinator):
     assert written == [f".incomplete-1-automatic_step{step - 1}"]
     (reached,) = coordinator.hear(BarrierReached)
     assert reached.place == f"the end of checkpoint automatic_step{step - 1}" and list(reached.values) == ["0"]
+
+
+def test_a_checkpoint_that_gets_its_name_leaves_the_next_one_alone_which_others_write_already(coordinator, tmp_path):
+    """Both may go to one folder: an automatic one, and that of a job that ends."""
+    session = coordinator.session(0)
+    session.await_lease = lambda what, interruptible=True: None
+    session.adopt(generation(1, [0]))
+    saving = Saving(session, SimpleNamespace(), lambda point: None)
+    automatic, before, other = (
+        saving.unfinished(*of) for of in (("automatic_step3", 1), ("automatic_step2", 0), ("global_step4", 1))
+    )
+    for name in (automatic, before, other):
+        (tmp_path / name).mkdir()
+    assert saving.publish(tmp_path, "automatic_step3", automatic, True, "a checkpoint") == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"automatic_step3", other, "latest"}
+    saving.discard(tmp_path, other)
+    assert {path.name for path in tmp_path.iterdir()} == {"automatic_step3", "latest"}

@@ -43,6 +43,7 @@ from recycle_plugin.core.messages.protocol import (
     Resized,
     Stepped,
     SurvivorReport,
+    Through,
 )
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.describe import how_ended, named
@@ -61,6 +62,7 @@ OF_MEMBERS = (
     CheckpointLoaded,
     Resized,
     Leaving,
+    Through,
     Left,
     Heartbeat,
     Missing,
@@ -82,6 +84,7 @@ class Attendance:
         self.left: set[WorkerId] = set()
         self.lost: set[WorkerId] = set()
         self.dead: set[WorkerId] = set()  # of the lost ones, those known to be
+        self.through: set[int] = set()  # stages of which somebody's script has come to its end
         self.late: set[WorkerId] = set()  # came when they could take part no more
         self.leaving: set[WorkerId] = set()  # members that want to go as soon as nobody counts on them
         self.unguarded: dict[
@@ -147,6 +150,10 @@ class Attendance:
         """The view of the cluster in which the seats of ``roster`` are live, but for those that are still joining."""
         assert self._shape is not None
         return ClusterView(self._shape, roster.working)
+
+    def empty_stages(self) -> tuple[int, ...]:
+        """The stages that nobody is at work in, and that still have something to do.  Costs a pass over the members."""
+        return tuple(stage for stage in self.view(self.roster).empty_stages() if stage not in self.through)
 
     # --- joining ---------------------------------------------------------------------------------
 

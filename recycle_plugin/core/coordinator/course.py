@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from recycle_plugin.core.coordinator import recovery_ways, replays, returns
+from recycle_plugin.core.coordinator import goodbyes, recovery_ways, replays, returns
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.ending import Ending
@@ -172,7 +172,7 @@ class Course:
 
     def overdue(self, seconds: float, out: CoordinatorOutput) -> None:
         """Ends the job if ``seconds`` after a regrouping began somebody has not reported, who is not to wait."""
-        if self.logs.waits_since is not None:
+        if self.logs.waits_since is not None or self.ending.finishing:
             return
         why = self.regrouping.overdue(self.attendance.left, seconds)
         if why is not None:
@@ -355,7 +355,7 @@ class Course:
 
     def leave(self, wishes: Collection[Leaving], now: float, out: CoordinatorOutput) -> None:
         """Takes in that members want to leave, or are to, and plans for it."""
-        if self.ending.ended is not None:
+        if self.ending.ended is not None or self.ending.finishing:
             return
         news = [each.worker for each in self._with_their_seats(wishes) if self.attendance.announce(each, out)]
         for worker in news:
@@ -380,14 +380,15 @@ class Course:
         in force is without it.  Once all have come to that, this is called again.
         """
         leaves, joins = self.attendance.leaving & self.roster.workers, self.joining.ready()
-        if not (leaves or joins) or self.halted or self.regrouping.has_come(self.committed):
+        if not (leaves or joins) or self.halted or self.ending.finishing or self.regrouping.has_come(self.committed):
             return
         if self.ending.ended is not None and not leaves:
             return
         stay = self.attendance.staying
         empty = self.attendance.view(stay).empty_stages()
         if empty:
-            self.end_planned(f"stage {empty[0]} would have no worker left", out, cause=self.attendance.why_leaving)
+            why = f"stage {empty[0]} would have no worker left"
+            self.end_planned(why, out, TRY_AGAIN, self.attendance.why_leaving)
             return
         changes = {
             "planned leave of": {member.seat for member in stay.leaves(self.roster)},
@@ -408,6 +409,8 @@ class Course:
         if member is not None and not message.planned and self.ending.ended is None:
             self._script_ended(member, message.step, out)
         self.attendance.leave(worker)
+        if member is not None and not early:
+            self.attendance.through.add(member.seat.stage)
         if early and member is not None:
             self._leave_with(member, out)
         self.ending.goodbye(message.code, member is not None and not early)
@@ -614,13 +617,25 @@ class Course:
         """Goes on after the loss of ``member`` and of whoever was given up with it, or ends."""
         self.logs.lost(member)
         self.log_places.ended(member.worker, self.committed)
+        if self.ending.finishing and self.attendance.crash([member.worker]):
+            self.attendance.through.add(member.seat.stage)  # with that error the job ends
         if self.ending.finishing:
             self._await_without(member, False, now, out)
+            if self._is_missed(member):
+                self.go_on_without_stage(now, out)
         elif self._empty_stage():
             self.go_on_without_stage(now, out)
         else:
             self.go_on_without(f"loss of {member.seat}", now, out)
         self._finish_if_empty(out)
+
+    def _is_missed(self, member: Member) -> bool:
+        """Whether nobody else is left, or was, to do for a stage what scripts do behind the last step."""
+        return self.ending.ended is None and member.seat.stage in self.attendance.empty_stages()
+
+    def let_go(self, out: CoordinatorOutput) -> None:
+        """Lets those go whose scripts are through, where nobody needs them."""
+        goodbyes.let_go(self, out)
 
     def go_on_without_stage(self, now: float, out: CoordinatorOutput) -> None:
         """Waits until the stages that have nobody are replayed, or ends where they can't be."""
@@ -639,8 +654,10 @@ class Course:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the job's end is decided, or a script is through: nobody else can come to take part."""
-        return self.ending.ended is not None or self.ending.finishing
+        """Whether the job's end is decided, or a script is through, and no stage is to be replayed: nobody else can
+        come to take part.
+        """
+        return self.ending.ended is not None or (self.ending.finishing and self.logs.waits_since is None)
 
     @property
     def _through(self) -> bool:
@@ -656,7 +673,7 @@ class Course:
             f"the guard of rank {worker.rank}, process {pid}, was killed"
             for worker, pid in sorted(self.attendance.unguarded.items())
         )
-        if guards and not code:
+        if guards:
             reason, code = f"{reason}, after {guards}", TRY_AGAIN
         if self.attendance.started:
             self.ending.plan(self.committed, reason, code, out, cause)
@@ -673,14 +690,27 @@ class Course:
 
     def _empty_stage(self) -> str:
         """The reason why those left can't go on, if a stage has nobody; else empty."""
-        empty = self.attendance.view(self.roster).empty_stages()
-        return f"stage {empty[0]} has no live worker left. {self.ending.safe_point}" if empty else ""
+        empty = self.attendance.empty_stages()
+        undone = f", and what its script does after step {self.committed}, the last one, is not done"
+        what = undone * self.ending.finishing
+        return f"stage {empty[0]} has no live worker left{what}. {self.ending.safe_point}" if empty else ""
 
     @property
     def _crash(self) -> str:
         """The errors with which the scripts of those have ended who are missing in a stage that is empty."""
-        empty = self.attendance.view(self.roster).empty_stages()
+        empty = self.attendance.empty_stages()
         return self.attendance.crash_in(empty[0]) if empty else ""
+
+    def end_without_stage(self, why: str, out: CoordinatorOutput, cause: str = "") -> None:
+        """Ends the job as failed, for a stage that nobody is left in: at once, or where scripts are through already,
+        once they all are.
+        """
+        if not self.ending.finishing:
+            self.end(why, out, cause)
+            return
+        self.logs.waits_since = None
+        self.ending.undone = self.ending.undone or why
+        self._finish_if_empty(out)
 
     def _give_up_going_on(self, why: str, out: CoordinatorOutput, cause: str = "") -> None:
         """Ends the job, unless all steps up to a planned end are committed.  Then this is no failure: who does nothing
@@ -689,7 +719,7 @@ class Course:
         But who still waits for them would wait in vain.
         """
         if not self._through:
-            self.end(why, out, cause)
+            self.end_without_stage(why, out, cause)
         elif not self.ending.stranded:
             self.ending.stranded = why
             wanted = self.regrouping.wanted or self._barriers.waiting(self.regrouping.in_force)
@@ -702,8 +732,12 @@ class Course:
             self.end(self.ending.stranded, out)
 
     def _finish_if_empty(self, out: CoordinatorOutput) -> None:
-        if not len(self.roster) and self.attendance.started and not self.ending.failed:
+        awaited = self.logs.waits_since is not None
+        if not len(self.roster) and self.attendance.started and not (self.ending.failed or awaited):
             self.steps.sum_up(out)
+            if self.ending.undone:
+                self.end(self.ending.undone, out)
+                return
             returns.send_away(self, "the job is over", out)
             self.ending.finish(self.committed, self.attendance.crash_after(self.committed), out)
             self.vacancies.close(out)

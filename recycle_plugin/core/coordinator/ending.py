@@ -6,8 +6,9 @@ have left.
 * At a planned end all steps are committed, and a loss after that is one only for those who do something with the others
   yet, as saving the last state.
 * Once a worker has left that was not to, its training script is through, and so all steps are committed: whoever dies
-  after that is no loss.  But what a script does behind the last step counts: where that ends with an error, so does the
-  job, once the others are through.
+  after that is no loss, as long as of each stage somebody's script comes to its end.  What a script does behind the
+  last step counts: where that ends with an error, or is done by nobody of a stage, so does the job, once the others are
+  through.
 * All scripts end after the same step, or the job has failed.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput
 from recycle_plugin.core.messages.protocol import End, Over
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
-from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 NAMED = 3  # causes in a line: one signal may reach all supervisors
 
@@ -24,7 +25,8 @@ NAMED = 3  # causes in a line: one signal may reach all supervisors
 class Ending:
     """The way in which a job ends.  ``ended``: how, once that is decided; ``finishing``: a training script is through;
     ``stranded``: why, at a planned end, those left can't go on; ``checkpoint``: the last one's path; ``causes``: of a
-    planned end, all that asked for it.
+    planned end, all that asked for it; ``held``: whose scripts are through, and who may not go yet; ``undone``: why the
+    job has failed though all steps are committed, once all are through.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,8 @@ class Ending:
         self.stranded = ""
         self.checkpoint = ""
         self.causes: list[str] = []
+        self.held: set[WorkerId] = set()
+        self.undone = ""
         self._code = 0
         self._said = False  # that all have left
         self._first_through: tuple[str, int] | None = None  # whose script was through first, and after which step
@@ -110,6 +114,8 @@ class Ending:
         self._said = True
         more = f"; {len(self.causes) - NAMED} more" if len(self.causes) > NAMED else ""
         why = "; ".join(([crash] if crash else []) + self.causes[:NAMED]) + more
+        if self.ended is not None and self.ended.code:
+            why += f". {self.safe_point}"
         out.say(
             "finished",
             f"the job has ended after step {committed}: {why}"

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from math import isfinite
 
-from recycle_plugin.core.coordinator import operating, replays, returns
+from recycle_plugin.core.coordinator import goodbyes, operating, replays, returns
 from recycle_plugin.core.coordinator.complaints import Complaints
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.enrolment import Enrolment, weak_points
@@ -62,6 +62,7 @@ from recycle_plugin.core.messages.protocol import (
     SupervisorHeartbeat,
     SurvivorReport,
     Terminate,
+    Through,
     Unguarded,
     Unreplayable,
 )
@@ -178,6 +179,8 @@ class Membership:
                 self.course.steps.add_fingerprint(message)
             case Leaving():
                 self.course.leave([message], now, out)
+            case Through():
+                goodbyes.through(self.course, message, out)
             case Left():
                 self.course.goodbye(message, now, out)
             case Exited():
@@ -300,6 +303,8 @@ class Membership:
                 replays.unreplayable(self.course, message, now, out)
             case LogBroken():
                 self._log_broken(message, out)
+            case Through():
+                goodbyes.through(self.course, message, out)
             case SurvivorReport():
                 self.course.report(message, now, out)
             case Unguarded():

@@ -259,7 +259,7 @@ def sharing_of(course: Course, stages: Sequence[int]) -> Sharing:
     assert job is not None, "a job that trains has begun"
     if len(stages) > 1 or job.shape.tie(stages[0]) or job.rng != "keyed":
         return Sharing()
-    live = sum(not member.joining for member in course.roster)
+    live = 0 if course.ending.finishing else sum(not member.joining for member in course.roster)
     return shared(job.policy.blocks(job.shape), live, job.helpers)
 
 
@@ -332,11 +332,14 @@ def say_of_stages(
     step, behind = course.logs.checkpoint.step, course.logs.behind(course.committed)
     whole = [*stages, *along]
     first = f"it is replayed once more, since {again}" if again else "it is replayed from the logs"
+    meanwhile = "the others wait with all they have"
+    if course.ending.finishing:
+        meanwhile = "its script runs to its end without the others, some of which have come to theirs"
     live = "".join(f", stage {stage} along with it ({reason})" for stage, reason in sorted(along.items()))
     out.say(
         "recovery",
         f"stage {names} has nobody left: {first}{live}, {behind} step{'s' * (behind != 1)} behind the checkpoint of "
-        f"step {step}, and the others wait with all they have. Predicted: {decision.taken.cost}. {decision.others()}",
+        f"step {step}, and {meanwhile}. Predicted: {decision.taken.cost}. {decision.others()}",
         stages=list(stages),
         along={str(stage): reason for stage, reason in sorted(along.items())},
         groups=[list(group) for group in groups(whole)],

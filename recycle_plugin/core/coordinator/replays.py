@@ -64,14 +64,14 @@ def durable(course: Course, message: Durable, out: CoordinatorOutput) -> None:
 
 def is_awaited(course: Course, stage: int) -> bool:
     """Whether all wait until ``stage``, in which nobody is at work, is replayed."""
-    return course.logs.waits_since is not None and stage in course.attendance.view(course.roster).empty_stages()
+    return course.logs.waits_since is not None and stage in course.attendance.empty_stages()
 
 
 def after_loss(course: Course, now: float, out: CoordinatorOutput) -> bool:
     """Waits for the stages that have nobody, where they can be replayed: True.  False where the job has to end; then
     the reasons are said.
     """
-    empty = course.attendance.view(course.roster).empty_stages()
+    empty = course.attendance.empty_stages()
     why = why_not(course, empty)
     if why:
         say_of_stages(course, empty, why, out)
@@ -85,20 +85,21 @@ def after_loss(course: Course, now: float, out: CoordinatorOutput) -> bool:
     logs.waits_since = now
     _say_replay(course, "", out)
     replay_deadlines.tell(course, empty, out)
-    course.go_on_without(f"stage {', '.join(map(str, empty))} is replayed", now, out)
-    _accompany(course, out)
+    if not course.ending.finishing:  # else nobody has to wait
+        course.go_on_without(f"stage {', '.join(map(str, empty))} is replayed", now, out)
+        _accompany(course, out)
     return True
 
 
 def _say_replay(course: Course, again: str, out: CoordinatorOutput) -> None:
     """Says what is replayed, and who replays along; ``again``: why that has changed, or empty."""
-    empty = course.attendance.view(course.roster).empty_stages()
+    empty = course.attendance.empty_stages()
     say_of_stages(course, empty, "", out, course.logs.along(course.committed, empty), again)
 
 
 def _accompany(course: Course, out: CoordinatorOutput) -> None:
     """Has a live worker of each stage that is to be replayed along do so; those that do so already go on."""
-    empty = course.attendance.view(course.roster).empty_stages()
+    empty = course.attendance.empty_stages()
     for stage, why in course.logs.along(course.committed, empty).items():
         if course.logs.companions.get(stage) not in course.roster.workers:
             member = course.roster.first_working(stage)
@@ -108,7 +109,7 @@ def _accompany(course: Course, out: CoordinatorOutput) -> None:
 
 def _replay(course: Course, stage: int, helpers: tuple[Member, ...] = ()) -> Replay:
     """What a worker is told that is to replay ``stage``."""
-    checkpoint, empty = course.logs.checkpoint, course.attendance.view(course.roster).empty_stages()
+    checkpoint, empty = course.logs.checkpoint, course.attendance.empty_stages()
     stages = tuple(sorted({*empty, *course.logs.along(course.committed, empty)}))
     valid_from, passed = max(checkpoint.valid_from, course.steps.valid_from), tuple(course.logs.passed)
     logs = _logs_for(course, stage)
@@ -120,9 +121,13 @@ def why_not(course: Course, empty: tuple[int, ...]) -> str:
     assert course.job is not None, "who is lost has taken part in a job"
     if not course.logs.kept:
         return course.logs.why_not()
-    if not set(course.roster.live_stages) - set(empty):
-        return "nobody is left"
-    if course.is_ending:
+    if course.ending.finishing:
+        for stage, why in sorted(course.logs.along(course.committed, empty).items()):
+            return f"stage {stage} would have to be replayed along ({why}), and its script is through"
+    elif not set(course.roster.live_stages) - set(empty):
+        back = [str(each.member) for each in course.joining]
+        return "nobody is left" + f": {', '.join(back)} had come back, and not taken part yet" * bool(back)
+    if course.ending.ended is not None:
         return "the job is about to end"
     if course.roster.shards > 1:
         return "its seats are held by several processes each, whose logs can't be replayed yet"
@@ -152,10 +157,10 @@ def catch_up(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOut
         _tell_beside(course, newcomer.stage, out)
         return
     newcomer.phase = Phase.REPLAYING
-    helpers = tuple(member for member in course.roster if not member.joining)
+    helpers = tuple(each for each in course.roster if not (each.joining or course.ending.finishing))
     out.tell(newcomer.member.worker, _replay(course, newcomer.stage, helpers))
     course.logs.waits_since = now
-    replay_deadlines.tell(course, course.attendance.view(course.roster).empty_stages(), out)
+    replay_deadlines.tell(course, course.attendance.empty_stages(), out)
     _tell_beside(course, newcomer.stage, out)
 
 
@@ -258,7 +263,7 @@ def replayed(course: Course, newcomer: Newcomer, message: CaughtUp, now: float, 
 def _let_in(course: Course, now: float, out: CoordinatorOutput) -> None:
     """Goes on in a generation that has all who have replayed their stages, if they are enough for all stages."""
     done = [each for each in course.joining if each.phase is Phase.REPLAYED]
-    if not {each.stage for each in done} >= set(course.attendance.view(course.roster).empty_stages()):
+    if not {each.stage for each in done} >= set(course.attendance.empty_stages()):
         return
     if any(_replays(course, worker) for worker in course.roster.workers):
         return
@@ -280,7 +285,9 @@ def _let_in(course: Course, now: float, out: CoordinatorOutput) -> None:
     if (message := course.logs.held_back) is not None:
         course.logs.held_back = None
         durable(course, message, out)
-    course.go_on_without(f"stage {', '.join(map(str, stages))} was replayed", now, out)
+    if not course.ending.finishing:
+        course.go_on_without(f"stage {', '.join(map(str, stages))} was replayed", now, out)
+    course.let_go(out)
 
 
 def gone(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
@@ -306,10 +313,11 @@ def unreplayable(course: Course, message: Unreplayable, now: float, out: Coordin
     replays = newcomer.member if newcomer is not None else member
     assert replays is not None, "who replays is a newcomer or a member"
     stage = replays.seat.stage
-    if message.lacks is None or message.lacks in (*_replay(course, stage).stages, *course.logs.companions):
+    tried = (*_replay(course, stage).stages, *course.logs.companions)
+    if message.lacks is None or message.lacks in tried or course.ending.finishing:
         say_of_stages(course, [stage], message.why, out, lacks=message.lacks)
-        empty = ", ".join(map(str, course.attendance.view(course.roster).empty_stages()))
-        course.end(
+        empty = ", ".join(map(str, course.attendance.empty_stages()))
+        course.end_without_stage(
             f"stage {empty} has no live worker left, and stage {stage} can't be replayed: {message.why}. "
             f"{course.ending.safe_point}",
             out,
@@ -333,7 +341,7 @@ def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
     since, job = course.logs.waits_since, course.job
     if since is None or job is None:
         return
-    empty = course.attendance.view(course.roster).empty_stages()
+    empty = course.attendance.empty_stages()
     at_work = {each.stage for each in course.joining if each.phase in (Phase.REPLAYING, Phase.REPLAYED)}
     if any(course.is_ending or _is_abandoned(course, stage) for stage in empty if stage not in at_work):
         course.go_on_without_stage(now, out)
@@ -345,7 +353,7 @@ def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
     patience = replay_deadlines.patience(course, empty)
     if now - since <= patience.end_s:
         return
-    course.end(
+    course.end_without_stage(
         f"stage {', '.join(map(str, empty))} has no live worker left, and nothing was heard for "
         f"{patience.end_s:.0f} s of who was to replay it: {patience}. {course.ending.safe_point}",
         out,

@@ -138,19 +138,26 @@ def enter(course: Course, message: SurvivorReport, out: CoordinatorOutput) -> No
 def come_in_force(course: Course, out: CoordinatorOutput) -> None:
     """Says of whom a generation that has come about makes members like all."""
     for newcomer in course.joining.in_force(course.roster, course.attendance.failure_detector.clock):
-        member = newcomer.member
-        course.vacancies.admitted(member.worker, course.committed)
-        out.say(
-            "rejoined",
-            f"{member} takes part again from step {course.committed + 1} on",
-            seat=str(member.seat),
-            rank=member.rank,
-            incarnation=member.incarnation,
-            step=course.committed + 1,
-        )
+        admit(course, newcomer, out)
     for newcomer in course.joining:
         if newcomer.phase is Phase.WAITING and not replays.is_awaited(course, newcomer.stage):
             course.joining.catch_up(newcomer, course.roster, course.committed, out)
+
+
+def admit(course: Course, newcomer: Newcomer, out: CoordinatorOutput) -> None:
+    """Says of a newcomer that it is a member like all."""
+    member = newcomer.member
+    course.vacancies.admitted(member.worker, course.committed)
+    out.say(
+        "rejoined",
+        f"{member} has its stage's state after step {course.committed}, the last one, and its script goes on to its end"
+        if course.ending.finishing
+        else f"{member} takes part again from step {course.committed + 1} on",
+        seat=str(member.seat),
+        rank=member.rank,
+        incarnation=member.incarnation,
+        step=course.committed + 1,
+    )
 
 
 def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:

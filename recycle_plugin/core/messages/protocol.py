@@ -314,6 +314,11 @@ class Leaving(OfWorker):
 
 
 @dataclass(frozen=True)
+class Through(OfWorker):
+    """A worker's script is through, in a job that logs: it goes once it hears MayGo."""
+
+
+@dataclass(frozen=True)
 class Left(OfWorker):
     """A worker goes now, after everybody's commit, with exit code ``code``.
 
@@ -735,6 +740,13 @@ class End:
 
 
 @dataclass(frozen=True)
+class MayGo:
+    """To a worker whose script is through: all have committed ``step``, the last one, and nobody needs it any more."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Over:
     """The job is over: supervisors are to go with ``code`` once their worker is gone."""
 
@@ -766,6 +778,7 @@ MESSAGES = (
     CheckpointLoaded,
     Resized,
     Leaving,
+    Through,
     Left,
     Exited,
     Unguarded,
@@ -796,6 +809,7 @@ MESSAGES = (
     Collected,
     BarrierPassed,
     End,
+    MayGo,
     Over,
     Recorded,
     Stay,

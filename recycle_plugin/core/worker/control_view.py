@@ -17,6 +17,7 @@ from recycle_plugin.core.messages.protocol import (
     Expected,
     Generation,
     LogOnly,
+    MayGo,
     Recorded,
     Replay,
     Replaying,
@@ -57,8 +58,9 @@ class ControlView:
     ``changed_behind`` that at which the members were others last,
     ``news`` how commits were said, and ``recorded`` what a newcomer's script was told, for whoever takes them from
     there, ``end`` the job's; ``departed``: the others go on without this worker, since it was to leave; ``newcomer``:
-    it has come back to a job that had started; ``shard``: which of its seat's it is; ``called_off``: the last
-    generation that held at once and that a newcomer was not in; ``heard_in``: the last one that this worker is in.
+    it has come back to a job that had started; ``may_go``: its script is through, and nobody needs it; ``shard``: which
+    of its seat's it is; ``called_off``: the last generation that held at once and that a newcomer was not in;
+    ``heard_in``: the last one that this worker is in.
     """
 
     def __init__(self, rank: int, incarnation: int = 0) -> None:
@@ -71,7 +73,7 @@ class ControlView:
         self.news: deque[tuple[Generation | None, Committed]] = deque(maxlen=UNREAD)
         self.recorded: list[Recorded] = []
         self.end: End | None = None
-        self.departed = False
+        self.departed = self.may_go = False
         self.called_off = -1
         self.heard_in: Generation | None = None
         self.newcomer = False  # it has come back to a job that had started
@@ -179,6 +181,8 @@ class ControlView:
                 self.replayed += 1
             case End():
                 self.end = message
+            case MayGo():
+                self.may_go = True
 
     def hears_end(self, step: int) -> bool:
         """Whether a newcomer's script is to hear now that the data had ended before ``step``; it hears it once each

@@ -26,6 +26,7 @@ from recycle_plugin.core.messages.protocol import (
     Resume,
     Stepped,
     SurvivorReport,
+    Through,
 )
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack, unpack
@@ -256,6 +257,9 @@ class TrainingLoop:
                 what = f"all contributions to the loss of step {step}"
                 return (yield from self._port.wait(what, lambda: self._control_view.collected(step, "loss")))
             except Interrupted:
+                losses = self._control_view.collected(step, "loss")
+                if losses is not None and self._control_view.is_committed(step):
+                    return losses  # the script may end here: the others may, and wait for nobody then
                 yield from self.recover()
 
     def advance(self, step: int) -> Iterator[Any]:
@@ -409,7 +413,7 @@ class TrainingLoop:
         """Reports for ``generation`` and adopts it, unless a newer one replaces it meanwhile.  Of one in which a stage
         has nobody nothing can be said: what is here stays as it is, until the stage was replayed.
         """
-        if empty := ClusterView(self._topology, generation.roster.working).empty_stages():
+        if empty := self._empty_stages(generation):
             yield from self._await_stages(empty, generation)
             return
         self._runner.stop_helping()
@@ -461,17 +465,43 @@ class TrainingLoop:
             self._tell_applied(generation.number, self.machine.stepped)
         self._plan = plan
 
+    def _empty_stages(self, generation: Generation) -> tuple[int, ...]:
+        return ClusterView(self._topology, generation.roster.working).empty_stages()
+
+    def finish(self) -> Iterator[Any]:
+        """Says that the script is through, and returns once this worker may go.  While a stage that has nobody is
+        replayed it may be needed for that, and helps.
+        """
+        view = self._control_view
+        self._runner.park()
+        self._port.send(Through(view.rank))
+        while not view.may_go:
+            generation = view.interruption()
+            if generation is not None and (empty := self._empty_stages(generation)):
+                yield from self._await_stages(empty, generation)
+                continue
+            expected = view.expected
+            what = "the coordinator's word that this worker may go" + f": {expected.what}" * bool(expected.what)
+
+            def news(heard: int = view.replayed, before: Generation | None = generation) -> bool | None:
+                return view.may_go or view.replayed > heard or view.interruption() is not before or None
+
+            yield from self._port.wait(what, news, False, expected.limit_s)
+
     def _await_stages(self, empty: tuple[int, ...], generation: Generation) -> Iterator[Any]:
-        """Waits for a newer generation, in which all stages have somebody, and helps with that meanwhile."""
+        """Waits for a newer generation, in which all stages have somebody, or until this worker may go, and helps with
+        that meanwhile.
+        """
         self._runner.park()
         self._port.reach("recovery.parked")
         view, stages = self._control_view, ", ".join(map(str, empty))
-        while view.pending is generation:  # the deadline is one for the next word of who replays them
+        while view.pending is generation and not view.may_go:  # the deadline: one for the next word of who replays them
             expected = view.expected
             what = f"stage {stages} to be replayed ({generation.cause})" + f": {expected.what}" * bool(expected.what)
 
             def news(heard: int = view.replayed) -> bool | None:
-                over = view.pending is not generation or view.replayed > heard or view.replay is not None
+                over = view.pending is not generation or view.may_go
+                over |= view.replayed > heard or view.replay is not None
                 return over or self._runner.asked_to_help()
 
             yield from self._port.wait(what, news, False, expected.limit_s)

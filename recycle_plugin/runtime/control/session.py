@@ -64,8 +64,9 @@ class Session(ControlView):
       (runtime/collectives/callers.py); ``group_sums`` is the setting; ``trains``: this process has its trainer.
     * ``idle(waiting=True)`` is called while the thread that trains waits: it serves newcomers, and returns whether
       there was anything to do, None where there are none.
-    * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py), ``at_end`` when the script is
-      through, to go when everybody's last step is committed.
+    * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py), ``through`` when the
+      script is through, to go when nobody needs this worker, and ``at_end`` then, or when the job has come to its
+      planned end.
     * ``newcomer``: the process has come into a job that had started, in the place of a lost one, and runs its script
       from the top; ``startup``: what that one's collectives gave before its first step, once there are groups.
     * ``seat_group``: of the workers that hold this one's seat with it, None where it does so alone.
@@ -94,6 +95,7 @@ class Session(ControlView):
         self.work: object | None = None
         self.trainer: int | None = None
         self.when_adopted: Callable[[], None] = lambda: None
+        self.through: Callable[[], None] = lambda: None
         self.at_end: Callable[[], None] = lambda: None
         self.trains = False
         self.idle: Callable[..., bool | None] = lambda waiting: None

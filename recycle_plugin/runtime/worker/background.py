@@ -205,7 +205,7 @@ class Background:
         if error:
             self._interval.failed(begun.step, met.from_step)
             if first:
-                self._saving.discard(self._folder)
+                self._saving.discard(self._folder, begun.unfinished)
                 self._say_failed(begun, error)
             return
         self._interval.made(begun.step, costs, met.from_step)

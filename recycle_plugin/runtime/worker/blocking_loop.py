@@ -104,6 +104,10 @@ class BlockingLoop:
         else:
             _drain(self._loop.settle())
 
+    def finish(self) -> None:
+        """Wait, as a worker whose script is through, until nobody needs this one any more."""
+        _drain(self._loop.finish())
+
     def catch_up(self) -> None:
         """Recover from a membership change between steps."""
         _drain(self._loop.catch_up())

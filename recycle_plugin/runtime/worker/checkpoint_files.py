@@ -85,26 +85,29 @@ class Saving:
                 if ready is not None:
                     folders.replace(ready, folder / "latest")
             except OSError as error:
-                self._tidy(folder)
+                self._tidy(folder, unfinished)
                 return self.said(
                     error if isinstance(error, NotSaved) else NotSaved(folders.refusal(folder / tag, error))
                 )
             session.note("checkpoint", f"{said} in {folder / tag}", path=str(folder / tag), **details)
             self._reach("checkpoint.latest")
-            self._tidy(folder)
+            self._tidy(folder, unfinished)
             return ""
 
-    def discard(self, folder: Path) -> None:
-        """Remove what is left of unfinished checkpoints in ``folder``, where nobody writes any more."""
+    def discard(self, folder: Path, unfinished: str) -> None:
+        """Remove the checkpoint ``unfinished`` in ``folder``, and what is left of others, where nobody writes any
+        more.
+        """
         with self._session.heartbeats.at(ELSEWHERE, "a checkpoint"):
-            self._tidy(folder)
+            self._tidy(folder, unfinished)
 
-    def _tidy(self, folder: Path) -> None:
+    def _tidy(self, folder: Path, unfinished: str) -> None:
+        """Remove what nobody writes to any more: in this membership others may be at the next checkpoint already."""
+        now = self.unfinished("", self._session.number)
         for left in folder.glob(f"*{UNFINISHED}*"):
-            if (
-                f"{UNFINISHED}{self._session.job_id}-" in left.name
-                or time.time() - folders.written_last(left) > STALE_S
-            ):
+            own = f"{UNFINISHED}{self._session.job_id}-" in left.name
+            over = left.name == unfinished or not left.name.endswith(now)
+            if (own and over) or time.time() - folders.written_last(left) > STALE_S:
                 folders.remove(left)
 
     def unfinished(self, tag: str, number: int) -> str:
@@ -134,7 +137,7 @@ class _Folder:
         )
 
     def discard(self, number: int) -> Iterator[Any]:
-        self.saving.discard(self.folder)
+        self.saving.discard(self.folder, self.saving.unfinished(self.tag, number))
         yield from ()
 
 

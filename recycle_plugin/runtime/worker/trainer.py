@@ -116,7 +116,7 @@ class Trainer:
                 "a second engine, pipeline or set of replicas in this process: one for each process is supported yet; "
                 "make one, and give it all layers"
             )
-        session.trains = True
+        session.trains, session.through = True, self.await_others
         self._session, self._settings, self._framework = session, settings, framework
         self.topology, self.seat, session.shard = framework.topology, framework.seat, framework.shard
         _check_faults(settings, self.topology)
@@ -269,6 +269,13 @@ class Trainer:
             self._framework.model.module.eval()
             losses = self._running.evaluate(batches, count)
             return sum(losses.values()) / len(losses)
+
+    def await_others(self) -> None:
+        """Wait, behind the end of the script, until nobody needs this worker: it may be, to replay a stage."""
+        self.settle()
+        if self._log is not None and self._waiting_loop is not None:
+            with self.lifted(), self._surroundings.restored():
+                self._waiting_loop.finish()
 
     def finish(self) -> None:
         """Wait until everybody's last step is committed, report, and close; then this worker may go."""
