@@ -203,7 +203,7 @@ def lost_heard(monkeypatch) -> None:
     monkeypatch.setattr(attendance, "OF_MEMBERS", ())
 
 
-@mistake("whoever goes while the membership changes is waited for", seen=64)
+@mistake("whoever goes while the membership changes is waited for", seen=819)
 def gone_waited_for(monkeypatch) -> None:
     monkeypatch.setattr(Course, "_await_without", lambda self, member, early, now, out: None)
 
