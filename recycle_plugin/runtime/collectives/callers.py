@@ -20,7 +20,7 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 
-OF_SEAT = frozenset({Op.F, Op.I, Op.B})  # what all workers of a seat run together
+OF_SEAT = frozenset({Op.F, Op.I, Op.B, Op.STEP})  # what all workers of a seat run together
 SUMS = frozenset({Op.REDUCE, Op.TIE})  # the plugin's own: rerouting has put the lost members' part into them
 BETWEEN = frozenset(
     {"torch", "deepspeed", "recycle_plugin", "typing_extensions", "warnings", "contextlib", "functools"}

@@ -49,6 +49,25 @@ class Undo(Protocol):
         """Bytes of the tensors that are kept for it."""
 
 
+class NoUndo:
+    """Of steps whose sum some live worker always has until they are committed, and which nobody rejects: a pipeline of
+    one stage, whose optimizer judges a step before it applies it.
+    """
+
+    exact = True
+    held_bytes = 0
+
+    def prepare(self) -> None:
+        """Nothing."""
+
+    def before_step(self) -> None:
+        """Nothing."""
+
+    def restore(self) -> None:
+        """Raise AssertionError: nobody asks for this."""
+        raise AssertionError("a step of a job with one stage is never taken back")
+
+
 KINDS: dict[str, Callable[..., Undo]] = {
     "snapshot": Snapshot,
     "host_snapshot": partial(Snapshot, copies=HostCopies),
