@@ -4,7 +4,8 @@ RECYCLE_TEST_SHARDED holds as JSON: ``folder``: of the job; ``replicas``: 0 for 
 ``steps``; ``accumulation``; ``kind``: "fp32" or "bf16"; ``clip``; ``kills``: [rank, call, where] of each process that
 kills itself: ``call`` counts micro-batches, ``where`` is "forward" or "backward", in the middle of it; ``faults``: the
 plugin's; ``held``: the step before which members wait for a file ``go`` in the folder, 0 for none; ``ledger``: of a run
-before, the samples of each step and rank, which are trained instead of those that a rank would draw.
+before, the samples of each step and rank, which are trained instead of those that a rank would draw; ``save``: the step
+after which a checkpoint is saved, 0 for none; ``load``: the folder of one that is begun with, or null.
 """
 
 from __future__ import annotations
@@ -103,9 +104,13 @@ def main() -> None:
     torch.manual_seed(5)
     model = Net()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config())
+    if job["load"]:
+        path, state = engine.load_checkpoint(job["load"])
+        assert path is not None and state["drawn"] > 0, path
     world, first = dist.get_world_size(), engine.global_steps
     dtype = torch.bfloat16 if job["kind"] == "bf16" else torch.float32
     given = job["ledger"]
+    saved = None
     used: dict[int, list[int]] = {}
     losses: list[float] = []
     of_step: list[int] = []
@@ -127,6 +132,9 @@ def main() -> None:
         of_step.append(number)
         losses.append(loss.item())
         engine.step()
+        if engine.global_steps > before and engine.global_steps == job["save"]:
+            engine.save_checkpoint(str(FOLDER / "saved"), client_state={"drawn": draws})
+            saved = weights(engine)
         if engine.global_steps > before:
             used[engine.global_steps], of_step = of_step, []
     record = {
@@ -137,6 +145,7 @@ def main() -> None:
         "used": used,
         "first": first,
         "weights": weights(engine),
+        "saved": saved,
         "steps": engine.global_steps,
     }
     (FOLDER / "losses").mkdir(exist_ok=True, parents=True)

@@ -39,6 +39,16 @@ class PushedSteps:
         """Whether the script is in the middle of a micro-batch."""
         return self._need is Need.PASS
 
+    @property
+    def between(self) -> bool:
+        """Whether the script is between two steps, and not in the middle of one."""
+        return self._need is Need.NOTHING
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step has begun in this process."""
+        return self._steps is not None
+
     def join(self) -> None:
         """Return when this worker, which comes back, has its stage's state and is given work."""
         self._trainer.join()

@@ -13,27 +13,31 @@ It is stock's own, with the ranks of one replica as its data parallel group, in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from recycle_plugin.adapters.deepspeed.ports import StockOptimizer, counters_part
+from recycle_plugin.adapters.deepspeed.replica.checkpoint import ReplicaFiles
 from recycle_plugin.adapters.deepspeed.replica.shards import Partitions, Whole, shards_of
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.patches import deepspeed_zero3
 from recycle_plugin.runtime.collectives.place import Place, make_alike, meet
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.stage.buckets import MeanBuckets
 from recycle_plugin.runtime.state.stage_state import StatePart
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
-from recycle_plugin.runtime.worker.ports import Framework, StageModel
+from recycle_plugin.runtime.worker.ports import Framework, StageModel, trained
 from recycle_plugin.runtime.worker.pushed_stage import PushedStage
 from recycle_plugin.runtime.worker.pushed_steps import PushedSteps
 from recycle_plugin.runtime.worker.scaling import LossScale
@@ -87,11 +91,12 @@ class ReplicaGroups:
 class ReplicaEngine(DeepSpeedEngine):
     """DeepSpeed's engine, as one of the ranks of a replica; others go on where a replica is lost.
 
-    ``settle()``, ``on_join`` and ``behind`` are for scripts that are written for all of the plugin's engines.
+    A rank that comes back has its shard, and is one of the others, when ``deepspeed.initialize`` returns: its script
+    goes on from ``global_steps``, as after ``load_checkpoint``.
     """
 
     _job: ReplicaArguments  # of the class that engine_class makes
-    _shards: Whole | Partitions
+    shards: Whole | Partitions
     _trainer: Trainer
     _steps: PushedSteps
     _boundary: bool | None = None  # what stock code is told; None: what the program says
@@ -104,18 +109,23 @@ class ReplicaEngine(DeepSpeedEngine):
         topology = Topology(self._job.replicas, 1, int(named["config_class"].gradient_accumulation_steps))
         self._place = meet(session, topology, shards)
         group = session.seat_group if session.seat_group is not None else _alone(world)
+        if named["config_class"].zero_optimization_stage == ZeroStageEnum.weights:
+            deepspeed_zero3.apply()
         assert session.startup is not None, "there are groups"
-        with session.startup.building(named["model"].parameters()):
+        with session.startup.building(trained(named["model"])):
             super().__init__(*arguments, **named | {"mpu": ReplicaGroups(group)})
-        self._shards = shards_of(self)
+        session.startup.built()
+        self.shards = shards_of(self)
         device = device_of(self.device)
-        stage = PushedStage(self._shards.parameters, device)
+        stage = PushedStage(self.shards.parameters, device)
         self._trainer = Trainer(session, self._job.settings, self._framework(topology, self._place, stage))
         self._trainer.feed.source = lambda step, micro_batch: None  # LOAD waits for the script, who has the data
         self._steps = PushedSteps(self._trainer, stage)
         session.at_end = self._trainer.finish
-        session.startup.begin_training([*self.module.parameters(), *self._shards.parameters])
+        self._loaded = 0  # checkpoints, before the first step
+        self._recalled: list[Any] = []  # what loading them has given this rank's predecessor
         if session.newcomer:
+            self._recalled = [*_recalled(session)]
             self._steps.join()
 
     # --- what scripts call -----------------------------------------------------------------------------
@@ -130,7 +140,7 @@ class ReplicaEngine(DeepSpeedEngine):
         """Stock's backward of the loss of the last micro-batch."""
         if not self._steps.runs:
             raise RecycleError("engine.backward(loss) without a forward: call engine(…) for each micro-batch before it")
-        with self._told(True), self._shards.backward() as made:
+        with self._told(True), self.shards.backward() as made:
             scaled = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         self._steps.run((made, loss.detach()))
         return scaled
@@ -148,6 +158,75 @@ class ReplicaEngine(DeepSpeedEngine):
 
     def settle(self) -> None:
         """Nothing: each call returns with all steps committed."""
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = {},
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """DeepSpeed's ``save_checkpoint``: stock's files for the ranks of one replica, complete while others are
+        missing.
+
+        Raises NotSaved, on all ranks, where one can't be written, and RecycleError in the middle of a step.
+        """
+        if not self._steps.between:
+            raise RecycleError(
+                "save_checkpoint() in the middle of a step: call it behind an engine.step() that has applied one, "
+                "which is when engine.global_steps has gone up"
+            )
+        more = {"client_state": client_state, "exclude_frozen_parameters": exclude_frozen_parameters}
+        self._trainer.save(Path(save_dir), tag, save_latest, replace(self._files, **more))
+        return True
+
+    def load_checkpoint(self, load_dir: str, *arguments: Any, **named: Any) -> Any:
+        """DeepSpeed's ``load_checkpoint``, before the first step; a rank that comes back is told what its predecessor
+        was, and keeps the state that it has.
+        """
+        if self._recalled:
+            return self._recalled.pop(0)
+        if self._steps.begun:
+            raise RecycleError(
+                'load_checkpoint() after the first step is not supported with recycle.unit "replica" yet: call it '
+                "before that"
+            )
+        with self._trainer.lifted(), self.shards.as_stock():
+            found = super().load_checkpoint(load_dir, *arguments, **named)
+        if found[0] is not None:
+            self._trainer.loaded(whole=True)
+        self._loaded += 1
+        startup = self._job.session.startup
+        assert startup is not None, "there are groups"
+        startup.remember(_loading(self._loaded), found)
+        return found
+
+    def no_sync(self) -> Any:
+        """Refuse: what a rank has summed for itself is lost with it, and nobody could take its micro-batches over."""
+        raise RecycleError(
+            'engine.no_sync() with recycle.unit "replica": a micro-batch is reduced at once; leave it out'
+        )
+
+    def coalesce_grad_reduction(self) -> Any:
+        """Refuse, as :meth:`no_sync`."""
+        raise RecycleError(
+            'engine.coalesce_grad_reduction() with recycle.unit "replica": a micro-batch is reduced at once; leave it '
+            "out"
+        )
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Refuse: a loss moves the boundary, and the program says where it is."""
+        raise RecycleError(
+            'engine.set_gradient_accumulation_boundary() with recycle.unit "replica": a loss moves the boundary; ask '
+            "engine.is_gradient_accumulation_boundary()"
+        )
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Refuse: steps of another size are not planned for yet."""
+        raise RecycleError(
+            'engine.set_train_batch_size() with recycle.unit "replica" is not supported yet; leave it out'
+        )
 
     # --- what stock code calls -------------------------------------------------------------------------
 
@@ -184,16 +263,17 @@ class ReplicaEngine(DeepSpeedEngine):
         given = self._trainer.norm
         if given is not None:
             self._judged = None
-            self._shards.follow(float(given))
+            self.shards.follow(float(given))
             self._optimizer_port.pass_over()
         else:
             with self._told(True):
-                self._judged = self._shards.step(lambda: DeepSpeedEngine.step(self, self._lr_arguments))
+                self._judged = self.shards.step(lambda: DeepSpeedEngine.step(self, self._lr_arguments))
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # alike in all replicas
 
     def _framework(self, topology: Topology, place: Place, stage: PushedStage) -> Framework:
-        device, scale = device_of(self.device), LossScale(self._shards.scaler)
-        model = StageModel(self._shards.module, None, topology.micro_batches, True, True, device)
+        device, scale = device_of(self.device), LossScale(self.shards.scaler)
+        model = StageModel(self.shards.module, None, topology.micro_batches, True, True, device)
+        self._files = ReplicaFiles(self, self._job.session, place.shard)
         self._optimizer_port = ReplicaOptimizer(self, self._step_as_stock)
         return Framework(
             seat=place.seat,
@@ -201,7 +281,7 @@ class ReplicaEngine(DeepSpeedEngine):
             model=model,
             optimizer=self._optimizer_port,
             buckets=MeanBuckets(place.peers),
-            checkpoints=NoFiles(),
+            checkpoints=self._files,
             cursor=DataCursor(topology.micro_batches),
             micro_batch_size=self.train_micro_batch_size_per_gpu(),
             batch=lambda: int(self.train_batch_size()),
@@ -225,7 +305,7 @@ class ReplicaOptimizer(StockOptimizer):
     @property
     def wrapped(self) -> torch.optim.Optimizer:
         """The torch optimizer that changes this rank's shard."""
-        return self._engine._shards.wrapped
+        return self._engine.shards.wrapped
 
     def skip(self) -> None:
         """Count a step that the others have skipped, as stock code does."""
@@ -238,19 +318,24 @@ class ReplicaOptimizer(StockOptimizer):
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
-class NoFiles:
-    """Checkpoints of a replica job."""
-
-    def write(self, state: Any, folder: Any, tag: str, reach: Any) -> None:
-        """Refuse."""
-        raise RecycleError("not yet")
-
-    copy = read = write
-
-
 def engine_class(job: ReplicaArguments) -> type:
     """The plugin's engine in the place of DeepSpeed's."""
     return type(ReplicaEngine.__name__, (ReplicaEngine,), {"_job": job})
+
+
+def _loading(number: int) -> str:
+    """The name by which what loading a checkpoint has given is remembered."""
+    return f"load_checkpoint, number {number}"
+
+
+def _recalled(session: Session) -> Iterator[Any]:
+    """What loading checkpoints has given the predecessor of this rank's script, in order."""
+    startup = session.startup
+    assert startup is not None, "there are groups"
+    number = 1
+    while startup.remembered(_loading(number)):
+        yield startup.recall(_loading(number))
+        number += 1
 
 
 def _alone(world: int) -> dist.ProcessGroup:

@@ -19,14 +19,17 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
+from deepspeed.runtime.zero.stage_1_and_2 import (
+    INITIAL_MICRO_STEP_ID,
+    DeepSpeedZeroOptimizer,
+    GradPartitionBufferGroup,
+)
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.block_sums import in_place_of
 from recycle_plugin.runtime.stage.clipping import coefficient, scale
 
 Gradients = list[torch.Tensor | None]
-FIRST_MICRO_STEP = -1  # stock's count before the first backward of a step
 
 
 class Whole:
@@ -142,7 +145,7 @@ class Partitions:
         for group in range(len(self.parameters)):
             optimizer.averaged_gradients[group] = optimizer.all_grad_tensors[group] = None
         optimizer.zero_grad(set_to_none=True)
-        optimizer.micro_step_id = FIRST_MICRO_STEP
+        optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
 
     def _put(self, group: int, gradient: torch.Tensor) -> None:
         """Put a copy of the reduced ``gradient`` in its place, cut as stock cuts it by parameters."""
@@ -214,8 +217,7 @@ class PartitionedWeights(Partitions):
         optimizer = self._optimizer
         for group in range(len(self.parameters)):
             optimizer.averaged_gradients[group] = None
-        optimizer.zero_grad(set_to_none=True)
-        optimizer.micro_step_id = FIRST_MICRO_STEP
+        optimizer.zero_grad(set_to_none=True)  # which begins to count micro-batches anew
 
     def _put(self, group: int, gradient: torch.Tensor) -> None:
         flat, sizes = gradient.clone(), [each.partition_numel() for each in self._optimizer.fp16_groups[group]]
