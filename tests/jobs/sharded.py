@@ -1,11 +1,14 @@
 """A small job of sharded replicas, in a script's own loop, or the same model with stock DeepSpeed.
 
 RECYCLE_TEST_SHARDED holds as JSON: ``folder``: of the job; ``replicas``: 0 for stock DeepSpeed; ``stage``: of ZeRO;
-``steps``; ``accumulation``; ``kind``: "fp32" or "bf16"; ``clip``; ``kills``: [rank, call, where] of each process that
-kills itself: ``call`` counts micro-batches, ``where`` is "forward" or "backward", in the middle of it; ``faults``: the
-plugin's; ``held``: the step before which members wait for a file ``go`` in the folder, 0 for none; ``ledger``: of a run
-before, the samples of each step and rank, which are trained instead of those that a rank would draw; ``save``: the step
-after which a checkpoint is saved, 0 for none; ``load``: the folder of one that is begun with, or null.
+``steps``; ``accumulation``; ``kind``: "fp32" or "bf16"; ``clip``; ``kills``: [rank, number, where] of each process that
+kills itself: ``where`` is "forward" or "backward", in the middle of the micro-batch of that number, or "step", in the
+optimizer's step behind so many; ``faults``: the plugin's; ``held``: the step before which members wait for a file
+``go`` in the folder, 0 for none; ``ledger``: the samples of each step and rank, which are trained instead of those that
+a rank would draw, or null; ``save``: the step after which a checkpoint is saved, 0 for none; ``load``: the folder of
+one that is begun with, or null; ``averages``: whether the loss is averaged over all ranks after each step; ``wrong``:
+what the script does wrong in its loop; ``config``: more of DeepSpeed's.  What a rank has drawn is written down before
+its step.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
+
+import recycle_plugin
 
 WIDTH, HIDDEN, PATIENCE_S = 8, 24, 150.0
 job = json.loads(os.environ["RECYCLE_TEST_SHARDED"])
@@ -59,9 +64,9 @@ class Dying(torch.autograd.Function):
 calls = 0
 
 
-def die(where: str) -> None:
+def die(where: str, number: int | None = None) -> None:
     """Kill this process, if it is to die here."""
-    if [RANK, calls, where] in job["kills"] and not INCARNATION:
+    if [RANK, calls if number is None else number, where] in job["kills"] and not INCARNATION:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -71,17 +76,21 @@ def config() -> dict:
     if job["replicas"]:
         recycle = {"enabled": True, "unit": "replica", "replicas": job["replicas"], "run_dir": job["folder"]}
         recycle |= {"report": False, "check_replicas": 1, "faults": job["faults"]}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": job["accumulation"],
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-2}},
-        "gradient_clipping": job["clip"],
-        "zero_optimization": {"stage": job["stage"]},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10_000,
-        "recycle": recycle,
-    } | half
+    return (
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": job["accumulation"],
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-2}},
+            "gradient_clipping": job["clip"],
+            "zero_optimization": {"stage": job["stage"]},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10_000,
+            "recycle": recycle,
+        }
+        | half
+        | job["config"]
+    )
 
 
 def weights(engine) -> dict[str, list[float]]:
@@ -100,6 +109,35 @@ def wait_for_go() -> None:
         time.sleep(0.05)
 
 
+def mistake(engine, loss: torch.Tensor) -> None:
+    """Do what the job is to do wrong, where a micro-batch has run forward."""
+    inputs = sample(0)
+    match job["wrong"]:
+        case "twice":
+            engine(*inputs)
+        case "no backward":
+            engine.step()
+        case "no forward":
+            engine.backward(loss)
+            engine.backward(loss)
+        case "no step":
+            for _ in range(3):
+                engine.backward(loss)
+                loss = engine(*inputs)
+        case "only step":
+            for _ in range(2):
+                engine.backward(loss)
+                engine.step()
+                loss = engine(*inputs)
+            engine.backward(loss)
+            for _ in range(4):
+                engine.step()
+        case "no_sync":
+            engine.no_sync()
+        case "save":
+            engine.save_checkpoint(str(FOLDER / "saved"))
+
+
 def main() -> None:
     torch.manual_seed(5)
     model = Net()
@@ -107,6 +145,9 @@ def main() -> None:
     if job["load"]:
         path, state = engine.load_checkpoint(job["load"])
         assert path is not None and state["drawn"] > 0, path
+    engine.basic_optimizer.register_step_pre_hook(lambda *_: die("step", engine.global_steps))
+    (FOLDER / "drawn").mkdir(exist_ok=True)
+    drawn = (FOLDER / "drawn" / f"{RANK}.{INCARNATION}").open("w")
     world, first = dist.get_world_size(), engine.global_steps
     dtype = torch.bfloat16 if job["kind"] == "bf16" else torch.float32
     given = job["ledger"]
@@ -128,10 +169,15 @@ def main() -> None:
         loss = engine(*(each.to(dtype) for each in sample(number)))
         if engine.global_steps > before:  # closed without this rank's work
             before = engine.global_steps
+        mistake(engine, loss)
         engine.backward(loss)
         of_step.append(number)
+        drawn.write(f"{engine.global_steps + 1} {number}\n")
+        drawn.flush()
         losses.append(loss.item())
         engine.step()
+        if engine.global_steps > before and job["averages"]:
+            recycle_plugin.mean(loss.detach(), None)
         if engine.global_steps > before and engine.global_steps == job["save"]:
             engine.save_checkpoint(str(FOLDER / "saved"), client_state={"drawn": draws})
             saved = weights(engine)

@@ -158,16 +158,19 @@ class Plugin:
         """Inside of this context ``deepspeed.initialize`` builds our engine of one rank of a replica."""
         check_versions()
         from recycle_plugin.adapters.deepspeed.replica.engine import ReplicaArguments, engine_class
+        from recycle_plugin.adapters.deepspeed.replica.refusals import check
         from recycle_plugin.runtime.collectives import group
 
         self._check_once()
+        assert settings.replicas is not None, "which is checked with the unit"
+        check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]))
         accelerator = module.get_accelerator()
         module.init_distributed(dist_backend=accelerator.communication_backend_name())
         group.check_backend(sys.modules["torch.distributed"].get_backend())
         self.session.configure(settings.wait_timeout_s, settings.regroup_timeout_s, settings.group_sums)
         stock, module.DeepSpeedEngine = (
             module.DeepSpeedEngine,
-            engine_class(ReplicaArguments(self.session, settings.for_replicas(), settings.replicas or 0)),
+            engine_class(ReplicaArguments(self.session, settings.for_replicas(), settings.replicas)),
         )
         try:
             yield

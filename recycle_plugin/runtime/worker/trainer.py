@@ -162,7 +162,7 @@ class Trainer:
         )
         if framework.pushed is not None:
             assert isinstance(self._world, PushedMachine), "of a script that pushes"
-            self._world.script = framework.pushed.script
+            self._world.script, session.pushed = framework.pushed.script, True
         self._touch = FirstTouch(self._changed, lambda: self.settled and self._in_step, self._show)
         os.register_at_fork(before=self._touch.now)
         self._surroundings = Surroundings(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ class Whole:
             parameter.grad = None if parameter.grad is None else parameter.grad.clone()
         self._engine._global_grad_norm = None
         once()
-        return float(self._engine._global_grad_norm or 0.0)
+        norm = float(self._engine._global_grad_norm or 0.0)
+        return norm if isfinite(norm) else 0.0  # stock skips nothing at stage 0
 
     def follow(self, norm: float) -> None:
         """Step by what is in ``parameter.grad``, as others have judged it; what has none stays as it is."""
