@@ -1,8 +1,8 @@
 """ZeRO stage 3's checks that all ranks do the same, among the ranks that do: those of its data parallel group.
 
 Before it gathers parameters for the first time, and reduces gradients, stage 3 compares lists of numbers with those of
-global rank 0, over the group of all ranks; so does stock where its data parallel group is a part of them.  In a job of
-sharded replicas (recycle_plugin/adapters/deepspeed/replica) the other replicas are at another micro-batch then, or gone.
+global rank 0, over the group of all ranks, also where its data parallel group is a part of them.  In a job of sharded
+replicas (recycle_plugin/adapters/deepspeed/replica) other replicas are at another micro-batch then, or gone.
 """
 
 from __future__ import annotations

@@ -125,13 +125,9 @@ def mistake(engine, loss: torch.Tensor) -> None:
                 engine.backward(loss)
                 loss = engine(*inputs)
         case "only step":
-            for _ in range(2):
-                engine.backward(loss)
-                engine.step()
-                loss = engine(*inputs)
             engine.backward(loss)
-            for _ in range(4):
-                engine.step()
+            engine.step()
+            engine.step()
         case "no_sync":
             engine.no_sync()
         case "save":

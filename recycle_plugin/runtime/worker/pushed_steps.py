@@ -79,7 +79,7 @@ class PushedSteps:
         """
         if self._need is Need.PASS:
             raise RecycleError("engine.step() before engine.backward(loss): call that first")
-        if self._need is Need.NOTHING:
+        if not self._ran:
             raise RecycleError(
                 "engine.step() without a micro-batch: call engine(…) and engine.backward(loss) before it"
             )
