@@ -93,6 +93,7 @@ def ended_well(result: Result) -> None:
 def test_as_stock_with_all_ranks(start, stage, kind):
     ours, stock = start(stage=stage, kind=kind), start(stage=stage, kind=kind, replicas=0)
     ended_well(ours)
+    assert {each["surprises"] for each in ours.records.values()} == {0}, "the boundary was where it was said to be"
     assert stock.code == 0, stock.output[-6000:]
     for rank, each in stock.records.items():
         assert ours.records[rank]["losses"] == pytest.approx(each["losses"], abs=ROUNDING[kind])
@@ -127,6 +128,7 @@ def test_a_replica_comes_back_and_begins_at_the_others_step(start, stage, kind):
     for what in ("lost", "restart", "newcomer", "caught_up", "rejoined"):
         assert sorted(event["rank"] for event in result.of(what)) == [2, 3], what
     assert {event["in_vain"] for event in result.of("restart")} == {0}
+    assert {each["surprises"] for each in result.records.values()} == {0}
     back = [result.records[rank] for rank in (2, 3)]
     assert {each["incarnation"] for each in back} == {1} and HELD <= back[0]["first"] == back[1]["first"] < LONG
     assert {len(samples) for step, samples in back[0]["used"].items() if int(step) > back[0]["first"]} == {2}

@@ -147,9 +147,10 @@ def main() -> None:
     world, first = dist.get_world_size(), engine.global_steps
     dtype = torch.bfloat16 if job["kind"] == "bf16" else torch.float32
     given = job["ledger"]
-    saved = None
+    saved, surprises = None, 0
     used: dict[int, list[int]] = {}
     losses: list[float] = []
+    times = [time.monotonic()]
     of_step: list[int] = []
     draws = first * job["accumulation"]  # as after load_checkpoint
     global calls
@@ -171,7 +172,9 @@ def main() -> None:
         drawn.write(f"{engine.global_steps + 1} {number}\n")
         drawn.flush()
         losses.append(loss.item())
+        boundary = engine.is_gradient_accumulation_boundary()
         engine.step()
+        surprises += boundary != (engine.global_steps > before)
         if engine.global_steps > before and job["averages"]:
             recycle_plugin.mean(loss.detach(), None)
         if engine.global_steps > before and engine.global_steps == job["save"]:
@@ -179,6 +182,7 @@ def main() -> None:
             saved = weights(engine)
         if engine.global_steps > before:
             used[engine.global_steps], of_step = of_step, []
+            times.append(time.monotonic())
     record = {
         "rank": RANK,
         "pid": os.getpid(),
@@ -188,6 +192,8 @@ def main() -> None:
         "first": first,
         "weights": weights(engine),
         "saved": saved,
+        "surprises": surprises,
+        "times": times,
         "steps": engine.global_steps,
     }
     (FOLDER / "losses").mkdir(exist_ok=True, parents=True)

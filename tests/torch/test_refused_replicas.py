@@ -77,6 +77,7 @@ def test_what_is_given_to_initialize():
     torch.Tensor.__setattr__(cut.weight, "ds_id", 0)
     assert "mpu= or mesh_param= with" in refusal({}, {"mpu": SimpleNamespace()})
     assert "deepspeed.zero.Init with" in refusal({}, {"model": cut})
+    assert "0 with recycle.unit" in refusal({}, {"model": nn.Sequential(nn.BatchNorm1d(2))})
     assert "recycle.replicas is 3, and the job has 4 ranks" in refusal({}, {}, replicas=3)
 
 

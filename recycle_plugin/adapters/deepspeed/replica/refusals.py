@@ -129,6 +129,12 @@ def _of_arguments(config: dict[str, Any], given: dict[str, Any]) -> Iterator[str
         )
     if model is not None and has_moe_layers(model)[0]:
         yield f"deepspeed.moe layers with {REPLICA} send tokens by groups of their own; use dense layers"
+    for name, part in model.named_modules() if model is not None else ():
+        if getattr(part, "track_running_stats", False):
+            yield (
+                f"{name} with {REPLICA} keeps running statistics, which a rank that comes back would not have; use a "
+                "normalisation without them (LayerNorm, GroupNorm), or track_running_stats=False"
+            )
     if model is not None and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         yield (
             f"deepspeed.zero.Init with {REPLICA} has cut the model over all ranks, and not those of a replica: build "

@@ -188,13 +188,13 @@ class PartitionedWeights(Partitions):
         return list(self._optimizer.fp32_partitioned_groups_flat)
 
     def step(self, once: Callable[[], None]) -> float:
-        """As for Partitions."""
+        """Step as Partitions does, and fill torch's optimizer again."""
         norm = super().step(once)
         self._fill()
         return norm
 
     def follow(self, norm: float) -> None:
-        """As for Partitions."""
+        """Follow as Partitions does, and fill torch's optimizer again."""
         super().follow(norm)
         self._fill()
 

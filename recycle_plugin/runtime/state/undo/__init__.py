@@ -50,18 +50,18 @@ class Undo(Protocol):
 
 
 class NoUndo:
-    """Of steps whose sum some live worker always has until they are committed, and which nobody rejects: a pipeline of
-    one stage, whose optimizer judges a step before it applies it.
+    """Keeps nothing, for steps that are never taken back: some live worker has their sum until they are committed, and
+    nobody rejects them, since there is one stage, whose optimizer judges a step before it applies it.
     """
 
     exact = True
     held_bytes = 0
 
     def prepare(self) -> None:
-        """Nothing."""
+        """Nothing: there is nothing to keep."""
 
     def before_step(self) -> None:
-        """Nothing."""
+        """Nothing: there is nothing to keep."""
 
     def restore(self) -> None:
         """Raise AssertionError: nobody asks for this."""
