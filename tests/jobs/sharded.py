@@ -6,9 +6,9 @@ kills itself: ``where`` is "forward" or "backward", in the middle of the micro-b
 optimizer's step behind so many; ``faults``: the plugin's; ``held``: the step before which members wait for a file
 ``go`` in the folder, 0 for none; ``ledger``: the samples of each step and rank, which are trained instead of those that
 a rank would draw, or null; ``save``: the step after which a checkpoint is saved, 0 for none; ``load``: the folder of
-one that is begun with, or null; ``averages``: whether the loss is averaged over all ranks after each step; ``wrong``:
-what the script does wrong in its loop; ``config``: more of DeepSpeed's.  What a rank has drawn is written down before
-its step.
+one that is begun with, or null; ``averages``: whether a sample is evaluated, and that averaged over all ranks, after
+each step; ``wrong``: what the script does wrong in its loop; ``config``: more of DeepSpeed's.  What a rank has drawn is
+written down before its step.
 """
 
 from __future__ import annotations
@@ -176,7 +176,10 @@ def main() -> None:
         engine.step()
         surprises += boundary != (engine.global_steps > before)
         if engine.global_steps > before and job["averages"]:
-            recycle_plugin.mean(loss.detach(), None)
+            engine.eval()
+            with torch.no_grad():
+                recycle_plugin.mean(engine(*(each.to(dtype) for each in sample(0))), None)
+            engine.train()
         if engine.global_steps > before and engine.global_steps == job["save"]:
             engine.save_checkpoint(str(FOLDER / "saved"), client_state={"drawn": draws})
             saved = weights(engine)
