@@ -147,7 +147,7 @@ def main() -> None:
     world, first = dist.get_world_size(), engine.global_steps
     dtype = torch.bfloat16 if job["kind"] == "bf16" else torch.float32
     given = job["ledger"]
-    saved, surprises = None, 0
+    surprises = 0
     used: dict[int, list[int]] = {}
     losses: list[float] = []
     times = [time.monotonic()]
@@ -182,7 +182,6 @@ def main() -> None:
             engine.train()
         if engine.global_steps > before and engine.global_steps == job["save"]:
             engine.save_checkpoint(str(FOLDER / "saved"), client_state={"drawn": draws})
-            saved = weights(engine)
         if engine.global_steps > before:
             used[engine.global_steps], of_step = of_step, []
             times.append(time.monotonic())
@@ -194,7 +193,6 @@ def main() -> None:
         "used": used,
         "first": first,
         "weights": weights(engine),
-        "saved": saved,
         "surprises": surprises,
         "times": times,
         "steps": engine.global_steps,
