@@ -43,9 +43,46 @@ def refuse_contradictions(settings: Settings) -> None:
             'write null, or set recycle.checkpoint to an object such as {"overhead": 0.035} and recycle.rejoin to '
             '"always"',
         )
+    _refuse_units(settings)
     _refuse_steps(settings)
     _refuse_inexact(settings)
     _refuse_unheeded(settings)
+
+
+NOT_OF_REPLICAS = {
+    "split_backward": "a backward that the script calls is not split",
+    "exact": "DeepSpeed adds up inside a replica in its own order",
+    "log": "there is no pipeline to log",
+    "checkpoint": "automatic checkpoints are not supported there yet",
+    "max_slowdown": "the job could not leave a checkpoint in the middle of the script's loop yet",
+    "rebalance": "a replica's work is its script's",
+    "zero": "DeepSpeed shards inside a replica, whose copies are the others",
+    "loss_scaling": "DeepSpeed scales losses itself",
+    "resume_iterators": "the script reads its data itself",
+}  # settings that nothing would heed with unit "replica", or that can't be had
+
+
+def _refuse_units(settings: Settings) -> None:
+    """What does not go with the unit that is given up where a worker is lost."""
+    if settings.unit == "worker" and settings.replicas is not None:
+        raise SettingsError(
+            "replicas", 'has no effect with recycle.unit = "worker"', 'leave it out, or set recycle.unit to "replica"'
+        )
+    if settings.unit == "replica" and (settings.replicas or 0) < 2:
+        raise SettingsError(
+            "replicas",
+            f"is {shown(settings.replicas)}, and a lost replica needs another one to go on",
+            "write how many replicas the job's ranks make, 2 or more",
+        )
+    for name, why in NOT_OF_REPLICAS.items() if settings.unit == "replica" else ():
+        if name in settings.model_fields_set and getattr(settings, name):
+            raise SettingsError(name, f'contradicts recycle.unit = "replica": {why}', "leave it out")
+    if settings.unit == "replica" and (settings.clip, settings.norm, settings.nonfinite) != ("sync", True, "end"):
+        name = next(name for name, value in (("clip", "sync"), ("norm", True), ("nonfinite", "end"))
+                    if getattr(settings, name) != value)  # fmt: skip
+        raise SettingsError(
+            name, 'contradicts recycle.unit = "replica", in which DeepSpeed itself judges each step', "leave it out"
+        )
 
 
 def _refuse_steps(settings: Settings) -> None:

@@ -106,6 +106,18 @@ class Settings(BaseModel):
         "fewer leave more freedom to reroute, and each block of a worker beyond its first takes one more buffer of "
         "the gradients' size",
     )
+    unit: Literal["worker", "replica"] = setting(
+        "worker",
+        '"worker" or "replica"',
+        "who is given up when a worker is lost: it alone, whose micro-batches go to its peers; or, in jobs without a "
+        "pipeline, the whole replica, inside of which DeepSpeed shards by ZeRO, and which comes back whole",
+    )
+    replicas: Count | None = setting(
+        None,
+        "a whole number of at least 1, or null",
+        'with `unit` "replica", how many replicas the job\'s ranks make, at least 2: each has as many neighbouring '
+        "ranks, and a copy of the model",
+    )
     zero: Literal["replicate"] | None = setting(
         None,
         '"replicate" or null',
@@ -332,6 +344,10 @@ class Settings(BaseModel):
         if not clipping and self.stagger_optimizer and "clip" not in self.model_fields_set:
             implied["clip"] = "validate"
         return self.model_copy(update=implied)
+
+    def for_replicas(self) -> Settings:
+        """These settings, as they are with `unit` "replica": a backward that the script calls is not split."""
+        return self.model_copy(update={"split_backward": False})
 
     def waits_for_norm(self, clipping: float) -> bool:
         """Whether no step is applied before the norm over all stages is known; ``clipping``: DeepSpeed's

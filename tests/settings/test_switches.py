@@ -32,6 +32,8 @@ SEEN = {
     "undo": "runtime/test_undo_deepspeed.py::test_the_engine_keeps_the_gradient_that_is_applied_the_clipped_one",
     "exact": "cluster/test_exact.py::test_without_exact_mode_the_same_failure_changes_bits",
     "exact_block": "cluster/test_exact.py::test_other_settings",
+    "unit": "cluster/test_sharded.py::test_whoever_is_killed_its_replica_goes_and_its_samples_are_drawn_by_the_others",
+    "replicas": "cluster/test_sharded.py::test_as_stock_with_all_ranks",
     "zero": "cluster/test_bf16.py::test_zero_1_in_fp32",
     "keep_bytes": "cluster/test_kills.py::test_what_was_not_kept_is_run_again",
     "pinned_bytes": "standin/test_device_mistakes.py::test_pinned_memory_has_a_budget_past_which_copies_still_come",

@@ -28,6 +28,7 @@ FRAMEWORKS = [
     "deepspeed.module_inject.auto_ep_layer",  # these two with the first engine
     "recycle_plugin.adapters.deepspeed.engine",
     "recycle_plugin.adapters.deepspeed.refusals",
+    "recycle_plugin.adapters.deepspeed.replica.engine",
     "recycle_plugin.adapters.megatron.gpt",
     "recycle_plugin.adapters.megatron.indexed",
     "recycle_plugin.adapters.megatron.text",

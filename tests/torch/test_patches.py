@@ -148,3 +148,14 @@ def test_deepspeed_builds_no_extension_for_its_collectives():
     finally:
         deepspeed_cpu.revert()
     assert deepspeed.ops.__compatible_ops__ == before
+
+
+def test_zero_3s_checks_are_replaced_as_they_are_installed_and_put_back():
+    from deepspeed.runtime.zero import utils
+    from recycle_plugin.patches import deepspeed_zero3
+
+    before = utils.assert_lst_len_same_as_other_ranks, utils.get_lst_from_rank0
+    deepspeed_zero3.apply()
+    assert not {utils.assert_lst_len_same_as_other_ranks, utils.get_lst_from_rank0} & {*before}
+    deepspeed_zero3.revert()
+    assert (utils.assert_lst_len_same_as_other_ranks, utils.get_lst_from_rank0) == before

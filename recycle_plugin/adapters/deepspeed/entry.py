@@ -97,7 +97,8 @@ class Plugin:
             if not settings.enabled:
                 return stock(*arguments, **named)
             given = dict(zip(("args", "model", "optimizer", "model_parameters", "training_data"), arguments)) | named
-            with self._our_engine(module, config, settings, given):
+            ours = self._our_engine if settings.unit == "worker" else self._replica_engine
+            with ours(module, config, settings, given):
                 return stock(*arguments, **named)
 
         module.initialize = initialize
@@ -134,10 +135,7 @@ class Plugin:
         from recycle_plugin.adapters.deepspeed.engine_checks import check_config, check_dataset, check_placement
         from recycle_plugin.runtime.collectives import group
 
-        if self.session.trains:
-            raise RecycleError(
-                "deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet"
-            )
+        self._check_once()
         if module.comm.is_initialized():
             group.check_backend(sys.modules["torch.distributed"].get_backend())
         check_config(config, given.get("model"), given.get("optimizer"), given.get("model_parameters"))
@@ -152,6 +150,38 @@ class Plugin:
             yield
         finally:
             module.PipelineEngine = stock
+
+    @contextmanager
+    def _replica_engine(
+        self, module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]
+    ) -> Iterator[None]:
+        """Inside of this context ``deepspeed.initialize`` builds our engine of one rank of a replica."""
+        check_versions()
+        from recycle_plugin.adapters.deepspeed.replica.engine import ReplicaArguments, engine_class
+        from recycle_plugin.adapters.deepspeed.replica.refusals import check
+        from recycle_plugin.runtime.collectives import group
+
+        self._check_once()
+        assert settings.replicas is not None, "which is checked with the unit"
+        check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]))
+        accelerator = module.get_accelerator()
+        module.init_distributed(dist_backend=accelerator.communication_backend_name())
+        group.check_backend(sys.modules["torch.distributed"].get_backend())
+        self.session.configure(settings.wait_timeout_s, settings.regroup_timeout_s, settings.group_sums)
+        stock, module.DeepSpeedEngine = (
+            module.DeepSpeedEngine,
+            engine_class(ReplicaArguments(self.session, settings.for_replicas(), settings.replicas)),
+        )
+        try:
+            yield
+        finally:
+            module.DeepSpeedEngine = stock
+
+    def _check_once(self) -> None:
+        if self.session.trains:
+            raise RecycleError(
+                "deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet"
+            )
 
 
 def find_config(arguments: tuple, named: dict[str, Any]) -> dict[str, Any]:

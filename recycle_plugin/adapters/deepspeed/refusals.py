@@ -24,11 +24,11 @@ def refusals(config: dict[str, Any]) -> Iterator[str]:
     """
     yield from _precision(config)
     yield from _zero(config)
-    yield from _optimizer(_section(config, "optimizer"))
-    yield from _checkpoint(_section(config, "checkpoint"))
+    yield from of_optimizer(section_of(config, "optimizer"))
+    yield from of_checkpoints(section_of(config, "checkpoint"))
     yield from _bypassed(config)
     yield from _parallel(config)
-    yield from _removed(config)
+    yield from removed(config)
     yield from _exact(config)
 
 
@@ -48,7 +48,8 @@ def sizes(config: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+def section_of(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """The section ``name`` of the config, {} where there is none.  Raises RecycleError where it is no object."""
     found = config.get(name) or {}
     if not isinstance(found, dict):
         raise RecycleError(f"{name} is {shown(found)}; write an object, or leave it out")
@@ -57,13 +58,13 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _precision(config: dict[str, Any]) -> Iterator[str]:
     for name in ("torch_autocast", "amp"):
-        if _section(config, name).get("enabled"):
+        if section_of(config, name).get("enabled"):
             yield (
                 f"{name}.enabled: only fp32, bf16 and fp16 are supported yet; remove the {name} section, "
                 "and set bf16.enabled or fp16.enabled to true if you can"
             )
     name = half(config)
-    if name is not None and name != FP16 and _section(config, FP16).get("enabled"):
+    if name is not None and name != FP16 and section_of(config, FP16).get("enabled"):
         yield f"{name}.enabled and {FP16}.enabled contradict each other: set one of them to false"
     elif name is not None:
         yield from _half(config, name)
@@ -71,19 +72,19 @@ def _precision(config: dict[str, Any]) -> Iterator[str]:
 
 def half(config: dict[str, Any]) -> str | None:
     """The name of the section that asks for bf16 or fp16, None if none does: DeepSpeed knows two for bf16."""
-    return next((name for name in ("bf16", "bfloat16", FP16) if _section(config, name).get("enabled")), None)
+    return next((name for name in ("bf16", "bfloat16", FP16) if section_of(config, name).get("enabled")), None)
 
 
 def _half(config: dict[str, Any], name: str) -> Iterator[str]:
     """Sums, master weights and the optimizer's state are in fp32, whatever stock code would do."""
     kind = FP16 if name == FP16 else "bf16"
     for key in (f"{kind}_master_weights_and_grads", "bf16_optimizer_states"):
-        if _section(config, name).get(key):
+        if section_of(config, name).get(key):
             yield (
                 f"{name}.{key}: master weights, sums of gradients and the optimizer's state are fp32 with "
                 "recycle.enabled; leave it out"
             )
-    wanted = {"data_types.grad_accum_dtype": _section(config, "data_types").get("grad_accum_dtype"),
+    wanted = {"data_types.grad_accum_dtype": section_of(config, "data_types").get("grad_accum_dtype"),
               "communication_data_type": config.get("communication_data_type")}  # fmt: skip
     for key, value in wanted.items():
         if value not in (None, "fp32", "float32"):
@@ -91,7 +92,7 @@ def _half(config: dict[str, Any], name: str) -> Iterator[str]:
                 f"{key} is {shown(value)}: {kind} gradients are summed in fp32 with recycle.enabled; "
                 'write "fp32", or leave it out'
             )
-    recycle = _section(config, SECTION)
+    recycle = section_of(config, SECTION)
     if recycle.get("norm") == "deepspeed":
         yield f"recycle.norm is \"deepspeed\", fp32's norm: in {name} DeepSpeed's is over all stages; leave it out"
     if recycle.get("loss_scaling") and name != FP16:
@@ -99,7 +100,7 @@ def _half(config: dict[str, Any], name: str) -> Iterator[str]:
 
 
 def _zero(config: dict[str, Any]) -> Iterator[str]:
-    section, recycle = _section(config, "zero_optimization"), _section(config, SECTION)
+    section, recycle = section_of(config, "zero_optimization"), section_of(config, SECTION)
     stage = section.get("stage", 0)
     if stage == 1 and recycle.get("zero") != "replicate":
         yield (
@@ -127,7 +128,7 @@ def _replicated(section: dict[str, Any], recycle: dict[str, Any]) -> Iterator[st
         )
 
 
-def _optimizer(section: dict[str, Any]) -> Iterator[str]:
+def of_optimizer(section: dict[str, Any]) -> Iterator[str]:
     """DeepSpeed's own Adam is compiled at first use: say so before the compiler does."""
     name = str(section.get("type", "")).lower()
     if name.startswith(("onebit", "zeroone")):
@@ -135,7 +136,7 @@ def _optimizer(section: dict[str, Any]) -> Iterator[str]:
             f"optimizer {section['type']} sends gradients by itself, to workers that may be lost; "
             "use Adam or AdamW with torch_adam: true"
         )
-    if name not in ("adam", "adamw") or _section(section, "params").get("torch_adam"):
+    if name not in ("adam", "adamw") or section_of(section, "params").get("torch_adam"):
         return
     advice = "set optimizer.params.torch_adam to true, which needs no compiler"
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "c++"), "g++", "clang++")):
@@ -151,7 +152,7 @@ def _optimizer(section: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _checkpoint(section: dict[str, Any]) -> Iterator[str]:
+def of_checkpoints(section: dict[str, Any]) -> Iterator[str]:
     """DeepSpeed's other ways to save: what they write can't be waited for, is not seen by all, or is no state of this
     optimizer.
     """
@@ -203,7 +204,7 @@ REMOVED = (
 def _bypassed(config: dict[str, Any]) -> Iterator[str]:
     """Refuse what DeepSpeed does where the plugin has its own instead: it would be left undone silently."""
     for name, reason in BYPASSED.items():
-        if _value(config, name):
+        if value_of(config, name):
             yield f"{name} {reason}"
     if not config.get("managed_gradient_accumulation", True):
         yield (
@@ -214,17 +215,17 @@ def _bypassed(config: dict[str, Any]) -> Iterator[str]:
 
 def _parallel(config: dict[str, Any]) -> Iterator[str]:
     for name in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
-        if (_value(config, name) or 1) > 1:
+        if (value_of(config, name) or 1) > 1:
             yield (
                 f"{name} above 1 splits micro-batches or layers over workers, which is not supported yet; leave it out"
             )
-    if _value(config, "expert_parallel.enabled"):
+    if value_of(config, "expert_parallel.enabled"):
         yield (
             "expert_parallel.enabled: mixtures of experts send tokens between replicas, which may be lost; leave it out"
         )
 
 
-def _removed(config: dict[str, Any]) -> Iterator[str]:
+def removed(config: dict[str, Any]) -> Iterator[str]:
     """Some releases of DeepSpeed in the supported range still take these."""
     for name in REMOVED:
         value = config.get(name)
@@ -234,17 +235,17 @@ def _removed(config: dict[str, Any]) -> Iterator[str]:
 
 def _exact(config: dict[str, Any]) -> Iterator[str]:
     kind = config.get("communication_data_type")
-    if kind is not None and str(kind).lower() != "fp32" and _section(config, "recycle").get("exact"):
+    if kind is not None and str(kind).lower() != "fp32" and section_of(config, "recycle").get("exact"):
         yield (
             f"communication_data_type {shown(kind)} rounds gradients on their way, "
             "and recycle.exact adds them as they are; leave one of the two out"
         )
 
 
-def _value(config: dict[str, Any], name: str) -> Any:
+def value_of(config: dict[str, Any], name: str) -> Any:
     """The value of a key of the config, or of one in a section, as ``section.key``."""
     section, _, key = name.rpartition(".")
-    return (_section(config, section) if section else config).get(key)
+    return (section_of(config, section) if section else config).get(key)
 
 
 def _stale_lock() -> Path | None:

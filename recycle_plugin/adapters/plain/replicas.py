@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, meet, settings_of
+from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, settings_of
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.collectives.place import meet
 from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.worker.ports import Compute
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from recycle_plugin.adapters.plain.checkpoint import StageFiles, chosen
-from recycle_plugin.adapters.plain.ports import PlainBuckets, PlainOptimizer
-from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.adapters.plain.ports import PlainOptimizer
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.collectives.average import BACKEND
-from recycle_plugin.runtime.collectives.group import check_backend
+from recycle_plugin.runtime.collectives.place import Place, make_alike
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.devices.port import Device
+from recycle_plugin.runtime.stage.buckets import MeanBuckets
 from recycle_plugin.runtime.stage.fitness import check_layers, check_optimizer
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
@@ -70,39 +67,6 @@ def device_of_all(module: nn.Module) -> Device:
     return device_of(found.pop())
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of a worker: ``shard`` of ``seat``, which so many ``shards`` hold together.  ``peers``: the group of
-    those with the same shard of the same stage.
-    """
-
-    seat: Seat
-    peers: dist.ProcessGroup
-    shards: int = 1
-    shard: int = 0
-
-
-def meet(line: Session, topology: Topology, shards: int = 1) -> Place:
-    """The place of this worker, whose groups all workers make: by its rank, which goes by stage, then by replica, then
-    by shard.
-    """
-    if not dist.is_initialized():
-        dist.init_process_group(BACKEND)
-    check_backend(dist.get_backend())
-    stage, rest = divmod(line.rank, topology.replicas * shards)
-    replica, shard = divmod(rest, shards)
-    of_stage = topology.replicas * shards
-    peers = {
-        (of, part): dist.new_group(range(of * of_stage + part, (of + 1) * of_stage, shards))
-        for of in range(topology.stages)
-        for part in range(shards)
-    }
-    if shards > 1:
-        first = [dist.new_group(range(at, at + shards)) for at in range(0, topology.stages * of_stage, shards)]
-        line.seat_group = first[line.rank // shards]
-    return Place(Seat(replica, stage), peers[stage, shard], shards, shard)
-
-
 class PlainJob:
     """The training of one worker's stage ``module`` by ``optimizer``; ``line`` is the worker's session, which has its
     ``place``.  ``make(stage)``: another one's module, made once more.
@@ -137,7 +101,7 @@ class PlainJob:
         stage, peers = self.seat.stage, place.peers
         assert line.startup is not None, "there are groups"
         with line.startup.building(trained(module)):
-            _alike(module, peers)
+            make_alike((*module.parameters(), *module.buffers()), peers)
         kinds = {what: type(which).__name__ for what, which in (("optimizer", optimizer), ("scheduler", scheduler))}
         self._files = StageFiles(line, self.seat, topology.stages, module, kinds, place.shards, place.shard)
         first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
@@ -157,7 +121,7 @@ class PlainJob:
             topology=topology,
             model=model,
             optimizer=steps,
-            buckets=PlainBuckets(peers),
+            buckets=MeanBuckets(peers),
             checkpoints=self._files,
             cursor=self._cursor,
             micro_batch_size=micro_batch_size,
@@ -232,13 +196,6 @@ class PlainJob:
             )  # only now is nobody writing one, so that all find the same
             self._trainer.loaded(whole=True)
         self._trainer.remember_loading(place)
-
-
-@torch.no_grad()
-def _alike(module: nn.Module, peers: dist.ProcessGroup) -> None:
-    """Give all peers what the first of them has: layers may have been made outside, from whatever seed."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        dist.broadcast(tensor, src=dist.get_global_rank(peers, 0), group=peers)
 
 
 def _no_iterator(what: str) -> Any:

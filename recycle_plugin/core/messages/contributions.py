@@ -10,8 +10,9 @@ Nothing here belongs to a membership: a share, or a loss, is of the step's micro
 is incomplete stays good over failures too, and it does not matter when it was sent; only what is *discarded*
 (core/coordinator/step_validation.py) counts no more.
 
-Every shard of a seat says its own, and a set is complete when all have.  Losses are the same from all; a norm's shares
-are added, since each shard has other parameters.
+Every shard of a seat says its own, and a set is complete when all have.  Losses are the same from all that compute the
+same; of shards that have samples of their own it is the mean.  A norm's shares are added, since each shard has other
+parameters.
 """
 
 from __future__ import annotations
@@ -71,8 +72,14 @@ class Contributions:
 
 
 def _over_shards(name: str, values: dict[int, dict]) -> dict:
-    """The numbers of all shards by key, in order: losses as they are, squared norms added up."""
-    found: dict = {}
+    """The numbers of all shards by key, in order: the mean of losses, squared norms added up."""
+    found: dict[str, list[float]] = {}
     for _, each in sorted(values.items()):
-        found |= each if name == LOSS else {key: found.get(key, 0.0) + value for key, value in each.items()}
-    return dict(sorted(found.items()))
+        for key, value in each.items():
+            found.setdefault(key, []).append(value)
+    return {key: _mean(each) if name == LOSS else sum(each) for key, each in sorted(found.items())}
+
+
+def _mean(values: list[float]) -> float:
+    """The mean, and of equal numbers just that, whatever its last digit would be."""
+    return values[0] if len(set(values)) == 1 else sum(values) / len(values)

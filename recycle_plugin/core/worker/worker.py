@@ -545,8 +545,9 @@ class Worker:
         self.serve_now(waiting=False)
         self.servings.before_step(step - 1, self.store.valid_from)
         self._machine.finish_hash()
-        self.servings.stepped(step, self.store.get(self._norm(step)), self._machine.settings())
+        settings = self._machine.settings()
         self.store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
+        self.servings.stepped(step, self.store.get(self._norm(step)), settings)  # which STEP itself may have found
         if self._log is not None:
             self._log.applied(step, self.store.get(self._norm(step)))
         if self._stopwatch is not None:

@@ -16,12 +16,11 @@ import threading
 from collections.abc import Sequence
 from types import FrameType
 
-from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.worker.lockstep import JOINT, SUMS
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 
-OF_SEAT = frozenset({Op.F, Op.I, Op.B})  # what all workers of a seat run together
-SUMS = frozenset({Op.REDUCE, Op.TIE})  # the plugin's own: rerouting has put the lost members' part into them
 BETWEEN = frozenset(
     {"torch", "deepspeed", "recycle_plugin", "typing_extensions", "warnings", "contextlib", "functools"}
 )  # the script and a group; decorators too
@@ -95,13 +94,17 @@ class Callers:
 
     @property
     def in_layer(self) -> bool:
-        """Whether what is called now is called by a layer, in what all workers of a seat run together."""
+        """Whether what is called now is called by a layer, or a framework's step, in what all workers of a seat do
+        together.
+        """
         work = self._session.work
-        return isinstance(work, Instruction) and work.op in OF_SEAT and self._session.trainer == threading.get_ident()
+        return isinstance(work, Instruction) and work.op in JOINT and self._session.trainer == threading.get_ident()
 
     @property
     def is_own(self) -> bool:
-        """Whether the collective that is called now is one of the plugin's own sums, a REDUCE or TIE instruction."""
+        """Whether the collective that is called now is one of the plugin's own sums, a REDUCE or TIE instruction:
+        rerouting has put the lost members' part into it.
+        """
         work = self._session.work
         return isinstance(work, Instruction) and work.op in SUMS and self._session.trainer == threading.get_ident()
 

@@ -194,7 +194,7 @@ class Flight:
         with self._lock:
             asked.check()
             order = order_of(tensors_in((asked.tensors, asked.given)))
-            call = Call(asked, link, None, lasts, order, frozenset(self._live))
+            call = Call(asked, link, None, lasts, order, frozenset(self._asking_now if link == SCRIPT else self._live))
             if lasts and startup.alone:
                 self._replay(call, startup)
                 return call
@@ -415,6 +415,15 @@ class Flight:
             return self._ranks
         live = set(self._session.roster.ranks)
         return tuple(rank for rank in self._ranks if rank in live)
+
+    @property
+    def _asking_now(self) -> list[int]:
+        """The members whose scripts may ask for what this one's asks for."""
+        if not self._session.pushed or self._session.generation is None:
+            return self._live
+        working = self._session.roster.working
+        late = {member.rank for member in self._session.roster if member.seat not in working}
+        return [logical for logical in self._live if self._ranks[logical] not in late]
 
     def _join(self) -> None:
         """Take the session's membership: who is alive, and each one's position in the links."""

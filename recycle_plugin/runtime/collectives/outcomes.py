@@ -97,6 +97,7 @@ class Outcomes:
         self._lock = threading.Lock()
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self._let_in: Generation | None = None  # as a newcomer
+        self._late = False  # a member whose script has not come to the others' step yet
         self._counted_on: set[str] = set()  # groups
         self.startup = session.startup = Startup(session)
         session.when_adopted = self._tell
@@ -174,9 +175,12 @@ class Outcomes:
             self._counted_on.add(group)
 
     def _tell(self) -> None:
-        if self.startup.alone:
-            self._let_in = self._session.generation
+        session = self._session
+        if self.startup.alone or (session.pushed and self._late):
+            self._let_in = session.generation
             self.startup.join()
+            own = session.roster.member(session.worker)
+            self._late = own is not None and own.seat not in session.roster.working
         followers = list(self._followers)
         for group in followers:
             group.cut()

@@ -1,9 +1,10 @@
 """The process group of the workers that hold one seat together, for layers of which each of them has a part.
 
-Between steps it is a group like any other.  Inside of F, I and B, where no other group may be used
+Between steps it is a group like any other.  Inside of F, I, B and STEP, where no other group may be used
 (runtime/collectives/callers.py), its members are always there: they begin these together, and nothing that happens
-elsewhere interrupts them (core/worker/lockstep.py).  So what layers ask for there goes over a link of its own, which no
-change of the membership breaks; where a member dies, the others are given up with it.
+elsewhere interrupts them (core/worker/lockstep.py).  So what layers, and the steps of sharded replicas, ask for there
+goes over a link of its own, which no change of the membership breaks; where a member dies, the others are given up with
+it.
 """
 
 from __future__ import annotations

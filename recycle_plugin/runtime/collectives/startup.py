@@ -92,6 +92,12 @@ class Startup:
         finally:
             self._arriving = None
 
+    def built(self) -> None:
+        """Note that a framework has built its model, and that all trained parameters which it has filled come with the
+        state, wherever it has put them since.
+        """
+        self._awaited.clear()
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """A context for what a newcomer does not do over again, a checkpoint or an evaluation: calls in it are not
@@ -219,6 +225,11 @@ class Startup:
                 f"and not what the newcomer has there: let it make or read the same beforehand, or {ADVICE}"
             )
         return kept
+
+    def remembered(self, what: str) -> bool:
+        """Whether the predecessor has remembered something by the name ``what``."""
+        self._record()
+        return what in self._remembered
 
     def recall(self, what: str) -> Any:
         """What the predecessor has remembered by the name ``what``; raises RecycleError where it has not."""

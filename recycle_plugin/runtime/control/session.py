@@ -70,6 +70,8 @@ class Session(ControlView):
     * ``newcomer``: the process has come into a job that had started, in the place of a lost one, and runs its script
       from the top; ``startup``: what that one's collectives gave before its first step, once there are groups.
     * ``seat_group``: of the workers that hold this one's seat with it, None where it does so alone.
+    * ``pushed``: scripts push their micro-batches (core/worker/pushed.py), so that one which comes back is at the
+      others' step only once it is given work.
     * ``forked``: this process is not the worker, but was forked from it.
     * ``incarnation``: which process of its rank this one was started as; the coordinator says which one it is.
     * ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
@@ -101,6 +103,7 @@ class Session(ControlView):
         self.idle: Callable[..., bool | None] = lambda waiting: None
         self.startup: Startup | None = None
         self.seat_group: ProcessGroup | None = None
+        self.pushed = False
         self.heartbeats = Heartbeats(rank, self.send)
         self.given_up: Callable[[str], None] | None = None
         self.coordinator_is_gone = False  # so nobody but this worker can tell the user

@@ -43,6 +43,13 @@ def _there(gradient: torch.Tensor | None) -> torch.Tensor:
     return gradient
 
 
+def contribute(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Add the gradients of a micro-batch to what is in ``parameter.grad``, which may be these very tensors then."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
 class Contributions:
     """A worker's contributions to the gradients of a step of ``parameters`` on ``device``, by block where there are
     ``blocks``; for another worker, or from one.

@@ -17,6 +17,7 @@ from recycle_plugin.runtime.devices.timeline import Timeline
 from recycle_plugin.runtime.movers.batches import unpacked
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.worker.ports import Source
+from recycle_plugin.runtime.worker.pushed_stage import PushedStage
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 from recycle_plugin.runtime.worker.stepping import Stepping
 
@@ -36,7 +37,7 @@ class Operations:
     def __init__(
         self,
         session: Session,
-        stage: Stage | ScriptedStage,
+        stage: Stage | ScriptedStage | PushedStage,
         stepping: Stepping,
         source: Source,
         applied: Callable[[int], None],

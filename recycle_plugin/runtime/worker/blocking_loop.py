@@ -20,6 +20,7 @@ from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.core.worker.newcomer import Newcomer
+from recycle_plugin.core.worker.pushed import Need
 from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.planner.forwards import forwards
@@ -91,6 +92,15 @@ class BlockingLoop:
     def train(self, step: int) -> dict:
         """Train ``step``; returns the loss of each micro-batch of the step."""
         return _drain(self._loop.train(step))
+
+    def steps(self) -> Iterator[Any]:
+        """Train step after step for a script that pushes its micro-batches; yields what is needed of it, which is
+        nothing once a step is committed.
+        """
+        while True:
+            yield from self._loop.advance(self.machine.stepped + 1)
+            yield from self._loop.settle()
+            yield Need.NOTHING
 
     @property
     def settled(self) -> bool:

@@ -15,12 +15,16 @@ from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, of_parameters
 from recycle_plugin.runtime.state.units import Units
 from recycle_plugin.runtime.worker.ports import Framework
+from recycle_plugin.runtime.worker.pushed_stage import PushedStage
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 
 
 def stage_state(
-    framework: Framework, stage: Stage | ScriptedStage, scale: LossScale, iterator_data: IteratorData | None
+    framework: Framework,
+    stage: Stage | ScriptedStage | PushedStage,
+    scale: LossScale,
+    iterator_data: IteratorData | None,
 ) -> StageState:
     """The state of a worker's stage, of whatever framework.
 
@@ -94,6 +98,6 @@ def scheduler_part(current: Callable[[], Any]) -> StatePart:
     return StatePart("scheduler", get=get, set=put)
 
 
-def _scale(stage: Stage | ScriptedStage, scale: LossScale, state: dict[str, Any]) -> None:
+def _scale(stage: Stage | ScriptedStage | PushedStage, scale: LossScale, state: dict[str, Any]) -> None:
     scale.set_state(state)
     stage.loss_scale = scale.value

@@ -24,6 +24,7 @@ from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.catching_up import Inlet
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.lockstep import Lockstep, Word
+from recycle_plugin.core.worker.pushed import Need, Script
 from recycle_plugin.core.worker.shares import Word as ShareWord
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.training_loop import StepProgram
@@ -266,6 +267,19 @@ class TorchMachine:
         if self._takers:
             self._mover.wait_sent(self._takers)
             self._takers.clear()
+
+
+class PushedMachine(TorchMachine):
+    """A machine on which F waits until its ``script`` has run the micro-batch forward and backward."""
+
+    script: Script
+
+    def spend(self, instruction: Instruction) -> Iterator[Any]:
+        """For F the time in which the script runs it."""
+        if instruction.op is Op.F:
+            yield Need.PASS
+            self.script.gives = False
+            self.script.left -= 1
 
 
 def strike(fault: Fault, session: Session) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -23,6 +23,9 @@ from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.state.stage_state import StageState, StatePart
+
+if TYPE_CHECKING:  # which reads this module
+    from recycle_plugin.runtime.worker.pushed_stage import PushedStage
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 Parameters = list[torch.nn.Parameter]
@@ -184,7 +187,9 @@ class Framework:
     ``compute``: the script's own forward and backward of a model that is one stage (runtime/worker/scripted.py).
     ``shards``: workers that hold each seat together, of which this one is number ``shard``.  ``make(stage)``: any stage
     of the pipeline, made once more from its layer specs, with weights that nobody may use; it leaves this worker's own
-    module and random streams as they are.  None where that can't be.
+    module and random streams as they are.  None where that can't be.  ``pushed``: the stage of a script that runs
+    forward, backward and step itself (core/worker/pushed.py), whose steps are never taken back.  ``judged()``: the norm
+    by which the framework itself has judged the last step, not finite where it was skipped; None where the plugin does.
     """
 
     seat: Seat
@@ -208,6 +213,8 @@ class Framework:
     shards: int = 1
     shard: int = 0
     make: Callable[[int], MadeStage] | None = None
+    pushed: PushedStage | None = None
+    judged: Callable[[], float | None] = lambda: None
 
     @property
     def parameters(self) -> Parameters:

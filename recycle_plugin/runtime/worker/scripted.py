@@ -21,6 +21,7 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.block_sums import in_place_of
+from recycle_plugin.runtime.stage.gradients import contribute
 from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, check_unchanged
 from recycle_plugin.runtime.worker.ports import Compute, StageModel
 
@@ -77,10 +78,7 @@ class ScriptedStage:
                 else gradients,
                 loss: value,
             }
-        for parameter, gradient in zip(self._parameters, have[stash], strict=True):
-            if gradient is not None:
-                gradient.div_(self._scale)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        contribute(self._parameters, [each if each is None else each.div_(self._scale) for each in have[stash]])
         return {grad: (), wgrad: None}
 
     def _first(self, step: int, one: MicroBatch) -> Computed:

@@ -21,6 +21,7 @@ from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo import KINDS, Undo
 from recycle_plugin.runtime.state.undo.kept import Keeper
 from recycle_plugin.runtime.worker.ports import Optimizer, Parameters
+from recycle_plugin.runtime.worker.pushed_stage import PushedStage
 from recycle_plugin.runtime.worker.scaling import LossScale, unscaled
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 
@@ -34,7 +35,7 @@ class Stepping:
     def __init__(
         self,
         optimizer: Optimizer,
-        stage: Stage | ScriptedStage,
+        stage: Stage | ScriptedStage | PushedStage,
         parameters: Parameters,
         gradients: Gradients,
         clipping: Clipping,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.helper import Helper
 from recycle_plugin.core.worker.lockstep import Lockstep
+from recycle_plugin.core.worker.pushed import PushedWorker
 from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.step_store import Retention, StepStore
@@ -63,6 +64,7 @@ from recycle_plugin.runtime.state.background_hash import BackgroundHash
 from recycle_plugin.runtime.state.fingerprint import fingerprint
 from recycle_plugin.runtime.state.surroundings import AsStarted, SetByScript, Surroundings
 from recycle_plugin.runtime.state.touch import FirstTouch
+from recycle_plugin.runtime.state.undo import NoUndo
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.changed_state import Counts, stage_state, stage_units
 from recycle_plugin.runtime.worker.checkpoint_files import saving_place
@@ -72,10 +74,11 @@ from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.helping import Helping, HowToMake
 from recycle_plugin.runtime.worker.iterator_places import IteratorPlace
 from recycle_plugin.runtime.worker.log_choice import LogChoice
-from recycle_plugin.runtime.worker.machine import TorchMachine
+from recycle_plugin.runtime.worker.machine import PushedMachine, TorchMachine
 from recycle_plugin.runtime.worker.newcomer import Newcomer
 from recycle_plugin.runtime.worker.on_join import Callback, Give, OnJoin
 from recycle_plugin.runtime.worker.ports import Checkpoints, Framework, described, trained
+from recycle_plugin.runtime.worker.pushed_stage import PushedStage
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 from recycle_plugin.runtime.worker.stage_log import ReplayMachine, Sharing, StageLog
@@ -145,7 +148,7 @@ class Trainer:
             TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace * first else None
         )
         self._on_join = OnJoin()
-        self._world = TorchMachine(
+        self._world = (TorchMachine if framework.pushed is None else PushedMachine)(
             session,
             self._transport,
             operations,
@@ -157,6 +160,9 @@ class Trainer:
             self._stepping.prepare,
             self.state_for_newcomer,
         )
+        if framework.pushed is not None:
+            assert isinstance(self._world, PushedMachine), "of a script that pushes"
+            self._world.script, session.pushed = framework.pushed.script, True
         self._touch = FirstTouch(self._changed, lambda: self.settled and self._in_step, self._show)
         os.register_at_fork(before=self._touch.now)
         self._surroundings = Surroundings(
@@ -219,6 +225,44 @@ class Trainer:
                 raise
             self._surroundings.leave() if self._scripted is None else self._scripted.end()
             return sum(losses.values()) / len(losses)
+
+    def steps(self) -> Iterator[Any]:
+        """Train step after step, all micro-batches of which the script pushes: a generator, which yields what it needs
+        of the script (core/worker/pushed.py).
+        """
+        return self._running.steps()
+
+    @contextmanager
+    def pushing(self, hear: Callable[[], None]) -> Iterator[None]:
+        """A context in which :meth:`steps` go on; outside of it ``hear()`` recovers from a membership change that the
+        script meets.
+        """
+        with self.lifted():
+            self._begin_training()
+            self._as_started.check()
+            self.start()
+            self.feed.begin()
+            self._session.between_steps = None
+            try:
+                yield
+            finally:
+                self._session.between_steps = hear
+
+    def join(self) -> None:
+        """Return when this newcomer, whose script begins where the others are, is a member with its stage's state."""
+        with self.lifted():
+            self.feed.begin()
+            self._ask()
+            loop = self._prepared()
+            loop.follow(0)  # knows where the others are
+            step = max(1, self._session.committed)
+            while loop.follow(step):
+                step = (loop.followed or step) + 1
+            self._take_part(loop)
+
+    def between_steps(self) -> None:
+        """Recover from a membership change that the script meets between two steps."""
+        self._between_steps()
 
     def _past_loss(self, newcomer: Newcomer) -> float | None:
         """The loss of the script's next step, where that is over; None where it is to be trained here, with what the
@@ -385,6 +429,11 @@ class Trainer:
         self._stepping.clip()
 
     @property
+    def norm(self) -> torch.Tensor | None:
+        """The norm with regard to which others have applied the step that is being applied; None where nobody has."""
+        return self._stepping.norm()
+
+    @property
     def _running(self) -> BlockingLoop:
         assert self._loop is not None, "training has not begun"
         return self._loop
@@ -435,9 +484,12 @@ class Trainer:
         waits, costs, policy = self._planning()
         judging, lockstep = Judging(waits, settings.clip == "validate"), self._lockstep()
         log = None if self._log is None else self._log.steps
-        self._worker = Worker(
+        self._worker = (Worker if self._framework.pushed is None else PushedWorker)(
             self._world, shape, self._store, machine, judging, self.feed.iterator_data, Stopwatch(costs), log, lockstep
         )
+        if self._framework.pushed is not None:
+            assert isinstance(self._worker, PushedWorker), "of a script that pushes"
+            self._worker.script = self._framework.pushed.script
         replay = None
         if self._log is not None:
             self._worker.helper = self._helper(self._log.folder)
@@ -623,8 +675,10 @@ class Trainer:
             **{name: getattr(settings, name) for name in IN_RECORD},
         )
 
-    def _make_stage(self, blocks: BlockSums | None) -> Stage | ScriptedStage:
+    def _make_stage(self, blocks: BlockSums | None) -> Stage | ScriptedStage | PushedStage:
         framework, model = self._framework, self._framework.model
+        if framework.pushed is not None:
+            return framework.pushed
         randomness = partial(self._randomness, self.seat.stage, framework.forward)
         if framework.compute is not None:
             if blocks is not None:
@@ -650,7 +704,7 @@ class Trainer:
         gradients = self._gradients = Gradients(framework.buckets, self._store, parameters, blocks, framework.tied)
         elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.stage}
         clipping = Clipping(self._store, parameters, framework.norm or TrueNorm(elsewhere), framework.clipping)
-        undo = undo_record(self._settings.undo, self.state, gradients)
+        undo = undo_record(self._settings.undo, self.state, gradients) if framework.pushed is None else NoUndo()
         units = partial(stage_units, framework, self.state, gradients)
         interface, device = self._settings.transfer_interface, framework.model.device
         self.transfers = Transfers(self._session, self.seat.stage, interface, device, units)
@@ -727,6 +781,8 @@ class Trainer:
         )
 
     def _applied(self, step: int) -> None:
+        if (norm := self._framework.judged()) is not None:
+            self._store.put(Datum("norm", self.seat.stage, None, step), norm)
         every = self._settings.check_replicas
         along = self._companion is not None and self._companion.at_work  # the others have done so long ago
         if every and not along and step % every == 0:

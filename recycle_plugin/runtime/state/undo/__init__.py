@@ -49,6 +49,25 @@ class Undo(Protocol):
         """Bytes of the tensors that are kept for it."""
 
 
+class NoUndo:
+    """Keeps nothing, for steps that are never taken back: some live worker has their sum until they are committed, and
+    nobody rejects them, since there is one stage, whose optimizer judges a step before it applies it.
+    """
+
+    exact = True
+    held_bytes = 0
+
+    def prepare(self) -> None:
+        """Nothing: there is nothing to keep."""
+
+    def before_step(self) -> None:
+        """Nothing: there is nothing to keep."""
+
+    def restore(self) -> None:
+        """Raise AssertionError: nobody asks for this."""
+        raise AssertionError("a step of a job with one stage is never taken back")
+
+
 KINDS: dict[str, Callable[..., Undo]] = {
     "snapshot": Snapshot,
     "host_snapshot": partial(Snapshot, copies=HostCopies),

@@ -1,0 +1,72 @@
+"""Stock checkpoints of sharded replicas, complete while some are missing: for as many ranks as one replica has.
+
+The ranks of the first live replica write what stock's ranks 0, 1, … do, each the file of its shard; where there is
+ZeRO, all of the state is in stock's own files.  Stock DeepSpeed reads them on as many ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recycle_plugin.adapters.deepspeed.checkpoint import Durable
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.state.stage_state import StageState
+from recycle_plugin.runtime.worker.ports import Reach
+
+
+@contextmanager
+def _partitioned(engine: Any) -> Iterator[None]:
+    """A context in which ZeRO stage 3 has its small parameters in parts too, as stock's files have them."""
+    if engine._optimizer_has_ckpt_event_prologue():
+        engine.optimizer.checkpoint_event_prologue()
+    yield
+    if engine._optimizer_has_ckpt_event_epilogue():
+        engine.optimizer.checkpoint_event_epilogue()
+
+
+@dataclass(frozen=True)
+class ReplicaFiles:
+    """What a rank writes of a checkpoint (runtime/worker/ports.py), by stock code of ``engine``.
+
+    ``client_state``, ``exclude_frozen_parameters``: as scripts give them to ``save_checkpoint``.
+    """
+
+    engine: Any
+    session: Session
+    shard: int
+    client_state: Mapping[str, Any] = field(default_factory=dict)
+    exclude_frozen_parameters: bool = False
+
+    def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
+        """Write the rank's files, if it is one that does so; they are on the disk when this returns.  Raises
+        NotSaved.
+        """
+        engine = self.engine
+        if self.session.roster.first_of(0, self.shard).worker != self.session.worker:
+            return
+        stock, files = engine.checkpoint_engine, Durable(engine.checkpoint_engine, reach)
+        engine.checkpoint_engine = files
+        try:
+            with engine.shards.as_stock(), _partitioned(engine):
+                engine._create_checkpoint_file(str(folder), tag, False)
+                engine._save_checkpoint(str(folder), tag, dict(self.client_state), self.exclude_frozen_parameters)
+                if engine.save_zero_checkpoint:
+                    engine._save_zero_checkpoint(str(folder), tag)
+            files.conclude()
+        finally:
+            engine.checkpoint_engine = stock
+        if self.shard == 0 and engine.save_zero_checkpoint:
+            engine._copy_recovery_script(str(folder))
+
+    def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
+        """Raise RecycleError: nobody asks for automatic checkpoints, which are refused."""
+        raise RecycleError('recycle.checkpoint with recycle.unit "replica" is not supported yet; leave it out')
+
+    def read(self, state: StageState, folder: Path) -> None:
+        """Raise RecycleError: nobody replays a stage of such a job, whose log is refused."""
+        raise RecycleError('recycle.log with recycle.unit "replica" is not supported yet; leave it out')

@@ -1,0 +1,351 @@
+"""DeepSpeed's engine as one rank of a replica: scripts call it as stock's, and replicas may be lost.
+
+It is stock's own, with the ranks of one replica as its data parallel group, in front of the worker runtime's steps
+(runtime/worker/pushed_steps.py).  What each call does:
+
+* ``engine(batch)`` waits until the program wants a micro-batch; then stock's forward.
+* ``engine.backward(loss)``: stock's, with its reduction inside the replica, whose result is the micro-batch's part.
+* ``engine.step()``: off the boundary stock's; at the boundary the exchange with the other replicas, then stock's on the
+  exchanged sum, and it returns when the step is committed.  Where a replica is lost before anybody has the sum, it
+  returns without having stepped, and this rank has more micro-batches to do: ``is_gradient_accumulation_boundary()``
+  says when they are done, ``global_steps`` counts steps that were applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from recycle_plugin.adapters.deepspeed.ports import StockOptimizer, counters_part
+from recycle_plugin.adapters.deepspeed.replica.checkpoint import ReplicaFiles
+from recycle_plugin.adapters.deepspeed.replica.shards import Partitions, Whole, shards_of
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.data_cursor import DataCursor
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.patches import deepspeed_zero3
+from recycle_plugin.runtime.collectives.place import Place, make_alike, meet
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices.kinds import device_of
+from recycle_plugin.runtime.stage.buckets import MeanBuckets
+from recycle_plugin.runtime.state.stage_state import StatePart
+from recycle_plugin.runtime.worker.changed_state import scheduler_part
+from recycle_plugin.runtime.worker.ports import Framework, StageModel, trained
+from recycle_plugin.runtime.worker.pushed_stage import PushedStage
+from recycle_plugin.runtime.worker.pushed_steps import PushedSteps
+from recycle_plugin.runtime.worker.scaling import LossScale
+from recycle_plugin.runtime.worker.trainer import Trainer
+from recycle_plugin.settings.schema import Settings
+
+
+@dataclass(frozen=True)
+class ReplicaArguments:
+    """What the engine needs besides DeepSpeed's own arguments."""
+
+    session: Session
+    settings: Settings
+    replicas: int
+
+
+class ReplicaGroups:
+    """DeepSpeed's ``mpu``: its data parallel group is ``group``, the ranks of one replica; nothing else is parallel."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks of this replica."""
+        return self._group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Their global ranks."""
+        return dist.get_process_group_ranks(self._group)
+
+    def get_data_parallel_world_size(self) -> int:
+        """How many they are."""
+        return self._group.size()
+
+    def get_data_parallel_rank(self) -> int:
+        """Which of them this one is."""
+        return self._group.rank()
+
+    def get_model_parallel_group(self) -> None:
+        """None: a model is not parallel."""
+
+    def get_model_parallel_world_size(self) -> int:
+        """1: a model is not parallel."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """0: a model is not parallel."""
+        return 0
+
+
+class ReplicaEngine(DeepSpeedEngine):
+    """DeepSpeed's engine, as one of the ranks of a replica; others go on where a replica is lost.
+
+    A rank that comes back has its shard, and is one of the others, when ``deepspeed.initialize`` returns: its script
+    goes on from ``global_steps``, as after ``load_checkpoint``.
+    """
+
+    _job: ReplicaArguments  # of the class that engine_class makes
+    shards: Whole | Partitions
+    _trainer: Trainer
+    _steps: PushedSteps
+    _boundary: bool | None = None  # what stock code is told; None: what the program says
+    _lr_arguments: dict[str, Any] | None = None  # of the script's step()
+    _judged: float | None = None  # the norm of the last step, where this rank has judged it
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        session, world = self._job.session, dist.get_world_size()
+        shards = world // self._job.replicas
+        topology = Topology(self._job.replicas, 1, int(named["config_class"].gradient_accumulation_steps))
+        self._place = meet(session, topology, shards)
+        group = session.seat_group if session.seat_group is not None else _alone(world)
+        if named["config_class"].zero_optimization_stage == ZeroStageEnum.weights:
+            deepspeed_zero3.apply()
+        assert session.startup is not None, "there are groups"
+        with session.startup.building(trained(named["model"])):
+            super().__init__(*arguments, **named | {"mpu": ReplicaGroups(group)})
+        session.startup.built()
+        self.shards = shards_of(self)
+        device = device_of(self.device)
+        stage = PushedStage(self.shards.parameters, device)
+        self._trainer = Trainer(session, self._job.settings, self._framework(topology, self._place, stage))
+        self._trainer.feed.source = lambda step, micro_batch: None  # LOAD waits for the script, who has the data
+        self._steps = PushedSteps(self._trainer, stage)
+        session.at_end = self._trainer.finish
+        self._loaded = 0  # checkpoints, before the first step
+        self._recalled: list[Any] = []  # what loading them has given this rank's predecessor
+        if session.newcomer:
+            self._recalled = [*_recalled(session)]
+            self._steps.join()
+
+    # --- what scripts call -----------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Stock's forward; in training that of a micro-batch which is to be trained."""
+        if self.module.training and torch.is_grad_enabled():
+            self._steps.begin()
+        return super().forward(*inputs, **named)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Stock's backward of the loss of the last micro-batch."""
+        if not self._steps.runs:
+            raise RecycleError("engine.backward(loss) without a forward: call engine(…) for each micro-batch before it")
+        with self._told(True), self.shards.backward() as made:
+            scaled = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        self._steps.run((made, loss.detach()))
+        return scaled
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Stock's step; at the boundary after the exchange with the other replicas."""
+        self._lr_arguments = lr_kwargs
+        if not self._steps.close():
+            with self._told(False):
+                super().step(lr_kwargs)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last one that this rank has in its step, as far as is known."""
+        return self._steps.at_boundary if self._boundary is None else self._boundary
+
+    def settle(self) -> None:
+        """Nothing: each call returns with all steps committed."""
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = {},
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """DeepSpeed's ``save_checkpoint``: stock's files for the ranks of one replica, complete while others are
+        missing.
+
+        Raises NotSaved, on all ranks, where one can't be written, and RecycleError in the middle of a step.
+        """
+        if not self._steps.between:
+            raise RecycleError(
+                "save_checkpoint() in the middle of a step: call it behind an engine.step() that has applied one, "
+                "which is when engine.global_steps has gone up"
+            )
+        more = {"client_state": client_state, "exclude_frozen_parameters": exclude_frozen_parameters}
+        self._trainer.save(Path(save_dir), tag, save_latest, replace(self._files, **more))
+        return True
+
+    def load_checkpoint(self, load_dir: str, *arguments: Any, **named: Any) -> Any:
+        """DeepSpeed's ``load_checkpoint``, before the first step; a rank that comes back is told what its predecessor
+        was, and keeps the state that it has.
+        """
+        if self._recalled:
+            return self._recalled.pop(0)
+        if self._steps.begun:
+            raise RecycleError(
+                'load_checkpoint() after the first step is not supported with recycle.unit "replica" yet: call it '
+                "before that"
+            )
+        with self._trainer.lifted(), self.shards.as_stock():
+            found = super().load_checkpoint(load_dir, *arguments, **named)
+        if found[0] is not None:
+            self._trainer.loaded(whole=True)
+        self._loaded += 1
+        startup = self._job.session.startup
+        assert startup is not None, "there are groups"
+        startup.remember(_loading(self._loaded), found)
+        return found
+
+    def no_sync(self) -> Any:
+        """Refuse: what a rank has summed for itself is lost with it, and nobody could take its micro-batches over."""
+        raise RecycleError(
+            'engine.no_sync() with recycle.unit "replica": a micro-batch is reduced at once; leave it out'
+        )
+
+    def coalesce_grad_reduction(self) -> Any:
+        """Refuse, as :meth:`no_sync`."""
+        raise RecycleError(
+            'engine.coalesce_grad_reduction() with recycle.unit "replica": a micro-batch is reduced at once; leave it '
+            "out"
+        )
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Refuse: a loss moves the boundary, and the program says where it is."""
+        raise RecycleError(
+            'engine.set_gradient_accumulation_boundary() with recycle.unit "replica": a loss moves the boundary; ask '
+            "engine.is_gradient_accumulation_boundary()"
+        )
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Refuse: steps of another size are not planned for yet."""
+        raise RecycleError(
+            'engine.set_train_batch_size() with recycle.unit "replica" is not supported yet; leave it out'
+        )
+
+    # --- what stock code calls -------------------------------------------------------------------------
+
+    def _broadcast_model(self) -> None:
+        make_alike([each for each in self.module.parameters() if not hasattr(each, "ds_id")], dist.group.WORLD)
+
+    def clip_fp32_gradients(self) -> None:
+        """DeepSpeed's call at stage 0 in fp32: each rank has all gradients, so the norm is one of its own."""
+        parameters = [each for each in self.module.parameters() if each.grad is not None]
+        self._global_grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.gradient_clipping()))
+
+    def deepspeed_io(self, dataset: Any, *arguments: Any, **named: Any) -> Any:
+        """Stock's loader, for which each rank of each replica draws a part of its own."""
+        groups, self.mpu, own = self.mpu, None, self.dp_world_size
+        self.dp_world_size = dist.get_world_size()
+        try:
+            return super().deepspeed_io(dataset, *arguments, **named)
+        finally:
+            self.mpu, self.dp_world_size = groups, own
+
+    # --- what the trainer is lent ----------------------------------------------------------------------
+
+    @contextmanager
+    def _told(self, boundary: bool) -> Iterator[None]:
+        """A context in which stock code hears that it is at the boundary of a step, or not."""
+        before, self._boundary = self._boundary, boundary
+        try:
+            yield
+        finally:
+            self._boundary = before
+
+    def _step_as_stock(self) -> None:
+        """Apply a step: by stock code, or, where this rank follows others before it is one of them, as they have."""
+        given = self._trainer.norm
+        if given is not None:
+            self._judged = None
+            self.shards.follow(float(given))
+            self._optimizer_port.pass_over()
+        else:
+            with self._told(True):
+                self._judged = self.shards.step(lambda: DeepSpeedEngine.step(self, self._lr_arguments))
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # alike in all replicas
+
+    def _framework(self, topology: Topology, place: Place, stage: PushedStage) -> Framework:
+        device, scale = device_of(self.device), LossScale(self.shards.scaler)
+        model = StageModel(self.shards.module, None, topology.micro_batches, True, True, device)
+        self._files = ReplicaFiles(self, self._job.session, place.shard)
+        self._optimizer_port = ReplicaOptimizer(self, self._step_as_stock)
+        return Framework(
+            seat=place.seat,
+            topology=topology,
+            model=model,
+            optimizer=self._optimizer_port,
+            buckets=MeanBuckets(place.peers),
+            checkpoints=self._files,
+            cursor=DataCursor(topology.micro_batches),
+            micro_batch_size=self.train_micro_batch_size_per_gpu(),
+            batch=lambda: int(self.train_batch_size()),
+            next_batch=_no_iterator,
+            forward=_no_forward,
+            state=(
+                scheduler_part(lambda: self.lr_scheduler),
+                counters_part(self),
+                StatePart("scaler", get=scale.state, set=scale.set_state),
+            ),
+            shards=place.shards,
+            shard=place.shard,
+            pushed=stage,
+            judged=lambda: self._judged,
+        )
+
+
+class ReplicaOptimizer(StockOptimizer):
+    """The optimizer step of a ReplicaEngine."""
+
+    @property
+    def wrapped(self) -> torch.optim.Optimizer:
+        """The torch optimizer that changes this rank's shard."""
+        return self._engine.shards.wrapped
+
+    def skip(self) -> None:
+        """Count a step that the others have skipped, as stock code does."""
+        engine = self._engine
+        engine.global_steps += 1
+        engine.global_samples += engine.train_batch_size()
+        engine.skipped_steps += 1
+        engine._judged = None
+        engine.optimizer._update_scale(True)
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+
+
+def engine_class(job: ReplicaArguments) -> type:
+    """The plugin's engine in the place of DeepSpeed's."""
+    return type(ReplicaEngine.__name__, (ReplicaEngine,), {"_job": job})
+
+
+def _loading(number: int) -> str:
+    """The name by which what loading a checkpoint has given is remembered."""
+    return f"load_checkpoint, number {number}"
+
+
+def _recalled(session: Session) -> Iterator[Any]:
+    """What loading checkpoints has given the predecessor of this rank's script, in order."""
+    startup = session.startup
+    assert startup is not None, "there are groups"
+    number = 1
+    while startup.remembered(_loading(number)):
+        yield startup.recall(_loading(number))
+        number += 1
+
+
+def _alone(world: int) -> dist.ProcessGroup:
+    """A group of this rank alone; all ranks make all of them."""
+    return [dist.new_group([rank]) for rank in range(world)][dist.get_rank()]
+
+
+def _no_iterator(what: str) -> Any:
+    raise AssertionError(f"{what}: the script pushes its micro-batches")
+
+
+def _no_forward(seed: int, place: int) -> Any:
+    raise AssertionError("the script runs its forwards itself")

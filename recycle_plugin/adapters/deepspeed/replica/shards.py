@@ -1,0 +1,262 @@
+"""What one rank of a replica steps, at each ZeRO stage, and where stock DeepSpeed keeps the gradients of it.
+
+A *shard* is what a rank's optimizer steps: at ZeRO stages 1 to 3 flat fp32 partitions, at stage 0 all parameters.  A
+micro-batch's contribution to the step is what stock's reduction inside the replica leaves of its gradients in this
+shard.  It is taken after each backward, and not at the boundary only, which the loss of a replica may move: so a
+micro-batch counts as a whole or not at all.  At stages 2 and 3 stock reduces after each backward itself; at 0 and 1
+that costs one reduction inside the replica for each micro-batch more.
+
+The sum over the replicas is put where stock's step looks for the reduced gradient, so that stock judges it for
+overflows, clips by its norm, steps, and gathers the parameters.  DeepSpeed's private names are used here and in
+engine.py only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import isfinite
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import (
+    INITIAL_MICRO_STEP_ID,
+    DeepSpeedZeroOptimizer,
+    GradPartitionBufferGroup,
+)
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.stage.block_sums import in_place_of
+from recycle_plugin.runtime.stage.clipping import coefficient, scale
+
+Gradients = list[torch.Tensor | None]
+
+
+class Whole:
+    """Stage 0 in fp32: each rank of a replica has all ``parameters`` of ``engine``, and steps them."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.module = engine.module
+        self.wrapped: torch.optim.Optimizer = engine.optimizer
+        self._parameters = [each for each in engine.module.parameters() if each.requires_grad]
+
+    @property
+    def parameters(self) -> list[Any]:
+        """What the optimizer steps."""
+        return self._parameters
+
+    @property
+    def scaler(self) -> None:
+        """None: losses are not scaled."""
+
+    @contextmanager
+    def backward(self) -> Iterator[Gradients]:
+        """A context for a backward; the list has its contribution afterwards."""
+        made: Gradients = [None] * len(self._parameters)
+        with in_place_of(self._parameters, made):
+            yield made
+
+    def step(self, once: Callable[[], None]) -> float:
+        """Let ``once()`` step by what is in ``parameter.grad``, which stays as it is; returns the norm by which it has
+        judged.
+        """
+        for parameter in self._parameters:
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        self._engine._global_grad_norm = None
+        once()
+        norm = float(self._engine._global_grad_norm or 0.0)
+        return norm if isfinite(norm) else 0.0  # stock skips nothing at stage 0
+
+    def follow(self, norm: float) -> None:
+        """Step by what is in ``parameter.grad``, as others have judged it; what has none stays as it is."""
+        if limit := self._engine.gradient_clipping():
+            scale(self._parameters, coefficient(torch.tensor(norm), limit))
+        self.wrapped.step()
+
+    @contextmanager
+    def as_stock(self) -> Iterator[None]:
+        """A context in which the optimizer is as stock code leaves it."""
+        yield
+
+
+class Partitions:
+    """Stages 1 and 2: the flat fp32 partitions of ``optimizer``, one for each of its parameter groups."""
+
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        self._optimizer = optimizer
+        self.wrapped: torch.optim.Optimizer = optimizer.optimizer
+        self.module = Shard(self.parameters)
+
+    @property
+    def parameters(self) -> list[Any]:
+        """What the optimizer steps."""
+        return list(self._optimizer.single_partition_of_fp32_groups)
+
+    @property
+    def scaler(self) -> Any:
+        """Stock's loss scaler, whose attributes are its state."""
+        return self._optimizer.loss_scaler
+
+    @contextmanager
+    def backward(self) -> Iterator[Gradients]:
+        """A context for a backward; the list has its contribution afterwards."""
+        made: Gradients = []
+        yield made
+        found = self._optimizer.averaged_gradients
+        made.extend(self._flat(found[group]) for group in range(len(self.parameters)))
+        self._forget()
+
+    def step(self, once: Callable[[], None]) -> float:
+        """Let ``once()`` step by what is in ``parameter.grad``, which stays as it is; returns the norm by which it has
+        judged.
+        """
+        for group, parameter in enumerate(self.parameters):
+            self._put(group, parameter.grad)
+            parameter.grad = None
+        once()
+        return _judged(self._optimizer)
+
+    def follow(self, norm: float) -> None:
+        """Step by what is in ``parameter.grad``, as others have judged it; what has none stays as it is."""
+        optimizer, scaled = self._optimizer, torch.tensor(norm * self._optimizer.loss_scale)
+        given = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        for group, (parameter, gradient) in enumerate(zip(self.parameters, given)):
+            if gradient is not None:
+                parameter.grad = gradient.clone()
+                self._clip(group, parameter.grad, scaled)
+                optimizer._optimizer_step(group)
+                self._spread(group)
+                parameter.grad = None
+        optimizer._update_scale(False)
+
+    @contextmanager
+    def as_stock(self) -> Iterator[None]:
+        """A context in which the optimizer is as stock code leaves it."""
+        yield
+
+    def _flat(self, reduced: Any) -> torch.Tensor:
+        flat = getattr(reduced, "flat_partition", None)
+        return (self._optimizer.flatten(reduced) if flat is None else flat).detach().to(torch.float32, copy=True)
+
+    def _forget(self) -> None:
+        optimizer = self._optimizer
+        for group in range(len(self.parameters)):
+            optimizer.averaged_gradients[group] = optimizer.all_grad_tensors[group] = None
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+
+    def _put(self, group: int, gradient: torch.Tensor) -> None:
+        """Put a copy of the reduced ``gradient`` in its place, cut as stock cuts it by parameters."""
+        flat, offset, parts = gradient.clone(), 0, []
+        for each in self._optimizer._build_compact_grad_partition_buffer(group):
+            part = flat.narrow(0, offset, each.numel()).view(each.shape)
+            part._zero_padding = getattr(each, "_zero_padding", False)
+            offset += each.numel()
+            parts.append(part)
+        self._optimizer.averaged_gradients[group] = GradPartitionBufferGroup(parts, flat)
+
+    def _clip(self, group: int, gradient: torch.Tensor, norm: torch.Tensor) -> None:
+        self._optimizer.unscale_and_clip_grads([gradient], norm)
+
+    def _spread(self, group: int) -> None:
+        """Take the partition over into the model's weights; other ranks' come with the next step."""
+        optimizer = self._optimizer
+        place = optimizer.real_dp_process_group[group].rank()
+        optimizer.parallel_partitioned_bit16_groups[group][place].data.copy_(self.parameters[group].data)
+
+
+class PartitionedWeights(Partitions):
+    """Stage 3: the flat fp32 partitions of ``optimizer``, one for each of its sub-groups.
+
+    Outside of its own steps stock leaves torch's optimizer without parameters, so that nobody could say what its state
+    is of; here they are in its groups.
+    """
+
+    _optimizer: Any
+
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+        super().__init__(optimizer)
+        self._fill()
+
+    @property
+    def parameters(self) -> list[Any]:
+        """What the optimizer steps."""
+        return list(self._optimizer.fp32_partitioned_groups_flat)
+
+    def step(self, once: Callable[[], None]) -> float:
+        """Step as Partitions does, and fill torch's optimizer again."""
+        norm = super().step(once)
+        self._fill()
+        return norm
+
+    def follow(self, norm: float) -> None:
+        """Follow as Partitions does, and fill torch's optimizer again."""
+        super().follow(norm)
+        self._fill()
+
+    @contextmanager
+    def as_stock(self) -> Iterator[None]:
+        """A context in which the optimizer is as stock code leaves it."""
+        for group in self.wrapped.param_groups:
+            group["params"] = []
+        try:
+            yield
+        finally:
+            self._fill()
+
+    def _fill(self) -> None:
+        for group in self.wrapped.param_groups:
+            group["params"] = []
+        for number, parameter in enumerate(self.parameters):
+            group = self._optimizer.sub_group_to_group_id[number]
+            self.wrapped.param_groups[group]["params"].append(parameter)
+
+    def _forget(self) -> None:
+        optimizer = self._optimizer
+        for group in range(len(self.parameters)):
+            optimizer.averaged_gradients[group] = None
+        optimizer.zero_grad(set_to_none=True)  # which begins to count micro-batches anew
+
+    def _put(self, group: int, gradient: torch.Tensor) -> None:
+        flat, sizes = gradient.clone(), [each.partition_numel() for each in self._optimizer.fp16_groups[group]]
+        self._optimizer.averaged_gradients[group] = list(flat.split(sizes))
+
+    def _clip(self, group: int, gradient: torch.Tensor, norm: torch.Tensor) -> None:
+        self._optimizer.unscale_and_clip_grads(group, norm)
+
+    def _spread(self, group: int) -> None:
+        self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
+
+
+class Shard(torch.nn.Module):
+    """The tensors of a shard as a module's parameters, by number."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        shards: Mapping[str, Any] = {f"shard{number}": tensor for number, tensor in enumerate(tensors)}
+        self._parameters.update(shards)  # which are no nn.Parameters, and have to stay what stock has
+
+
+def shards_of(engine: Any) -> Whole | Partitions:
+    """The shard of this rank.  Raises RecycleError where stock has built another optimizer than is known."""
+    optimizer = engine.optimizer
+    if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
+        return PartitionedWeights(optimizer)
+    if type(optimizer) is DeepSpeedZeroOptimizer:
+        return Partitions(optimizer)
+    if optimizer is engine.basic_optimizer:
+        return Whole(engine)
+    raise RecycleError(
+        f'recycle.unit "replica": DeepSpeed trains this config with {type(optimizer).__name__}, which is not supported '
+        "yet; in bf16 set zero_optimization.stage to 1, 2 or 3, and leave data_types.grad_accum_dtype out, or train in "
+        "fp32"
+    )
+
+
+def _judged(optimizer: Any) -> float:
+    """The norm by which stock has judged a step, without the loss scale; not finite where it has skipped it."""
+    return float("inf") if optimizer.overflow else float(optimizer._global_grad_norm or 0.0)

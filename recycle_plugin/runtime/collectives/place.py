@@ -1,0 +1,55 @@
+"""A worker's place in a job without DeepSpeed's topology: which seat it holds, with whom, and its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.runtime.collectives.average import BACKEND
+from recycle_plugin.runtime.collectives.group import check_backend
+from recycle_plugin.runtime.control.session import Session
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a worker: ``shard`` of ``seat``, which so many ``shards`` hold together.  ``peers``: the group of
+    those with the same shard of the same stage.
+    """
+
+    seat: Seat
+    peers: dist.ProcessGroup
+    shards: int = 1
+    shard: int = 0
+
+
+def meet(line: Session, topology: Topology, shards: int = 1) -> Place:
+    """The place of this worker, whose groups all workers make: by its rank, which goes by stage, then by replica, then
+    by shard.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(BACKEND)
+    check_backend(dist.get_backend())
+    stage, rest = divmod(line.rank, topology.replicas * shards)
+    replica, shard = divmod(rest, shards)
+    of_stage = topology.replicas * shards
+    peers = {
+        (of, part): dist.new_group(range(of * of_stage + part, (of + 1) * of_stage, shards))
+        for of in range(topology.stages)
+        for part in range(shards)
+    }
+    if shards > 1:
+        first = [dist.new_group(range(at, at + shards)) for at in range(0, topology.stages * of_stage, shards)]
+        line.seat_group = first[line.rank // shards]
+    return Place(Seat(replica, stage), peers[stage, shard], shards, shard)
+
+
+@torch.no_grad()
+def make_alike(tensors: Iterable[torch.Tensor], peers: dist.ProcessGroup) -> None:
+    """Give all ``peers`` what the first of them has: layers may have been made outside, from whatever seed."""
+    for tensor in tensors:
+        dist.broadcast(tensor, src=dist.get_global_rank(peers, 0), group=peers)

@@ -1,0 +1,61 @@
+"""What a script's own forward and backward have made, in a Stage's place (runtime/stage/stage.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from recycle_plugin.core.vocabulary.blocks import Blocks
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.worker.pushed import Script
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.devices.port import Device
+from recycle_plugin.runtime.stage.gradients import contribute
+
+Made = tuple[Sequence[torch.Tensor | None], torch.Tensor]  # the gradient of each parameter, and the loss
+
+
+class PushedStage:
+    """Takes what a script has made of each micro-batch that it pushes (core/worker/pushed.py).
+
+    ``parameters``: those whose gradients are summed; a micro-batch's are its share of the mean over a replica's.
+    """
+
+    loss_scale = 1.0
+
+    def __init__(self, parameters: Sequence[torch.Tensor], device: Device) -> None:
+        self._parameters, self.device = parameters, device
+        self.script = Script()
+        self.made: Made | None = None  # of the micro-batch that the script has just run
+
+    def load(self, batch: Any) -> None:
+        """Nothing: the script has its data."""
+
+    def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
+        """Refuse another number of micro-batches."""
+        raise RecycleError(
+            'set_train_batch_size() with recycle.unit "replica": steps of another size are not planned for yet; leave '
+            "it out"
+        )
+
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
+        """What F or B makes, by datum."""
+        stage, step, one = instruction.stage, instruction.step, instruction.works_on
+        if instruction.op is Op.F:
+            assert self.made is not None, "the script has run it"
+            (gradients, loss), self.made = self.made, None
+            kinds: dict[str, Any] = {"act": (), "stash": gradients, "loss": loss}
+        else:
+            contribute(self._parameters, have[Datum("stash", stage, one, step)])
+            kinds = {"grad": (), "wgrad": None}
+        return {Datum(kind, stage, one, step): value for kind, value in kinds.items()}
+
+    def summed(self) -> None:
+        """Nothing: contributions are in a sum over all workers now, and only ``parameter.grad`` had them."""
+
+    def forget_sums(self) -> None:
+        """Nothing: there are no sums but ``parameter.grad``."""

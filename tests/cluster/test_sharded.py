@@ -1,0 +1,167 @@
+"""Sharded replicas in a script's own loop: a replica goes whole, the others train its part, and it comes back shard by
+shard.
+
+What a job has trained is compared with stock DeepSpeed on all ranks, which trains the same samples in each step: those
+of the ledger that the ranks have kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import here
+from tests.support.cluster import ForkServer, Result
+
+SCRIPT = "tests/jobs/sharded.py"
+RANKS, HELD, LONG = 4, 8, 40
+JOB = {
+    "replicas": 2,
+    "stage": 1,
+    "steps": 10,
+    "accumulation": 2,
+    "kind": "fp32",
+    "clip": 0.3,
+    "kills": [],
+    "faults": [],
+    "held": 0,
+    "ledger": None,
+    "save": 0,
+    "load": None,
+    "averages": False,
+    "wrong": "",
+    "config": {},
+}
+ROUNDING = {"fp32": 2e-6, "bf16": 4e-3}  # of weights, after all steps: sums are made in another order
+Start = Callable[..., Result]
+
+
+@pytest.fixture
+def start(server: ForkServer, tmp_path: Path) -> Iterator[Start]:
+    """``start(stage=3, kills=…)`` runs a job, and waits for the replica that was killed where members are held."""
+    runs = []
+
+    def run(ranks: int = RANKS, **more: Any) -> Result:
+        folder = tmp_path / f"run{len(runs)}"
+        job = JOB | more | {"folder": str(folder)}
+        runs.append(here(server, folder, ranks, SCRIPT, [], RECYCLE_TEST_SHARDED=json.dumps(job)))
+        if job["held"]:
+            shards = ranks // job["replicas"]
+            back = lambda: len([event for event in runs[-1].events() if event["event"] == "newcomer"]) == shards
+            runs[-1].wait_for(back, "newcomers")
+            (folder / "go").touch()
+        return runs[-1].finish()
+
+    yield run
+    left = [thing for run in runs for thing in run.clean()]
+    assert not left, left
+
+
+def ledger(result: Result, ranks: int, accumulation: int = 2) -> dict[str, dict[str, list[int]]]:
+    """The samples of each step, dealt out to all ranks; each step has as many, none of them twice.
+
+    What the lost have drawn for a step counts where the others have not drawn all of it.
+    """
+    dealt, gone = {}, [file for file in result.folder.glob("drawn/*.0") if int(file.stem) not in result.records]
+    drawn = [line.split() for file in gone for line in file.read_text().splitlines()]
+    for step in sorted({step for each in result.records.values() for step in each["used"]}, key=int):
+        samples = [one for each in result.records.values() for one in each["used"].get(step, [])]
+        if len(samples) < ranks * accumulation:
+            samples += [int(sample) for of_step, sample in drawn if of_step == step]
+        assert len(samples) == len(set(samples)) == ranks * accumulation, (step, samples)
+        dealt[step] = {str(rank): samples[rank * accumulation : (rank + 1) * accumulation] for rank in range(ranks)}
+    return dealt
+
+
+def weights(record: dict[str, Any]) -> list[float]:
+    return [value for name in sorted(record["weights"]) for value in record["weights"][name]]
+
+
+def ended_well(result: Result) -> None:
+    """Nothing was said that should not be, and all ranks at the end have the same weights, to the bit."""
+    assert result.code == 0, result.output[-6000:]
+    assert not result.of("error") and not result.of("warning"), result.output[-6000:]
+    first, *others = map(weights, result.records.values())
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("stage, kind", [(0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "fp32")])
+def test_as_stock_with_all_ranks(start, stage, kind):
+    ours, stock = start(stage=stage, kind=kind), start(stage=stage, kind=kind, replicas=0)
+    ended_well(ours)
+    assert {each["surprises"] for each in ours.records.values()} == {0}, "the boundary was where it was said to be"
+    assert stock.code == 0, stock.output[-6000:]
+    of_first = [each["losses"][micro] for each in stock.records.values() for micro in (0, 1)]
+    assert ours.of("loss")[0]["loss"] == pytest.approx(sum(of_first) / len(of_first), abs=ROUNDING[kind])
+    for rank, each in stock.records.items():
+        assert ours.records[rank]["losses"] == pytest.approx(each["losses"], abs=ROUNDING[kind])
+        assert weights(ours.records[rank]) == pytest.approx(weights(each), abs=ROUNDING[kind])
+
+
+@pytest.mark.parametrize(
+    "stage, more",
+    [
+        pytest.param(3, {"kills": [[2, 6, "forward"]]}, id="in a forward, while the other gathers"),
+        pytest.param(2, {"kills": [[1, 7, "backward"]]}, id="in a backward, while the other reduces"),
+        pytest.param(1, {"faults": ["kill 1.0 before 0REDUCE@4"], "averages": True}, id="before the exchange"),
+        pytest.param(0, {"faults": ["kill 0.0 after 0REDUCE@4"]}, id="behind the exchange"),
+        pytest.param(3, {"kills": [[3, 4, "step"]], "averages": True}, id="in stock's own step"),
+    ],
+)
+def test_whoever_is_killed_its_replica_goes_and_its_samples_are_drawn_by_the_others(start, stage, more):
+    result = start(stage=stage, **more)
+    ended_well(result)
+    gone = {event["rank"] for event in result.of("lost")}
+    assert gone in ({0, 1}, {2, 3}) and result.records.keys() == {0, 1, 2, 3} - gone
+    stock = start(stage=stage, replicas=0, ledger=ledger(result, RANKS))
+    assert stock.code == 0, stock.output[-6000:]
+    for each in result.records.values():
+        assert weights(each) == pytest.approx(weights(stock.records[0]), abs=ROUNDING["fp32"])
+
+
+@pytest.mark.parametrize("stage, kind", [(1, "fp32"), (3, "bf16")])
+def test_a_replica_comes_back_and_begins_at_the_others_step(start, stage, kind):
+    result = start(stage=stage, kind=kind, kills=[[2, 7, "backward"]], held=HELD, steps=LONG, averages=True)
+    ended_well(result)
+    for what in ("lost", "restart", "newcomer", "caught_up", "rejoined"):
+        assert sorted(event["rank"] for event in result.of(what)) == [2, 3], what
+    assert {event["in_vain"] for event in result.of("restart")} == {0}
+    back = [result.records[rank] for rank in (2, 3)]
+    assert {each["surprises"] for each in back} == {0}
+    assert {each["incarnation"] for each in back} == {1} and HELD <= back[0]["first"] == back[1]["first"] < LONG
+    assert {len(samples) for step, samples in back[0]["used"].items() if int(step) > back[0]["first"]} == {2}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_checkpoint_that_was_written_without_a_replica_is_read_by_stock(start, tmp_path, stage):
+    result = start(stage=stage, kills=[[0, 7, "backward"]], save=6, steps=8)
+    ended_well(result)
+    go_on = {"stage": stage, "load": str(tmp_path / "run0" / "saved"), "steps": 8}
+    stock = start(2, replicas=0, accumulation=4, ledger=ledger(result, 2, 4), **go_on)
+    again = start(ledger=ledger(result, RANKS), **go_on)
+    ended_well(again)
+    assert stock.code == 0, stock.output[-6000:]
+    for each in (*stock.records.values(), *again.records.values()):
+        assert each["first"] == 6
+        assert weights(each) == pytest.approx(weights(result.records[2]), abs=ROUNDING["fp32"])
+
+
+WRONG = {
+    "twice": "engine(…) was called twice: call engine.backward(loss)",
+    "no backward": "engine.step() before engine.backward(loss): call that first",
+    "no forward": "engine.backward(loss) without a forward: call engine(…)",
+    "no step": "engine.step() was left out: call it after each engine.backward(loss)",
+    "only step": "engine.step() without a micro-batch: call engine(…)",
+    "no_sync": 'engine.no_sync() with recycle.unit "replica"',
+    "save": "save_checkpoint() in the middle of a step",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_calls_that_are_out_of_order_end_in_one_line(start, wrong):
+    result = start(2, stage=0, wrong=wrong)
+    assert result.code != 0 and WRONG[wrong] in result.of("end")[0]["text"], result.output[-6000:]

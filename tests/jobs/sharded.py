@@ -1,0 +1,206 @@
+"""A small job of sharded replicas, in a script's own loop, or the same model with stock DeepSpeed.
+
+RECYCLE_TEST_SHARDED holds as JSON: ``folder``: of the job; ``replicas``: 0 for stock DeepSpeed; ``stage``: of ZeRO;
+``steps``; ``accumulation``; ``kind``: "fp32" or "bf16"; ``clip``; ``kills``: [rank, number, where] of each process that
+kills itself: ``where`` is "forward" or "backward", in the middle of the micro-batch of that number, or "step", in the
+optimizer's step behind so many; ``faults``: the plugin's; ``held``: the step before which members wait for a file
+``go`` in the folder, 0 for none; ``ledger``: the samples of each step and rank, which are trained instead of those that
+a rank would draw, or null; ``save``: the step after which a checkpoint is saved, 0 for none; ``load``: the folder of
+one that is begun with, or null; ``averages``: whether a sample is evaluated, and that averaged over all ranks, after
+each step; ``wrong``: what the script does wrong in its loop; ``config``: more of DeepSpeed's.  What a rank has drawn is
+written down before its step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import recycle_plugin
+
+WIDTH, HIDDEN, PATIENCE_S = 8, 24, 150.0
+job = json.loads(os.environ["RECYCLE_TEST_SHARDED"])
+FOLDER = Path(job["folder"])
+INCARNATION = int(os.environ.get("RECYCLE_INCARNATION", "0"))
+
+
+def sample(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(4, WIDTH, generator=generator)
+    return x, torch.tanh(x.roll(1, 1)) + 0.1 * torch.randn(4, WIDTH, generator=generator)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((WIDTH, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, WIDTH)))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        die("forward")
+        for layer in self.layers[:-1]:
+            x = torch.tanh(layer(x))
+        return nn.functional.mse_loss(self.layers[-1](Dying.apply(x)), y)
+
+
+class Dying(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        die("backward")
+        return gradient
+
+
+calls = 0
+
+
+def die(where: str, number: int | None = None) -> None:
+    """Kill this process, if it is to die here."""
+    if [RANK, calls if number is None else number, where] in job["kills"] and not INCARNATION:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def config() -> dict:
+    half = {"bf16": {"enabled": True}} if job["kind"] == "bf16" else {}
+    recycle = {"enabled": False}
+    if job["replicas"]:
+        recycle = {"enabled": True, "unit": "replica", "replicas": job["replicas"], "run_dir": job["folder"]}
+        recycle |= {"report": False, "check_replicas": 1, "faults": job["faults"]}
+    return (
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": job["accumulation"],
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-2}},
+            "gradient_clipping": job["clip"],
+            "zero_optimization": {"stage": job["stage"]},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10_000,
+            "recycle": recycle,
+        }
+        | half
+        | job["config"]
+    )
+
+
+def weights(engine) -> dict[str, list[float]]:
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=job["stage"] == 3):
+            found[name] = parameter.detach().float().flatten().tolist()
+    return found
+
+
+def wait_for_go() -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (FOLDER / "go").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"there is no {FOLDER / 'go'} after {PATIENCE_S} s")
+        time.sleep(0.05)
+
+
+def mistake(engine, loss: torch.Tensor) -> None:
+    """Do what the job is to do wrong, where a micro-batch has run forward."""
+    inputs = sample(0)
+    match job["wrong"]:
+        case "twice":
+            engine(*inputs)
+        case "no backward":
+            engine.step()
+        case "no forward":
+            engine.backward(loss)
+            engine.backward(loss)
+        case "no step":
+            for _ in range(3):
+                engine.backward(loss)
+                loss = engine(*inputs)
+        case "only step":
+            engine.backward(loss)
+            engine.step()
+            engine.step()
+        case "no_sync":
+            engine.no_sync()
+        case "save":
+            engine.save_checkpoint(str(FOLDER / "saved"))
+
+
+def main() -> None:
+    torch.manual_seed(5)
+    model = Net()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config())
+    if job["load"]:
+        path, state = engine.load_checkpoint(job["load"])
+        assert path is not None and state["drawn"] > 0, path
+    engine.basic_optimizer.register_step_pre_hook(lambda *_: die("step", engine.global_steps))
+    (FOLDER / "drawn").mkdir(exist_ok=True)
+    drawn = (FOLDER / "drawn" / f"{RANK}.{INCARNATION}").open("w")
+    world, first = dist.get_world_size(), engine.global_steps
+    dtype = torch.bfloat16 if job["kind"] == "bf16" else torch.float32
+    given = job["ledger"]
+    surprises = 0
+    used: dict[int, list[int]] = {}
+    losses: list[float] = []
+    times = [time.monotonic()]
+    of_step: list[int] = []
+    draws = first * job["accumulation"]  # as after load_checkpoint
+    global calls
+    while engine.global_steps < job["steps"]:
+        if engine.global_steps + 1 == job["held"] and not of_step and not INCARNATION:
+            wait_for_go()
+        if given is None:
+            number, draws = RANK + world * draws, draws + 1
+        else:
+            number = given[str(engine.global_steps + 1)][str(RANK)][len(of_step)]
+        calls += 1
+        before = engine.global_steps
+        loss = engine(*(each.to(dtype) for each in sample(number)))
+        if engine.global_steps > before:  # closed without this rank's work
+            before = engine.global_steps
+        mistake(engine, loss)
+        engine.backward(loss)
+        of_step.append(number)
+        drawn.write(f"{engine.global_steps + 1} {number}\n")
+        drawn.flush()
+        losses.append(loss.item())
+        boundary = engine.is_gradient_accumulation_boundary()
+        engine.step()
+        surprises += boundary != (engine.global_steps > before)
+        if engine.global_steps > before and job["averages"]:
+            engine.eval()
+            with torch.no_grad():
+                recycle_plugin.mean(engine(*(each.to(dtype) for each in sample(0))), None)
+            engine.train()
+        if engine.global_steps > before and engine.global_steps == job["save"]:
+            engine.save_checkpoint(str(FOLDER / "saved"), client_state={"drawn": draws})
+        if engine.global_steps > before:
+            used[engine.global_steps], of_step = of_step, []
+            times.append(time.monotonic())
+    record = {
+        "rank": RANK,
+        "pid": os.getpid(),
+        "incarnation": INCARNATION,
+        "losses": losses,
+        "used": used,
+        "first": first,
+        "weights": weights(engine),
+        "surprises": surprises,
+        "times": times,
+        "steps": engine.global_steps,
+    }
+    (FOLDER / "losses").mkdir(exist_ok=True, parents=True)
+    (FOLDER / "losses" / f"rank{RANK}.json").write_text(json.dumps(record))
+
+
+RANK = int(os.environ["RANK"])
+if __name__ == "__main__":
+    main()
