@@ -42,9 +42,45 @@ def refuse_contradictions(settings: Settings) -> None:
             'write null, or set recycle.checkpoint to an object such as {"overhead": 0.035} and recycle.rejoin to '
             '"always"',
         )
+    _refuse_units(settings)
+    refuse_shrinking(settings)
     _refuse_steps(settings)
     _refuse_inexact(settings)
     _refuse_unheeded(settings)
+
+
+def _refuse_units(settings: Settings) -> None:
+    """What is not tried with replicas that are lost whole."""
+    if settings.unit != "replica":
+        return
+    if settings.log is not None:
+        raise SettingsError(
+            "unit",
+            '"replica" with recycle.log: a log brings back a stage that nobody is left in, worker by worker',
+            'write "worker", or set recycle.log to null',
+        )
+    if settings.max_slowdown is not None:
+        raise SettingsError(
+            "unit",
+            '"replica" with recycle.max_slowdown, which counts losses of workers',
+            'write "worker", or set recycle.max_slowdown to null',
+        )
+
+
+def refuse_shrinking(settings: Settings) -> None:
+    """Raise :class:`SettingsError` where batches are to shrink, and something else does not go with that."""
+    if settings.batch != "shrink":
+        return
+    for wrong, what, instead in (
+        (settings.unit == "worker", 'unit = "worker", whose work others take', 'recycle.unit to "replica"'),
+        (not settings.reroute, "reroute = false: a step that has what was lost is finished by others", "it to true"),
+        (settings.exact, "exact = true, whose sums have all blocks in their order", "that to false"),
+        (settings.loss_scaling, "loss_scaling, or fp16: scales are not tried with it", "that to false, or use bf16"),
+        (settings.clip == "validate", 'clip = "validate": a rejected step may be void too', 'that to "sync"'),
+        (settings.undo == "inverse", 'undo = "inverse", which goes by the rate of the step', 'that to "snapshot"'),
+    ):
+        if wrong:
+            raise SettingsError("batch", f'"shrink" contradicts recycle.{what}', f'write "constant", or set {instead}')
 
 
 def _refuse_steps(settings: Settings) -> None:

@@ -22,7 +22,7 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.profile import Profile, read
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.settings import activation_cap as cap
-from recycle_plugin.settings.contradictions import refuse_contradictions
+from recycle_plugin.settings.contradictions import refuse_contradictions, refuse_shrinking
 from recycle_plugin.settings.field_types import BOOL, CAP, STRICT, Bytes, Cap, Count, Faults, Norm, Rejoin, setting
 from recycle_plugin.settings.sections import SECTIONS, CheckpointSettings, CostSettings, LogSettings, MetricsSettings
 from recycle_plugin.settings.wording import FAULT, SettingsError, explained, kind, shown
@@ -141,6 +141,20 @@ class Settings(BaseModel):
         "whether the process of a lost worker is started again, to come back: always, until 5 in a row have died "
         "before they were admitted; a number of starts in a row; or never; "
         "who is started by `--join` takes a lost seat whatever this is",
+    )
+    unit: Literal["worker", "replica"] = setting(
+        "worker",
+        '"worker" or "replica"',
+        "who is given up as one when a worker is lost, and comes back as one: the worker, whose work its data-parallel "
+        "peers take; or its whole replica, which takes part again once all its workers can",
+    )
+    batch: Literal["constant", "shrink"] = setting(
+        "constant",
+        '"constant" or "shrink"',
+        "what becomes of the micro-batches of a replica that is out, with `unit: replica`: the other replicas compute "
+        "them, so that the global batch stays; or nobody does, sums are divided by what was contributed, and each such "
+        "step is applied with sqrt(live / all) of its learning rate; no stage then steps before all have their "
+        "gradients",
     )
     checkpoint_dir: str | None = setting(
         None,
@@ -321,7 +335,9 @@ class Settings(BaseModel):
         implied: dict[str, Any] = {"loss_scaling": True, "nonfinite": "skip"}
         if not clipping and self.stagger_optimizer and "clip" not in self.model_fields_set:
             implied["clip"] = "validate"
-        return self.model_copy(update=implied)
+        found = self.model_copy(update=implied)
+        refuse_shrinking(found)
+        return found
 
     def waits_for_norm(self, clipping: float) -> bool:
         """Whether no step is applied before the norm over all stages is known; ``clipping``: DeepSpeed's
@@ -354,6 +370,7 @@ class Settings(BaseModel):
             validate,
             room,
             block=self.exact_block if self.exact else 1,
+            shrinks=self.batch == "shrink",
         )
 
     @property

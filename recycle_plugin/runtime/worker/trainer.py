@@ -100,6 +100,7 @@ IN_RECORD = (
     "seed",
     "exact",
     "rejoin",
+    "unit",
 )  # settings that all workers have to have alike
 
 
@@ -453,6 +454,7 @@ class Trainer:
             lambda: self._on_join.wants_state,
             replay,
             lockstep,
+            settings.unit == "replica",
         )
         return self._waiting_loop
 
