@@ -378,10 +378,14 @@ def _with_units(given: Scenario, random: Random) -> Scenario:
         given = replace(given, policy=replace(given.policy, shrinks=True))
     if given.rejoin == "never" and random.random() < 0.75:
         seat, at = random.choice(given.shape.seats), random.randrange(SETTLED_US // 2, CALM_US)
+        troubles = [*given.troubles, Trouble("kill", at, (seat,))]
+        if random.random() < 0.5:  # one of those that come back, while they do
+            again = at + random.randrange(1_000, 1_800) * MILLISECOND
+            troubles.append(Trouble("kill", again, (Seat(seat.replica, random.randrange(given.shape.stages)),)))
         given = replace(
             given,
-            troubles=(*given.troubles, Trouble("kill", at, (seat,))),
-            steps=given.steps + 24,
+            troubles=tuple(troubles),
+            steps=given.steps + random.choice((24, 36)),
             damaged_share=random.choice((0.0, 0.3)),
             rejoin=random.choice(("always", 2)),
         )

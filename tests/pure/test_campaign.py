@@ -26,6 +26,7 @@ from tests.pure import (  # noqa: F401  add their own
     mistakes_between,
     mistakes_joining,
     mistakes_replay,
+    mistakes_shrinking,
     mistakes_suspicion,
     mistakes_together,
 )
