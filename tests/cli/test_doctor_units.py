@@ -1,8 +1,10 @@
-"""The table of units of ``recycle doctor``: its figures against the planner's, and what a job with whole replicas as unit
-survives.
+"""The table of units of ``recycle doctor``: its figures against the planner's, and what a job survives whose unit is a
+replica.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +51,11 @@ def test_a_host_with_a_worker_of_every_replica_ends_a_job_of_whole_replicas(doct
     )
     assert [host["ends"] for host in of_workers] == ["coordinator", "", ""]
     assert [host["ends"] for host in of_replicas] == ["coordinator", "a worker of every replica", ""]
+
+
+def test_the_documents_table(doctor):
+    """A command that prints it stands beside it."""
+    document = (Path(__file__).parents[2] / "recycle_plugin/docs/replicas.md").read_text()
+    table = document.split("--micro-batches 6`):\n\n```\n")[1].split("```")[0].splitlines()
+    _, text = doctor({**SIZES, **ON}, "--pp 4 --dp 4 --micro-batches 6")
+    assert len(table) == 4 and [line for line in table if line not in text.splitlines()] == []
