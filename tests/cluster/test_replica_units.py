@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cluster.conftest import Launch
 from tests.jobs import shrinking
@@ -88,3 +89,30 @@ def test_a_batch_shrinks_as_long_as_a_replica_is_out(launch: Launch, tmp_path, k
     assert max(abs(one - two) for one, two in zip(losses, full)) > 100 * LOSS_TOLERANCE
     (said,) = result.of("recovery")
     assert said["text"].startswith("replica 1 is out whole, and until it is back nobody does its work")
+
+
+@pytest.mark.parametrize("kill", ("kill 1.0 before 0F1.1@4", "kill 1.1 before 1STEP@4"))
+def test_plain_iterators_of_a_replica_rest_while_it_is_out(launch: Launch, tmp_path, kill):
+    """And go on at their places: of each replica all samples up to some are used, once, and none while it is out."""
+    steps, each_step = 40, 4  # samples of a replica
+    folder = tmp_path / "run0"
+    settings = {"unit": "replica", "batch": "shrink"}
+    job = {"folder": str(folder), "faults": [kill], "steps": steps, "case": "plain", "held": HELD, "replicas": 3}
+    job |= {"stages": 2, "recycle": settings}
+    run = launch(shape=WIDE, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))
+    run.wait_for(lambda: sum(event["event"] == "newcomer" for event in run.events()) == 2, "newcomers")
+    (folder / "go").touch()
+    result = run.finish()
+    assert result.code == 0, result.output[-6000:]
+    fewer = {event["step"]: event["contributed"] for event in result.of("committed") if "contributed" in event}
+    assert fewer and set(map(tuple, fewer.values())) == {(0, 2)} and max(fewer) < steps
+    assert not [event for event in result.of("data") if "retired" in event], "nobody draws for it"
+    assert [event for event in result.of("data") if "its own rests" in event["text"]]
+    for file in folder.glob("rows/rank*.pt"):
+        rows = torch.load(file)["rows"].reshape(3, -1)
+        for replica, mine in enumerate(rows):
+            shares = [fewer.get(step, [0, 1, 2]) for step in range(1, steps + 1)]
+            live = [len(share) / 3 for share in shares if replica in share]
+            used = [each**0.5 / each for each in live for _ in range(each_step)]
+            assert mine.abs()[: len(used)].mul(6).tolist() == pytest.approx(used, rel=1e-5)
+            assert not mine[len(used) :].any()

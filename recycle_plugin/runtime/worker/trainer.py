@@ -133,7 +133,8 @@ class Trainer:
         assert not isinstance(settings.keep_bytes, str), "a checked size is a number"
         kept = Retention(budget=settings.keep_bytes), (AsMade(), Host(model.device))
         self._store = StepStore(self.seat, self.topology.stages, bool(self.topology.tie(self.seat.stage)), *kept)
-        self.feed = Feed(session, self._store, model.first or model.last, framework.next_batch, self._hand_on)
+        rests = settings.batch == "shrink"
+        self.feed = Feed(session, self._store, model.first or model.last, framework.next_batch, self._hand_on, rests)
         scale = LossScale(framework.scaler)
         self.state = stage_state(framework, self._stage, scale, self.feed.iterator_data)
         self.hash = BackgroundHash(self.state, self._tell_hash)
