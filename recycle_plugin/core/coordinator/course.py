@@ -484,8 +484,7 @@ class Course:
         for other in self.attendance.together(member)[1:]:
             self.attendance.await_goodbye(other.worker)
             if self.regrouping.counts_on(other.worker):
-                what = "hold one seat" if other.seat == member.seat else "are of one replica"
-                self.attendance.fence(other.worker, f"{member} has left, and they {what}", out)
+                self.attendance.fence(other.worker, f"{member} has left, and they go as one", out)
 
     def heartbeat(self, message: Heartbeat, out: CoordinatorOutput) -> None:
         """Takes in a worker's heartbeat, and answers it with a lease."""

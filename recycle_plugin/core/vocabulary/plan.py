@@ -129,7 +129,7 @@ class Plan:
     @cached_property
     def batch(self) -> tuple[MicroBatch, ...]:
         """The micro-batches that a step has."""
-        replicas = self.policy.replicas(self.view)
+        replicas = frozenset(self.policy.replicas(self.view))
         return tuple(one for one in self.view.topology.batch if one.replica in replicas)
 
     @property

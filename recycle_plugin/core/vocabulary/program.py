@@ -185,10 +185,11 @@ class Route(Mapping[tuple[int, MicroBatch], Seat]):
         """
         width = self.topology.replicas * self.topology.micro_batches
         owned: dict[int, list[MicroBatch]] = {}
+        wanted = frozenset(replicas)
         for replica, micro_batch in zip(
             memoryview(self.data).cast("i")[stage * width : (stage + 1) * width], self.topology.batch
         ):
-            if micro_batch.replica in replicas:
+            if micro_batch.replica in wanted:
                 owned.setdefault(replica, []).append(micro_batch)
         return {replica: tuple(micro_batches) for replica, micro_batches in owned.items()}
 

@@ -148,8 +148,8 @@ def plan_recovery(plan: Plan, step: int, held: Held, batches: StepBatches | None
     What has to start from its forward runs where ``plan`` routes it.  Costs time in proportion to the data held and the
     micro-batches of all stages.  Raises :class:`Torn` where the survivors' data contradicts itself.
     """
-    whose = None if batches is None else batches.of(step)
-    batch = [one for one in plan.view.topology.batch if whose is None or one.replica in whose]
+    whose = frozenset(range(plan.view.topology.replicas) if batches is None else batches.of(step))
+    batch = [one for one in plan.view.topology.batch if one.replica in whose]
     closure = _Closure(plan, step, held)
     for stage in range(plan.stages):
         closure.finish(stage, batch)
