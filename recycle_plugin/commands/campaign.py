@@ -44,7 +44,12 @@ def add(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="3 stages without replicas, 4 micro-batches: the same where a stage is lost and replayed from logs",
     )
-    parser.add_argument("--kill", metavar="FAULT", help="only this one of these three kinds of jobs, with its story")
+    what.add_argument(
+        "--every-shrink",
+        action="store_true",
+        help="2 stages x 3 replicas, 4 micro-batches: the same where a replica is lost whole, and the batch shrinks",
+    )
+    parser.add_argument("--kill", metavar="FAULT", help="only this one of these four kinds of jobs, with its story")
     parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default 0)")
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="every N-th of these instants (default 1)")
     parser.add_argument(
@@ -71,7 +76,8 @@ def run(found: argparse.Namespace) -> int:
 
     if found.kill is not None and (found.seed, found.seeds) != (None, None):
         raise ValueError(
-            "--kill is one of --every-instant, --every-return or --every-replay: leave out --seed and --seeds"
+            "--kill is one of --every-instant, --every-return, --every-replay or --every-shrink: leave out --seed and "
+            "--seeds"
         )
     seeds = 300 if found.seeds is None else found.seeds
     if (
@@ -85,7 +91,11 @@ def run(found: argparse.Namespace) -> int:
     planner.warm()
     if found.seed is not None:
         return _story(campaign.run(f"--seed {found.seed}", seeded.scenario(found.seed)))
-    kinds = {campaign.RETURN: found.every_return, campaign.REPLAY: found.every_replay}
+    kinds = {
+        campaign.RETURN: found.every_return,
+        campaign.REPLAY: found.every_replay,
+        campaign.SHRINK: found.every_shrink,
+    }
     instants = next((kind for kind, asked in kinds.items() if asked), campaign.LOSS)
     if found.kill is not None:
         return _story(instants.run(found.kill))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -81,11 +82,26 @@ class ConfiguredJob:
         return min(len(self.shape.batch), self.busiest_blocks(block) * self.blocks(block).size)
 
     def planned(self, lost: tuple[Seat, ...] = (), **changed: Any) -> tuple[int, int]:
-        """The planned period and its lower bound in microseconds, without the ``lost`` seats.
+        """The planned period and its lower bound in microseconds, without the ``lost`` seats and what goes with them.
 
         ``changed``: fields of the policy.  Raises PlanError.
         """
-        return _planned(self.shape.full().without(*lost), self.costs, replace(self.policy, **changed))
+        return self.planned_without(self.gone(lost), **changed)
+
+    def planned_without(self, seats: Iterable[Seat], **changed: Any) -> tuple[int, int]:
+        """The same without exactly these ``seats``."""
+        return _planned(self.shape.full().without(*seats), self.costs, replace(self.policy, **changed))
+
+    def gone(self, lost: Iterable[Seat]) -> tuple[Seat, ...]:
+        """The seats that go where those of ``lost`` do: these, or their whole replicas, where such are the unit."""
+        if self.settings.unit == "worker":
+            return tuple(lost)
+        replicas = {seat.replica for seat in lost}
+        return tuple(seat for seat in self.shape.seats if seat.replica in replicas)
+
+    def ends(self, lost: Iterable[Seat]) -> bool:
+        """Whether the loss of these seats leaves some stage with nobody."""
+        return bool(self.shape.full().without(*self.gone(lost)).empty_stages())
 
     def one_lost(self, **changed: Any) -> int:
         """The period in microseconds after the one loss that costs most; without a loss where none is survived.

@@ -28,7 +28,8 @@ def survival(job: ConfiguredJob) -> Section:
     if logs:
         lines = [f"replayed from the logs, while all others wait: a stage's last worker; ends it: {ends}"]
     if job.survives:
-        count = f"workers: any {each}; at best {each * job.stages} of {workers}, if one is left in every stage"
+        left = "one is left in every stage" if job.settings.unit == "worker" else "one replica is left whole"
+        count = f"workers: any {each}; at best {each * job.stages} of {workers}, if {left}"
         lines = [count, *(lines if logs else [f"ends it: a stage's last worker; {ends}"])]
     if len(rows) == 1:
         lines.append("hosts: none, all ranks are on one" + " (no --hostfile given)" * (ONE_HOST in job.hosts))
@@ -46,6 +47,8 @@ def _host(job: ConfiguredJob, host: str, risky: tuple[int, ...]) -> dict:
     seats = job.hosts[host]
     ranks = [seat.stage * job.replicas + seat.replica for seat in seats]
     reasons = ["coordinator"] * (ranks[0] == 0) + [f"all of {stages_text(risky)}"] * bool(risky)
+    if not risky and job.survives and job.ends(seats):
+        reasons.append("a worker of every replica")
     if not (reasons or job.survives):
         reasons = ["no rerouting"]
     return {"host": host, "ranks": ranks, "seats": list(map(str, seats)), "ends": "; ".join(reasons)}
@@ -111,6 +114,8 @@ def slowdown(job: ConfiguredJob) -> Section:
         hosts.sort(key=lambda row: -row["slowdown"])
         each = [round(job.planned((Seat(0, stage),))[0] / free, 4) for stage in range(job.stages)]
     lines = []
+    if job.policy.shrinks:
+        lines.append("of steps that have only the micro-batches of who is left: for samples see the next table")
     if len(job.shape.seats) > OPTIONS_UP_TO:
         lines.append(f"what would be faster than rerouting is predicted for up to {OPTIONS_UP_TO} workers only")
     if len(hosts) > ROWS:
@@ -158,7 +163,7 @@ def _faster(job: ConfiguredJob, lost: tuple[Seat, ...], period: int, free: int) 
     """What would be faster than rerouting, bound against bound."""
     from recycle_plugin import planner
 
-    if period <= free or len(job.shape.seats) > OPTIONS_UP_TO:
+    if period <= free or len(job.shape.seats) > OPTIONS_UP_TO or job.settings.unit == "replica":
         return None
     layers = job.profile.layers if job.profile else 0
     best = planner.options(job.shape.full().without(*lost), job.costs, job.policy, layers)[0]

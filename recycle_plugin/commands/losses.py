@@ -48,7 +48,7 @@ def host_cases(job: ConfiguredJob) -> Iterator[tuple[str, list[str]]]:
     risky = at_risk(job.hosts)
     groups: dict[tuple, list[str]] = {}
     for host, seats in list(job.hosts.items())[1:]:
-        if host not in risky:
+        if host not in risky and not job.ends(seats):
             groups.setdefault(_alike(seats), []).append(host)
     for names in groups.values():
         yield f"host {clipped(names[0])}" + f" (+{len(names) - 1} alike)" * (len(names) > 1), names

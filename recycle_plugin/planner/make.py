@@ -15,6 +15,7 @@ from recycle_plugin.planner.list_scheduling import Solution, best_order, timed
 from recycle_plugin.planner.one_f_one_b import fits, one_f_one_b
 from recycle_plugin.planner.reroute import route
 from recycle_plugin.planner.search import fused, polish, search
+from recycle_plugin.planner.shrunk import shrunk
 from recycle_plugin.planner.verify import verify
 
 
@@ -25,6 +26,8 @@ def plan(view: ClusterView, costs: CostModel, policy: Policy) -> Plan:
     Raises PlanError where there is no plan: a stage without a live worker, a loss with rerouting off, costs for another
     number of stages, memory for less than one micro-batch.
     """
+    if policy.shrinks and view.lost:
+        return shrunk(view, costs, policy, plan)
     problem = prepare(view, costs, policy)
     return finish(view, costs, policy, problem, *solve(problem))
 
@@ -40,6 +43,8 @@ def refine(planned: Plan, costs: CostModel, budget_s: float, seed: int = 0, exac
     where ``exact_s`` is given and the exact search can't be made: without the extra ``exact``, for more than
     ``planner.cp_sat.MOST`` operations, or where backwards may be coupled.
     """
+    if planned.policy.shrinks and planned.view.lost:
+        return planned  # it is another job's, of fewer replicas
     until = time.thread_time() + budget_s
     problem = prepare(planned.view, costs, planned.policy)
     if exact_s:

@@ -18,6 +18,7 @@ from recycle_plugin.planner.list_scheduling import Solution
 from recycle_plugin.planner.make import finish, prepare, solve
 from recycle_plugin.planner.plan_error import PlanError
 from recycle_plugin.planner.reroute import canonical_replicas
+from recycle_plugin.planner.shrunk import shrunk
 
 Pattern = tuple[Topology, tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]
 
@@ -65,8 +66,9 @@ class PlanStore:
     thread.
     """
 
-    def __init__(self, costs: CostModel, policy: Policy, size: int = 256) -> None:
-        self.costs, self.policy, self.size = costs, policy, size
+    def __init__(self, costs: CostModel, policy: Policy, size: int = 256, whole: bool = False) -> None:
+        """``whole``: replicas are lost whole."""
+        self.costs, self.policy, self.size, self._whole = costs, policy, size, whole
         self._solutions: OrderedDict[Pattern, tuple[Solution, int]] = OrderedDict()
 
     def __contains__(self, view: ClusterView) -> bool:
@@ -77,21 +79,29 @@ class PlanStore:
 
     def plan(self, view: ClusterView) -> Plan:
         """The verified plan of ``view``, as ``planner.plan`` makes it; its solution is kept.  Raises PlanError."""
-        problem = prepare(view, self.costs, self.policy)
-        shape = pattern(view, self.costs)
+        if self.policy.shrinks and view.lost:
+            return shrunk(view, self.costs, self.policy, self._plan)
+        return self._plan(view, self.costs, self.policy)
+
+    def _plan(self, view: ClusterView, costs: CostModel, policy: Policy) -> Plan:
+        problem = prepare(view, costs, policy)
+        shape = pattern(view, costs)
         if shape not in self._solutions:
             self._solutions[shape] = solve(problem)
             while len(self._solutions) > self.size:
                 self._solutions.popitem(last=False)
         self._solutions.move_to_end(shape)
         solution, least = self._solutions[shape]
-        return finish(view, self.costs, self.policy, problem, solution, least)
+        return finish(view, costs, policy, problem, solution, least)
 
     def prepare(self, view: ClusterView, hosts: Iterable[Iterable[Seat]] = ()) -> Iterator[ClusterView]:
         """Plans for the likeliest next failures of ``view``, one at each step of the iterator, so that the caller
         decides how much time it gives; yields what is now in store.  A failure that leaves no plan is passed over.
         """
         for after in next_failures(view, self.costs, hosts):
+            if self._whole:
+                torn = set(view.whole) - set(after.whole)
+                after = after.without(*(seat for seat in after.live if seat.replica in torn))
             try:
                 if after not in self:
                     self.plan(after)

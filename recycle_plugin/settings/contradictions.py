@@ -44,6 +44,7 @@ def refuse_contradictions(settings: Settings) -> None:
             '"always"',
         )
     _refuse_units(settings)
+    refuse_shrinking(settings)
     _refuse_steps(settings)
     _refuse_inexact(settings)
     _refuse_unheeded(settings)
@@ -52,37 +53,79 @@ def refuse_contradictions(settings: Settings) -> None:
 NOT_OF_REPLICAS = {
     "split_backward": "a backward that the script calls is not split",
     "exact": "DeepSpeed adds up inside a replica in its own order",
-    "log": "there is no pipeline to log",
     "checkpoint": "automatic checkpoints are not supported there yet",
-    "max_slowdown": "the job could not leave a checkpoint in the middle of the script's loop yet",
     "rebalance": "a replica's work is its script's",
     "zero": "DeepSpeed shards inside a replica, whose copies are the others",
     "loss_scaling": "DeepSpeed scales losses itself",
     "resume_iterators": "the script reads its data itself",
-}  # settings that nothing would heed with unit "replica", or that can't be had
+}  # settings that nothing would heed in jobs without a pipeline, or that can't be had there
+JUDGED = {"clip": "sync", "norm": True, "nonfinite": "end"}
 
 
 def _refuse_units(settings: Settings) -> None:
     """What does not go with the unit that is given up where a worker is lost."""
-    if settings.unit == "worker" and settings.replicas is not None:
+    if settings.unit == "worker":
+        if settings.replicas is not None:
+            raise SettingsError(
+                "replicas",
+                'has no effect with recycle.unit = "worker"',
+                'leave it out, or set recycle.unit to "replica"',
+            )
+        return
+    if settings.log is not None:
         raise SettingsError(
-            "replicas", 'has no effect with recycle.unit = "worker"', 'leave it out, or set recycle.unit to "replica"'
+            "unit",
+            '"replica" with recycle.log: a log brings back a stage that nobody is left in, worker by worker',
+            'write "worker", or set recycle.log to null',
         )
-    if settings.unit == "replica" and (settings.replicas or 0) < 2:
+    if settings.max_slowdown is not None:
+        raise SettingsError(
+            "unit",
+            '"replica" with recycle.max_slowdown, which counts losses of workers',
+            'write "worker", or set recycle.max_slowdown to null',
+        )
+    if settings.replicas is not None:
+        _refuse_sharded(settings, settings.replicas)
+
+
+def _refuse_sharded(settings: Settings, replicas: int) -> None:
+    """What does not go with jobs without a pipeline, of so many ``replicas``."""
+    if replicas < 2:
         raise SettingsError(
             "replicas",
-            f"is {shown(settings.replicas)}, and a lost replica needs another one to go on",
+            f"is {replicas}, and a lost replica needs another one to go on",
             "write how many replicas the job's ranks make, 2 or more",
         )
-    for name, why in NOT_OF_REPLICAS.items() if settings.unit == "replica" else ():
-        if name in settings.model_fields_set and getattr(settings, name):
-            raise SettingsError(name, f'contradicts recycle.unit = "replica": {why}', "leave it out")
-    if settings.unit == "replica" and (settings.clip, settings.norm, settings.nonfinite) != ("sync", True, "end"):
-        name = next(name for name, value in (("clip", "sync"), ("norm", True), ("nonfinite", "end"))
-                    if getattr(settings, name) != value)  # fmt: skip
+    if settings.batch == "shrink":
         raise SettingsError(
-            name, 'contradicts recycle.unit = "replica", in which DeepSpeed itself judges each step', "leave it out"
+            "batch",
+            '"shrink" with recycle.replicas is not supported yet: the others draw what a lost replica had to',
+            'write "constant"',
         )
+    for name, why in NOT_OF_REPLICAS.items():
+        if name in settings.model_fields_set and getattr(settings, name):
+            raise SettingsError(name, f"contradicts recycle.replicas: {why}", "leave it out")
+    for name, value in JUDGED.items():
+        if getattr(settings, name) != value:
+            raise SettingsError(
+                name, "contradicts recycle.replicas: DeepSpeed itself judges each step there", "leave it out"
+            )
+
+
+def refuse_shrinking(settings: Settings) -> None:
+    """Raise :class:`SettingsError` where batches are to shrink, and something else does not go with that."""
+    if settings.batch != "shrink":
+        return
+    for wrong, what, instead in (
+        (settings.unit == "worker", 'unit = "worker", whose work others take', 'recycle.unit to "replica"'),
+        (not settings.reroute, "reroute = false: a step that has what was lost is finished by others", "it to true"),
+        (settings.exact, "exact = true, whose sums have all blocks in their order", "that to false"),
+        (settings.loss_scaling, "loss_scaling, or fp16: scales are not tried with it", "that to false, or use bf16"),
+        (settings.clip == "validate", 'clip = "validate": a rejected step may be void too', 'that to "sync"'),
+        (settings.undo == "inverse", 'undo = "inverse", which goes by the rate of the step', 'that to "snapshot"'),
+    ):
+        if wrong:
+            raise SettingsError("batch", f'"shrink" contradicts recycle.{what}', f'write "constant", or set {instead}')
 
 
 def _refuse_steps(settings: Settings) -> None:

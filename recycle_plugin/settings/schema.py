@@ -22,7 +22,7 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.profile import Profile, read
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.settings import activation_cap as cap
-from recycle_plugin.settings.contradictions import refuse_contradictions
+from recycle_plugin.settings.contradictions import refuse_contradictions, refuse_shrinking
 from recycle_plugin.settings.field_types import (
     BOOL,
     CAP,
@@ -109,14 +109,22 @@ class Settings(BaseModel):
     unit: Literal["worker", "replica"] = setting(
         "worker",
         '"worker" or "replica"',
-        "who is given up when a worker is lost: it alone, whose micro-batches go to its peers; or, in jobs without a "
-        "pipeline, the whole replica, inside of which DeepSpeed shards by ZeRO, and which comes back whole",
+        "who is given up as one when a worker is lost, and comes back as one: the worker, whose work its data-parallel "
+        "peers take; or its whole replica, which takes part again once all its workers can",
     )
     replicas: Count | None = setting(
         None,
         "a whole number of at least 1, or null",
-        'with `unit` "replica", how many replicas the job\'s ranks make, at least 2: each has as many neighbouring '
-        "ranks, and a copy of the model",
+        'for jobs without a pipeline, with `unit` "replica": how many replicas the job\'s ranks make, at least 2; each '
+        "has as many neighbouring ranks, and DeepSpeed shards inside of it by ZeRO",
+    )
+    batch: Literal["constant", "shrink"] = setting(
+        "constant",
+        '"constant" or "shrink"',
+        "what becomes of the micro-batches of a replica that is out, with `unit: replica`: the other replicas compute "
+        "them, so that the global batch stays; or nobody does, sums are divided by what was contributed, and each such "
+        "step is applied with sqrt(live / all) of its learning rate; no stage then steps before all have their "
+        "gradients",
     )
     zero: Literal["replicate"] | None = setting(
         None,
@@ -343,10 +351,12 @@ class Settings(BaseModel):
         implied: dict[str, Any] = {"loss_scaling": True, "nonfinite": "skip"}
         if not clipping and self.stagger_optimizer and "clip" not in self.model_fields_set:
             implied["clip"] = "validate"
-        return self.model_copy(update=implied)
+        found = self.model_copy(update=implied)
+        refuse_shrinking(found)
+        return found
 
     def for_replicas(self) -> Settings:
-        """These settings, as they are with `unit` "replica": a backward that the script calls is not split."""
+        """These settings, as they are with `replicas`: a backward that the script calls is not split."""
         return self.model_copy(update={"split_backward": False})
 
     def waits_for_norm(self, clipping: float) -> bool:
@@ -380,6 +390,7 @@ class Settings(BaseModel):
             validate,
             room,
             block=self.exact_block if self.exact else 1,
+            shrinks=self.batch == "shrink",
         )
 
     @property

@@ -18,6 +18,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import Draw
 from recycle_plugin.core.vocabulary.plan import Plan
+from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.simulator.virtual import VirtualState, VirtualWorld
 
@@ -57,6 +58,16 @@ LEARNING_RATE = 1_000_003
 def rate(step: int, by_hand: bool) -> int:
     """The learning rate of ``step``; ``by_hand``: the script sets one for each."""
     return LEARNING_RATE + 1000 * (step % 5) * by_hand
+
+
+def divided(total: int, share: LiveShare) -> int:
+    """A sum, divided by the part of the replicas that has contributed to it."""
+    return total * share.total * pow(share.live, -1, PRIME) % PRIME
+
+
+def scaled(rate: int, share: LiveShare) -> int:
+    """The learning rate of a step to which that part has contributed: any number that differs for each."""
+    return rate if share.whole else rate * (share.live + 7 * share.total) % PRIME
 
 
 def sample(micro_batch: MicroBatch, step: int, salt: int) -> int:

@@ -116,6 +116,9 @@ def may_end(cluster: Cluster) -> bool:
     """
     membership, gone = cluster.membership, cluster.gone()
     away = cluster.lost_seats | {worker.seat for worker in cluster.workers.values() if worker.stuck or worker.stopped}
+    if cluster.scenario.unit == "replica":
+        torn = {seat.replica for seat in away}
+        away = {seat for seat in cluster.scenario.shape.seats if seat.replica in torn}
     left = {seat.stage for seat in cluster.scenario.shape.seats if seat not in away}
     without = (
         not membership.started
@@ -197,9 +200,9 @@ class Instants:
         return replace(self.job, faults=(*self.job.faults, Fault.parse(fault)), torn=sum(map(ord, fault)))
 
 
-def _job(shape: Topology, steps: int, faults: tuple[str, ...] = (), **more: Any) -> Scenario:
+def _job(shape: Topology, steps: int, faults: tuple[str, ...] = (), shrinks: bool = False, **more: Any) -> Scenario:
     costs = CostModel.uniform(shape.stages, 5_000, 5_000, 5_000, 500, 3_000, 2_000)
-    policy = Policy(activation_cap=2 * shape.stages)
+    policy = Policy(activation_cap=2 * shape.stages, shrinks=shrinks)
     return Scenario(shape, costs, policy, steps, faults=tuple(map(Fault.parse, faults)), **more)
 
 
@@ -208,6 +211,12 @@ REGROUPINGS = 4  # of a start, a loss, and a return
 # from the newcomer's first word to the first step in which it has work again, a test checks that
 RETURN = Instants(
     "--every-return", _job(Topology(3, 2, 4), 24, ("kill 2.1 before 1F2.0@2",), rejoin="always"), range(11, 20)
+)
+# a replica is lost, and the step with it where not all have their sums; it comes back whole
+SHRINK = Instants(
+    "--every-shrink",
+    _job(Topology(3, 2, 4), 30, ("kill 2.1 before 1F2.0@2",), rejoin="always", unit="replica", shrinks=True),
+    range(1, 27),
 )
 # a stage is lost in the middle of the fourth step, and the two behind the checkpoint are replayed
 REPLAY = Instants(

@@ -1,7 +1,8 @@
 """Checkers of a simulated job: what must hold, whatever goes wrong; code of its own, that shares nothing with what it
 checks.
 
-Safety, while the job runs: every sum that becomes a gradient holds each micro-batch exactly once; no weight gradient is
+Safety, while the job runs: every sum that becomes a gradient holds each micro-batch exactly once, or where batches
+shrink each of some replicas', the same in all stages, those that were always whole among them; no weight gradient is
 counted twice by its worker; what the stages of a tie add up is one sum each, the same on all its replicas; every member
 logs the boundaries that are counted on; a committed step stays committed, and at its commit all live replicas of a
 stage hold the weights that the fault-free run has with the same data (simulator/samples.py), also where its sums depend
@@ -53,7 +54,10 @@ class Watcher:
         )
         self.reference = Reference(given.shape, weights, given.clip, given.policy.block, given.shards, given.by_hand)
         self._samples = Samples(given.shape, given.epoch, given.lengths, self.say) if given.iterators else None
-        if not given.iterators:
+        self._shrinks = given.policy.shrinks
+        self._contributed: dict[tuple[int, int], frozenset[int]] = {}  # by stage and step, the replicas in the last sum
+        self._once_gone: set[int] = set()  # replicas
+        if not (given.iterators or self._shrinks):
             for step in range(1, given.steps + 1):
                 self.reference.follow(step)
         self.violations: list[str] = []
@@ -118,8 +122,11 @@ class Watcher:
     def summed(self, worker: Any, step: int, parts: list[Mapping[MicroBatch, Any]]) -> None:
         """Takes in what each worker of a stage has brought to the gradient's sum: each micro-batch exactly once."""
         found = Counter(micro_batch for part in parts for micro_batch in part)
-        wrong = [str(one) for one in self.shape.batch if found[one] != 1]
-        if wrong or sum(found.values()) != len(self.shape.batch):
+        replicas = frozenset(one.replica for one in found) if self._shrinks else frozenset(range(self.shape.replicas))
+        self._contributed[worker.seat.stage, step] = replicas
+        batch = [one for one in self.shape.batch if one.replica in replicas]
+        wrong = [str(one) for one in batch if found[one] != 1]
+        if wrong or sum(found.values()) != len(batch) or not batch:
             self.say(f"the gradient of stage {worker.seat.stage}, step {step}, holds {self._how_often(found, wrong)}")
 
     def tied(self, worker: Any, step: int, brought: list[tuple[int, int]]) -> None:
@@ -145,6 +152,9 @@ class Watcher:
         """
         if isinstance(message, Resume) and message.rejected:
             self._told = {key: told for key, told in self._told.items() if key[0] <= message.committed + 1}
+        if isinstance(message, Resume) and message.batches is not None and (void := message.batches.void):
+            self._told = {key: told for key, told in self._told.items() if key[0] < void}
+            self._moments = {key: moments for key, moments in self._moments.items() if key[2] <= void}
         if isinstance(message, Resume) and message.unfilled:
             self._told = {key: told for key, told in self._told.items() if key[0] < message.unfilled}
         elif isinstance(message, BarrierPassed) and self._samples is not None and (step := ends_before(message.place)):
@@ -228,19 +238,20 @@ class Watcher:
             self._logs_what_counts(cluster)
         if self._ended_before and self._samples is not None:
             gone = {cluster.workers[rank].seat.replica for rank in cluster.gone()}
-            self._samples.ended(self._ended_before, set(range(self.shape.replicas)) - gone - cluster.homeless)
+            sources = set(range(self.shape.replicas)) - gone - cluster.homeless
+            self._samples.ended(self._ended_before, sources, len(self._of_step(self._ended_before)))
             self._ended_before = 0
         if now < self._committed:
             self.say(f"step {self._committed} was committed, and now only {now} is")
+        gone = {cluster.workers[rank].seat.replica for rank in cluster.gone()}
+        self._once_gone |= gone
         if now > self._committed:
+            for step in range(self._committed + 1, now + 1) if self._shrinks else ():
+                self._contributed_alike(step)
             if self._samples is not None:
-                self._samples.committed(
-                    now,
-                    whole={seat.replica for seat in self.shape.seats}
-                    - {cluster.workers[rank].seat.replica for rank in cluster.gone()},
-                    homeless=cluster.homeless,
-                )
-                self._follow(self._committed + 1, now)
+                batches = {step: self._of_step(step) for step in range(self._committed + 1, now + 1)}
+                self._samples.committed(batches, set(range(self.shape.replicas)) - gone, cluster.homeless)
+            self._follow(self._committed + 1, now)
             roster = cluster.membership.roster  # who is joining may be a step behind, until it has entered
             live = [cluster.workers[member.rank] for member in roster if not member.joining]
             for step in range(self._committed + 1, now + 1):
@@ -248,6 +259,20 @@ class Watcher:
             self._committed = now
             for worker in live:
                 self._right_weights(worker, now)
+
+    def _of_step(self, step: int) -> frozenset[int]:
+        """The replicas whose micro-batches ``step`` has, as far as it was added up."""
+        everybody = frozenset(range(self.shape.replicas))
+        return self._contributed.get((0, step), everybody) if self._shrinks else everybody
+
+    def _contributed_alike(self, step: int) -> None:
+        """Checks that the same replicas are in the sums of all stages, those that were always whole among them."""
+        by_stage = {self._contributed.get((stage, step), frozenset()) for stage in range(self.shape.stages)}
+        if len(by_stage) > 1:
+            names = " and ".join(str(sorted(replicas)) for replicas in sorted(by_stage, key=sorted))
+            self.say(f"step {step} has other replicas in one stage's sum than in another's: {names}")
+        if missing := set(range(self.shape.replicas)) - self._once_gone - frozenset.union(*by_stage):
+            self.say(f"step {step} is without what replica {min(missing)} has, of which nobody was lost")
 
     def _logs_what_counts(self, cluster: Any) -> None:
         """Checks that every member logs all boundaries at least that the coordinator counts as logged."""
@@ -277,7 +302,7 @@ class Watcher:
         for step in (committed + 1, committed + 2):  # after the last committed step, or one ahead of it
             held = worker.store.get(Datum("params", worker.seat.stage, None, step))
             if held is not None and step <= self.steps + 1:
-                if self._samples is not None and step - 1 > self._committed:
+                if step - 1 > self._committed:
                     self._follow(step - 1, step - 1)
                 moments = tuple(worker.numbers.moments.values())
                 if self._moments.setdefault((worker.seat.stage, worker.held.shard, step), moments) != moments:
@@ -288,10 +313,12 @@ class Watcher:
         self.say(f"seat {worker.seat} has no weights behind step {committed}, which is committed")
 
     def _follow(self, first: int, last: int) -> None:
-        """Trains the reference with the data that was computed with."""
-        assert self._samples is not None, "nothing is read from iterators"
+        """Trains the reference with the data that was computed with, where that depends on who is lost."""
+        if self._samples is None and not self._shrinks:
+            return
         for step in range(first, last + 1):
-            self.reference.follow(step, self._samples.of(step))
+            data = None if self._samples is None else self._samples.of(step)
+            self.reference.follow(step, data, self._of_step(step))
 
     # --- between steps ------------------------------------------------------------------------------
 
@@ -388,6 +415,8 @@ class Watcher:
             ):  # what went down with a worker of a step that all had applied is missing, and said so
                 expected = told.setdefault(step, losses) if self.rounds else self._losses(step)
                 losses, expected = self._of_what_stayed(step, losses), self._of_what_stayed(step, expected)
+                if self._shrinks and not worker.alive:  # the step may be void for the others
+                    losses = {name: loss for name, loss in losses.items() if name in expected}
                 if not losses.items() <= expected.items() or (losses != expected and not cluster.membership.lost):
                     self.say(f"seat {worker.seat} was told wrong losses of step {step}")
             if (
@@ -411,6 +440,11 @@ class Watcher:
         lost = {
             worker.seat for worker in cluster.workers.values() if worker.control_view.worker in cluster.membership.lost
         }
+        if cluster.scenario.unit == "replica":  # who is lost with another one is no loss of its own
+            lost = {
+                min(seat for seat in lost if seat.replica == replica) for replica in {seat.replica for seat in lost}
+            }
+            lost -= {seat for seat in lost if seat.replica in {each.replica for each in deaf}}
         healthy = list(map(str, sorted(lost - deaf)))
         if cluster.deafened and len(healthy) > (not all(cluster.deafened.values())):
             self.say(f"seats {', '.join(healthy)} were given up, since another hears nobody")
@@ -429,6 +463,6 @@ class Watcher:
         }
 
     def _losses(self, step: int) -> Mapping[str, int]:
-        if self._samples is not None and step > self._committed:  # told, and never committed
+        if step > self._committed:  # told, and never committed
             self._follow(step, step)
         return self.reference.losses[step]

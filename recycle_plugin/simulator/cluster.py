@@ -254,6 +254,7 @@ class Cluster:
         self.events += [(self.now, event) for event in output.events]
         back = sum(event.kind == "rejoined" for event in output.events)
         self.exercised[ProtocolRule.SEAT_RETURNED] += back * (self.scenario.shards > 1)
+        self.exercised[ProtocolRule.WHOLE_RETURNED] += back * (self.scenario.unit == "replica")
         for whom, message in output.messages:
             if whom == SUPERVISORS:
                 self._tell_supervisors(message)
@@ -505,7 +506,8 @@ class Cluster:
         before = self.workers[message.rank]
         if before.control_view.incarnation >= message.incarnation or message.rank in self.cut:
             return
-        if self.scenario.shards > 1 and message.worker in self._fenced:  # with another one of its seat, which has died
+        as_one = self.scenario.shards > 1 or self.scenario.unit == "replica"
+        if as_one and message.worker in self._fenced:  # with another one of its unit, which has died
             return
         self._departed.discard(message.rank)
         worker = SimulatedMachine(self, message.rank, 0, message.incarnation)

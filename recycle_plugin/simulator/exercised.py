@@ -103,6 +103,10 @@ class ProtocolRule(str, Enum):
     LOG_GONE = "logs were gone with a host"
     LET_GO = "a checkpoint let a log go"
     LOGS_AGAIN = "a log that had broken off was one again from a checkpoint on"
+    SHRUNK = "a step lacked what a lost replica had"
+    KEPT_WHOLE = "a step had what a lost replica had, in all its sums"
+    MADE_VOID = "a step was void, since not all sums had what a lost replica had"
+    WHOLE_RETURNED = "a replica came back whole"
     RELOADED = "the coordinator's state was written down and read again"
 
 
@@ -178,6 +182,9 @@ class Exercised(Counter[ProtocolRule]):
             self[ProtocolRule.NO_PROOF] += event.kind == "suspected" and "which has cost a worker already" in event.text
             self[ProtocolRule.STOOD_STILL] += event.text.startswith("everybody waits")
             self[ProtocolRule.DEAF] += event.kind == "lost" and "does not hear itself" in event.text
+            self[ProtocolRule.SHRUNK] += event.kind == "committed" and "contributed" in event.details
+            self[ProtocolRule.KEPT_WHOLE] += event.kind == "contributing" and bool(event.details["kept"])
+            self[ProtocolRule.MADE_VOID] += event.kind == "contributing" and event.details["void"] > 0
             self[ProtocolRule.AHEAD] += event.kind == "resume" and event.details["ahead"] > 0
 
     def _published(

@@ -13,8 +13,19 @@ from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.simulator.arithmetic import LEARNING_RATE, PRIME, added, clipped, compute, over_tie, share
+from recycle_plugin.simulator.arithmetic import (
+    LEARNING_RATE,
+    PRIME,
+    added,
+    clipped,
+    compute,
+    divided,
+    over_tie,
+    scaled,
+    share,
+)
 from recycle_plugin.simulator.scenario import Scenario
 
 Sums = Mapping[Block, int]
@@ -30,7 +41,8 @@ class Numbers:
 
     The weights of all shards of a stage are equal, so that one reference does for them; the moments are not.
 
-    ``rate``: the learning rate, which the script sets.
+    ``rate``: the learning rate, which the script sets; ``contributing``: which part of the replicas contributes to what
+    is run.
     """
 
     def __init__(self, scenario: Scenario, seat: Seat, shard: int = 0) -> None:
@@ -38,6 +50,7 @@ class Numbers:
         self.tie = scenario.shape.tie(seat.stage)
         self._blocks = scenario.policy.blocks(scenario.shape)
         self.rate = LEARNING_RATE
+        self.contributing = LiveShare()
         self._written = 0  # how often parameters were, as torch counts versions
         self._sums: dict[tuple[int, Block], int] = {}  # of weight gradients, by step
         self.moments: dict[str, int] = dict.fromkeys(MOMENTS, shard)  # what an optimizer keeps, which no number shows
@@ -56,7 +69,8 @@ class Numbers:
             raise AssertionError(
                 f"seat {self._seat} runs {instruction} through parameters that have changed since its forward"
             )
-        made = compute(instruction, have, self._scenario.shape.stages, bool(self.tie), self._scenario.clip, self.rate)
+        rate = scaled(self.rate, self.contributing)
+        made = compute(instruction, have, self._scenario.shape.stages, bool(self.tie), self._scenario.clip, rate)
         if instruction.op is Op.F:
             made[stash] = made[stash]._replace(weights=self._written)
             if self._seat.stage == self._scenario.shape.stages - 1:
@@ -102,9 +116,10 @@ class Numbers:
         self._sums.clear()
 
     def total(self, brought: list[Sums]) -> int:
-        """The blocks' sums of all workers, added in the blocks' order."""
+        """The blocks' sums of all workers, added in the blocks' order, and divided by what has contributed."""
         totals = {block: total for part in brought for block, total in part.items()}
-        return reduce(lambda total, block: added(total, totals[block], self._scenario.ordered), sorted(totals), 0)
+        found = reduce(lambda total, block: added(total, totals[block], self._scenario.ordered), sorted(totals), 0)
+        return divided(found, self.contributing)
 
     def over_tie(self, by_stage: Mapping[int, int]) -> int:
         """The sum over the stages that share a weight, in their order."""
@@ -124,7 +139,7 @@ class Numbers:
 
     def stepped(self, weight: int, gradient: int, norm: float | None) -> int:
         """What a step makes of ``weight``, which it applies ``gradient`` to with regard to ``norm``."""
-        return (weight - self.rate * self._update(gradient, norm)) % PRIME
+        return (weight - scaled(self.rate, self.contributing) * self._update(gradient, norm)) % PRIME
 
     def move(self, name: str, gradient: int, norm: float | None) -> None:
         """Changes a moment by a step's gradient, each in its own way."""

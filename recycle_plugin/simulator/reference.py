@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.simulator.arithmetic import PRIME, added, clipped, rate, sampled, share
+from recycle_plugin.simulator.arithmetic import PRIME, added, clipped, divided, rate, sampled, scaled
+from recycle_plugin.simulator.arithmetic import share as share_of_norm
 
 Data = Callable[[MicroBatch], tuple[int, int]]  # input and label of each micro-batch of a step
 
@@ -34,23 +36,29 @@ class Reference:
         self.weights = {1: weights}
         self.losses: dict[int, dict[str, int]] = {}
 
-    def follow(self, step: int, data: Data | None = None) -> None:
-        """Trains ``step``, with ``data``, or what belongs to it (simulator.arithmetic.sampled)."""
+    def follow(self, step: int, data: Data | None = None, replicas: Collection[int] | None = None) -> None:
+        """Trains ``step``, with ``data``, or what belongs to it (simulator.arithmetic.sampled).  ``replicas``: whose
+        micro-batches it has; None: all.
+        """
+        share = LiveShare(self._shape.replicas if replicas is None else len(replicas), self._shape.replicas)
         addressed = data or partial(sampled, step=step)
         gradients: list[list[int]] = [
             [] for _ in range(self._shape.stages)
         ]  # of each stage, in the micro-batches' order
         weights, losses = self.weights[step], {}
         for micro_batch in self._shape.batch:
+            if replicas is not None and micro_batch.replica not in replicas:
+                continue
             inputs, label = self._forward(weights, addressed(micro_batch))
             gradient = losses[str(micro_batch)] = (inputs[-1] - label) % PRIME
             for stage in reversed(range(len(weights))):
                 gradients[stage].append(gradient * inputs[stage] % PRIME)
                 gradient = gradient * (weights[stage] + 2 * inputs[stage]) % PRIME
-        updates = self._clipped(*self._over_ties([self._sum(values) for values in gradients]))
+        updates = self._clipped(*self._over_ties([divided(self._sum(values), share) for values in gradients]))
         self.losses[step] = losses
         self.weights[step + 1] = tuple(
-            (weight - rate(step, self._by_hand) * update) % PRIME for weight, update in zip(weights, updates)
+            (weight - scaled(rate(step, self._by_hand), share) * update) % PRIME
+            for weight, update in zip(weights, updates)
         )
 
     def loss(self, step: int, data: tuple[int, int]) -> int:
@@ -90,7 +98,9 @@ class Reference:
 
     def _clipped(self, gradients: list[int], counted: list[bool]) -> list[int]:
         """The gradients clipped as by a worker that waits for all stages' shares before it applies anything."""
-        norm = (self._shards * sum(share(gradient) for gradient, counts in zip(gradients, counted) if counts)) ** 0.5
+        norm = (
+            self._shards * sum(share_of_norm(gradient) for gradient, counts in zip(gradients, counted) if counts)
+        ) ** 0.5
         if not self._clip or norm + 1e-6 <= self._clip:
             return gradients
         return [clipped(gradient, norm) for gradient in gradients]

@@ -8,7 +8,7 @@ in their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
@@ -42,7 +42,6 @@ class Samples:
             int, dict[MicroBatch, dict[int, Batch]]
         ] = {}  # by step, micro-batch and stage: the last one counts, which takes a discarded one's place
         self._used: dict[Name, tuple[int, MicroBatch]] = {}
-        self._committed = 0
         self._passed_over: set[Name] = set()
         self._returned: set[int] = (
             set()
@@ -64,19 +63,22 @@ class Samples:
         loaded = self._loaded[step]
         return lambda micro_batch: (loaded[micro_batch][0].data[0], loaded[micro_batch][self._shape.stages - 1].data[1])
 
-    def committed(self, last: int, whole: AbstractSet[int], homeless: AbstractSet[int]) -> None:
-        """Checks all steps up to ``last``, which are committed.  ``whole``: replicas of which nobody is lost;
-        ``homeless``: those of them that are no sources, since nobody knows where their iterators stood.
+    def committed(
+        self, batches: Mapping[int, AbstractSet[int]], whole: AbstractSet[int], homeless: AbstractSet[int]
+    ) -> None:
+        """Checks steps that are committed, each of which has the micro-batches of some replicas (``batches``).
+        ``whole``: replicas of which nobody is lost; ``homeless``: those of them that are no sources, since nobody knows
+        where their iterators stood.
         """
         self._returned |= set(range(self._shape.replicas)) - whole
-        for step in range(self._committed + 1, last + 1):
-            for micro_batch in self._shape.batch:
+        for step, replicas in batches.items():
+            batch = [one for one in self._shape.batch if one.replica in replicas]
+            for micro_batch in batch:
                 for name in self.loaded_so_far(step).get(micro_batch, set()):
                     self._used.setdefault(name, (step, micro_batch))
-            for micro_batch in self._shape.batch:
+            for micro_batch in batch:
                 self._check(step, micro_batch, micro_batch.replica in whole - homeless)
             self._check_gaps(step)
-        self._committed = max(self._committed, last)
 
     def _check(self, step: int, micro_batch: MicroBatch, own: bool) -> None:
         named = self.loaded_so_far(step).get(micro_batch, set())
@@ -96,14 +98,14 @@ class Samples:
         if own and (name.replica != micro_batch.replica or (name != usual and not rested)):
             self._say(f"micro-batch {micro_batch} of step {step} is {name}, and both ends of its replica live")
 
-    def ended(self, step: int, sources: AbstractSet[int]) -> None:
+    def ended(self, step: int, sources: AbstractSet[int], contributing: int) -> None:
         """Takes in that all iterators have ended before ``step`` was filled: ``sources``, the replicas that give data,
-        have less left than that takes.
+        have less left than that takes, of so many that are ``contributing``.
         """
         iterator, left = len(self._begun), 0
         if self._lengths:
             left = sum(self._lengths[replica] - self._used_of(replica, iterator) for replica in sources)
-        if not self._lengths or left >= len(self._shape.batch):
+        if not self._lengths or left >= contributing * self._shape.micro_batches:
             self._say(f"the data is said to have ended before step {step}, and {left} batches are left")
         self._begun.append(step)
 

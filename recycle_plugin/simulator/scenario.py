@@ -82,7 +82,8 @@ class Scenario:
     to be on a disk; ``log_damaged_share``: of its records; ``log_full``: from which step on a seat's log finds its disk
     full; ``helpers``: how many may help with a replay, None for all, and ``helps_not``: which share of them can't;
     ``shards``: workers that hold each seat together, of which the one with the number ``struck`` has the troubles and
-    faults; ``by_hand``: the script sets the learning rate of each step.
+    faults; ``by_hand``: the script sets the learning rate of each step; ``unit``: who is given up as one, "worker" (all
+    that hold a seat) or "replica".
     """
 
     shape: Topology
@@ -118,6 +119,7 @@ class Scenario:
     helps_not: float = 0.0
     by_hand: bool = False
     log_choices: tuple[tuple[int, ...], ...] = ()
+    unit: str = "worker"
 
     @property
     def loses_hosts(self) -> bool:

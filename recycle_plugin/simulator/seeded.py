@@ -50,6 +50,7 @@ KINDS = (
 LONG = 25  # steps, each with a pause, in which a host is taken for gone, and for some time after that
 APART = ("cut", "deafened", "walled", "unfenced")
 CHOOSES = 0.4  # of the jobs that log
+UNITS = 0.1
 WRONG_WITH_LOGS = ("damage", "lag", "lag", "full")
 POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recovery.undone")
 
@@ -101,6 +102,7 @@ def scenario(seed: int) -> Scenario:
         ("choices", _with_choices),
         ("rates", _with_rates),
         ("hosts and logs", _with_lost_hosts),
+        ("units", _with_units),
     ):
         job = change(
             job, Random(f"{name} in {seed}")
@@ -362,6 +364,32 @@ def _with_lost_hosts(given: Scenario, random: Random) -> Scenario:
         log_damaged_share=0.0,
         logs_apart=random.random() < 0.7,
     )
+
+
+def _with_units(given: Scenario, random: Random) -> Scenario:
+    """Makes replicas the unit in one in ten of the jobs that neither log nor are exact, and have no line that loses
+    what goes over it for good; lets the batch shrink in three of four of these.  Mostly lost replicas come back.
+    """
+    silent = any(trouble.kind in ("deafened", "walled", "swallow") for trouble in given.troubles)
+    if given.logs or given.exact or silent or random.random() >= UNITS:
+        return given
+    given = replace(given, unit="replica")
+    if random.random() < 0.75:
+        given = replace(given, policy=replace(given.policy, shrinks=True))
+    if given.rejoin == "never" and random.random() < 0.75:
+        seat, at = random.choice(given.shape.seats), random.randrange(SETTLED_US // 2, CALM_US)
+        troubles = [*given.troubles, Trouble("kill", at, (seat,))]
+        if random.random() < 0.5:  # one of those that come back, while they do
+            again = at + random.randrange(1_000, 1_800) * MILLISECOND
+            troubles.append(Trouble("kill", again, (Seat(seat.replica, random.randrange(given.shape.stages)),)))
+        given = replace(
+            given,
+            troubles=tuple(troubles),
+            steps=given.steps + random.choice((24, 36)),
+            damaged_share=random.choice((0.0, 0.3)),
+            rejoin=random.choice(("always", 2)),
+        )
+    return given
 
 
 def _narrowed(given: Scenario, shape: Topology) -> Scenario:

@@ -29,6 +29,7 @@ from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.core.worker.companion import Companion
 from recycle_plugin.core.worker.control_view import ControlView
@@ -574,6 +575,10 @@ class SimulatedMachine:
         """Sets what the script sets for ``step``."""
         self.numbers.rate = rate(step, self.cluster.scenario.by_hand)
 
+    def go_by(self, share: LiveShare) -> None:
+        """Takes which part of the replicas contributes from now on."""
+        self.numbers.contributing = share
+
     def settings(self) -> int:
         """The learning rate."""
         return self.numbers.rate
@@ -691,6 +696,7 @@ def _job(scenario: Scenario) -> JobSpec:
         replace(DEADLINES, heartbeat_timeout_s=SILENCE_S) if scenario.loses_hosts else DEADLINES,
         rebalance=scenario.rebalances,
         rejoin=scenario.rejoin,
+        unit=scenario.unit,
         log=scenario.logs,
         boundaries=scenario.log_choices[0] if scenario.log_choices else "all",
         stagger_optimizer=policy.stagger_optimizer,

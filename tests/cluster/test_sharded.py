@@ -156,7 +156,7 @@ WRONG = {
     "no forward": "engine.backward(loss) without a forward: call engine(…)",
     "no step": "engine.step() was left out: call it after each engine.backward(loss)",
     "only step": "engine.step() without a micro-batch: call engine(…)",
-    "no_sync": 'engine.no_sync() with recycle.unit "replica"',
+    "no_sync": "engine.no_sync() with recycle.replicas",
     "save": "save_checkpoint() in the middle of a step",
 }
 

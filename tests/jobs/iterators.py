@@ -8,7 +8,7 @@ its rows, losses and how many batches it has read.  Before step ``held`` members
 In the case "epochs" there is another iterator for each ``epoch`` steps, of samples of its own; with ``lengths``, of so
 many samples of each replica, another one whenever ``train_batch`` raises StopIteration.
 ``saved``: a folder for a checkpoint of the last step; ``loaded``: one to go on from, with ``resume_iterators`` as
-``resume`` says.
+``resume`` says.  ``recycle``: more settings.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ config = {
         "faults": job["faults"],
         "exact": job["case"] == "exact",
         "resume_iterators": job.get("resume", False),
+        **job.get("recycle", {}),
     },
 }
 if job["case"] == "validate":  # half of the norm of a step's gradient, which is the same for all

@@ -34,7 +34,7 @@ class Crossed(Mixed):
 
 @mistake("half a seat is admitted")
 def half_a_seat(monkeypatch) -> None:
-    monkeypatch.setattr(Joining, "_whole", lambda self, seats: [each for each in self if each.seat in seats])
+    monkeypatch.setattr(Joining, "_whole", lambda self, newcomers: list(newcomers))
     joining = lambda self, seat: any(member.joining for member in self.group(seat))
     monkeypatch.setattr(
         Roster, "working", property(lambda self: frozenset(seat for seat in self.seats if not joining(self, seat)))

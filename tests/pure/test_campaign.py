@@ -26,13 +26,14 @@ from tests.pure import (  # noqa: F401  add their own
     mistakes_between,
     mistakes_joining,
     mistakes_replay,
+    mistakes_shrinking,
     mistakes_suspicion,
     mistakes_together,
 )
 from tests.pure.mistakes import MISTAKES, SEEN, believed_of_many, void_is_not_heard_again
 
 FOUND_WITHIN = 2000  # seeds, by every mistake, and every rule is needed in one; most need a few
-RARE = (114, 123, 147, 166, 236, 302, 359, 585, 690)  # whose failures need rules that few others do
+RARE = (114, 123, 147, 166, 236, 302, 359, 585, 690, 1623)  # whose failures need rules that few others do
 
 
 @pytest.mark.timeout(900)  # a whole campaign, on a machine that may do other things beside
@@ -109,6 +110,16 @@ def test_every_worker_killed_while_a_stage_is_replayed() -> None:
     assert report.seeds > 10 and report.exercised[ProtocolRule.REPLAYED] > report.seeds
     moments = campaign.REPLAY.moments()
     assert {"kill 0.1#1 after 1W0.3@3", "kill 0.0 at recovery.parked:1", "kill 0.2 before 2STEP@4"} <= set(moments)
+
+
+def test_every_worker_killed_while_a_batch_is_smaller() -> None:
+    """A sample, with a replica out, and coming back; all of them with ``recycle campaign --every-shrink``."""
+    report = campaign.every_instant(campaign.SHRINK, every=331)
+    assert not report.violations, "\n".join(
+        f"recycle campaign {one.name}: {one.violations}" for one in report.violations
+    )
+    assert report.seeds > 15 and report.exercised[ProtocolRule.SHRUNK] > report.seeds
+    assert report.exercised[ProtocolRule.MADE_VOID] and report.exercised[ProtocolRule.WHOLE_RETURNED]
 
 
 def test_the_same_seed_is_the_same_story() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS
 from recycle_plugin.core.messages.protocol import (
@@ -15,14 +14,12 @@ from recycle_plugin.core.messages.protocol import (
     Fingerprint,
     Heartbeat,
     Missing,
-    Ready,
     Stepped,
     SupervisorHeartbeat,
 )
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
-from recycle_plugin.core.vocabulary.roster import FailureDomain
-from tests.support.membership import agree, job, member, started, step
+from tests.support.membership import agree, member, started, step
 
 Outputs = Iterator[CoordinatorOutput]
 LAST = 3  # the rank that something happens to
@@ -57,10 +54,7 @@ def link() -> Outputs:
 
 
 def together() -> Outputs:
-    membership = Membership(4, FailureDomain.REPLICA)
-    for rank in range(4):
-        membership.receive(Ready(member(rank), 0, job()), 0.0)
-    agree(membership, 0, dict.fromkeys(range(4), 0))
+    membership = started(unit="replica")
     yield membership.connection_lost(member(1).worker, 0.0)
 
 

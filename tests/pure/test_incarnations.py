@@ -23,7 +23,7 @@ from recycle_plugin.core.messages.protocol import (
     Stepped,
     SupervisorHeartbeat,
 )
-from recycle_plugin.core.vocabulary.roster import FailureDomain, WorkerId
+from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import agree, job, member, said, started, step
 
 LATE = WorkerId(2, 1)
@@ -135,10 +135,10 @@ def test_messages_say_of_which_process_they_are():
 # --- who is given up with whom --------------------------------------------------------------------------
 
 
-def with_domain(domain: FailureDomain) -> Membership:
+def with_unit(unit: str) -> Membership:
     """3 replicas of 2 stages, which have applied step 1."""
-    membership = Membership(6, domain)
-    given = job(replicas=3)
+    membership = Membership(6)
+    given = job(replicas=3, unit=unit)
     for rank in range(6):
         membership.receive(Ready(member(rank, replicas=3), 0, given), 0.0)
     agree(membership, 0, dict.fromkeys(range(6), 0))
@@ -146,11 +146,9 @@ def with_domain(domain: FailureDomain) -> Membership:
     return membership
 
 
-@pytest.mark.parametrize(
-    "domain, gone", [(FailureDomain.WORKER, [1]), (FailureDomain.SEAT, [1]), (FailureDomain.REPLICA, [1, 4])], ids=str
-)
-def test_a_loss_takes_its_domain_with_it(domain, gone):
-    membership = with_domain(domain)
+@pytest.mark.parametrize("unit, gone", [("worker", [1]), ("replica", [1, 4])])
+def test_a_loss_takes_its_unit_with_it(unit, gone):
+    membership = with_unit(unit)
     out = membership.receive(Exited(1, -9, 0.0), 0.0)
     assert [event.details["rank"] for event in out.events if event.kind == "lost"] == gone
     (generation,) = said(out, Generation)
@@ -167,8 +165,8 @@ def test_a_loss_takes_its_domain_with_it(domain, gone):
     assert not membership.receive(Exited(4, -9, 0.0), 0.0).messages or 4 not in gone
 
 
-def test_what_a_domain_takes_may_leave_a_stage_empty():
-    membership = with_domain(FailureDomain.REPLICA)
+def test_what_a_unit_takes_may_leave_a_stage_empty():
+    membership = with_unit("replica")
     for rank in (0, 1):
         membership.receive(Exited(rank, -9, 0.0), 0.0)
         membership.receive(Exited(rank + 3, -9, 0.0), 0.0)

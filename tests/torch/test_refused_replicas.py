@@ -21,7 +21,7 @@ REPLICA = {"enabled": True, "unit": "replica", "replicas": 2}
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     (
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-        'zero_optimization.offload_optimizer with recycle.unit "replica" keeps a shard in host memory',
+        "zero_optimization.offload_optimizer with recycle.replicas keeps a shard in host memory",
     ),
     (
         {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
@@ -49,12 +49,12 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"train_micro_batch_size_per_gpu": None}, "neither train_batch_size nor train_micro_batch_size_per_gpu"),
 ]
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"replicas": None}, "recycle.replicas: is null, and a lost replica needs another one to go on"),
+    ({"batch": "shrink"}, 'recycle.batch: "shrink" with recycle.replicas is not supported yet'),
     ({"replicas": 1}, "recycle.replicas: is 1, and a lost replica needs another one to go on"),
     ({"unit": "worker"}, 'recycle.replicas: has no effect with recycle.unit = "worker"'),
-    ({"exact": True}, 'recycle.exact: contradicts recycle.unit = "replica"'),
-    ({"nonfinite": "skip"}, 'recycle.nonfinite: contradicts recycle.unit = "replica"'),
-    ({"checkpoint": {"overhead": 0.1}}, 'recycle.checkpoint: contradicts recycle.unit = "replica"'),
+    ({"exact": True}, "recycle.exact: contradicts recycle.replicas"),
+    ({"nonfinite": "skip"}, "recycle.nonfinite: contradicts recycle.replicas"),
+    ({"checkpoint": {"overhead": 0.1}}, "recycle.checkpoint: contradicts recycle.replicas"),
 ]
 
 
@@ -77,7 +77,7 @@ def test_what_is_given_to_initialize():
     torch.Tensor.__setattr__(cut.weight, "ds_id", 0)
     assert "mpu= or mesh_param= with" in refusal({}, {"mpu": SimpleNamespace()})
     assert "deepspeed.zero.Init with" in refusal({}, {"model": cut})
-    assert "0 with recycle.unit" in refusal({}, {"model": nn.Sequential(nn.BatchNorm1d(2))})
+    assert "0 with recycle.replicas" in refusal({}, {"model": nn.Sequential(nn.BatchNorm1d(2))})
     assert "recycle.replicas is 3, and the job has 4 ranks" in refusal({}, {}, replicas=3)
 
 

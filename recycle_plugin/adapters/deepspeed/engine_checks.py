@@ -28,7 +28,8 @@ def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters:
     """
     if not isinstance(model, PipelineModule):
         raise RecycleError(
-            f"recycle.enabled needs a deepspeed.pipe.PipelineModule, and the model is a {type(model).__name__}"
+            f"recycle.enabled needs a deepspeed.pipe.PipelineModule, and the model is a {type(model).__name__}: for a "
+            'model without a pipeline set recycle.unit to "replica" and recycle.replicas to how many there are'
         )
     _check_device()
     _refuse(refusals(config))

@@ -97,7 +97,7 @@ class Plugin:
             if not settings.enabled:
                 return stock(*arguments, **named)
             given = dict(zip(("args", "model", "optimizer", "model_parameters", "training_data"), arguments)) | named
-            ours = self._our_engine if settings.unit == "worker" else self._replica_engine
+            ours = self._our_engine if settings.replicas is None else self._replica_engine
             with ours(module, config, settings, given):
                 return stock(*arguments, **named)
 
@@ -162,7 +162,7 @@ class Plugin:
         from recycle_plugin.runtime.collectives import group
 
         self._check_once()
-        assert settings.replicas is not None, "which is checked with the unit"
+        assert settings.replicas is not None, "or it would be the other engine"
         check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]))
         accelerator = module.get_accelerator()
         module.init_distributed(dist_backend=accelerator.communication_backend_name())

@@ -77,9 +77,9 @@ OF_MEMBERS = (
 
 
 class Attendance:
-    """The workers of a job, live and gone, where the members of a failure ``domain`` are given up as one."""
+    """The workers of a job, live and gone.  ``domain``: the unit that is given up as one, once the job is known."""
 
-    def __init__(self, domain: FailureDomain) -> None:
+    def __init__(self) -> None:
         self.roster = Roster()
         self.left: set[WorkerId] = set()
         self.lost: set[WorkerId] = set()
@@ -94,7 +94,7 @@ class Attendance:
         self._seats: dict[int, Seat] = {}  # by rank, of all that have begun
         self._crashes: dict[WorkerId, Crashed] = {}  # what their scripts have ended with
         self._reasons: dict[WorkerId, str] = {}  # why each of those that were leaving ever wanted to
-        self._domain = domain
+        self.domain = FailureDomain.SEAT
         self._shape: Topology | None = None
         self._outnumbered_at: float | None = None  # seconds of the detector's clock: since then too few are left
 
@@ -114,10 +114,10 @@ class Attendance:
         return self.roster.without(self.leaving)
 
     @property
-    def batch(self) -> int:
-        """How many micro-batches a step has."""
+    def micro_batches(self) -> int:
+        """How many micro-batches each replica brings to a step."""
         assert self._shape is not None
-        return self._shape.replicas * self._shape.micro_batches
+        return self._shape.micro_batches
 
     def is_heard(self, message: object) -> bool:
         """Whether ``message`` counts.  What a worker says that is lost or came too late changes nothing: it may have
@@ -130,8 +130,17 @@ class Attendance:
         return named(rank, self._seats.get(rank))
 
     def ranks(self, seat: Seat) -> frozenset[int]:
-        """The ranks whose workers hold ``seat``, or did so.  Costs one look at each rank."""
-        return frozenset(rank for rank, its in self._seats.items() if its == seat)
+        """The ranks of all that are given up as one with who holds ``seat``, itself included, or did so.  Costs one
+        look at each rank.
+        """
+        whole = self.domain is FailureDomain.REPLICA
+        return frozenset(
+            rank for rank, its in self._seats.items() if its == seat or (whole and its.replica == seat.replica)
+        )
+
+    def together(self, member: Member) -> Group:
+        """The members that are given up as one with ``member``, itself first."""
+        return self.domain.of(member, self.roster)
 
     def ranks_of_stage(self, stage: int) -> list[int]:
         """All ranks that have begun in ``stage``, in order."""
@@ -159,7 +168,7 @@ class Attendance:
 
     def begin(self, roster: Roster, job: JobSpec) -> None:
         """Starts with the members of ``roster``, who are all there."""
-        self.roster, self._shape = roster, job.shape
+        self.roster, self._shape, self.domain = roster, job.shape, job.domain
         self._seats = roster.seats_by_rank()
         self.failure_detector = FailureDetector(job.deadlines, self.failure_detector.clock)
         self.failure_detector.admit(roster.workers)
@@ -306,7 +315,7 @@ class Attendance:
         """Gives up ``member`` and whoever is in its failure domain, and returns them; the others are fenced.  ``at``:
         when that was seen, in seconds.
         """
-        first, *others = domain = self._domain.of(member, self.roster)
+        first, *others = domain = self.together(member)
         self._lose(first, cause, how, at, out)
         for other in others:
             why = f"it is given up with {member}, which is lost"

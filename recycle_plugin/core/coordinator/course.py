@@ -66,11 +66,14 @@ from recycle_plugin.core.messages.protocol import (
 )
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.dataflow import unpack
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.evaluation_route import ended_at
+from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import ends_before
 from recycle_plugin.core.vocabulary.log_boundaries import at_start, stage_hosts
-from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
+from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
+from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 EARLY = (
     ", and nothing is lost yet: start the job again; where nobody has killed it, "
@@ -79,10 +82,10 @@ EARLY = (
 
 
 class Course:
-    """The course of a job in which the members of a failure ``domain`` are given up as one."""
+    """The course of a job."""
 
-    def __init__(self, domain: FailureDomain) -> None:
-        self.attendance = Attendance(domain)
+    def __init__(self) -> None:
+        self.attendance = Attendance()
         self.regrouping = Regrouping()
         self.steps = StepLedger()
         self.ending = Ending()
@@ -93,6 +96,7 @@ class Course:
         self.log_places = LogPlaces()
         self.vacancies = Vacancies()
         self.recovery_times = RecoveryTimes()
+        self.batches = StepBatches.full(0)  # whose micro-batches each step has, once the job is known
         self.unsaid: dict[int, list[Member]] = {}  # by stage, who is lost, and it was not said yet which way that goes
         self._barriers = Barriers()
         self._throughput_floor = ThroughputFloor()
@@ -125,14 +129,15 @@ class Course:
         self.attendance.begin(roster, job)
         logged = at_start(job.boundaries, stage_hosts(roster))
         self.job, self.logs = job, Logs(job.log, job.stages, logged)
+        self.batches = StepBatches.full(job.replicas)
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)
         names = {rank: named(rank, seat) for rank, seat in roster.seats_by_rank().items()}
         hosts = roster.hosts_by_rank()
-        seats = [tuple(member.rank for member in roster.group(seat)) for seat in sorted(roster.seats)]
-        self.vacancies.begin(job.rejoin, names, hosts, seats, roster.workers, job.deadlines.heartbeat_timeout_s)
-        self.joining = Joining(roster.shards)
+        units = [tuple(member.rank for member in unit) for unit in job.domain.units(roster)]
+        self.vacancies.begin(job.rejoin, names, hosts, units, roster.workers, job.deadlines.heartbeat_timeout_s)
+        self.joining = Joining(max(map(len, units)), job.domain)
 
     def resize(self, message: Resized, out: CoordinatorOutput) -> None:
         """Takes another number of micro-batches.  The first worker who says it says it for all."""
@@ -199,9 +204,14 @@ class Course:
             self.places.rewind()
         committed, norm, rejected = self.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)
         self.regrouping.agreed(generation)
-        self.places.agree(reports, self.committed, self.attendance.batch)
+        before, batches = self.batches, self._batches_behind(committed, reports)
+        of_each = {step: (before if step <= committed else batches).of(step) for step in self.steps.unfinished}
+        self.places.agree(reports, self.committed, of_each, self.attendance.micro_batches)
         if committed > self.committed:
             self._commit(committed, now, out)
+        self.batches = batches
+        if batches.replicas != before.replicas:
+            self._say_batches(out)
         self.attendance.agreed(generation.roster)
         returns.come_in_force(self, out)
         self.attendance.failure_detector.regrouped()
@@ -218,8 +228,13 @@ class Course:
             {str(one): ended[one] for one in ended},
             unfilled,
         )
-        out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, *data))
-        throughput = self._throughput_floor.throughput(reports.slowest.period_us)
+        decided = self.batches if self._shrinks else None
+        out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, *data, decided))
+        if self.batches.void:
+            assert self.job is not None, "a job that trains has begun"
+            self.steps.without(self.batches, self.job.micro_batches, out)
+        share = self.batches.share(committed + 1)
+        throughput = self._throughput_floor.throughput(reports.slowest.period_us, share)
         if self.unsaid:
             recovery_ways.say_rerouted(self, now - generation.at, throughput, out)
         self._say_resume(reports, committed, throughput, now, out)
@@ -227,6 +242,47 @@ class Course:
         returns.compare(self, now, out)
         self.plan_change(now, out)
         self._compare_replicas(now, out)
+
+    @property
+    def _shrinks(self) -> bool:
+        return self.job is not None and self.job.policy.shrinks
+
+    def _batches_behind(self, committed: int, reports: Reports) -> StepBatches:
+        """The decision which replicas the steps behind ``committed`` have, and what becomes of what the lost have
+        contributed to those that were begun (core/vocabulary/step_batches.py).
+        """
+        if not self._shrinks:
+            return self.batches
+        assert self.job is not None, "a job that trains has begun"
+        held = {Seat.parse(seat): unpack(packed) for seat, packed in reports.holdings.items()}
+        whole = self.job.policy.replicas(self.attendance.view(reports.generation.roster))
+        return self.batches.changed(whole, committed, held, self.job.stages)
+
+    def _say_batches(self, out: CoordinatorOutput) -> None:
+        batches, first = self.batches, self.committed + 1
+        kept = sorted(map(int, batches.of_steps))
+        step = kept[-1] + 1 if kept else first
+        share = batches.share(step)
+        text = f"from step {step} on {share} contribute"
+        if not share.whole:
+            text += (
+                f": sums are divided by what they contribute, and each step is applied with {share.rate_factor:.3g} of "
+                "its learning rate"
+            )
+        if kept:
+            text += f"; step {' and '.join(map(str, kept))} has what was lost too, in all its sums"
+        elif batches.void:
+            text += f"; what was lost is in no sum of step {batches.void}"
+        out.say(
+            "contributing",
+            text,
+            step=step,
+            contributed=list(batches.replicas),
+            replicas=batches.total,
+            rate_factor=round(share.rate_factor, 6),
+            kept=kept,
+            void=batches.void,
+        )
 
     def _drop(self, step: int, out: CoordinatorOutput) -> None:
         self.steps.leave_out(step)
@@ -294,7 +350,8 @@ class Course:
 
     def _commit(self, step: int, now: float, out: CoordinatorOutput) -> None:
         self.attendance.failure_detector.committed(step, now)
-        self.steps.commit(step, self.roster, now, out)
+        self.steps.commit(step, self.roster, now, out, self.batches)
+        self.batches = self.batches.committed(step)
         self.logs.passed.clear()
         self.vacancies.committed(step)
         self.places.commit(step)
@@ -357,19 +414,18 @@ class Course:
         """Takes in that members want to leave, or are to, and plans for it."""
         if self.ending.ended is not None or self.ending.finishing:
             return
-        news = [each.worker for each in self._with_their_seats(wishes) if self.attendance.announce(each, out)]
+        news = [each.worker for each in self._with_their_units(wishes) if self.attendance.announce(each, out)]
         for worker in news:
             self.vacancies.stay_away(worker.rank, out)
         if news:
             self.plan_change(now, out)
 
-    def _with_their_seats(self, wishes: Collection[Leaving]) -> Iterator[Leaving]:
-        """The wishes, and for each those that hold the same seat: nobody can hold it without the others."""
+    def _with_their_units(self, wishes: Collection[Leaving]) -> Iterator[Leaving]:
+        """The wishes, and for each those that are of the same unit: nobody takes part in it without the others."""
         for wish in wishes:
             member = self.roster.member(wish.worker)
-            group = self.roster.group(member.seat) if member is not None else ()
             yield wish
-            for other in group:
+            for other in self.attendance.together(member) if member is not None else ():
                 yield Leaving(other.rank, wish.reason, incarnation=other.incarnation)
 
     def plan_change(self, now: float, out: CoordinatorOutput) -> None:
@@ -425,13 +481,13 @@ class Course:
         self._finish_if_empty(out)
 
     def _leave_with(self, member: Member, out: CoordinatorOutput) -> None:
-        """Counts on nobody any more who holds the seat of ``member`` too, which has left as planned: they are about to
+        """Counts on nobody any more who is of one unit with ``member``, which has left as planned: they are about to
         do so.  Who was told meanwhile that it is to go on can't, and is ended.
         """
-        for other in self.roster.group(member.seat):
+        for other in self.attendance.together(member)[1:]:
             self.attendance.await_goodbye(other.worker)
             if self.regrouping.counts_on(other.worker):
-                self.attendance.fence(other.worker, f"{member} has left, and they hold one seat", out)
+                self.attendance.fence(other.worker, f"{member} has left, and they go as one", out)
 
     def heartbeat(self, message: Heartbeat, out: CoordinatorOutput) -> None:
         """Takes in a worker's heartbeat, and answers it with a lease."""

@@ -13,9 +13,11 @@
 Until it has entered, a loss, or its being late, takes it back to where it follows, and it is announced anew.  What
 becomes of any of this for the job core/coordinator/course.py decides.
 
-Where several workers hold one seat, its *shards*, they come back together: they are announced when all of them have
-caught up, have entered when all have, get work when all are equal, and are called off together.  Each is compared with
-its peers, which hold the same shard of other seats.
+Those that are given up as one, the shards of a seat or all workers of a replica, come back together: they are
+announced when all of them have caught up, have entered when all have, get work when all are equal, and are called off
+together.  Each is compared with its peers, which hold the same shard of other seats of its stage.  So a replica that is
+the unit takes part only when it is whole: until its last worker has caught up, those that were quicker follow the
+others' steps, and cost nobody anything.
 
 Where nobody is left in its stage it goes another way (core/coordinator/replays.py):
 
@@ -39,7 +41,7 @@ from recycle_plugin.core.messages.protocol import Serve, StateHash
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Place
-from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
+from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
 
 
 class Phase(Enum):
@@ -97,12 +99,12 @@ class Comparison(NamedTuple):
 
 
 class Joining:
-    """The newcomers of a job in which every seat has so many ``shards``, and the hashes that are said for their
-    sake.
+    """The newcomers of a job in which so many workers (``size``) are given up as one, by ``domain``, and the hashes
+    that are said for their sake.
     """
 
-    def __init__(self, shards: int = 1) -> None:
-        self._shards = shards
+    def __init__(self, size: int = 1, domain: FailureDomain = FailureDomain.SEAT) -> None:
+        self._size, self._domain = size, domain
         self._newcomers: dict[WorkerId, Newcomer] = {}
         self._asked: dict[Comparison, set[WorkerId]] = {}  # whose hashes are to be equal
         self._hashes: dict[Comparison, dict[WorkerId, str]] = {}
@@ -143,29 +145,24 @@ class Joining:
         for source in self._compare(newcomer.compared_at(step), roster):
             out.tell(source, Serve(newcomer.member.worker, step))
 
-    def of_seat(self, seat: Seat) -> list[Newcomer]:
-        """The newcomers that are to hold ``seat`` together, as far as they are there.  Costs one look at each
-        newcomer.
+    def with_(self, newcomer: Newcomer) -> list[Newcomer]:
+        """The newcomers that come as one with ``newcomer``, itself included, as far as they are there.  Costs one look
+        at each newcomer.
         """
-        return self._by_seat().get(seat, [])
+        unit = self._domain.unit(newcomer.member)
+        return [each for each in self if self._domain.unit(each.member) == unit]
 
-    def _by_seat(self) -> dict[Seat, list[Newcomer]]:
-        found: dict[Seat, list[Newcomer]] = {}
-        for each in self:
-            found.setdefault(each.seat, []).append(each)
-        return found
-
-    def _whole(self, seats: Collection[Seat]) -> list[Newcomer]:
-        """The newcomers of those of ``seats`` that name a seat once for each of its shards."""
-        shards = Counter(seats)
-        return [each for each in self if shards[each.seat] == self._shards]
+    def _whole(self, newcomers: Collection[Newcomer]) -> list[Newcomer]:
+        """Those of ``newcomers`` that are all of their unit."""
+        counts = Counter(self._domain.unit(each.member) for each in newcomers)
+        return [each for each in newcomers if counts[self._domain.unit(each.member)] == self._size]
 
     def ready(self) -> list[Newcomer]:
         """The newcomers that only wait for a generation: to enter, or to be given work."""
         doubtful = {(of.stage, of.shard) for of in self._asked}
-        equal = [each.seat for each in self if each.phase is Phase.EQUAL]
+        equal = [each for each in self if each.phase is Phase.EQUAL]
         waiting = [
-            each.seat
+            each
             for each in self
             if (each.phase is Phase.CAUGHT_UP and (each.stage, each.member.shard) not in doubtful)
             or (each.phase is Phase.ANNOUNCED and each.in_force_at is None)
@@ -187,7 +184,7 @@ class Joining:
                 each.reported = False
         for each in self:
             if each.phase is Phase.ANNOUNCED and each.member.worker not in roster.workers:
-                each.phase = Phase.CAUGHT_UP  # another one that is to hold its seat is not ready any more
+                each.phase = Phase.CAUGHT_UP  # another one that comes as one with it is not ready any more
 
     def called_off(self, roster: Roster) -> Roster:
         """The part of ``roster`` that a generation which holds at once is made of: who was announced and has not
@@ -222,15 +219,15 @@ class Joining:
 
     def reported(self, newcomer: Newcomer) -> list[Newcomer]:
         """Notes that a newcomer has reported for the generation that it was announced for, or let in by; returns who
-        has entered by that: all that are to hold its seat, once every one of them has reported.
+        has entered by that: all that come as one with it, once every one of them has reported.
         """
         newcomer.reported = True
-        seat = self.of_seat(newcomer.seat)
-        if len(seat) < self._shards or not all(each.reported for each in seat):
+        unit = self.with_(newcomer)
+        if len(unit) < self._size or not all(each.reported for each in unit):
             return []
-        for each in seat:
+        for each in unit:
             each.phase = Phase.ENTERED
-        return seat
+        return unit
 
     def late(self, clock: float, limit_s: float) -> list[Newcomer]:
         """The newcomers that have not entered ``limit_s`` seconds after their generation came in force."""

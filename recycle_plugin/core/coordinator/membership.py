@@ -70,14 +70,16 @@ from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.deadlines import shown
 from recycle_plugin.core.vocabulary.describe import BROKEN
-from recycle_plugin.core.vocabulary.roster import FailureDomain, Roster, WorkerId
+from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
+
+OF_STEPS = (StateHash, Stepped, Contribution, ComputeTime, Fingerprint)
 
 
 class Membership:
     """The state of a job: who takes part, which step is committed, and what everybody does next."""
 
-    def __init__(self, ranks: int, domain: FailureDomain = FailureDomain.SEAT) -> None:
-        self.course = Course(domain)
+    def __init__(self, ranks: int) -> None:
+        self.course = Course()
         self._enrolment = Enrolment(ranks)
         self._complaints = Complaints()
 
@@ -135,7 +137,7 @@ class Membership:
         out = CoordinatorOutput()
         if not self.course.attendance.is_heard(message):
             return out
-        if isinstance(message, OfWorker) and self.is_outside(message.worker):
+        if isinstance(message, OfWorker) and self.is_outside(message.worker) and not self._is_entering(message):
             self._hear_newcomer(message, now, out)
             return out
         match message:
@@ -286,6 +288,13 @@ class Membership:
         return out
 
     # --- joining ---------------------------------------------------------------------------------
+
+    def _is_entering(self, message: OfWorker) -> bool:
+        """Whether a newcomer says something of a step in the generation that it has reported for, while others that
+        come as one with it have not: that counts as any member's.
+        """
+        newcomer = self.course.joining.get(message.worker)
+        return newcomer is not None and newcomer.reported and isinstance(message, OF_STEPS)
 
     def _hear_newcomer(self, message: OfWorker, now: float, out: CoordinatorOutput) -> None:
         """Handles what is said of a process that is no member yet, and can end nobody's training but its own."""

@@ -56,7 +56,8 @@ def _drain(host: str, course: Course, now: float, out: CoordinatorOutput) -> Ans
     ranks = course.vacancies.hosted(host)
     if not ranks:
         return Answer(f"no seat is on host {host}: the job's are on {', '.join(course.vacancies.hosts)}", False)
-    members = course.roster.of_ranks(ranks)
+    there = course.roster.of_ranks(ranks)
+    members = tuple(dict.fromkeys(one for member in there for one in course.attendance.together(member)))
     if why := _cannot_go(members, course):
         return Answer(why, False)
     course.vacancies.drain(host, out)

@@ -8,14 +8,14 @@ step is summed, nobody knows how many batches are in that, and the replica has n
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from recycle_plugin.core.coordinator.regrouping import Reports
 from recycle_plugin.core.messages.protocol import Stepped
 from recycle_plugin.core.vocabulary.dataflow import unpack
-from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.iterator_draws import Place
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.iterator_draws import Draw, Place
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 
 
@@ -65,9 +65,12 @@ class Places:
         """Notes that all go on from a checkpoint; their iterators go on where they are."""
         self._unfinished.clear()
 
-    def agree(self, reports: Reports, committed: int, batch: int) -> None:
-        """Takes in what members report that go on together, with ``batch`` micro-batches in a step, ``committed`` being
-        the last one so far.  Costs time in proportion to the batches that they hold.
+    def agree(
+        self, reports: Reports, committed: int, batches: Mapping[int, tuple[int, ...]], micro_batches: int
+    ) -> None:
+        """Takes in what members report that go on together, ``committed`` being the last step so far.  ``batches``: of
+        each of the next two, the replicas that contribute ``micro_batches`` each.  Costs time in proportion to the
+        batches that they hold.
         """
         for seat, report in reports.placed.items():
             for name, place in report.places.items():
@@ -78,7 +81,8 @@ class Places:
                 if committed < int(name) <= report.stepped:
                     self._of(int(name)).said[seat.replica] = place
         placed = {seat.replica for seat in reports.placed}
-        self._count_draws(reports, committed, batch, placed)
+        for number, replicas in batches.items():
+            self._count_draws(reports, number, replicas, micro_batches, placed)
         self._placed = placed
 
     def known(self, reports: Reports | None = None) -> dict[int, Place]:
@@ -95,23 +99,27 @@ class Places:
             found[seat.replica] = report.places[max(report.places, key=int)]
         return {replica: place for replica, place in found.items() if place is not None}
 
-    def _count_draws(self, reports: Reports, committed: int, batch: int, placed: Collection[int]) -> None:
-        """Counts what is known of the batches of those not ``placed``, in the steps behind the last committed one."""
-        known: dict[int, dict] = {}
+    def _count_draws(
+        self, reports: Reports, number: int, replicas: Collection[int], micro_batches: int, placed: Collection[int]
+    ) -> None:
+        """Counts what is known of the batches of those not ``placed`` in step ``number``, to which ``replicas``
+        contribute: what others have had of it counts nowhere.
+        """
+        draws: dict[MicroBatch, Draw] = {}
         for packed in reports.held_draws.values():
-            for number, batches in unpack_drawn(packed).items():
-                known.setdefault(number, {}).update(batches)
-        for number in (committed + 1, committed + 2):
-            draws, step = known.get(number, {}), self._of(number)
-            silent, drawn = self._placed.difference(placed, step.said), step.drawn
-            if (silent or drawn) and len(draws) < batch and _summed(reports, number):
-                for replica in silent:
-                    self._kept.pop(replica, None)
-                continue  # what was known of the others before that has stayed
-            drawn.clear()
-            for draw in draws.values():
-                if draw.source not in placed:
-                    drawn[draw.source] = max(drawn.get(draw.source, 0), draw.position + 1)
+            found = unpack_drawn(packed).get(number, {})
+            draws.update((one, draw) for one, draw in found.items() if one.replica in replicas)
+        step = self._of(number)
+        step.said = {replica: place for replica, place in step.said.items() if replica in replicas}
+        silent = self._placed.intersection(replicas).difference(placed, step.said)
+        if (silent or step.drawn) and len(draws) < len(replicas) * micro_batches and _summed(reports, number):
+            for replica in silent:
+                self._kept.pop(replica, None)
+            return  # what was known of the others before that has stayed
+        step.drawn.clear()
+        for draw in draws.values():
+            if draw.source not in placed:
+                step.drawn[draw.source] = max(step.drawn.get(draw.source, 0), draw.position + 1)
 
     @staticmethod
     def unfilled(reports: Reports, committed: int) -> int:

@@ -296,16 +296,27 @@ def say_rerouted(course: Course, pause_s: float, throughput: float, out: Coordin
     lost = sorted((each for those in course.unsaid.values() for each in those), key=lambda each: each.worker)
     course.unsaid = {}
     decision = of_seats(course, lost, Time(max(0.0, pause_s)), throughput)
-    who = ", ".join(map(str, lost))
-    one = len(lost) == 1
     out.say(
         "recovery",
-        f"{who} {'is' if one else 'are'} lost, and the others of {'its stage' if one else 'their stages'} take the "
-        f"work. Predicted: {decision.taken.cost}. {decision.others()}",
+        f"{_lost(course, lost)}. Predicted: {decision.taken.cost}. {decision.others()}",
         seats=[str(member.seat) for member in lost],
         throughput=throughput,
         **decision.details,
     )
+
+
+def _lost(course: Course, lost: Sequence[Member]) -> str:
+    """Who is ``lost``, and what becomes of the work."""
+    assert course.job is not None, "who is lost has taken part in a job"
+    if course.job.unit == "replica":
+        replicas = sorted({member.seat.replica for member in lost})
+        one, who = len(replicas) == 1, " and ".join(map(str, replicas))
+        work = "nobody does its work" if course.job.policy.shrinks else "the others take its work"
+        until = "it is" if one else "they are"
+        return f"replica {who} {'is' if one else 'are'} out whole, and until {until} back {work}"
+    one, who = len(lost) == 1, ", ".join(map(str, lost))
+    stages = "its stage" if one else "their stages"
+    return f"{who} {'is' if one else 'are'} lost, and the others of {stages} take the work"
 
 
 def say_of_stages(

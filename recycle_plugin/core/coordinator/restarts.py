@@ -1,5 +1,5 @@
 """Whether a dead worker's process is started again, and after how long: each time that one dies before it was admitted,
-the next one waits longer, and at last it is given up.  Where several hold one seat, they count as one.
+the next one waits longer, and at last it is given up.  Where several come as one, they count as one.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ ELSEWHERE = "python -m recycle_plugin.launch --join takes its seat"
 
 
 class Restarts:
-    """How often the holders of each seat were started again in vain, by the setting ``rejoin``: "always", "never", or a
-    number of starts in a row.  A seat goes by its first rank.
+    """How often those of each unit, that come as one, were started again in vain, by the setting ``rejoin``: "always",
+    "never", or a number of starts in a row.  A unit goes by its first rank.
     """
 
     def __init__(self, rejoin: str | int = "never") -> None:
         self._limit = LIMITS[rejoin] if isinstance(rejoin, str) else rejoin
-        self._in_vain: dict[int, int] = {}  # by seat, newcomers in a row that died before they were admitted
+        self._in_vain: dict[int, int] = {}  # by unit, newcomers in a row that died before they were admitted
 
-    def in_vain(self, seat: int) -> None:
-        """Notes that newcomers of ``seat`` have died before they were admitted."""
-        self._in_vain[seat] = self._in_vain.get(seat, 0) + 1
+    def in_vain(self, unit: int) -> None:
+        """Notes that newcomers of ``unit`` have died before they were admitted."""
+        self._in_vain[unit] = self._in_vain.get(unit, 0) + 1
 
-    def admitted(self, seat: int) -> None:
-        """Notes that newcomers of ``seat`` were admitted, or have come from elsewhere: they are counted anew."""
-        self._in_vain.pop(seat, None)
+    def admitted(self, unit: int) -> None:
+        """Notes that newcomers of ``unit`` were admitted, or have come from elsewhere: they are counted anew."""
+        self._in_vain.pop(unit, None)
 
-    def has_given_up(self, seat: int) -> bool:
-        """Whether so many newcomers of ``seat`` have died in a row that none is started any more."""
-        return self._in_vain.get(seat, 0) >= self._limit
+    def has_given_up(self, unit: int) -> bool:
+        """Whether so many newcomers of ``unit`` have died in a row that none is started any more."""
+        return self._in_vain.get(unit, 0) >= self._limit
 
-    def is_last(self, seat: int) -> bool:
-        """Whether nobody follows the newcomers of ``seat`` if they die before they are admitted."""
-        return self._in_vain.get(seat, 0) + 1 >= self._limit
+    def is_last(self, unit: int) -> bool:
+        """Whether nobody follows the newcomers of ``unit`` if they die before they are admitted."""
+        return self._in_vain.get(unit, 0) + 1 >= self._limit
 
     def decide(
-        self, worker: WorkerId, who: str, why: str, ending: bool, unguarded: bool, out: CoordinatorOutput, seat: int
+        self, worker: WorkerId, who: str, why: str, ending: bool, unguarded: bool, out: CoordinatorOutput, unit: int
     ) -> float | None:
-        """The seconds after which the successor of ``worker``, of ``seat``, is started, or None if it is not; said to
+        """The seconds after which the successor of ``worker``, of ``unit``, is started, or None if it is not; said to
         the user, but where the settings or the job's end make it plain.
 
         ``who`` and ``why``: its name, and how it ended, in words.  ``unguarded``: nobody is left who could start it.
         """
-        in_vain = self._in_vain.get(seat, 0)
+        in_vain = self._in_vain.get(unit, 0)
         if ending or not self._limit:
             return None
-        if unguarded or self.has_given_up(seat):
+        if unguarded or self.has_given_up(unit):
             reason = "its guard is gone" if unguarded else f"{_processes(in_vain)} died before being admitted"
             out.say(
                 "not_restarted",

@@ -2,7 +2,7 @@
 
 How far each of them has come core/coordinator/joining.py knows, and whose seat is free core/coordinator/vacancies.py.
 Nobody waits for a newcomer before it has entered a generation; from then on it is a member, and lost as one.  Those
-that are to hold one seat together go together too: where one dies, the others are ended, and started again with it.
+that come as one go as one too: where one dies, the others are ended, and started again with it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def catch_up(course: Course, message: CatchUp, now: float, out: CoordinatorOutpu
     if replays.is_awaited(course, newcomer.stage):
         replays.catch_up(course, newcomer, now, out)
         return
-    before = [replace(each) for each in course.joining.of_seat(newcomer.seat)]
+    before = [replace(each) for each in course.joining.with_(newcomer)]
     course.joining.catch_up(newcomer, course.roster, course.committed, out)
     _call_off(course, before, now, out)
 
@@ -176,18 +176,18 @@ def died(course: Course, message: Exited, now: float, out: CoordinatorOutput) ->
 
 
 def lose(course: Course, newcomer: Newcomer, cause: Cause, how: str, at: float, out: CoordinatorOutput) -> None:
-    """Takes a newcomer for lost that has reported for a generation which is not in force yet, and all that were to hold
-    its seat with it; ``cause``, ``how``, ``at``: as core/coordinator/course.py has them.
+    """Takes a newcomer for lost that has reported for a generation which is not in force yet, and all that come as one
+    with it; ``cause``, ``how``, ``at``: as core/coordinator/course.py has them.
     """
-    seat = course.joining.of_seat(newcomer.seat)
+    unit = course.joining.with_(newcomer)
     course.attendance.lose(newcomer.member, cause, how, at, out)
-    for other in seat:
+    for other in unit:
         course.joining.forget(other.member.worker)
         if other is not newcomer:
             why = f"it is given up with {newcomer.member}, which is lost"
             course.attendance.fence(other.member.worker, why, out)
             course.attendance.lose(other.member, Cause.TOGETHER, why, at, out)
-    _call_off(course, seat, at, out)
+    _call_off(course, unit, at, out)
 
 
 def tick(course: Course, now: float, out: CoordinatorOutput) -> None:
@@ -198,25 +198,25 @@ def tick(course: Course, now: float, out: CoordinatorOutput) -> None:
 
 
 def _forget(workers: list[WorkerId], course: Course, now: float, out: CoordinatorOutput) -> None:
-    """Goes on without newcomers of one seat, who are gone."""
+    """Goes on without newcomers of one unit, who are gone."""
     newcomers = [newcomer for newcomer in map(course.joining.forget, workers) if newcomer is not None]
     for newcomer in newcomers:
         replays.gone(course, newcomer, now, out)
     _call_off(course, newcomers, now, out)
 
 
-def _call_off(course: Course, seat: list[Newcomer], now: float, out: CoordinatorOutput) -> None:
-    """Takes newcomers of one ``seat`` that can't enter out of a generation to come: by another one to come, or where
+def _call_off(course: Course, unit: list[Newcomer], now: float, out: CoordinatorOutput) -> None:
+    """Takes newcomers of one ``unit`` that can't enter out of a generation to come: by another one to come, or where
     its step may have come, by one that holds at once.
     """
-    announced = [each for each in seat if each.phase in (Phase.ANNOUNCED, Phase.ENTERED)]
+    announced = [each for each in unit if each.phase in (Phase.ANNOUNCED, Phase.ENTERED)]
     if not announced or course.ending.failed:
         return
     cause = f"{announced[0].seat} not back yet"
     if announced[0].in_force_at is None and not course.regrouping.has_come(course.committed):
         course.regroup(cause, now, out, from_step=unstarted(course.committed))
     elif not course.halted:
-        gone = {each.member.worker for each in seat}  # where that is in force already
+        gone = {each.member.worker for each in unit}  # where that is in force already
         course.attendance.roster = course.roster.without(gone)
         course.go_on_without(cause, now, out)
 

@@ -20,6 +20,7 @@ from recycle_plugin.core.vocabulary.dataflow import unpack
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.recovery_plan import uninformed
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
+from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 
 class StepLedger:
@@ -40,6 +41,11 @@ class StepLedger:
         self._fingerprints = Fingerprints()
         self.figures = StepFigures()
         self.valid_from = 0  # the generation from which work counts: in it some was discarded last
+
+    @property
+    def unfinished(self) -> tuple[int, int]:
+        """The steps that somebody may have begun: two at most (core/vocabulary/commit_rule.py)."""
+        return self.committed + 1, self.committed + 2
 
     # --- what workers say --------------------------------------------------------------------------
 
@@ -83,8 +89,10 @@ class StepLedger:
 
     # --- what follows ------------------------------------------------------------------------------
 
-    def commit(self, step: int, roster: Roster, now: float, out: CoordinatorOutput) -> None:
-        """Commits ``step``: it stays, whatever happens.  ``roster``: who is live; ``now``: seconds."""
+    def commit(self, step: int, roster: Roster, now: float, out: CoordinatorOutput, batches: StepBatches) -> None:
+        """Commits ``step``: it stays, whatever happens.  ``roster``: who is live; ``now``: seconds; ``batches``: which
+        replicas have contributed to each step.
+        """
         self.committed = step
         self.validation.committed(step)
         for late, values in self._contributions.committed(step):  # what the others have said of it is all here
@@ -98,7 +106,14 @@ class StepLedger:
             step, {rank: seat.stage for rank, seat in roster.seats_by_rank().items()}, now
         )
         out.tell(WORKERS, Committed(step, figures))
-        out.say("committed", f"step {step} committed", step=step, **figures, **more)
+        share = batches.share(step)
+        if share.whole:
+            out.say("committed", f"step {step} committed", step=step, **figures, **more)
+        else:
+            text = f"step {step} committed: {share} have contributed, at {share.rate_factor:.3g} of the learning rate"
+            factor, of = round(share.rate_factor, 6), list(batches.of(step))
+            more |= {"contributed": of, "replicas": share.total, "rate_factor": factor}
+            out.say("committed", text, step=step, **figures, **more)
 
     def mismatches(self, roster: Roster) -> Iterator[Mismatch]:
         """The replicas that differ, of the committed steps that were not compared yet."""
@@ -156,6 +171,13 @@ class StepLedger:
             self._contributions.discard_after(committed + 1)
             self.validation.discard_after(committed + 1)
         return committed, norm, rejected
+
+    def without(self, batches: StepBatches, micro_batches: int, out: CoordinatorOutput) -> None:
+        """Forgets what was said of void steps, and tells all the losses of what they still have, where these are known.
+        ``micro_batches``: of a replica.
+        """
+        for step, values in self._contributions.without(batches, micro_batches):
+            self._tell_collected(step, LOSS, values, out)
 
     def leave_out(self, step: int) -> None:
         """Forgets what was said of ``step``, which plain iterators can't fill, and of what would follow."""

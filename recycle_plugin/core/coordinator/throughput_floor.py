@@ -4,6 +4,8 @@ workers.
 
 from __future__ import annotations
 
+from recycle_plugin.core.vocabulary.step_batches import LiveShare
+
 
 class ThroughputFloor:
     """The lowest throughput that the user accepts.  ``max_slowdown``: the share of the fault-free throughput that may
@@ -20,12 +22,12 @@ class ThroughputFloor:
         """
         self._period_us = period_us
 
-    def throughput(self, period_us: int) -> float:
+    def throughput(self, period_us: int, share: LiveShare = LiveShare()) -> float:
         """The throughput of a plan with period ``period_us``, where 1 is that of the plan with everybody there; which
-        is the first.
+        is the first.  ``share``: which part of the replicas contributes to its steps.
         """
         self._period_us = self._period_us or period_us
-        return round(self._period_us / period_us, 4) if period_us else 1.0
+        return round(self._period_us / period_us * share.live / share.total, 4) if period_us else 1.0
 
     def reason(self, throughput: float) -> str | None:
         """The reason why the job is to end at this throughput, or None where it may go on."""

@@ -8,8 +8,8 @@
   (core/coordinator/operating.py); its seat is nobody's until then.  On a host that is drained nobody is started.
 * Each newcomer has an incarnation that nobody has had.  Until it is admitted it is no member, and nothing that it does
   costs the others anything; where it dies, the seat is vacant again.
-* Those that hold one seat together, its shards, come together: where one dies the others are ended, and when all are
-  dead, all are started at once.
+* Those that are given up as one, the shards of a seat or the workers of a replica, come together: where one dies the
+  others are ended, and when all are dead, all are started at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Vacancies:
     def __init__(self) -> None:
         self._restarts = Restarts()
         self._names: Mapping[int, str] = {}  # by rank, once the job has started
-        self._together: dict[int, tuple[int, ...]] = {}  # by rank, all that hold one seat, itself included
+        self._together: dict[int, tuple[int, ...]] = {}  # by rank, all that come as one, itself included
         self._absent_s = 0.0  # for so long a supervisor may be gone before its host is
         self._members: set[WorkerId] = set()  # all that have ever been
         self._unproven: set[WorkerId] = set()  # of them, those with whom no step was committed yet
@@ -72,15 +72,15 @@ class Vacancies:
         rejoin: str | int,
         names: Mapping[int, str],
         hosts: Mapping[int, str],
-        seats: Collection[tuple[int, ...]],
+        units: Collection[tuple[int, ...]],
         workers: Collection[WorkerId],
         absent_s: float,
     ) -> None:
         """Starts with ``workers`` as members.  ``names``: of all ranks, for people; ``hosts``: of all ranks;
-        ``seats``: the ranks that hold each; ``absent_s``: where a supervisor is gone for so many seconds, so is its
+        ``units``: the ranks that come as one; ``absent_s``: where a supervisor is gone for so many seconds, so is its
         host.
         """
-        self._together = {rank: ranks for ranks in seats for rank in ranks}
+        self._together = {rank: ranks for ranks in units for rank in ranks}
         self._restarts, self._names, self._absent_s = Restarts(rejoin), dict(names), absent_s
         self._hosts = dict(hosts)
         self._members = set(workers)
@@ -154,14 +154,14 @@ class Vacancies:
             self._unguarded.add(message.rank)
 
     def _in_vain(self, worker: WorkerId, how: str, ending: bool, now: float, out: CoordinatorOutput) -> list[WorkerId]:
-        """Takes in that a newcomer is no more, and ends those that were to hold its seat with it; returns these."""
+        """Takes in that a newcomer is no more, and ends those that were to come as one with it; returns these."""
         self._vacant[worker.rank] = Vacancy(before=worker, how=how, in_vain=True)
         others = [self._vacant[rank] for rank in self._together[worker.rank] if self.is_filled(rank)]
         ended = []
         for other in others:
             assert other.newcomer is not None, "it is filled"
             ended.append(other.newcomer)
-            why = f"it is ended with {self._names[worker.rank]}, which was to hold the seat with it: {how}"
+            why = f"it is ended with {self._names[worker.rank]}, which was to come with it: {how}"
             self._fence(other.newcomer, why, out)
             if not other.come:  # it may never be started, and then nobody says that it has ended
                 self._vacant[other.newcomer.rank] = Vacancy(before=other.newcomer, how=why, in_vain=True)
@@ -169,7 +169,7 @@ class Vacancies:
         return ended
 
     def _fill(self, rank: int, ending: bool, now: float, out: CoordinatorOutput) -> None:
-        """Sees to a seat once all that have held it together are dead."""
+        """Sees to a unit's seats once all that have held them are dead."""
         ranks = self._together[rank]
         if any(each not in self._vacant or self.is_filled(each) for each in ranks):
             return
@@ -184,15 +184,15 @@ class Vacancies:
         self._start_all([each for each in ranks if not self.is_filled(each)], ending, now, out)
 
     def _start_all(self, ranks: Collection[int], ending: bool, now: float, out: CoordinatorOutput) -> None:
-        """Has the supervisors of ``ranks``, of one seat, start its next holders, unless one of them can't."""
+        """Has the supervisors of ``ranks``, of one unit, start its next holders, unless one of them can't."""
         if any(rank in self._away or self._hosts[rank] in self._drained for rank in ranks):
             return
         unguarded = any(rank in self._unguarded for rank in ranks)
         for rank in ranks:
             before, how = self._vacant[rank].before, self._vacant[rank].how
             assert before is not None, "somebody has held it"
-            seat = self._together[rank][0]
-            after_s = self._restarts.decide(before, self._names[rank], how, ending, unguarded, out, seat)
+            unit = self._together[rank][0]
+            after_s = self._restarts.decide(before, self._names[rank], how, ending, unguarded, out, unit)
             if after_s is not None:
                 self._start(rank, after_s, now, out)
 
@@ -352,8 +352,8 @@ class Vacancies:
         self._start_others(rank, out)
 
     def _start_others(self, rank: int, out: CoordinatorOutput) -> None:
-        """Has those come too that hold a seat with ``rank``, whose next holder comes from elsewhere, as far as they are
-        dead and their own supervisors can start them.
+        """Has those come too that come as one with ``rank``, whose next holder comes from elsewhere, as far as they
+        are dead and their own supervisors can start them.
         """
         for other in self._together[rank]:
             waits = other in self._vacant and not self.is_filled(other) and other not in self._away

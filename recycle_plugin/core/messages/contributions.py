@@ -17,9 +17,11 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from recycle_plugin.core.messages.protocol import Contribution
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 LOSS = "loss"  # by micro-batch
 NORM = "norm"  # squared, by stage; workers wait for it
@@ -43,10 +45,13 @@ class Contributions:
             return None  # after a failure it is said once more
         values = self._values.setdefault(key, {})
         values.setdefault(message.shard, {}).update(message.values)
-        if len(values) < self._shards or any(len(each) < message.expected for each in values.values()):
+        if not self._complete(values, message.expected):
             return None
         self._told[key] = _over_shards(message.name, self._values.pop(key))
         return self._told[key]
+
+    def _complete(self, values: dict[int, dict], expected: int) -> bool:
+        return len(values) >= self._shards and all(len(each) >= expected for each in values.values())
 
     @property
     def told(self) -> dict[tuple[int, str], dict]:
@@ -60,6 +65,22 @@ class Contributions:
         self._values = {key: values for key, values in self._values.items() if key[0] <= after}
         self._told = {key: values for key, values in self._told.items() if key[0] <= after}
 
+    def without(self, batches: StepBatches, micro_batches: int) -> Iterator[tuple[int, dict]]:
+        """Forgets what was said of void steps (core/vocabulary/step_batches.py), but losses of what they still have;
+        gives (step, losses) of those of which all have been said by that.  ``micro_batches``: of a replica.
+        """
+        void = [key for key in {*self._values, *self._told} if key[0] >= batches.void]
+        for key in sorted(void):
+            values, told = self._values.pop(key, {}), self._told.pop(key, None)
+            if key[1] != LOSS:
+                continue
+            kept = {shard: _of(each, batches.of(key[0])) for shard, each in ({0: told} if told else values).items()}
+            if told is not None or self._complete(kept, micro_batches * len(batches.of(key[0]))):
+                self._told[key] = _over_shards(LOSS, kept)
+                yield key[0], self._told[key]
+            else:
+                self._values[key] = kept
+
     def committed(self, step: int) -> Iterator[tuple[int, dict]]:
         """Forgets ``step`` and all before it, which are committed; gives (step, losses) of those whose losses are
         incomplete, since the missing ones have gone down with a worker.
@@ -69,6 +90,11 @@ class Contributions:
             if key[1] == LOSS:
                 yield key[0], _over_shards(LOSS, values)
         self._told = {key: values for key, values in self._told.items() if key[0] > step}
+
+
+def _of(losses: dict, replicas: Collection[int]) -> dict:
+    """The losses of the micro-batches of ``replicas``."""
+    return {name: loss for name, loss in losses.items() if MicroBatch.parse(name).replica in replicas}
 
 
 def _over_shards(name: str, values: dict[int, dict]) -> dict:

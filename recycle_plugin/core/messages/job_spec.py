@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.roster import FailureDomain
 from recycle_plugin.core.vocabulary.topology import Topology
 
 
@@ -56,6 +57,7 @@ class JobSpec:
     arithmetic: str | None = None
     metrics: Endpoint | None = None
     rejoin: str | int = "never"
+    unit: str = "worker"
     log: bool = False
     helpers: int | None = None
     boundaries: str | tuple[int, ...] = "all"
@@ -65,3 +67,8 @@ class JobSpec:
     def shape(self) -> Topology:
         """The job's topology."""
         return Topology(self.replicas, self.stages, self.micro_batches, self.ties)
+
+    @property
+    def domain(self) -> FailureDomain:
+        """Who is given up with whom: all that hold a seat, or a replica, where that is the unit."""
+        return FailureDomain.REPLICA if self.unit == "replica" else FailureDomain.SEAT

@@ -14,6 +14,7 @@ from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
+from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 # exit code of a job that has fallen below recycle.max_slowdown, or was ended from outside: sysexits' "temporary
 # failure, try again"
@@ -557,6 +558,8 @@ class Resume:
     counts nowhere.  ``placed``: seats whose plain iterators stand at their replicas' places; ``places``: these, by
     replica, as far as they are known; ``ended``: by replica, which of its script's iterators has ended.
     ``unfilled``: the step that the iterators can't fill, since all have ended, and that is dropped; 0 for none.
+    ``batches``: whose micro-batches each step has from now on, and which step is void, where that is not all; None:
+    it is all.
     """
 
     generation: int
@@ -569,6 +572,7 @@ class Resume:
     places: dict[str, Place] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)
     unfilled: int = 0
+    batches: StepBatches | None = None
 
 
 @dataclass(frozen=True)

@@ -188,11 +188,7 @@ def _runs(iterator_state: IteratorState, step: int) -> dict[tuple[int, MicroBatc
     plan, ends = iterator_state.plan, {0, iterator_state.plan.stages - 1}
     recovery = iterator_state.recovery_plans.get(step)
     if recovery is None:
-        return {
-            (stage, micro_batch): plan.route[stage, micro_batch]
-            for stage in ends
-            for micro_batch in plan.view.topology.batch
-        }
+        return {(stage, micro_batch): plan.route[stage, micro_batch] for stage in ends for micro_batch in plan.batch}
     forwards = (
         (seat, one) for seat, work in recovery.compute.items() for one in work if one.op is Op.F and one.stage in ends
     )

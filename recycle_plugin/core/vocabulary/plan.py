@@ -27,7 +27,8 @@ class Policy:
     where that saves memory or time (split backward on). ``stagger_optimizer``: a stage steps once it has its gradients,
     and begins the next step; off: no stage steps before all have theirs. ``validate``: the step waits for the gradient
     norm over all stages (gradient clipping), and so is not staggered either. ``block``: so many consecutive
-    micro-batches of a replica stay together (core/vocabulary/blocks.py); None: all of them.
+    micro-batches of a replica stay together (core/vocabulary/blocks.py); None: all of them.  ``shrinks``: while a
+    replica is out nobody computes its micro-batches (core/vocabulary/step_batches.py); no step is staggered then.
     """
 
     split_backward: bool = True
@@ -38,6 +39,7 @@ class Policy:
     memory_bytes: int | tuple[int, ...] | None = None
     couple: bool = False
     block: int | None = 1
+    shrinks: bool = False
 
     def __post_init__(self) -> None:
         cap = self.activation_cap
@@ -58,7 +60,7 @@ class Policy:
         """Whether no stage steps before all have their gradients: all wait for each other in a VALIDATE before their
         STEPs.
         """
-        return self.validate or not self.stagger_optimizer
+        return self.validate or self.shrinks or not self.stagger_optimizer
 
     def closing(self, tied: bool) -> tuple[Op, ...]:
         """The ops that every program of a stage ends with, in this order.  ``tied``: the stage shares weights."""
@@ -78,6 +80,10 @@ class Policy:
         assert not isinstance(cap, str), f"{cap} has no number of micro-batches yet"
         return stages if cap is None else cap
 
+    def replicas(self, view: ClusterView) -> tuple[int, ...]:
+        """The replicas whose micro-batches a step has in ``view``."""
+        return view.whole if self.shrinks else tuple(range(view.topology.replicas))
+
     def blocks(self, topology: Topology) -> Blocks:
         """The blocks in which a job of shape ``topology`` adds its gradients."""
         return Blocks(
@@ -89,11 +95,11 @@ class Policy:
 class Plan:
     """The programs of every live seat for one step (template, step 0), with what the planner expects of them.
 
-    ``route[stage, micro_batch]`` is the seat that runs it.  ``starts`` gives each instruction's planned start in
-    microseconds, aligned with ``programs``.  ``period_us``: steady-state time per step; ``bound_us``: no schedule of
-    this routing and memory is faster; ``span_us``: first start to last end.  All three mappings are packed into arrays
-    whatever they were given as; see ``core.vocabulary.program``.  Raises ValueError where the programs are not exactly
-    those of the live seats.
+    ``route[stage, micro_batch]`` is the seat that runs it, or would, where the step does not have it.  ``starts``
+    gives each instruction's planned start in microseconds, aligned with ``programs``.  ``period_us``: steady-state time
+    per step; ``bound_us``: no schedule of this routing and memory is faster; ``span_us``: first start to last end.  All
+    three mappings are packed into arrays whatever they were given as; see ``core.vocabulary.program``.  Raises
+    ValueError where the programs are not exactly those of the live seats.
     """
 
     view: ClusterView
@@ -120,6 +126,12 @@ class Plan:
         """The number of pipeline stages."""
         return self.view.topology.stages
 
+    @cached_property
+    def batch(self) -> tuple[MicroBatch, ...]:
+        """The micro-batches that a step has."""
+        replicas = frozenset(self.policy.replicas(self.view))
+        return tuple(one for one in self.view.topology.batch if one.replica in replicas)
+
     @property
     def gap(self) -> float:
         """How far the period lies above its lower bound, as a fraction of the bound."""
@@ -130,7 +142,7 @@ class Plan:
         route.
         """
         if seat.stage not in self._owned:
-            self._owned[seat.stage] = self.route.owned(seat.stage)
+            self._owned[seat.stage] = self.route.owned(seat.stage, self.policy.replicas(self.view))
         return self._owned[seat.stage].get(seat.replica, ())
 
     @cached_property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -179,16 +179,18 @@ class Route(Mapping[tuple[int, MicroBatch], Seat]):
     def __len__(self) -> int:
         return len(self.data) // 4
 
-    def owned(self, stage: int) -> dict[int, tuple[MicroBatch, ...]]:
-        """The micro-batches that each worker of ``stage`` runs, in canonical order, by the worker's replica number.
-        Costs one pass over the micro-batches of a step.
+    def owned(self, stage: int, replicas: Collection[int]) -> dict[int, tuple[MicroBatch, ...]]:
+        """The micro-batches of ``replicas`` that each worker of ``stage`` runs, in canonical order, by the worker's
+        replica number.  Costs one pass over the micro-batches of a step.
         """
         width = self.topology.replicas * self.topology.micro_batches
         owned: dict[int, list[MicroBatch]] = {}
+        wanted = frozenset(replicas)
         for replica, micro_batch in zip(
             memoryview(self.data).cast("i")[stage * width : (stage + 1) * width], self.topology.batch
         ):
-            owned.setdefault(replica, []).append(micro_batch)
+            if micro_batch.replica in wanted:
+                owned.setdefault(replica, []).append(micro_batch)
         return {replica: tuple(micro_batches) for replica, micro_batches in owned.items()}
 
     def __eq__(self, other: object) -> bool:

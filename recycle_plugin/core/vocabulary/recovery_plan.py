@@ -20,7 +20,7 @@ the reduced gradients, which everybody keeps: it comes out the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
@@ -29,6 +29,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum, requires
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan
+from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 Held = Mapping[Seat, AbstractSet[Datum]]
 """What each live worker still has."""
@@ -72,23 +73,26 @@ class RecoveryPlan:
     undo: frozenset[Seat]
 
 
-def unfinished(plan: Plan, committed: int, held: Held, rejected: bool = False) -> tuple[RecoveryPlan, ...]:
+def unfinished(
+    plan: Plan, committed: int, held: Held, rejected: bool = False, batches: StepBatches | None = None
+) -> tuple[RecoveryPlan, ...]:
     """The recovery plans of the steps after ``committed`` that somebody has begun, two at most
     (core/vocabulary/commit_rule.py).
 
     Stashes of the second step do not outlive a step that is taken back: their parameters are about to change.
     ``rejected``: the first was rejected (core/coordinator/step_validation.py) and not everybody knows, so who has
     applied it astray takes it back, and nothing later counts, be it from somebody who has not stepped: a worker that
-    has, and is lost, may have sent it.  Raises :class:`Torn`.
+    has, and is lost, may have sent it.  ``batches``: whose micro-batches each step has, where that is not all.  Raises
+    :class:`Torn`.
     """
     if rejected:
         back, held = _astray(held, committed + 1), without_later(held, committed + 1)
-        recovery = plan_recovery(plan, committed + 1, held)
+        recovery = plan_recovery(plan, committed + 1, held, batches)
         return (replace(recovery, undo=recovery.undo | back),)
     recovery_plans: list[RecoveryPlan] = []
     for step in (committed + 1, committed + 2):
         if any(datum.step == step and datum.kind != "params" for have in held.values() for datum in have):
-            recovery_plans.append(plan_recovery(plan, step, held))
+            recovery_plans.append(plan_recovery(plan, step, held, batches))
             held = surviving(held, recovery_plans[-1])
     return tuple(recovery_plans)
 
@@ -137,15 +141,18 @@ def surviving(held: Held, recovery: RecoveryPlan) -> Held:
     }
 
 
-def plan_recovery(plan: Plan, step: int, held: Held) -> RecoveryPlan:
+def plan_recovery(plan: Plan, step: int, held: Held, batches: StepBatches | None = None) -> RecoveryPlan:
     """The least work that finishes ``step`` for the live seats of ``plan``, given what each of them holds.
+    ``batches``: as for :func:`unfinished`.
 
     What has to start from its forward runs where ``plan`` routes it.  Costs time in proportion to the data held and the
     micro-batches of all stages.  Raises :class:`Torn` where the survivors' data contradicts itself.
     """
+    whose = frozenset(range(plan.view.topology.replicas) if batches is None else batches.of(step))
+    batch = [one for one in plan.view.topology.batch if one.replica in whose]
     closure = _Closure(plan, step, held)
     for stage in range(plan.stages):
-        closure.finish(stage)
+        closure.finish(stage, batch)
     closure.close()
     seats = sorted(plan.view.live | held.keys())  # who is joining holds something, and is given no work
     return RecoveryPlan(
@@ -179,8 +186,8 @@ class _Closure:
 
     # --- a stage ------------------------------------------------------------------------------------
 
-    def finish(self, stage: int) -> None:
-        """Sees to it that every live worker of ``stage`` gets the reduced gradient."""
+    def finish(self, stage: int, batch: Iterable[MicroBatch]) -> None:
+        """Sees to it that every live worker of ``stage`` gets the gradient reduced over ``batch``."""
         reduced = Datum("reduced", stage, None, self._step)
         holders = [seat for seat in self._seats[stage] if reduced in self._held[seat]]
         if len(holders) == len(self._seats[stage]):
@@ -190,7 +197,7 @@ class _Closure:
             self.holders[stage] = holders[0]
             return
         missing: set[Block] = set()
-        for micro_batch in self._plan.view.topology.batch:
+        for micro_batch in batch:
             found, block = (
                 self._where.get(Datum("wgrad", stage, micro_batch, self._step), ()),
                 self._blocks.of(micro_batch),

@@ -285,3 +285,20 @@ class FailureDomain(Enum):
             FailureDomain.REPLICA: roster.replica(member.seat.replica),
         }
         return member, *(other for other in together[self] if other != member)
+
+    def unit(self, member: Member) -> Hashable:
+        """The name of the unit that ``member`` is of: equal for all that go with it, and for who comes in their
+        place.
+        """
+        return {
+            FailureDomain.WORKER: member.worker,
+            FailureDomain.SEAT: member.seat,
+            FailureDomain.REPLICA: member.seat.replica,
+        }[self]
+
+    def units(self, roster: Roster) -> tuple[Group, ...]:
+        """The members of ``roster`` unit by unit, in the order of seats and shards.  Costs a pass over them, sorted."""
+        found: dict[Hashable, list[Member]] = {}
+        for member in sorted(roster, key=lambda member: (member.seat, member.shard)):
+            found.setdefault(self.unit(member), []).append(member)
+        return tuple(map(tuple, found.values()))

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from recycle_plugin.core.vocabulary.step_batches import LiveShare
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -62,7 +64,8 @@ class Marker:
 
     ``begins``: the first one of its stream, whose step's sums have not come with it.  ``valid_from``: the generation
     from which the source's data is valid (core/worker/step_store.py).  ``settings``: what the optimizer had applied it
-    with, learning rates and the like, which the source's script may have set for this step.
+    with, learning rates and the like, which the source's script may have set for this step; ``share``: which part of
+    the replicas has contributed to it.
     """
 
     step: int
@@ -70,6 +73,7 @@ class Marker:
     begins: bool = False
     valid_from: int = 0
     settings: Any = None
+    share: LiveShare = LiveShare()
 
 
 @dataclass(frozen=True)

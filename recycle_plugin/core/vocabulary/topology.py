@@ -20,6 +20,7 @@ count with that.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -97,6 +98,12 @@ class ClusterView:
         for replica, stage in sorted(self.live):
             replicas[stage].append(replica)
         return tuple(map(tuple, replicas))
+
+    @cached_property
+    def whole(self) -> tuple[int, ...]:
+        """The replicas whose seats are all live, in ascending order."""
+        counts = Counter(seat.replica for seat in self.live)
+        return tuple(sorted(replica for replica, count in counts.items() if count == self.topology.stages))
 
     def empty_stages(self) -> tuple[int, ...]:
         """Stages that no live worker holds: training can't go on from the survivors alone."""

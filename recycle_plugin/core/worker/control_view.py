@@ -147,6 +147,8 @@ class ControlView:
                     self._collected = {
                         key: values for key, values in self._collected.items() if key[0] <= message.committed + 1
                     }
+                if message.batches is not None and (void := message.batches.void):
+                    self._collected = {key: values for key, values in self._collected.items() if key[0] < void}
             case Committed():
                 self.committed = max(self.committed, message.step)
                 if not self.outside:  # of steps that it has no part in the others tell

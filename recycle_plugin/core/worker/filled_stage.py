@@ -11,6 +11,7 @@ from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.state_stream import Marker
+from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.core.worker.step_store import StepStore
 
 
@@ -25,6 +26,9 @@ class StateWriter(Protocol):
 
     def take_settings(self, settings: Any) -> None:
         """Applies steps with another worker's settings from now on."""
+
+    def go_by(self, share: LiveShare) -> None:
+        """Takes which part of the replicas has contributed to what is applied from now on."""
 
     def gathered(self, step: int, sums: Mapping[str, Any]) -> Mapping[Datum, Any]:
         """What REDUCE and TIE of ``step`` would have left, with ``sums`` for these units, and nothing for others."""
@@ -59,6 +63,7 @@ class FilledStage:
             store.put(datum, value)
         if marker.settings is not None:
             self._machine.take_settings(marker.settings)
+        self._machine.go_by(marker.share)
         if marker.norm is not None:
             store.put(Datum("norm", store.seat.stage, None, step), marker.norm)
         store.run(

@@ -10,10 +10,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Handed, Head, Item, Marker, Sums, Unit
+from recycle_plugin.core.vocabulary.step_batches import LiveShare
+
+
+class Applied(NamedTuple):
+    """How a step was applied: with regard to which ``norm``, with which ``settings`` of the optimizer, and which part
+    of the replicas had contributed.
+    """
+
+    norm: Any = None
+    settings: Any = None
+    share: LiveShare = LiveShare()
 
 
 class SharedState(Protocol):
@@ -117,14 +128,12 @@ class Serving:
         if self._handed:
             self.outlet.send(Sums(step, self._state.sums(step, sorted(self._handed))))
 
-    def committed(self, step: int, applied: Mapping[int, tuple[Any, Any]], valid_from: int) -> None:
-        """Says that all up to ``step`` is committed.  ``applied``: with regard to which norm steps were, and with which
-        settings.
-        """
+    def committed(self, step: int, applied: Mapping[int, Applied], valid_from: int) -> None:
+        """Says that all up to ``step`` is committed.  ``applied``: how steps were."""
         while self._at is not None and self._at < step:
             self._at += 1
-            norm, settings = applied.get(self._at, (None, None))
-            self.outlet.send(Marker(self._at, norm, valid_from=valid_from, settings=settings))
+            how = applied.get(self._at, Applied())
+            self.outlet.send(Marker(self._at, how.norm, valid_from=valid_from, settings=how.settings, share=how.share))
 
     def _read(self, stepped: int, summed: bool, rest: bool) -> bool:
         if self._reading is None:
@@ -148,7 +157,7 @@ class Servings:
 
     def __init__(self) -> None:
         self._by_newcomer: dict[WorkerId, Serving] = {}
-        self._applied: dict[int, tuple[Any, Any]] = {}  # the last steps' norms and settings
+        self._applied: dict[int, Applied] = {}  # the last steps
 
     def __bool__(self) -> bool:
         return bool(self._by_newcomer)
@@ -194,10 +203,10 @@ class Servings:
         for serving in self._by_newcomer.values():
             serving.summed(step)
 
-    def stepped(self, step: int, norm: Any, settings: Any) -> None:
-        """Notes that ``step`` was applied with regard to ``norm``, with these ``settings`` of the optimizer."""
+    def stepped(self, step: int, applied: Applied) -> None:
+        """Notes how ``step`` was applied."""
         before = {step - 1: self._applied[step - 1]} if step - 1 in self._applied else {}
-        self._applied = before | {step: (norm, settings)}
+        self._applied = before | {step: applied}
 
     def _say_committed(self, step: int, valid_from: int) -> None:
         for serving in self._by_newcomer.values():

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, consumes, goes_to, requires
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.step_batches import SUMMED, StepBatches
 
 REPORTED = frozenset({"act", "grad", "stash", "inner", "wgrad", "reduced", "tied", "norm", "params"})
 """Kinds that peers plan with after a failure (core/vocabulary/recovery_plan.py); of what is drawn from iterators they
@@ -290,6 +291,13 @@ class StepStore:
         return self._remove_all(
             lambda datum: datum.step > after and datum.kind not in GIVEN and self._data[datum].valid_from < valid_from
         )
+
+    def without(self, batches: StepBatches) -> bool:
+        """Drops what counts no more of void steps (core/vocabulary/step_batches.py); returns whether something goes
+        that was added up here.
+        """
+        gone = batches.gone(self._data.keys())
+        return any(datum.kind in SUMMED for datum in self._remove_all(lambda datum: datum in gone))
 
     def drop_draws(self, step: int) -> None:
         """Drops the data of plain iterators for ``step``, which they can't fill."""

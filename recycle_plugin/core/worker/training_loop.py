@@ -44,6 +44,7 @@ from recycle_plugin.core.vocabulary.recovery_plan import (
     without_later,
 )
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
+from recycle_plugin.core.vocabulary.step_batches import LiveShare, StepBatches
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from recycle_plugin.core.worker.executor import Interrupted, Waits
@@ -68,7 +69,7 @@ class StepProgram:
 
     ``boundary_only``, ``holder``: see core.vocabulary.recovery_plan.RecoveryPlan; nothing of them in a plan's own
     program.  ``resumed``: a failure has interrupted the step.  ``givers``: from whom data comes that an evaluation
-    needs here and that this worker has not read.
+    needs here and that this worker has not read.  ``share``: which part of the replicas contributes to the step.
     """
 
     step: int
@@ -77,6 +78,7 @@ class StepProgram:
     holder: Seat | None = None
     resumed: bool = False
     givers: Mapping[Datum, Seat] = field(default_factory=dict)
+    share: LiveShare = LiveShare()
 
 
 class StepRunner(Protocol):
@@ -139,6 +141,9 @@ class StepRunner(Protocol):
 
         What still comes from workers that went on from them, those of a generation before ``valid_from``, is dropped.
         """
+
+    def without(self, batches: StepBatches) -> None:
+        """Drops what counts no more of void steps (core/vocabulary/step_batches.py)."""
 
     def keep_only(self, members: Iterable[str]) -> None:
         """Drops the connections to all workers but those at these addresses, which are left."""
@@ -235,6 +240,7 @@ class TrainingLoop:
         self._plan: Plan | None = None
         self._loaded = False  # a checkpoint, of which the coordinator does not know yet
         self._unfilled = 0  # the step that the data does not fill, if any
+        self._batches = StepBatches.full(topology.replicas)
 
     @property
     def plan(self) -> Plan:
@@ -285,8 +291,9 @@ class TrainingLoop:
 
     def _program(self, step: int) -> StepProgram:
         if self.seat not in self.plan.view.live:  # it is joining: its state is compared before it is given work
-            return StepProgram(step, self._without_work(step))
-        return StepProgram(step, self._planner.lowered(self.plan, self.seat, step))
+            return StepProgram(step, self._without_work(step), share=self._batches.share(step))
+        program = self._planner.lowered(self.plan, self.seat, step)
+        return StepProgram(step, program, share=self._batches.share(step))
 
     def _without_work(self, step: int) -> tuple[Instruction, ...]:
         closing = self.plan.policy.closing(bool(self._topology.tie(self.seat.stage)))
@@ -552,17 +559,25 @@ class TrainingLoop:
         reported: Held = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
         if resume.unfilled:
             reported = before(reported, resume.unfilled)
+        if resume.batches is not None:
+            self._batches = resume.batches
+            reported = resume.batches.counting(reported)
+            self._runner.without(resume.batches)
         held = reported
-        recovery_plans = {
-            recovery.step: recovery for recovery in unfinished(plan, resume.committed, held, resume.rejected)
-        }
+        left = unfinished(plan, resume.committed, held, resume.rejected, self._batches)
+        recovery_plans = {recovery.step: recovery for recovery in left}
         self._recovery_plans, undo = {}, False
         if resume.norm is not None:
             self._runner.record_norm(resume.committed + 1, resume.norm)
         for recovery in recovery_plans.values():
             program = self._planner.arrange(recovery, plan, held)[self.seat]
             self._recovery_plans[recovery.step] = StepProgram(
-                recovery.step, program, recovery.boundary_only, recovery.holders.get(self.seat.stage), resumed=True
+                recovery.step,
+                program,
+                recovery.boundary_only,
+                recovery.holders.get(self.seat.stage),
+                resumed=True,
+                share=self._batches.share(recovery.step),
             )
             undo |= self.seat in recovery.undo
             held = surviving(held, recovery)
@@ -571,7 +586,10 @@ class TrainingLoop:
             IteratorState(
                 plan,
                 counts,
-                {Seat.parse(seat): _draws(packed, resume.unfilled) for seat, packed in resume.held_draws.items()},
+                {
+                    Seat.parse(seat): _draws(packed, resume.unfilled, self._batches)
+                    for seat, packed in resume.held_draws.items()
+                },
                 recovery_plans,
                 frozenset(resume.placed),
                 {int(replica): place for replica, place in resume.places.items()},
@@ -616,6 +634,10 @@ class TrainingLoop:
         return self._plans[case]
 
 
-def _draws(packed: Mapping[str, str], unfilled: int) -> dict[int, Batches]:
-    """The batches by step, but those of a step that they don't fill."""
-    return {step: batches for step, batches in unpack_drawn(packed).items() if not unfilled or step < unfilled}
+def _draws(packed: Mapping[str, str], unfilled: int, batches: StepBatches) -> dict[int, Batches]:
+    """The batches by step, but those of a step that they don't fill, and of micro-batches that a step does not have."""
+    return {
+        step: {one: draw for one, draw in drawn.items() if batches.has(one, step)}
+        for step, drawn in unpack_drawn(packed).items()
+        if not unfilled or step < unfilled
+    }

@@ -25,6 +25,7 @@ from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Instruct
 from recycle_plugin.core.vocabulary.iterator_draws import IteratorState, Lacking, Place
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.vocabulary.step_batches import SUMMED, LiveShare, StepBatches
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.companion import Companion
 from recycle_plugin.core.worker.control_view import ControlView
@@ -32,16 +33,13 @@ from recycle_plugin.core.worker.executor import Interrupted, Waits, execute
 from recycle_plugin.core.worker.helper import Helper
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.lockstep import JOINT, LEFT_OUT, Lockstep
-from recycle_plugin.core.worker.serving import Outlet, Serving, Servings, SharedState
+from recycle_plugin.core.worker.serving import Applied, Outlet, Serving, Servings, SharedState
 from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
 from recycle_plugin.core.worker.training_loop import StepProgram
 
 T = TypeVar("T")
-SUMMED = frozenset(
-    {"inner", "wgrad", "reduced"}
-)  # what is in a worker's sums: of layers whose backward is not split, from I on
 
 
 class Machine(Protocol):
@@ -124,8 +122,15 @@ class Machine(Protocol):
     def tied_in_order(self, total: Any) -> Any:
         """What TIE has made, as all stages of the tie log it."""
 
+    def go_by(self, share: LiveShare) -> None:
+        """Takes which part of the replicas contributes to what is run from now on: REDUCE divides by that, and STEP
+        scales the learning rate for itself (core/vocabulary/step_batches.py).
+        """
+
     def settings(self) -> Any:
-        """What the optimizer applies its next step with, learning rates and the like, which a script may set."""
+        """What the optimizer applies its next step with, learning rates and the like, which a script may set; not
+        scaled for a step.
+        """
 
     def share(self, step: int, have: StepStore) -> float:
         """This stage's part of the squared gradient norm of ``step``."""
@@ -236,6 +241,7 @@ class Worker:
     def execute(self, program: StepProgram) -> Iterator[Any]:
         """Runs ``program``, its data provided before; raises Interrupted."""
         self.program = program
+        self._machine.go_by(program.share)
         self._last_forward = next((one for one in reversed(program.instructions) if one.op is Op.F), None)
         with self._machine.running(program) as instructions:
             self.forget_committed()
@@ -342,6 +348,11 @@ class Worker:
             self._log.rejected(after, valid_from)
         if any(datum.kind in SUMMED for datum in self.store.discard_after(after, valid_from)):
             self._machine.forget_sums(after)
+
+    def without(self, batches: StepBatches) -> None:
+        """Drops what counts no more of void steps."""
+        if self.store.without(batches):
+            self._machine.forget_sums(batches.void - 1)
 
     def keep_only(self, members: Iterable[str]) -> None:
         """Drops the connections to all workers but those at these addresses, which are left."""
@@ -547,7 +558,8 @@ class Worker:
         self._machine.finish_hash()
         settings = self._machine.settings()
         self.store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
-        self.servings.stepped(step, self.store.get(self._norm(step)), settings)  # which STEP itself may have found
+        norm = self.store.get(self._norm(step))  # which STEP itself may have found
+        self.servings.stepped(step, Applied(norm, settings, self.running.share))
         if self._log is not None:
             self._log.applied(step, self.store.get(self._norm(step)))
         if self._stopwatch is not None:
@@ -646,5 +658,6 @@ class Worker:
     def _say_losses(self, step: int) -> None:
         losses = self.losses(step)
         if losses:
-            batch, shard = len(self._shape.batch), self._control_view.shard
-            self._machine.send(Contribution(self._control_view.rank, step, LOSS, losses, batch, shard))
+            batch, share = len(self._shape.batch), self.running.share
+            expected, shard = batch * share.live // share.total, self._control_view.shard
+            self._machine.send(Contribution(self._control_view.rank, step, LOSS, losses, expected, shard))

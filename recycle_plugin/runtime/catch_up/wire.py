@@ -20,6 +20,7 @@ from recycle_plugin.core.messages.encoding import HEAD, LIMIT, Language
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Handed, Head, Item, Marker, Sums, Unit
+from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.runtime.movers.tcp import DTYPES, Nonsense, exactly
 from recycle_plugin.runtime.state.stage_state import pieces
 from recycle_plugin.runtime.state.units import UnitValue
@@ -84,7 +85,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Mark:
-    """A :class:`Marker`, with the dtype of its norm, "" where that is no tensor, and its settings as JSON."""
+    """A :class:`Marker`, with the dtype of its norm, "" where that is no tensor, and its settings as JSON; ``share``:
+    which part of the replicas has contributed.
+    """
 
     step: int
     norm: float | None
@@ -92,6 +95,7 @@ class Mark:
     begins: bool
     valid_from: int
     settings: str
+    share: LiveShare = LiveShare()
 
 
 LANGUAGE = Language((Arrival, Asked, Begin, Chunk, Mark))
@@ -171,13 +175,14 @@ def mark(marker: Marker) -> Mark:
     norm = marker.norm
     dtype = str(norm.dtype).removeprefix("torch.") if torch.is_tensor(norm) else ""
     value = None if norm is None else float(norm)
-    return Mark(marker.step, value, dtype, marker.begins, marker.valid_from, json.dumps(marker.settings))
+    settings = json.dumps(marker.settings)
+    return Mark(marker.step, value, dtype, marker.begins, marker.valid_from, settings, marker.share)
 
 
 def marker(found: Mark) -> Marker:
     """What :func:`mark` was made of.  Raises Nonsense for a norm of no type, and for settings that are none."""
     norm = found.norm if not found.dtype or found.norm is None else torch.tensor(found.norm, dtype=_dtype(found.dtype))
-    return Marker(found.step, norm, found.begins, found.valid_from, _settings(found.settings))
+    return Marker(found.step, norm, found.begins, found.valid_from, _settings(found.settings), found.share)
 
 
 def _settings(text: str) -> list[dict[str, Any]] | None:

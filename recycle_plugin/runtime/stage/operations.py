@@ -11,6 +11,7 @@ import torch
 from recycle_plugin.core.vocabulary.dataflow import Datum, provides
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.timeline import Timeline
@@ -87,6 +88,10 @@ class Operations:
     def undo(self, step: int) -> None:
         """Take ``step``, the last one, back."""
         self._stepping.undo(step)
+
+    def go_by(self, share: LiveShare) -> None:
+        """Take which part of the replicas contributes from now on."""
+        self._stepping.go_by(share)
 
     def forget_sums(self, after: int) -> None:
         """Drop all gradients of the steps after ``after``."""

@@ -48,14 +48,15 @@ class BlockingLoop:
         wants_script: Callable[[], bool] = lambda: False,
         replay: StageReplay | None = None,
         lockstep: Lockstep | None = None,
+        whole: bool = False,
     ) -> None:
         """Make the loop; ``recover()`` is called after a membership change between steps, where the script's own
         changes have to be put aside; ``wants_script()``: a newcomer's script asks its peers' for what is theirs alone;
         ``replay``: how its stage is replayed where nobody has it; ``lockstep``: as for
-        core.worker.training_loop.TrainingLoop.
+        core.worker.training_loop.TrainingLoop; ``whole``: replicas are lost whole.
         """
         self._session, self._recover = session, recover
-        self._planner = _Planner(costs, policy, session, max_slowdown)
+        self._planner = _Planner(costs, policy, session, max_slowdown, whole)
         self._planner.resize(topology.full())
         self._loop = core.TrainingLoop(world, worker, self._planner, topology, worker.seat, machine, lockstep)
         worker.applied = self._loop.applied
@@ -166,10 +167,12 @@ class BlockingLoop:
 
 
 class _Planner:
-    def __init__(self, costs: CostModel, policy: Policy, session: Session, max_slowdown: float | None) -> None:
+    def __init__(
+        self, costs: CostModel, policy: Policy, session: Session, max_slowdown: float | None, whole: bool
+    ) -> None:
         self._costs, self._policy, self._session, self._max_slowdown = costs, policy, session, max_slowdown
         self._throughput: ThroughputNotes | None = None
-        self._prefetcher = PlanPrefetcher(costs, policy)
+        self._whole, self._prefetcher = whole, PlanPrefetcher(costs, policy, whole)
 
     def resize(self, full: ClusterView) -> None:
         """Plan from now on for the number of micro-batches in ``full``, the view with everybody there."""
@@ -187,7 +190,7 @@ class _Planner:
         costs = self._costs.slowed(generation.slowness)
         if costs != self._prefetcher.costs:
             self._prefetcher.stop()
-            self._prefetcher = PlanPrefetcher(costs, self._policy)
+            self._prefetcher = PlanPrefetcher(costs, self._policy, self._whole)
         planned = self._prefetcher.plan(view)
         self._prefetcher.prepare(view, generation.roster)
         if self._throughput is not None and self._session.worker == generation.roster.first.worker:

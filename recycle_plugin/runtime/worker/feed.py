@@ -26,8 +26,8 @@ class Feed:
     """Gives one worker its micro-batches; the iterator's go to its ``store``.
 
     ``reads``: its stage needs data.  ``next_batch(what)`` reads the iterator; ``hand_on(datum, batch, taker)`` gives a
-    copy of a batch to a peer.  ``source`` None: the iterator is read.  ``settled``: a step was trained, so that where
-    data comes from stays as it is.
+    copy of a batch to a peer.  ``rests``: while a replica is out nobody has micro-batches of its.  ``source`` None: the
+    iterator is read.  ``settled``: a step was trained, so that where data comes from stays as it is.
     """
 
     def __init__(
@@ -37,8 +37,9 @@ class Feed:
         reads: bool,
         next_batch: Callable[[str], Any],
         hand_on: Callable[[Datum, Tensors, Seat], None],
+        rests: bool = False,
     ) -> None:
-        self._session, self._store = session, store
+        self._session, self._store, self._rests = session, store, rests
         self.reads = reads
         self.iterator_data = (
             IteratorData(store, ScriptsIterator(session, next_batch), hand_on, self._say_dealt, self._say_stays_out)
@@ -59,8 +60,12 @@ class Feed:
             self._session.note(
                 "data",
                 "data comes from plain iterators: a step that a loss interrupts is finished with its own data, "
-                "after that the survivors' iterators give the lost replica's share; "
-                "engine.set_data_source() would keep every step's data, and needs no replica with both ends alive",
+                + (
+                    "or without the lost replica's; while that is out its own rests; "
+                    if self._rests
+                    else "after that the survivors' iterators give the lost replica's share; "
+                )
+                + "engine.set_data_source() would keep every step's data, and needs no replica with both ends alive",
             )
         self.settled = True
 

@@ -78,7 +78,7 @@ class TorchMachine:
         self.compute, self.share, self.norm = operations.compute, operations.share, operations.norm
         self._trace, self._prepare, self.script_state = trace, prepare, script_state
         self.tied_in_order = operations.tied_in_order
-        self.undo, self.forget_sums = operations.undo, operations.forget_sums
+        self.undo, self.forget_sums, self.go_by = operations.undo, operations.forget_sums, operations.go_by
         self.open_outlet, self.hash_state, self.finish_hash = transfers.to, hashing.hash_state, hashing.wait
         self.fill, self.write, self.gathered = units.fill, units.write, units.gathered
         self.settings, self.take_settings = units.settings, units.take_settings

@@ -22,13 +22,13 @@ Hosts = list[list[Seat]]
 
 
 class PlanPrefetcher:
-    """Makes one worker's plans, in advance where it can.  ``prepared`` is set when all for the last view are in
-    store.
+    """Makes one worker's plans, in advance where it can.  ``whole``: replicas are lost whole.  ``prepared`` is set when
+    all for the last view are in store.
     """
 
-    def __init__(self, costs: CostModel, policy: Policy) -> None:
+    def __init__(self, costs: CostModel, policy: Policy, whole: bool = False) -> None:
         self.costs, self._policy = costs, policy
-        self._store = planner.PlanStore(costs, policy)
+        self._store = planner.PlanStore(costs, policy, whole=whole)
         self._lock = threading.Lock()  # of the store: for one plan at a time
         self._view: ClusterView | None = None
         self.prepared = threading.Event()

@@ -38,8 +38,7 @@ class PushedStage:
     def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
         """Refuse another number of micro-batches."""
         raise RecycleError(
-            'set_train_batch_size() with recycle.unit "replica": steps of another size are not planned for yet; leave '
-            "it out"
+            "set_train_batch_size() with recycle.replicas: steps of another size are not planned for yet; leave it out"
         )
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:

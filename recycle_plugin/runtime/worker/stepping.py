@@ -13,9 +13,11 @@ from functools import partial
 
 import torch
 
+from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.clipping import Clipping, scale, scaled
 from recycle_plugin.runtime.stage.gradients import Gradients
+from recycle_plugin.runtime.stage.rates import ScaledRates
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo import KINDS, Undo
@@ -47,14 +49,21 @@ class Stepping:
         self._optimizer, self._stage, self._parameters, self._session = optimizer, stage, parameters, session
         self._gradients, self._clipping, self._scale, self._undo = gradients, clipping, scale, undo
         self._await_readers = await_readers
+        self._contributing = LiveShare()
+        ScaledRates(optimizer.wrapped, lambda: self._contributing.rate_factor)
         self._applying = 0  # the step that the optimizer is at
         self._prepared = 0  # the last one that was prepared
         stage.loss_scale = scale.value
 
+    def go_by(self, share: LiveShare) -> None:
+        """Take which part of the replicas contributes to what is summed and applied from now on."""
+        self._contributing = share
+
     # --- forwards ----------------------------------------------------------------------------------
 
     def reduce(self, step: int, holder: int | None, agree: Callable[[], object] = bool) -> list[torch.Tensor] | None:
-        """Sum the stage's gradients; afterwards every live worker of it has them, or its contributions are as before.
+        """Sum the stage's gradients, and divide them by what has contributed; afterwards every live worker of it has
+        them, or its contributions are as before.
 
         Where the worker of rank ``holder`` has the sum from before a failure, the others get it from there.  ``agree``:
         as for Gradients.reduce.
@@ -62,6 +71,8 @@ class Stepping:
         whole = self._gradients.reduce(step, holder, agree)
         if whole is not None:
             self._stage.summed()
+        if whole is not None and holder is None and not self._contributing.whole:
+            torch._foreach_mul_(whole, self._contributing.sum_factor)
         return whole
 
     def reduce_alone(self, step: int) -> list[torch.Tensor]:

@@ -103,6 +103,7 @@ IN_RECORD = (
     "seed",
     "exact",
     "rejoin",
+    "unit",
 )  # settings that all workers have to have alike
 
 
@@ -135,7 +136,8 @@ class Trainer:
         assert not isinstance(settings.keep_bytes, str), "a checked size is a number"
         kept = Retention(budget=settings.keep_bytes), (AsMade(), Host(model.device))
         self._store = StepStore(self.seat, self.topology.stages, bool(self.topology.tie(self.seat.stage)), *kept)
-        self.feed = Feed(session, self._store, model.first or model.last, framework.next_batch, self._hand_on)
+        rests = settings.batch == "shrink"
+        self.feed = Feed(session, self._store, model.first or model.last, framework.next_batch, self._hand_on, rests)
         scale = LossScale(framework.scaler)
         self.state = stage_state(framework, self._stage, scale, self.feed.iterator_data)
         self.hash = BackgroundHash(self.state, self._tell_hash)
@@ -512,6 +514,7 @@ class Trainer:
             lambda: self._on_join.wants_state,
             replay,
             lockstep,
+            settings.unit == "replica",
         )
         return self._waiting_loop
 

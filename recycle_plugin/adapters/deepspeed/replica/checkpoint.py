@@ -65,8 +65,8 @@ class ReplicaFiles:
 
     def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
         """Raise RecycleError: nobody asks for automatic checkpoints, which are refused."""
-        raise RecycleError('recycle.checkpoint with recycle.unit "replica" is not supported yet; leave it out')
+        raise RecycleError("recycle.checkpoint with recycle.replicas is not supported yet; leave it out")
 
     def read(self, state: StageState, folder: Path) -> None:
         """Raise RecycleError: nobody replays a stage of such a job, whose log is refused."""
-        raise RecycleError('recycle.log with recycle.unit "replica" is not supported yet; leave it out')
+        raise RecycleError("recycle.log with recycle.replicas is not supported yet; leave it out")

@@ -189,8 +189,7 @@ class ReplicaEngine(DeepSpeedEngine):
             return self._recalled.pop(0)
         if self._steps.begun:
             raise RecycleError(
-                'load_checkpoint() after the first step is not supported with recycle.unit "replica" yet: call it '
-                "before that"
+                "load_checkpoint() after the first step is not supported with recycle.replicas yet: call it before that"
             )
         with self._trainer.lifted(), self.shards.as_stock():
             found = super().load_checkpoint(load_dir, *arguments, **named)
@@ -204,29 +203,24 @@ class ReplicaEngine(DeepSpeedEngine):
 
     def no_sync(self) -> Any:
         """Refuse: what a rank has summed for itself is lost with it, and nobody could take its micro-batches over."""
-        raise RecycleError(
-            'engine.no_sync() with recycle.unit "replica": a micro-batch is reduced at once; leave it out'
-        )
+        raise RecycleError("engine.no_sync() with recycle.replicas: a micro-batch is reduced at once; leave it out")
 
     def coalesce_grad_reduction(self) -> Any:
         """Refuse, as :meth:`no_sync`."""
         raise RecycleError(
-            'engine.coalesce_grad_reduction() with recycle.unit "replica": a micro-batch is reduced at once; leave it '
-            "out"
+            "engine.coalesce_grad_reduction() with recycle.replicas: a micro-batch is reduced at once; leave it out"
         )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Refuse: a loss moves the boundary, and the program says where it is."""
         raise RecycleError(
-            'engine.set_gradient_accumulation_boundary() with recycle.unit "replica": a loss moves the boundary; ask '
+            "engine.set_gradient_accumulation_boundary() with recycle.replicas: a loss moves the boundary; ask "
             "engine.is_gradient_accumulation_boundary()"
         )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Refuse: steps of another size are not planned for yet."""
-        raise RecycleError(
-            'engine.set_train_batch_size() with recycle.unit "replica" is not supported yet; leave it out'
-        )
+        raise RecycleError("engine.set_train_batch_size() with recycle.replicas is not supported yet; leave it out")
 
     # --- what stock code calls -------------------------------------------------------------------------
 

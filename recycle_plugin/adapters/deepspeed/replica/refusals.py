@@ -21,7 +21,7 @@ from recycle_plugin.adapters.deepspeed.refusals import (
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.settings.wording import shown
 
-REPLICA = 'recycle.unit "replica"'
+REPLICA = "recycle.replicas"
 ZERO = {
     "offload_optimizer": "keeps a shard in host memory, where the exchange does not find its gradients",
     "offload_param": "keeps a shard in host memory, where the exchange does not find its gradients",
@@ -115,7 +115,7 @@ def _of_ranks(replicas: int, world: int) -> Iterator[str]:
 def _of_arguments(config: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
     model = given.get("model")
     if isinstance(model, PipelineModule):
-        yield f'{REPLICA} with a PipelineModule is not supported yet: set recycle.unit to "worker"'
+        yield f"{REPLICA} with a PipelineModule, whose topology has its replicas already: leave recycle.replicas out"
         return
     if given.get("mpu") is not None or given.get("mesh_param") is not None:
         yield (

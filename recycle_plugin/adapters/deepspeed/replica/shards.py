@@ -251,7 +251,7 @@ def shards_of(engine: Any) -> Whole | Partitions:
     if optimizer is engine.basic_optimizer:
         return Whole(engine)
     raise RecycleError(
-        f'recycle.unit "replica": DeepSpeed trains this config with {type(optimizer).__name__}, which is not supported '
+        f"recycle.replicas: DeepSpeed trains this config with {type(optimizer).__name__}, which is not supported "
         "yet; in bf16 set zero_optimization.stage to 1, 2 or 3, and leave data_types.grad_accum_dtype out, or train in "
         "fp32"
     )
