@@ -63,5 +63,7 @@ def test_a_plan_is_made_for_a_membership_that_is_called_off_meanwhile(coordinato
     session, shape = coordinator.session(0), Topology(2, 1, 1)
     assert session.generation is None and session.pending is None
     costs = CostModel((1000,), (1000,), (1000,))
-    made = _Planner(costs, Policy(), session, None).plan(ClusterView(shape, shape.full().live), generation(1, [0, 1]))
+    made = _Planner(costs, Policy(), session, None, False).plan(
+        ClusterView(shape, shape.full().live), generation(1, [0, 1])
+    )
     assert made.period_us == planner.plan(shape.full(), costs, Policy()).period_us

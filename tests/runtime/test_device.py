@@ -388,7 +388,7 @@ def test_what_is_drawn_for_a_peer_travels_as_it_is_packed(pair, coordinator):
 class Nothing:
     """Operations that are not asked anything."""
 
-    compute = share = norm = undo = forget_sums = tied_in_order = None
+    compute = share = norm = undo = forget_sums = tied_in_order = go_by = None
 
 
 class Stepping:
