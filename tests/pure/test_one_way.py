@@ -208,6 +208,8 @@ def test_members_are_searched_in_one_module() -> None:
     }
     logs = {  # of whoever has written them, members or not
         ("core/coordinator/log_places.py", "worker.rank in ranks"),
+        ("core/coordinator/logs.py", "each.worker != member.worker"),
+        ("core/coordinator/logs.py", "each.worker != by.worker"),
         ("simulator/cluster.py", "log.worker.rank == rank"),
     }
     spans = {("render/perfetto.py", "source.seat == span.seat")}

@@ -13,7 +13,7 @@ from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.worker.data_cursor import DataCursor
-from recycle_plugin.core.worker.serving import Servings
+from recycle_plugin.core.worker.serving import Applied, Servings
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
 from recycle_plugin.runtime.stage.gradients import Gradients
@@ -125,7 +125,8 @@ class SteppedWorker:
             self.stepping.undo(step)
         if norm is not None:
             self.store.put(Datum("norm", 1, None, step), torch.tensor(norm))
-        self.servings.stepped(step, self.store.get(Datum("norm", 1, None, step)), self.units.settings())
+        norm = self.store.get(Datum("norm", 1, None, step))
+        self.servings.stepped(step, Applied(norm, self.units.settings()))
         self.stepping.apply(step)
         self.store.commit(step - 1)
 

@@ -87,6 +87,7 @@ class Newcomer:
             gathered=worker.units.gathered,
             take_settings=worker.units.take_settings,
             compute=worker.compute,
+            go_by=worker.stepping.go_by,
         )
         self.catching_up = CatchingUp(FilledStage(machine, worker.store, worker.steps))
         for rank, source in enumerate(sources):

@@ -50,6 +50,11 @@ def _refuse(wrong: Iterator[str]) -> None:
         raise RecycleError(line)
 
 
+def backend() -> str:
+    """The backend of groups that DeepSpeed asks for on this process's accelerator."""
+    return get_accelerator().communication_backend_name()
+
+
 def check_placement(placement: str, model: PipelineModule, given: str) -> None:
     """Raise RecycleError where the setting ``placement`` can't be heeded any more, or does not fit the module's
     topology.

@@ -157,6 +157,7 @@ class Plugin:
     ) -> Iterator[None]:
         """Inside of this context ``deepspeed.initialize`` builds our engine of one rank of a replica."""
         check_versions()
+        from recycle_plugin.adapters.deepspeed.engine_checks import backend
         from recycle_plugin.adapters.deepspeed.replica.engine import ReplicaArguments, engine_class
         from recycle_plugin.adapters.deepspeed.replica.refusals import check
         from recycle_plugin.runtime.collectives import group
@@ -164,8 +165,7 @@ class Plugin:
         self._check_once()
         assert settings.replicas is not None, "or it would be the other engine"
         check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]))
-        accelerator = module.get_accelerator()
-        module.init_distributed(dist_backend=accelerator.communication_backend_name())
+        module.init_distributed(dist_backend=backend())
         group.check_backend(sys.modules["torch.distributed"].get_backend())
         self.session.configure(settings.wait_timeout_s, settings.regroup_timeout_s, settings.group_sums)
         stock, module.DeepSpeedEngine = (

@@ -156,6 +156,12 @@ class Roster:
         )
 
     @cached_property
+    def without_work(self) -> frozenset[int]:
+        """The ranks of the members whose seat is given none.  Costs time in proportion to the members."""
+        idle = self._by_seat.keys() - self.working
+        return frozenset(member.rank for seat in idle for member in self._by_seat[seat])
+
+    @cached_property
     def shards(self) -> int:
         """The number of shards of the seat that has most of them; 0 without members."""
         return max(map(len, self._by_seat.values()), default=0)

@@ -419,10 +419,9 @@ class Flight:
     @property
     def _asking_now(self) -> list[int]:
         """The members whose scripts may ask for what this one's asks for."""
-        if not self._session.pushed or self._session.generation is None:
+        if not self._session.pushed or self._session.generation is None or len(self._ranks) == 1:
             return self._live
-        working = self._session.roster.working
-        late = {member.rank for member in self._session.roster if member.seat not in working}
+        late = self._session.roster.without_work
         return [logical for logical in self._live if self._ranks[logical] not in late]
 
     def _join(self) -> None:

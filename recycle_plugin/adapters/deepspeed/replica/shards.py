@@ -219,6 +219,7 @@ class PartitionedWeights(Partitions):
         optimizer = self._optimizer
         for group in range(len(self.parameters)):
             optimizer.averaged_gradients[group] = None
+        optimizer.grad_partitions_flat_buffer.zero_()  # or what a micro-batch leaves out would have the one before's
         optimizer.zero_grad(set_to_none=True)  # which begins to count micro-batches anew
 
     def _put(self, group: int, gradient: torch.Tensor) -> None:
