@@ -31,6 +31,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import ends_before
 from recycle_plugin.simulator.arithmetic import Batch, sampled
+from recycle_plugin.simulator.given_up import KNOWN_US
 from recycle_plugin.simulator.reference import Reference
 from recycle_plugin.simulator.samples import Samples
 from recycle_plugin.simulator.scenario import Scenario
@@ -139,11 +140,19 @@ class Watcher:
             )
 
     def heard(self, rank: int, message: object) -> None:
-        """Takes in that the coordinator hears ``message`` from ``rank`` or its supervisor.  Where nothing is damaged it
-        has to know what logs lack before a replay comes upon it, which costs time.
+        """Takes in that the coordinator hears ``message`` from ``rank`` or its supervisor; what follows from that is
+        what is checked.
         """
-        if isinstance(message, Unreplayable) and message.lacks is not None and not self._damages:
-            self.say(f"a replay has come upon what was to be known of stage {message.lacks}: {message.why}")
+
+    def came_upon(self, cluster: Any, message: Unreplayable) -> None:
+        """Checks that the coordinator could not know that logs lack what a replay has come upon, which costs time:
+        something is damaged, or a host has just taken it along.
+        """
+        what, _, _ = message.why.partition(" is in no log")
+        decided = [at for at, event in cluster.events if event.kind == "recovery"]
+        if message.lacks is None or self._damages or decided[-1] < cluster.taken.get(what, -KNOWN_US) + KNOWN_US:
+            return
+        self.say(f"a replay has come upon what was to be known of stage {message.lacks}: {message.why}")
 
     def told(self, whom: object, message: object) -> None:
         """Takes in a message of the coordinator's.  To all workers: of each step one norm, and one loss, unless they

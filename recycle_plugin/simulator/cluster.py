@@ -38,6 +38,7 @@ from recycle_plugin.core.messages.protocol import (
     Restart,
     SupervisorHeartbeat,
     Terminate,
+    Unreplayable,
 )
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
@@ -242,6 +243,8 @@ class Cluster:
         changing, lost = membership.regrouping is not None, getattr(message, "worker", None) in membership.lost
         self.exercised.said(message, membership)
         self.watcher.heard(rank, message)
+        if isinstance(message, Unreplayable):
+            self.watcher.came_upon(self, message)
         if isinstance(message, Logged) and not lost:
             self.logged[message.worker] = message.step
         output = membership.receive(message, self.now / 1e6)
