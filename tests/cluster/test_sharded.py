@@ -32,6 +32,7 @@ JOB = {
     "ledger": None,
     "save": 0,
     "load": None,
+    "seldom": False,
     "averages": False,
     "wrong": "",
     "config": {},
@@ -100,6 +101,16 @@ def test_as_stock_with_all_ranks(start, stage, kind):
     for rank, each in stock.records.items():
         assert ours.records[rank]["losses"] == pytest.approx(each["losses"], abs=ROUNDING[kind])
         assert weights(ours.records[rank]) == pytest.approx(weights(each), abs=ROUNDING[kind])
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_a_layer_that_a_micro_batch_leaves_out_has_no_gradient_of_it(start, stage):
+    """At stage 0 torch itself adds gradients up; at stage 3 stock DeepSpeed counts those before once more."""
+    found, whole = start(stage=stage, seldom=True), start(stage=0, seldom=True)
+    ended_well(found)
+    ended_well(whole)
+    for rank, each in whole.records.items():
+        assert weights(found.records[rank]) == pytest.approx(weights(each), abs=ROUNDING["fp32"])
 
 
 @pytest.mark.parametrize(
