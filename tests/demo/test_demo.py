@@ -130,10 +130,11 @@ def test_an_interrupted_demo_leaves_no_process(warm, tmp_path, number):
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     events = out / "fault_free" / "events.jsonl"
     until(lambda: (events.exists() and events.read_text()) or demo.poll() is not None, 120)
-    pids = [json.loads(line)["pid"] for line in events.read_text().splitlines() if '"worker"' in line]
+    said = map(json.loads, events.read_text().splitlines())
+    pids = [event["pid"] for event in said if event["event"] == "worker"]
     demo.send_signal(number)
-    said, _ = demo.communicate(timeout=60)
-    assert demo.returncode == 130 and "interrupted" in said
+    told, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 130 and "interrupted" in told
     assert len(pids) == 4 and until(lambda: not any(map(psutil.pid_exists, pids)), 10)
     assert not processes_that_name(str(out))
 
