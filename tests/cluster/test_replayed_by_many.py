@@ -23,11 +23,13 @@ CASES = {
 
 @pytest.mark.parametrize("vehicle, more, shape, kills, helpers", CASES.values(), ids=CASES, indirect=["vehicle"])
 def test_it_is_the_same_training(launch: Launch, reference, more, shape, kills, helpers):
-    """Dropout is in all of them; in exact mode all bits are those of the job that nobody was killed in."""
+    """Dropout is in all of them; in exact mode all bits are those of the job that nobody was killed in.  Another
+    newcomer of the stage helps too, if it is there in time.
+    """
     result = launch(*more, faults(*kills), shape=shape).finish()
     assert result.code == 0, result.output[-8000:]
     (said,) = result.of("helpers")
-    assert said["helpers"] == helpers and not said["left"] and said["lots"] >= helpers, said
+    assert 0 <= said["helpers"] - helpers < len(kills) and not said["left"] and said["lots"] >= helpers, said
     assert said["parameters_bytes"] > 0 and {"load", "spawn", "parameters", "compute", "wait", "reduce", "step"} == set(
         said["seconds"]
     )
