@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recycle_plugin.core.messages.protocol import TRY_AGAIN
 from recycle_plugin.experiments.runs import processes_with
 from tests.cluster.conftest import launching
 from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, Shape, assert_one_line, faults
@@ -144,7 +145,8 @@ def test_everybody_dies_while_saving(start, vehicle, undisturbed, tmp_path, poin
 
 @PLAIN_TOO
 def test_sigterm_to_everything_while_saving(start, undisturbed, tmp_path):
-    """The checkpoint is finished, and the job ends at a commit.
+    """The checkpoint is finished, and the job ends at a commit; with code 75, to go on from that, where the workers'
+    leaves are heard of before the supervisors' end.
 
     The process of the launcher for one host has all supervisors in it.
     """
@@ -159,7 +161,7 @@ def test_sigterm_to_everything_while_saving(start, undisturbed, tmp_path):
     (tmp_path / "flags").mkdir()
     (tmp_path / "flags" / "go").touch()
     result = run.finish()
-    assert result.code == 0 and not result.of("lost") and result.of("finished"), result.output[-6000:]
+    assert result.code in (0, TRY_AGAIN) and not result.of("lost") and result.of("finished"), result.output[-6000:]
     assert_whole(saved, undisturbed[1], 6)
 
 
