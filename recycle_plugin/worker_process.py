@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from recycle_plugin.adapters.deepspeed import Plugin
-from recycle_plugin.core.messages.protocol import Crashed, Fatal
+from recycle_plugin.core.messages.from_workers import Crashed, Fatal
 from recycle_plugin.core.vocabulary.iterator_draws import Gone
 from recycle_plugin.core.vocabulary.recovery_plan import Torn
 from recycle_plugin.core.worker.control_view import JobEnded

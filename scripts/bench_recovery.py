@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from recycle_plugin.commands.running_job import ask
-from recycle_plugin.core.messages.protocol import AskLeave
+from recycle_plugin.core.messages.from_operators import AskLeave
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.experiments import against_torchft

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from recycle_plugin.commands.running_job import ask, folder_of
-from recycle_plugin.core.messages.protocol import Ask, AskAdmit, AskDrain, AskLeave
+from recycle_plugin.core.messages.from_operators import Ask, AskAdmit, AskDrain, AskLeave
 
 LEAVE = """\
 Ask that the worker of a seat leaves as planned: it goes at a commit, nothing is lost, and nothing is computed twice.

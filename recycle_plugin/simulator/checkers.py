@@ -25,7 +25,8 @@ from typing import Any
 
 from recycle_plugin.core.coordinator.output import WORKERS
 from recycle_plugin.core.messages.contributions import LOSS
-from recycle_plugin.core.messages.protocol import BarrierPassed, Collected, End, Resume, Unreplayable
+from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Collected, End, Resume
+from recycle_plugin.core.messages.from_workers import Unreplayable
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op

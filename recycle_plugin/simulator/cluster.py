@@ -2,7 +2,7 @@
 simulated.
 
 Every worker runs ``core.worker.training_loop`` over ``core.worker.executor``; its messages go through
-``core.messages.protocol`` objects to the one ``core.coordinator.membership``, whose answers come back over lines that
+``core.messages`` objects to the one ``core.coordinator.membership``, whose answers come back over lines that
 take time (``simulator.message_delays``), stop, or break.  Weights are exact numbers (``simulator.arithmetic``).  What
 may go wrong is in ``simulator.scenario``; what must hold is checked while it runs and at the end
 (``simulator.checkers``).  The same seed gives the same events.
@@ -26,16 +26,13 @@ from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event, SupervisorOf
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.activity import WAITS
-from recycle_plugin.core.messages.protocol import (
-    End,
+from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, Restart
+from recycle_plugin.core.messages.from_workers import (
     Exited,
     Fatal,
-    Fence,
-    Generation,
     Heartbeat,
     Leaving,
     Logged,
-    Restart,
     SupervisorHeartbeat,
     Terminate,
     Unreplayable,

@@ -14,17 +14,13 @@ from recycle_plugin.core.coordinator.attendance import OF_MEMBERS
 from recycle_plugin.core.coordinator.joining import Phase
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_coordinator import Committed, Fence, Generation, Replay, Resume
+from recycle_plugin.core.messages.from_workers import (
     CatchUp,
-    Committed,
     Contribution,
     Exited,
-    Fence,
-    Generation,
     Left,
     Missing,
-    Replay,
-    Resume,
     Stepped,
     SurvivorReport,
 )

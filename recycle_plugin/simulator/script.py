@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recycle_plugin.core.messages.activity import ELSEWHERE
-from recycle_plugin.core.messages.protocol import Durable, Fatal, Left
+from recycle_plugin.core.messages.from_workers import Durable, Fatal, Left
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.core.vocabulary.ids import MicroBatch

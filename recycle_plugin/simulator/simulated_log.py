@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recycle_plugin.core.messages.protocol import LogBroken, Logged
+from recycle_plugin.core.messages.from_workers import LogBroken, Logged
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.step_log import CountsFrom, StepRecord
 from recycle_plugin.simulator.exercised import ProtocolRule

@@ -14,8 +14,10 @@ from recycle_plugin import planner
 from recycle_plugin.core.coordinator.step_validation import over
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS, awaited
 from recycle_plugin.core.messages.contributions import NORM
+from recycle_plugin.core.messages.from_coordinator import Generation, Replay
+from recycle_plugin.core.messages.from_workers import LogFolder, Missing, Ready, StateHash
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import Generation, LogFolder, Missing, OfWorker, Ready, Replay, StateHash
+from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel

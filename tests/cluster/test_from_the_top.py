@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import Crashed, Fatal, Left, Note, Ready, Recorded
+from recycle_plugin.core.messages.from_coordinator import Recorded
+from recycle_plugin.core.messages.from_workers import Crashed, Fatal, Left, Note, Ready
 from tests.cluster.conftest import Launch, launching
 from tests.runtime.conftest import FakeCoordinator
 from tests.support.cluster import ForkServer, Result, Run, WarmLauncher

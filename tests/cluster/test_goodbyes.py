@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import TRY_AGAIN
+from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import sentence
 from tests.cluster.conftest import Launch

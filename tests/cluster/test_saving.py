@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recycle_plugin.core.messages.protocol import TRY_AGAIN
+from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
 from recycle_plugin.experiments.runs import processes_with
 from tests.cluster.conftest import launching
 from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, Shape, assert_one_line, faults

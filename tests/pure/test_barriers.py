@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import (
-    BarrierPassed,
+from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Committed, End, Generation, Over, Resume
+from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
     CheckpointLoaded,
-    Committed,
-    End,
     Exited,
-    Generation,
     Leaving,
     Left,
-    Over,
     Resized,
-    Resume,
     SurvivorReport,
     Terminate,
 )

@@ -6,18 +6,8 @@ import random
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import (
-    Committed,
-    End,
-    Exited,
-    Fence,
-    Generation,
-    Leaving,
-    Resume,
-    Stepped,
-    SurvivorReport,
-    Terminate,
-)
+from recycle_plugin.core.messages.from_coordinator import Committed, End, Fence, Generation, Resume
+from recycle_plugin.core.messages.from_workers import Exited, Leaving, Stepped, SurvivorReport, Terminate
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import agree, said, started

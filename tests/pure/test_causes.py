@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_workers import (
     Crashed,
     Exited,
     Fingerprint,

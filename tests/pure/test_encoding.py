@@ -27,20 +27,10 @@ from recycle_plugin.core.messages.encoding import (
     decode,
     encode,
 )
+from recycle_plugin.core.messages.from_coordinator import Committed, Generation, Lease, Over, Resume
+from recycle_plugin.core.messages.from_workers import Heartbeat, Note, Ready, Stepped, SurvivorReport
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import (
-    MESSAGES,
-    Committed,
-    Generation,
-    Heartbeat,
-    Lease,
-    Note,
-    Over,
-    Ready,
-    Resume,
-    Stepped,
-    SurvivorReport,
-)
+from recycle_plugin.core.messages.protocol import MESSAGES
 from recycle_plugin.core.messages.typed import DEEPEST, Unreadable, form_of, names_of, read, values
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum

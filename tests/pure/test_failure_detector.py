@@ -9,13 +9,10 @@ import pytest
 from recycle_plugin.core.coordinator.output import SUPERVISORS
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.protocol import (
-    End,
+from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, Lease
+from recycle_plugin.core.messages.from_workers import (
     Exited,
-    Fence,
-    Generation,
     Heartbeat,
-    Lease,
     Leaving,
     Stepped,
     SupervisorHeartbeat,

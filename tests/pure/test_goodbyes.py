@@ -7,19 +7,8 @@ from dataclasses import replace
 import pytest
 
 from recycle_plugin.core.coordinator.course import Course
-from recycle_plugin.core.messages.protocol import (
-    End,
-    Generation,
-    Left,
-    LogBroken,
-    MayGo,
-    Over,
-    Replay,
-    Restart,
-    Terminate,
-    Through,
-    Unreplayable,
-)
+from recycle_plugin.core.messages.from_coordinator import End, Generation, MayGo, Over, Replay, Restart
+from recycle_plugin.core.messages.from_workers import Left, LogBroken, Terminate, Through, Unreplayable
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import WorkerId

@@ -10,18 +10,14 @@ import pytest
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.coordinator.state_dump import dump, load
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Restart, Resume, Serve
+from recycle_plugin.core.messages.from_workers import (
     CatchUp,
     CaughtUp,
     Exited,
-    Fence,
-    Generation,
     Leaving,
     Left,
     Ready,
-    Restart,
-    Resume,
-    Serve,
     StateHash,
     Stepped,
     SurvivorReport,

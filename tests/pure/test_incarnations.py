@@ -9,13 +9,11 @@ import pytest
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation
+from recycle_plugin.core.messages.from_workers import (
     Contribution,
-    End,
     Exited,
     Fatal,
-    Fence,
-    Generation,
     Heartbeat,
     Left,
     Missing,

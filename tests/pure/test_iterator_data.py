@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import Committed
+from recycle_plugin.core.messages.from_coordinator import Committed
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat

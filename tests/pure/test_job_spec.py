@@ -9,8 +9,9 @@ import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.encoding import decode, encode
+from recycle_plugin.core.messages.from_coordinator import End
+from recycle_plugin.core.messages.from_workers import Ready
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import End, Ready
 from recycle_plugin.core.messages.typed import read
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat

@@ -7,22 +7,8 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.messages.protocol import (
-    TRY_AGAIN,
-    Collected,
-    Committed,
-    End,
-    Exited,
-    Generation,
-    Leaving,
-    Left,
-    Over,
-    Ready,
-    Resume,
-    SurvivorReport,
-    Terminate,
-    Unguarded,
-)
+from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Collected, Committed, End, Generation, Over, Resume
+from recycle_plugin.core.messages.from_workers import Exited, Leaving, Left, Ready, SurvivorReport, Terminate, Unguarded
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from tests.support.membership import agree, job, member, resumed, said, started, step

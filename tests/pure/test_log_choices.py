@@ -8,7 +8,8 @@ import pytest
 
 from recycle_plugin.core.coordinator.logs import Logs
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.messages.protocol import Durable, Generation, LogOnly, Ready
+from recycle_plugin.core.messages.from_coordinator import Generation, LogOnly
+from recycle_plugin.core.messages.from_workers import Durable, Ready
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction

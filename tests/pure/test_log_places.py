@@ -9,18 +9,16 @@ import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, SupervisorOf
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_coordinator import LogsAt, Replay, ServeLogs
+from recycle_plugin.core.messages.from_workers import (
     CatchUp,
     Durable,
     Exited,
     Left,
     LogFolder,
     Logged,
-    LogsAt,
     LogsServed,
     Ready,
-    Replay,
-    ServeLogs,
 )
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import DEADLINES, agree, job, member, said, step

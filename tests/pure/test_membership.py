@@ -9,20 +9,17 @@ import pytest
 from recycle_plugin.core.coordinator.attendance import OF_MEMBERS
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Generation, Resume
+from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
     CheckpointLoaded,
-    Collected,
-    Committed,
     ComputeTime,
     Contribution,
     Crashed,
     Durable,
-    End,
     Exited,
     Fatal,
     Fingerprint,
-    Generation,
     Heartbeat,
     Leaving,
     Left,
@@ -33,7 +30,6 @@ from recycle_plugin.core.messages.protocol import (
     OutOfData,
     Ready,
     Resized,
-    Resume,
     Stepped,
     SurvivorReport,
     Through,

@@ -9,24 +9,9 @@ import pytest
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Joiner, SupervisorOf
 from recycle_plugin.core.coordinator.state_dump import dump, load
-from recycle_plugin.core.messages.protocol import (
-    Answer,
-    AskAdmit,
-    AskDrain,
-    AskLeave,
-    Exited,
-    Fence,
-    Generation,
-    Leaving,
-    Left,
-    Ready,
-    Refused,
-    Restart,
-    Seated,
-    Stay,
-    SurvivorReport,
-    Terminate,
-)
+from recycle_plugin.core.messages.from_coordinator import Answer, Fence, Generation, Refused, Restart, Seated, Stay
+from recycle_plugin.core.messages.from_operators import AskAdmit, AskDrain, AskLeave
+from recycle_plugin.core.messages.from_workers import Exited, Leaving, Left, Ready, SurvivorReport, Terminate
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import agree, job, member, said, step

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import Beside, Generation, LogsAt, Note, Replay
+from recycle_plugin.core.messages.from_coordinator import Beside, Generation, LogsAt, Replay
+from recycle_plugin.core.messages.from_workers import Note
 from recycle_plugin.core.vocabulary.blocks import Block, Blocks
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel

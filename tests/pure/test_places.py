@@ -6,7 +6,8 @@ import pytest
 
 from recycle_plugin.core.coordinator.places import Places
 from recycle_plugin.core.coordinator.regrouping import Reports
-from recycle_plugin.core.messages.protocol import Generation, Stepped, SurvivorReport
+from recycle_plugin.core.messages.from_coordinator import Generation
+from recycle_plugin.core.messages.from_workers import Stepped, SurvivorReport
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Place

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import Note, Serving
+from recycle_plugin.core.messages.from_workers import Note, Serving
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Marker, Unit

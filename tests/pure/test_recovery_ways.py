@@ -26,7 +26,7 @@ from recycle_plugin.core.coordinator.recovery_ways import (
     shared,
     step_of,
 )
-from recycle_plugin.core.messages.protocol import ComputeTime, Durable, Exited, Logged, Note, Ready, Stepped
+from recycle_plugin.core.messages.from_workers import ComputeTime, Durable, Exited, Logged, Note, Ready, Stepped
 from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology

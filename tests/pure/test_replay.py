@@ -12,20 +12,16 @@ from recycle_plugin.core.coordinator.joining import Phase
 from recycle_plugin.core.coordinator.logs import Logs
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
-from recycle_plugin.core.messages.protocol import (
-    Beside,
+from recycle_plugin.core.messages.from_coordinator import Beside, End, Generation, Replay, Resume
+from recycle_plugin.core.messages.from_workers import (
     CatchUp,
     CaughtUp,
     Durable,
-    End,
     Exited,
-    Generation,
     LogBroken,
     Logged,
     Ready,
-    Replay,
     Replaying,
-    Resume,
     SurvivorReport,
     Terminate,
     Unreplayable,

@@ -10,7 +10,8 @@ import pytest
 from recycle_plugin.core.coordinator import replay_deadlines
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.replay_deadlines import FACTOR, FLOOR_S, LATER_S
-from recycle_plugin.core.messages.protocol import Durable, Exited, Expected, Fence, Generation, Replay, Replaying
+from recycle_plugin.core.messages.from_coordinator import Expected, Fence, Generation, Replay
+from recycle_plugin.core.messages.from_workers import Durable, Exited, Replaying
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.control_view import ControlView
 from tests.pure.test_recovery_ways import lose, trained

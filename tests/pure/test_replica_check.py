@@ -7,7 +7,8 @@ import pytest
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.protocol import End, Exited, Fence, Fingerprint, Generation, Resume, Stepped
+from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, Resume
+from recycle_plugin.core.messages.from_workers import Exited, Fingerprint, Stepped
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import agree, said, started
 

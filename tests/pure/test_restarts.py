@@ -12,23 +12,17 @@ from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput, Joiner, SupervisorOf
 from recycle_plugin.core.coordinator.restarts import Restarts
 from recycle_plugin.core.coordinator.state_dump import dump, load
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_coordinator import End, Fence, Lease, Recorded, Refused, Restart, Seated
+from recycle_plugin.core.messages.from_workers import (
     Contribution,
     Crashed,
-    End,
     Exited,
     Fatal,
-    Fence,
     Heartbeat,
-    Lease,
     Leaving,
     Left,
     Note,
     Ready,
-    Recorded,
-    Refused,
-    Restart,
-    Seated,
     Stepped,
     SupervisorHeartbeat,
     Terminate,

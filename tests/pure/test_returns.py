@@ -10,16 +10,13 @@ import pytest
 
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_coordinator import End, Generation, Recorded, Resume
+from recycle_plugin.core.messages.from_workers import (
     CatchUp,
     CaughtUp,
     CheckpointLoaded,
-    End,
     Exited,
-    Generation,
     Ready,
-    Recorded,
-    Resume,
     Serving,
     StateHash,
     SurvivorReport,

@@ -7,14 +7,8 @@ import pytest
 from recycle_plugin.core.coordinator.ending import Ending
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
-from recycle_plugin.core.messages.protocol import (
-    Crashed,
-    Exited,
-    Heartbeat,
-    Leaving,
-    Left,
-    Over,
-)
+from recycle_plugin.core.messages.from_coordinator import Over
+from recycle_plugin.core.messages.from_workers import Crashed, Exited, Heartbeat, Leaving, Left
 from tests.support.membership import agree
 from tests.support.played import Played, ends
 

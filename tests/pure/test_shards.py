@@ -14,19 +14,14 @@ from recycle_plugin.core.coordinator.shards import drawn_by_all, held_by_all
 from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.straggler_detector import STEPS
 from recycle_plugin.core.messages.contributions import LOSS, NORM, Contributions
-from recycle_plugin.core.messages.protocol import (
-    Collected,
-    Committed,
+from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Fence, Generation, Resume
+from recycle_plugin.core.messages.from_workers import (
     ComputeTime,
     Contribution,
-    End,
     Exited,
-    Fence,
     Fingerprint,
-    Generation,
     Missing,
     Ready,
-    Resume,
     Stepped,
     SurvivorReport,
 )

@@ -21,7 +21,7 @@ from recycle_plugin.core.coordinator.failure_detector import FailureDetector
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.messages.encoding import encode
-from recycle_plugin.core.messages.protocol import Heartbeat, Missing
+from recycle_plugin.core.messages.from_workers import Heartbeat, Missing
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Roster, WorkerId
 from recycle_plugin.simulator import campaign, cluster, seeded

@@ -12,7 +12,8 @@ from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.messages.contributions import LOSS, NORM
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.protocol import Collected, Contribution, Resume
+from recycle_plugin.core.messages.from_coordinator import Collected, Resume
+from recycle_plugin.core.messages.from_workers import Contribution
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from recycle_plugin.core.coordinator.step_figures import StepFigures
-from recycle_plugin.core.messages.protocol import Committed, ComputeTime, Stepped
+from recycle_plugin.core.messages.from_coordinator import Committed
+from recycle_plugin.core.messages.from_workers import ComputeTime, Stepped
 from tests.support.membership import said, started
 
 SQUARE = {0: 0, 1: 1, 2: 0, 3: 1}  # of each rank its stage

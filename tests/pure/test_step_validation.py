@@ -14,16 +14,8 @@ from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.step_validation import StepValidation, over
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.protocol import (
-    Collected,
-    Committed,
-    Contribution,
-    End,
-    Exited,
-    Generation,
-    Resume,
-    SurvivorReport,
-)
+from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Generation, Resume
+from recycle_plugin.core.messages.from_workers import Contribution, Exited, SurvivorReport
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.recovery_plan import uninformed

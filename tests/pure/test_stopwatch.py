@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recycle_plugin.core.messages.protocol import ComputeTime
+from recycle_plugin.core.messages.from_workers import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction

@@ -9,7 +9,8 @@ import pytest
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.straggler_detector import WIDTH, StragglerDetector
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.protocol import Committed, ComputeTime, Exited, Generation, Leaving, Stepped
+from recycle_plugin.core.messages.from_coordinator import Committed, Generation
+from recycle_plugin.core.messages.from_workers import ComputeTime, Exited, Leaving, Stepped
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Roster
 from tests.support.membership import agree, member, said, started

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from recycle_plugin.core.messages.activity import COMPUTES
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_workers import (
     CheckpointLoaded,
     Exited,
     Heartbeat,

@@ -9,7 +9,8 @@ import pytest
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.protocol import TRY_AGAIN, End, Exited, Left, Over, Ready, SurvivorReport, Terminate
+from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, End, Over
+from recycle_plugin.core.messages.from_workers import Exited, Left, Ready, SurvivorReport, Terminate
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from tests.support.membership import job, member, resumed, said, step
 

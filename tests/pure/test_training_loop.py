@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from recycle_plugin.core.messages.contributions import LOSS, Contributions
-from recycle_plugin.core.messages.protocol import Committed, Contribution, End, Generation, Resume, SurvivorReport
+from recycle_plugin.core.messages.from_coordinator import Committed, End, Generation, Resume
+from recycle_plugin.core.messages.from_workers import Contribution, SurvivorReport
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack

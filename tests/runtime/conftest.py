@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import Generation, Welcome
+from recycle_plugin.core.messages.from_coordinator import Generation, Welcome
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.runtime.control.connections import Control, InProcess, SocketControl

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import BarrierPassed, BarrierReached, Committed, Durable
+from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Committed
+from recycle_plugin.core.messages.from_workers import BarrierReached, Durable
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.runtime.worker.background import Background

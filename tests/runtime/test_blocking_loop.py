@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin import planner
-from recycle_plugin.core.messages.protocol import Committed, SurvivorReport
+from recycle_plugin.core.messages.from_coordinator import Committed
+from recycle_plugin.core.messages.from_workers import SurvivorReport
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.faults import FaultScript

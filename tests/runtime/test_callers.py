@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 import recycle_plugin
-from recycle_plugin.core.messages.protocol import Note
+from recycle_plugin.core.messages.from_workers import Note
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives import group

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from recycle_plugin.core.messages.protocol import Note
+from recycle_plugin.core.messages.from_workers import Note
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Sums, Unit
 from recycle_plugin.errors import RecycleError

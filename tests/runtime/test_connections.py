@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LIMIT, MAGIC, encode
-from recycle_plugin.core.messages.protocol import Heartbeat, Hello, Lease, Note, Over, Placed
+from recycle_plugin.core.messages.from_coordinator import Lease, Over, Placed
+from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Note
 from recycle_plugin.runtime.control import connections
 from recycle_plugin.runtime.control.connections import Control, Disconnected, InLoop, InProcess, SocketControl, connect
 

@@ -12,26 +12,27 @@ from math import inf
 import pytest
 
 from recycle_plugin.core.messages.encoding import encode
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_coordinator import (
     Answer,
-    AskAdmit,
-    AskLeave,
     Committed,
     End,
-    Exited,
     Generation,
-    Hello,
     Lease,
-    Left,
     Over,
-    Ready,
     Resume,
     RunFolder,
+    Welcome,
+)
+from recycle_plugin.core.messages.from_operators import AskAdmit, AskLeave
+from recycle_plugin.core.messages.from_workers import (
+    Exited,
+    Hello,
+    Left,
+    Ready,
     Stepped,
     SupervisorHeartbeat,
     SurvivorReport,
     Terminate,
-    Welcome,
 )
 from recycle_plugin.runtime.control.connections import InLoop, SocketControl, connect
 from recycle_plugin.runtime.control.coordinator import Coordinator

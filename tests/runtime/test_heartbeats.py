@@ -9,7 +9,8 @@ import time
 import pytest
 
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS
-from recycle_plugin.core.messages.protocol import Committed, Fence, Heartbeat, Lease
+from recycle_plugin.core.messages.from_coordinator import Committed, Fence, Lease
+from recycle_plugin.core.messages.from_workers import Heartbeat
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import CutOff
 from recycle_plugin.runtime.control.heartbeats import SCRIPT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import Generation
+from recycle_plugin.core.messages.from_coordinator import Generation
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.log_figures import LogFigures
 from recycle_plugin.core.vocabulary.roster import Member

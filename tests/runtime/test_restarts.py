@@ -18,7 +18,7 @@ import pytest
 
 from recycle_plugin.core.coordinator import restarts
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
-from recycle_plugin.core.messages.protocol import AskAdmit, AskLeave
+from recycle_plugin.core.messages.from_operators import AskAdmit, AskLeave
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.experiments.runs import free_port

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recycle_plugin.core.messages.protocol import Recorded
+from recycle_plugin.core.messages.from_coordinator import Recorded
 from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.worker.newcomer import Newcomer
 from recycle_plugin.runtime.worker.on_join import OnJoin

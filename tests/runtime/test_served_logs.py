@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import LogsAt
+from recycle_plugin.core.messages.from_coordinator import LogsAt
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.log import served
 from recycle_plugin.runtime.log.reader import LogReader

@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from recycle_plugin.core.messages.encoding import encode
-from recycle_plugin.core.messages.protocol import Collected, Committed, End, Left, Resume
+from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Resume
+from recycle_plugin.core.messages.from_workers import Left
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import RecycleError, WaitTimeout

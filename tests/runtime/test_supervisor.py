@@ -9,18 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import (
-    Exited,
-    Fence,
-    Hello,
-    Lease,
-    Over,
-    Restart,
-    Stay,
-    SupervisorHeartbeat,
-    Terminate,
-    Welcome,
-)
+from recycle_plugin.core.messages.from_coordinator import Fence, Lease, Over, Restart, Stay, Welcome
+from recycle_plugin.core.messages.from_workers import Exited, Hello, SupervisorHeartbeat, Terminate
 from recycle_plugin.experiments.runs import free_port
 from recycle_plugin.runtime.control.connections import InLoop, SocketControl
 from recycle_plugin.runtime.processes import supervisor, worker_keeper

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from recycle_plugin.core.messages.encoding import encode
-from recycle_plugin.core.messages.protocol import Hello, SupervisorHeartbeat
+from recycle_plugin.core.messages.from_workers import Hello, SupervisorHeartbeat
 from recycle_plugin.runtime.control import supervisor_heartbeat
 
 

@@ -15,7 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recycle_plugin.core.messages.encoding import HEAD
-from recycle_plugin.core.messages.protocol import Generation, Missing, Note
+from recycle_plugin.core.messages.from_coordinator import Generation
+from recycle_plugin.core.messages.from_workers import Missing, Note
 from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from recycle_plugin import planner
-from recycle_plugin.core.messages.protocol import Member
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.simulator import campaign
 from recycle_plugin.simulator.checkers import Watcher

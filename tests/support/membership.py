@@ -6,8 +6,9 @@ from dataclasses import fields, replace
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.messages.from_coordinator import Resume
+from recycle_plugin.core.messages.from_workers import Ready, Stepped, SurvivorReport
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import Ready, Resume, Stepped, SurvivorReport
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.ids import Seat

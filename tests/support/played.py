@@ -7,13 +7,8 @@ from dataclasses import dataclass, field
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
 from recycle_plugin.core.messages.activity import WAITS
-from recycle_plugin.core.messages.protocol import (
-    End,
-    Fence,
-    Generation,
-    Heartbeat,
-    SupervisorHeartbeat,
-)
+from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation
+from recycle_plugin.core.messages.from_workers import Heartbeat, SupervisorHeartbeat
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from tests.support.membership import DEADLINES, said, started, step
 

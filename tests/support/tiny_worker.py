@@ -14,7 +14,8 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from recycle_plugin.core.messages.protocol import End, Generation, Hello, Left, Ready, SurvivorReport, Welcome
+from recycle_plugin.core.messages.from_coordinator import End, Generation, Welcome
+from recycle_plugin.core.messages.from_workers import Hello, Left, Ready, SurvivorReport
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.processes import signal_info

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recycle_plugin.core.messages.protocol import LogBroken, Logged, Note
+from recycle_plugin.core.messages.from_workers import LogBroken, Logged, Note
 from recycle_plugin.core.worker.step_log import StepRecord
 from recycle_plugin.runtime.devices.host import There
 from recycle_plugin.runtime.worker.job_log import JobLogs, WorkerLog

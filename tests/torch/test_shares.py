@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from recycle_plugin.adapters.plain.pipeline import _built, _made_again
-from recycle_plugin.core.messages.protocol import LogsAt
+from recycle_plugin.core.messages.from_coordinator import LogsAt
 from recycle_plugin.core.vocabulary.blocks import Block, Blocks
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat

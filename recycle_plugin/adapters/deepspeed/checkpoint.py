@@ -28,7 +28,7 @@ from recycle_plugin.adapters.deepspeed.bf16 import StateFiles
 from recycle_plugin.adapters.deepspeed.fp16 import is_half
 from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.messages.activity import ELSEWHERE
-from recycle_plugin.core.messages.protocol import Generation
+from recycle_plugin.core.messages.from_coordinator import Generation
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.errors import NotSaved, RecycleError
 from recycle_plugin.runtime.control.session import Session

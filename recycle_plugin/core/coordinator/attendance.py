@@ -19,18 +19,16 @@ from dataclasses import replace
 
 from recycle_plugin.core.coordinator.failure_detector import FailureDetector
 from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput
-from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_coordinator import End, Fence
+from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
     CheckpointLoaded,
     ComputeTime,
     Contribution,
     Crashed,
     Durable,
-    End,
     Exited,
     Fatal,
-    Fence,
     Fingerprint,
     Heartbeat,
     Leaving,
@@ -45,6 +43,7 @@ from recycle_plugin.core.messages.protocol import (
     SurvivorReport,
     Through,
 )
+from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.describe import how_ended, named
 from recycle_plugin.core.vocabulary.ids import Seat

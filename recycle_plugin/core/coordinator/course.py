@@ -48,9 +48,8 @@ from recycle_plugin.core.coordinator.suspicions import Suspicions
 from recycle_plugin.core.coordinator.throughput_floor import ThroughputFloor
 from recycle_plugin.core.coordinator.vacancies import Vacancies
 from recycle_plugin.core.coordinator.wait_graph import records, shown, wait_graph
-from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import (
-    TRY_AGAIN,
+from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Resume
+from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
     CheckpointLoaded,
     Exited,
@@ -59,11 +58,11 @@ from recycle_plugin.core.messages.protocol import (
     Left,
     OutOfData,
     Resized,
-    Resume,
     Stepped,
     SurvivorReport,
     Unguarded,
 )
+from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.dataflow import unpack

@@ -15,7 +15,7 @@ have left.
 from __future__ import annotations
 
 from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput
-from recycle_plugin.core.messages.protocol import End, Over
+from recycle_plugin.core.messages.from_coordinator import End, Over
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 

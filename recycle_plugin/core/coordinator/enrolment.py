@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import NamedTuple
 
+from recycle_plugin.core.messages.from_workers import Ready
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import Ready
 from recycle_plugin.core.vocabulary.placement import at_risk, stages_at_risk
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology

@@ -30,7 +30,8 @@ from statistics import median
 from typing import NamedTuple
 
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS
-from recycle_plugin.core.messages.protocol import Heartbeat, Lease, SupervisorHeartbeat
+from recycle_plugin.core.messages.from_coordinator import Lease
+from recycle_plugin.core.messages.from_workers import Heartbeat, SupervisorHeartbeat
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.deadlines import LATE_S, SUSPECTED, TICK_S, Deadlines
 from recycle_plugin.core.vocabulary.instruction import Instruction

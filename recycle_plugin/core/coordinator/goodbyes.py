@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from recycle_plugin.core.coordinator import returns
 from recycle_plugin.core.coordinator.joining import Phase
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
-from recycle_plugin.core.messages.protocol import MayGo, Through
+from recycle_plugin.core.messages.from_coordinator import MayGo
+from recycle_plugin.core.messages.from_workers import Through
 
 if TYPE_CHECKING:
     from recycle_plugin.core.coordinator.course import Course

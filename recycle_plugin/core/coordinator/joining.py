@@ -37,7 +37,8 @@ from typing import NamedTuple
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.recorded import Recorder
 from recycle_plugin.core.coordinator.replica_check import Mismatch, compared
-from recycle_plugin.core.messages.protocol import Serve, StateHash
+from recycle_plugin.core.messages.from_coordinator import Serve
+from recycle_plugin.core.messages.from_workers import StateHash
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Place

@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from recycle_plugin.core.coordinator.log_places import Ended
-from recycle_plugin.core.messages.protocol import Durable, LogBroken, Logged, LogOnly
+from recycle_plugin.core.messages.from_coordinator import LogOnly
+from recycle_plugin.core.messages.from_workers import Durable, LogBroken, Logged
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 

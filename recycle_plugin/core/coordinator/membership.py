@@ -24,12 +24,10 @@ from recycle_plugin.core.coordinator.complaints import Complaints
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.enrolment import Enrolment, weak_points
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput, Event
-from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_coordinator import Answer, BarrierPassed, End, Lease
+from recycle_plugin.core.messages.from_operators import Ask
+from recycle_plugin.core.messages.from_workers import (
     Accompanied,
-    Answer,
-    Ask,
-    BarrierPassed,
     BarrierReached,
     CatchUp,
     CaughtUp,
@@ -38,12 +36,10 @@ from recycle_plugin.core.messages.protocol import (
     Contribution,
     Crashed,
     Durable,
-    End,
     Exited,
     Fatal,
     Fingerprint,
     Heartbeat,
-    Lease,
     Leaving,
     Left,
     LogBroken,
@@ -51,7 +47,6 @@ from recycle_plugin.core.messages.protocol import (
     LogsServed,
     Missing,
     Note,
-    OfWorker,
     OutOfData,
     Ready,
     Replaying,
@@ -66,6 +61,8 @@ from recycle_plugin.core.messages.protocol import (
     Unguarded,
     Unreplayable,
 )
+from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.deadlines import shown

@@ -12,7 +12,9 @@ from collections.abc import Collection
 
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
-from recycle_plugin.core.messages.protocol import Answer, Ask, AskAdmit, AskDrain, AskLeave, Leaving
+from recycle_plugin.core.messages.from_coordinator import Answer
+from recycle_plugin.core.messages.from_operators import Ask, AskAdmit, AskDrain, AskLeave
+from recycle_plugin.core.messages.from_workers import Leaving
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member
 

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from math import nan
 
-from recycle_plugin.core.messages.protocol import Recorded
+from recycle_plugin.core.messages.from_coordinator import Recorded
 
 PIECE = 5_000  # numbers in one message
 ANOTHER_STATE = "the others have loaded a checkpoint while they trained, and a script that comes back can't do so alone"

@@ -16,7 +16,8 @@ from typing import Any
 
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.shards import drawn_by_all, held_by_all
-from recycle_plugin.core.messages.protocol import Generation, SurvivorReport
+from recycle_plugin.core.messages.from_coordinator import Generation
+from recycle_plugin.core.messages.from_workers import SurvivorReport
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 

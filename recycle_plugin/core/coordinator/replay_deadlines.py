@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from recycle_plugin.core.coordinator.joining import Newcomer, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.recovery_ways import Time, groups, step_of, times_of
-from recycle_plugin.core.messages.protocol import Expected
+from recycle_plugin.core.messages.from_coordinator import Expected
 
 if TYPE_CHECKING:
     from recycle_plugin.core.coordinator.course import Course

@@ -22,16 +22,8 @@ from recycle_plugin.core.coordinator import replay_deadlines
 from recycle_plugin.core.coordinator.joining import Newcomer, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.recovery_ways import say_of_stages
-from recycle_plugin.core.messages.protocol import (
-    Accompanied,
-    Beside,
-    CaughtUp,
-    Durable,
-    LogsAt,
-    Replay,
-    Replaying,
-    Unreplayable,
-)
+from recycle_plugin.core.messages.from_coordinator import Beside, LogsAt, Replay
+from recycle_plugin.core.messages.from_workers import Accompanied, CaughtUp, Durable, Replaying, Unreplayable
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from recycle_plugin.core.messages.protocol import Fingerprint
+from recycle_plugin.core.messages.from_workers import Fingerprint
 from recycle_plugin.core.vocabulary.roster import Group, Member, Roster, WorkerId
 
 

@@ -14,10 +14,10 @@ from recycle_plugin.core.coordinator import replays
 from recycle_plugin.core.coordinator.enrolment import unlike
 from recycle_plugin.core.coordinator.joining import Newcomer, Phase
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_coordinator import End
+from recycle_plugin.core.messages.from_workers import (
     CatchUp,
     CaughtUp,
-    End,
     Exited,
     Ready,
     Serving,

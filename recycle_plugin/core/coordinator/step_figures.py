@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from recycle_plugin.core.messages.protocol import ComputeTime
+from recycle_plugin.core.messages.from_workers import ComputeTime
 
 RECENT = 20  # steps, of which the median is what one takes: a loss, or a checkpoint, makes a few take longer
 

@@ -15,7 +15,8 @@ from recycle_plugin.core.coordinator.step_figures import StepFigures
 from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.straggler_detector import StragglerDetector
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE, Contributions
-from recycle_plugin.core.messages.protocol import Collected, Committed, ComputeTime, Contribution, Fingerprint, Stepped
+from recycle_plugin.core.messages.from_coordinator import Collected, Committed
+from recycle_plugin.core.messages.from_workers import ComputeTime, Contribution, Fingerprint, Stepped
 from recycle_plugin.core.vocabulary.dataflow import unpack
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.recovery_plan import uninformed
@@ -161,7 +162,7 @@ class StepLedger:
         is valid from ``all_valid_from``.
 
         Returns the last step that is committed by that, the norm that the next one was rejected for, if it was, and
-        whether later work is discarded (core.messages.protocol.Resume).
+        whether later work is discarded (core.messages.from_coordinator.Resume).
         """
         fewest, behind = min(counts), min(all_valid_from) < self.valid_from
         committed = fewest - self._unheard(fewest, held, behind)

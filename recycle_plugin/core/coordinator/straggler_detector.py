@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median, median_low
 
-from recycle_plugin.core.messages.protocol import ComputeTime
+from recycle_plugin.core.messages.from_workers import ComputeTime
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Group, Roster, WorkerId
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput, Joiner, SupervisorOf
 from recycle_plugin.core.coordinator.restarts import Restarts
-from recycle_plugin.core.messages.protocol import Exited, Fence, Refused, Restart, Seated, Stay
+from recycle_plugin.core.messages.from_coordinator import Fence, Refused, Restart, Seated, Stay
+from recycle_plugin.core.messages.from_workers import Exited
 from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.core.vocabulary.roster import WorkerId
 

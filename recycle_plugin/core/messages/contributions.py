@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from recycle_plugin.core.messages.protocol import Contribution
+from recycle_plugin.core.messages.from_workers import Contribution
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from recycle_plugin.core.messages.protocol import BarrierPassed
+from recycle_plugin.core.messages.from_coordinator import BarrierPassed
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.training_loop import TrainingLoop

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from recycle_plugin.core.messages.protocol import Accompanied, Replay, Unreplayable
+from recycle_plugin.core.messages.from_coordinator import Replay
+from recycle_plugin.core.messages.from_workers import Accompanied, Unreplayable
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.replay import CantReplay, StageReplay

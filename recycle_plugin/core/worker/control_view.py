@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_coordinator import (
     BarrierPassed,
     Beside,
     Collected,
     Committed,
-    Durable,
     End,
     Expected,
     Generation,
@@ -20,11 +19,10 @@ from recycle_plugin.core.messages.protocol import (
     MayGo,
     Recorded,
     Replay,
-    Replaying,
     Resume,
     Serve,
-    Serving,
 )
+from recycle_plugin.core.messages.from_workers import Durable, Replaying, Serving
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from recycle_plugin.core.messages.protocol import Note
+from recycle_plugin.core.messages.from_workers import Note
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.evaluation_route import end_of, readers, runner
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat

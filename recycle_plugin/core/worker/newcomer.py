@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from recycle_plugin.core.messages.protocol import CatchUp, CaughtUp, Generation, Note, Replay, Serving, Unreplayable
+from recycle_plugin.core.messages.from_coordinator import Generation, Replay
+from recycle_plugin.core.messages.from_workers import CatchUp, CaughtUp, Note, Serving, Unreplayable
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.catching_up import CatchingUp, FilledState, Inlet
@@ -32,8 +33,8 @@ ASKED = Asked()
 
 
 class Newcomer:
-    """The worker of ``loop`` before it is a member.  ``open_line``: makes the line to a source (core/messages/protocol:
-    Serving says where).  ``skip(place)``: reads its plain iterator up to there before anybody waits for that.
+    """The worker of ``loop`` before it is a member.  ``open_line``: makes the line to a source (from_workers.Serving
+    says where).  ``skip(place)``: reads its plain iterator up to there before anybody waits for that.
     ``wants_script()``: its script asks a peer's for what is theirs alone; ``replay``: how the stage is replayed, where
     nobody has it, in a job that logs; ``handed`` is that, once it is a member, b""
     where the peer has gone before it was there.

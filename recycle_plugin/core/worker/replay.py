@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from recycle_plugin.core.messages.protocol import Replay, Replaying
+from recycle_plugin.core.messages.from_coordinator import Replay
+from recycle_plugin.core.messages.from_workers import Replaying
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides
 from recycle_plugin.core.vocabulary.ids import MicroBatch

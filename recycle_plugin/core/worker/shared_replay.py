@@ -24,7 +24,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from recycle_plugin.core.messages.protocol import Note, Replay
+from recycle_plugin.core.messages.from_coordinator import Replay
+from recycle_plugin.core.messages.from_workers import Note
 from recycle_plugin.core.vocabulary.blocks import Block, Blocks
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId

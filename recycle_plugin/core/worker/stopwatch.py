@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from recycle_plugin.core.messages.protocol import ComputeTime
+from recycle_plugin.core.messages.from_workers import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
 from recycle_plugin.core.vocabulary.span import Span

@@ -15,15 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from recycle_plugin.core.messages.protocol import (
-    BarrierPassed,
+from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Generation, Replay, Resume
+from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
     CheckpointLoaded,
-    Generation,
     Note,
-    Replay,
     Resized,
-    Resume,
     Stepped,
     SurvivorReport,
     Through,

@@ -15,9 +15,10 @@ from functools import partial
 from math import isfinite
 from typing import Any, Protocol, TypeVar
 
-from recycle_plugin.core.messages import protocol
+from recycle_plugin.core.messages import from_workers
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
-from recycle_plugin.core.messages.protocol import Contribution, OutOfData, Replay, Serve
+from recycle_plugin.core.messages.from_coordinator import Replay, Serve
+from recycle_plugin.core.messages.from_workers import Contribution, OutOfData
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -382,7 +383,7 @@ class Worker:
         state, outlet, address = self._machine.open_outlet(asked.newcomer)
         self.servings.add(asked.newcomer, Serving(state, outlet, asked.from_step))
         self.hash_after(asked.from_step)
-        self._machine.send(protocol.Serving(self._control_view.rank, asked.newcomer, address))
+        self._machine.send(from_workers.Serving(self._control_view.rank, asked.newcomer, address))
 
     def hand_over(self, newcomer: WorkerId, step: int) -> None:
         """Sends a newcomer what this worker's script hands over after ``step``, if it has asked for that."""

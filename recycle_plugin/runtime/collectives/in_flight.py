@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from recycle_plugin.core.messages.protocol import Missing
+from recycle_plugin.core.messages.from_workers import Missing
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.collectives.gloo import GlooLink, Rendezvous

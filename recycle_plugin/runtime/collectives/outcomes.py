@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from recycle_plugin.core.messages.protocol import Generation
+from recycle_plugin.core.messages.from_coordinator import Generation
 from recycle_plugin.runtime.collectives.gloo import clone
 from recycle_plugin.runtime.collectives.startup import Startup
 from recycle_plugin.runtime.control.session import Session

@@ -27,23 +27,19 @@ from recycle_plugin.core.coordinator.output import (
     Whom,
 )
 from recycle_plugin.core.messages.encoding import encode
-from recycle_plugin.core.messages.protocol import (
+from recycle_plugin.core.messages.from_coordinator import (
     Answer,
-    Ask,
-    Exited,
     Fence,
-    Hello,
     Lease,
-    Left,
     Over,
     Placed,
-    Ready,
     Refused,
     RunFolder,
     Seated,
-    Terminate,
     Welcome,
 )
+from recycle_plugin.core.messages.from_operators import Ask
+from recycle_plugin.core.messages.from_workers import Exited, Hello, Left, Ready, Terminate
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.placement import spread

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, LONGEST
-from recycle_plugin.core.messages.protocol import Heartbeat, Lease
+from recycle_plugin.core.messages.from_coordinator import Lease
+from recycle_plugin.core.messages.from_workers import Heartbeat
 
 SCRIPT = "the training script"
 SLOWEST_S = 1.0  # between two heartbeats

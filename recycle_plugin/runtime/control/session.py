@@ -19,17 +19,9 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from recycle_plugin.core.messages.activity import WAITS
-from recycle_plugin.core.messages.protocol import (
-    Fence,
-    Generation,
-    Hello,
-    Lease,
-    Leaving,
-    Left,
-    Note,
-    OfWorker,
-    Welcome,
-)
+from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Lease, Welcome
+from recycle_plugin.core.messages.from_workers import Hello, Leaving, Left, Note
+from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import CutOff, RecycleError, WaitTimeout
@@ -157,7 +149,7 @@ class Session(ControlView):
         self.send(Leaving(self.rank, reason))
 
     def leave(self, code: int = 0, planned: bool = False) -> None:
-        """Say goodbye (core.messages.protocol.Left), so that the end of this process, with exit code ``code``, is not
+        """Say goodbye (from_workers.Left), so that the end of this process, with exit code ``code``, is not
         taken for a death.
         """
         self.send(Left(self.rank, code, planned, self.heartbeats.step))

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from recycle_plugin.core.messages.encoding import decode
-from recycle_plugin.core.messages.protocol import SupervisorHeartbeat
+from recycle_plugin.core.messages.from_workers import SupervisorHeartbeat
 
 
 class HeartbeatListener(asyncio.DatagramProtocol):

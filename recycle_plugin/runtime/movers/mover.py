@@ -4,8 +4,8 @@ A datum travels under its own name, so that the order of arrival does not matter
 also carries ``valid_from``, the generation from which its sender's data is valid, by which the receiver's store drops
 what was computed with weights that have been taken back since (core/worker/step_store.py).  Who sent it, and in which
 membership, does not matter: a datum has the same numbers whoever makes it.  A connection that breaks between two live
-workers is reported to the coordinator (core.messages.protocol.Missing): all come to another barrier, and what was lost
-on the way is sent once more.
+workers is reported to the coordinator (core.messages.from_workers.Missing): all come to another barrier, and what was
+lost on the way is sent once more.
 
 Every implementation is tested by one suite (tests/runtime/test_mover.py).
 """

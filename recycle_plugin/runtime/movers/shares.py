@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from recycle_plugin.core.messages.protocol import LogsAt
+from recycle_plugin.core.messages.from_coordinator import LogsAt
 from recycle_plugin.core.messages.typed import values
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.dataflow import Datum

@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from recycle_plugin.core.messages.encoding import HEAD, Language
-from recycle_plugin.core.messages.protocol import Missing
+from recycle_plugin.core.messages.from_workers import Missing
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.errors import RecycleError

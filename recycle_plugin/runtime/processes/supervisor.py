@@ -24,13 +24,9 @@ from typing import TypeVar
 
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.messages.encoding import encode
-from recycle_plugin.core.messages.protocol import (
-    Exited,
+from recycle_plugin.core.messages.from_coordinator import (
     Fence,
-    Hello,
     Lease,
-    LogFolder,
-    LogsServed,
     Over,
     Placed,
     Refused,
@@ -38,10 +34,16 @@ from recycle_plugin.core.messages.protocol import (
     Seated,
     ServeLogs,
     Stay,
+    Welcome,
+)
+from recycle_plugin.core.messages.from_workers import (
+    Exited,
+    Hello,
+    LogFolder,
+    LogsServed,
     SupervisorHeartbeat,
     Terminate,
     Unguarded,
-    Welcome,
 )
 from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.errors import CutOff, RecycleError

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE
-from recycle_plugin.core.messages.protocol import BarrierPassed, BarrierReached, Durable
+from recycle_plugin.core.messages.from_coordinator import BarrierPassed
+from recycle_plugin.core.messages.from_workers import BarrierReached, Durable
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval, Cost, Meter
 from recycle_plugin.core.worker.executor import Interrupted

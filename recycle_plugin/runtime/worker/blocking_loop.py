@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from recycle_plugin import planner
-from recycle_plugin.core.messages.protocol import BarrierPassed, Generation
+from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Generation
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from recycle_plugin.core.messages.activity import ELSEWHERE
-from recycle_plugin.core.messages.protocol import Replay
+from recycle_plugin.core.messages.from_coordinator import Replay
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.worker.executor import Waits

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from recycle_plugin.core.messages.protocol import LogBroken, Logged, Note
+from recycle_plugin.core.messages.from_workers import LogBroken, Logged, Note
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.step_log import StepRecord
 from recycle_plugin.errors import RecycleError

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from recycle_plugin import folders
-from recycle_plugin.core.messages.protocol import LogsAt
+from recycle_plugin.core.messages.from_coordinator import LogsAt
 from recycle_plugin.runtime.log import served
 from recycle_plugin.runtime.log.segment import NAME
 from recycle_plugin.runtime.log.served import PIECE_BYTES, Ask, Listed, Listing, Nonsense, Piece, Want

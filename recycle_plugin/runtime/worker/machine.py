@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, awaited
-from recycle_plugin.core.messages.protocol import Missing, Serving
+from recycle_plugin.core.messages.from_workers import Missing, Serving
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from recycle_plugin.core.messages.protocol import Recorded
+from recycle_plugin.core.messages.from_coordinator import Recorded
 from recycle_plugin.errors import RecycleError
 
 

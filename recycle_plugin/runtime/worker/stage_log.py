@@ -14,7 +14,8 @@ import torch
 
 from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
-from recycle_plugin.core.messages.protocol import LogFolder, LogsAt, Replay
+from recycle_plugin.core.messages.from_coordinator import LogsAt, Replay
+from recycle_plugin.core.messages.from_workers import LogFolder
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.log_boundaries import stage_hosts

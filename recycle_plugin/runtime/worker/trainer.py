@@ -20,8 +20,9 @@ import torch
 
 from recycle_plugin import planner
 from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, BarrierPassed
+from recycle_plugin.core.messages.from_workers import Fingerprint, Ready, StateHash
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import TRY_AGAIN, BarrierPassed, Fingerprint, Ready, StateHash
 from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel

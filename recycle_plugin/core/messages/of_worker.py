@@ -1,0 +1,22 @@
+"""What messages that concern one worker have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from recycle_plugin.core.vocabulary.roster import WorkerId
+
+
+@dataclass(frozen=True)
+class OfWorker:
+    """A message from a worker, or about it: ``rank`` and ``incarnation`` say which of the processes that have had its
+    rank is meant.
+    """
+
+    rank: int
+    incarnation: int = field(default=0, kw_only=True)
+
+    @property
+    def worker(self) -> WorkerId:
+        """The identity of the process that is meant."""
+        return WorkerId(self.rank, self.incarnation)
