@@ -31,6 +31,7 @@ JOB = {
     "held": 0,
     "ledger": None,
     "save": 0,
+    "refuse": False,
     "load": None,
     "seldom": False,
     "averages": False,
@@ -159,6 +160,15 @@ def test_a_checkpoint_that_was_written_without_a_replica_is_read_by_stock(start,
     for each in (*stock.records.values(), *again.records.values()):
         assert each["first"] == 6
         assert weights(each) == pytest.approx(weights(result.records[2]), abs=ROUNDING["fp32"])
+
+
+def test_training_goes_on_as_before_where_a_checkpoint_could_not_be_written(start, tmp_path):
+    """At stage 3 stock puts weights into another form to write them."""
+    result, calm = start(stage=3, save=4, refuse=True), start(stage=3)
+    assert result.code == 0 and not (tmp_path / "run0" / "saved" / "latest").exists(), result.output[-6000:]
+    assert {path.name for path in (tmp_path / "run0").glob("refused*")} == {f"refused{rank}" for rank in range(RANKS)}
+    for rank, each in calm.records.items():
+        assert weights(result.records[rank]) == weights(each)
 
 
 WRONG = {

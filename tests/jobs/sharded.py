@@ -5,18 +5,22 @@ RECYCLE_TEST_SHARDED holds as JSON: ``folder``: of the job; ``replicas``: 0 for 
 kills itself: ``where`` is "forward" or "backward", in the middle of the micro-batch of that number, or "step", in the
 optimizer's step behind so many; ``faults``: the plugin's; ``held``: the step before which members wait for a file
 ``go`` in the folder, 0 for none; ``ledger``: the samples of each step and rank, which are trained instead of those that
-a rank would draw, or null; ``save``: the step after which a checkpoint is saved, 0 for none; ``load``: the folder of
-one that is begun with, or null; ``averages``: whether a sample is evaluated, and that averaged over all ranks, after
-each step; ``seldom``: whether each third micro-batch leaves a layer out; ``wrong``: what is wrong in its loop;
-``config``: more of DeepSpeed's.  What a rank has drawn is written down before its step.
+a rank would draw, or null; ``save``: the step after which a checkpoint is saved, 0 for none; ``refuse``: whether the
+system then refuses its files; ``load``: the folder of one that is begun with, or null; ``averages``: whether a sample
+is evaluated, and that averaged over all ranks, after each step; ``seldom``: whether each third micro-batch leaves a
+layer out; ``wrong``: what is wrong in its loop; ``config``: more of DeepSpeed's.  What a rank has drawn is written down
+before its step.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import deepspeed
@@ -25,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 import recycle_plugin
+from recycle_plugin.errors import NotSaved
 
 WIDTH, HIDDEN, PATIENCE_S = 8, 24, 150.0
 job = json.loads(os.environ["RECYCLE_TEST_SHARDED"])
@@ -135,6 +140,19 @@ def mistake(engine, loss: torch.Tensor) -> None:
             engine.save_checkpoint(str(FOLDER / "saved"))
 
 
+@contextmanager
+def refusing() -> Iterator[None]:
+    """A context in which the system refuses large files, and the script goes on without what it could not write."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        yield
+    except NotSaved:
+        (FOLDER / f"refused{RANK}").touch()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def main() -> None:
     torch.manual_seed(5)
     model = Net()
@@ -182,7 +200,8 @@ def main() -> None:
                 recycle_plugin.mean(engine(*(each.to(dtype) for each in sample(0))), None)
             engine.train()
         if engine.global_steps > before and engine.global_steps == job["save"]:
-            engine.save_checkpoint(str(FOLDER / "saved"), client_state={"drawn": draws})
+            with refusing() if job["refuse"] else nullcontext():
+                engine.save_checkpoint(str(FOLDER / "saved"), client_state={"drawn": draws})
         if engine.global_steps > before:
             used[engine.global_steps], of_step = of_step, []
             times.append(time.monotonic())

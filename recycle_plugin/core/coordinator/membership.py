@@ -146,20 +146,6 @@ class Membership:
                 returns.state_hash(self.course, message, now, out)
             case SurvivorReport():
                 self.course.report(message, now, out)
-            case Durable():
-                replays.durable(self.course, message, out)
-            case Logged():
-                self.course.logs.heard(message)
-            case LogBroken():
-                self._log_broken(message, out)
-            case Replaying():
-                replays.progress(self.course, message, now, out)
-            case Accompanied() | CaughtUp():
-                replays.accompanied(self.course, message, now, out)
-            case Unreplayable():
-                replays.unreplayable(self.course, message, now, out)
-            case LogsServed():
-                self.course.log_places.served(message)
             case OutOfData():
                 self.course.out_of_data(message, now, out)
             case Stepped():
@@ -200,7 +186,27 @@ class Membership:
                 self.course.attendance.crashed(message, out)
             case Note():
                 self._note(message, out)
+            case _:
+                self._hear_of_logs(message, now, out)
         return out
+
+    def _hear_of_logs(self, message: object, now: float, out: CoordinatorOutput) -> None:
+        """Handles what is said of logs, and of stages that are replayed from them."""
+        match message:
+            case Durable():
+                replays.durable(self.course, message, out)
+            case Logged():
+                self.course.logs.heard(message)
+            case LogBroken():
+                self._log_broken(message, out)
+            case Replaying():
+                replays.progress(self.course, message, now, out)
+            case Accompanied() | CaughtUp():
+                replays.accompanied(self.course, message, now, out)
+            case Unreplayable():
+                replays.unreplayable(self.course, message, now, out)
+            case LogsServed():
+                self.course.log_places.served(message)
 
     def greet(self, worker: WorkerId, host: str) -> CoordinatorOutput:
         """Handles that a process on ``host`` has connected as ``worker``; if it can't take part, it hears so before it

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deepspeed.runtime.engine import DeepSpeedEngine
+
 from recycle_plugin.adapters.deepspeed.checkpoint import Durable
-from recycle_plugin.errors import RecycleError
+from recycle_plugin.errors import NotSaved, RecycleError
+from recycle_plugin.folders import refusal
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.worker.ports import Reach
@@ -24,9 +27,19 @@ def _partitioned(engine: Any) -> Iterator[None]:
     """A context in which ZeRO stage 3 has its small parameters in parts too, as stock's files have them."""
     if engine._optimizer_has_ckpt_event_prologue():
         engine.optimizer.checkpoint_event_prologue()
-    yield
-    if engine._optimizer_has_ckpt_event_epilogue():
-        engine.optimizer.checkpoint_event_epilogue()
+    try:
+        yield
+    finally:  # also where a disk refuses a file: the script may go on
+        if engine._optimizer_has_ckpt_event_epilogue():
+            engine.optimizer.checkpoint_event_epilogue()
+
+
+def _add_scripts(engine: Any, folder: Path) -> None:
+    """Put stock's scripts for its files into ``folder``.  Raises NotSaved."""
+    try:
+        DeepSpeedEngine._copy_recovery_script(engine, str(folder))
+    except OSError as error:
+        raise NotSaved(refusal(folder, error)) from error
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,7 @@ class ReplicaFiles:
         finally:
             engine.checkpoint_engine = stock
         if self.shard == 0 and engine.save_zero_checkpoint:
-            engine._copy_recovery_script(str(folder))
+            _add_scripts(engine, folder)
 
     def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
         """Raise RecycleError: nobody asks for automatic checkpoints, which are refused."""

@@ -227,6 +227,9 @@ class ReplicaEngine(DeepSpeedEngine):
     def _broadcast_model(self) -> None:
         make_alike([each for each in self.module.parameters() if not hasattr(each, "ds_id")], dist.group.WORLD)
 
+    def _copy_recovery_script(self, save_path: str) -> None:
+        """Nothing, where stock would for its rank 0 only: ReplicaFiles does so, whichever replica writes."""
+
     def clip_fp32_gradients(self) -> None:
         """DeepSpeed's call at stage 0 in fp32: each rank has all gradients, so the norm is one of its own."""
         parameters = [each for each in self.module.parameters() if each.grad is not None]
