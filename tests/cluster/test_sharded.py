@@ -30,11 +30,13 @@ JOB = {
     "faults": [],
     "held": 0,
     "ledger": None,
-    "save": 0,
+    "saves": [],
     "refuse": False,
     "load": None,
     "seldom": False,
     "averages": False,
+    "meets": False,
+    "rates": "config",
     "wrong": "",
     "config": {},
 }
@@ -150,7 +152,7 @@ def test_a_replica_comes_back_and_begins_at_the_others_step(start, stage, kind):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_checkpoint_that_was_written_without_a_replica_is_read_by_stock(start, tmp_path, stage):
-    result = start(stage=stage, kills=[[0, 7, "backward"]], save=6, steps=8)
+    result = start(stage=stage, kills=[[0, 7, "backward"]], saves=[6], steps=8)
     ended_well(result)
     go_on = {"stage": stage, "load": str(tmp_path / "run0" / "saved"), "steps": 8}
     stock = start(2, replicas=0, accumulation=4, ledger=ledger(result, 2, 4), **go_on)
@@ -162,9 +164,45 @@ def test_a_checkpoint_that_was_written_without_a_replica_is_read_by_stock(start,
         assert weights(each) == pytest.approx(weights(result.records[2]), abs=ROUNDING["fp32"])
 
 
+@pytest.mark.parametrize("stage, rank", [(1, 0), (3, 2)])
+def test_checkpoints_are_saved_while_a_replica_comes_back(start, tmp_path, stage, rank):
+    """Those who come back have no part in what scripts do between steps before they are given work."""
+    saves = [*range(HELD, LONG)]
+    result = start(stage=stage, kills=[[rank, 7, "backward"]], held=HELD, steps=LONG, saves=saves)
+    ended_well(result)
+    assert sorted(event["rank"] for event in result.of("rejoined")) == [rank, rank + 1]
+    for step in saves:
+        of_shards = [path for path in (tmp_path / "run0" / "saved" / f"global_step{step}").glob("*_optim_states.pt")]
+        assert len(of_shards) == RANKS / 2, step
+
+
+@pytest.mark.parametrize("steps", [HELD, HELD + 1, HELD + 2, HELD + 3, HELD + 4])
+def test_scripts_end_while_a_replica_comes_back(start, steps):
+    result = start(stage=1, kills=[[0, 7, "backward"]], held=HELD, steps=steps, saves=[steps])
+    ended_well(result)
+    assert {2, 3} <= result.records.keys()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_ranks_agree_on_before_the_first_step_is_what_their_predecessors_did(start, rank):
+    result = start(stage=1, kills=[[rank, 7, "backward"]], held=HELD, steps=LONG, meets=True)
+    ended_well(result)
+    assert sorted(event["rank"] for event in result.of("rejoined")) == [rank, rank + 1]
+    first, *others = [each["met"] for each in result.records.values()]
+    assert len(others) == RANKS - 1 and all(other == first for other in others)
+    assert first[3:] == [sum(range(RANKS + 1)), 0.0]
+
+
+@pytest.mark.parametrize("rates, stage", [("script", 1), ("functions", 1), ("script", 3)])
+def test_a_replica_comes_back_whoever_sets_learning_rates(start, rates, stage):
+    result = start(stage=stage, kills=[[2, 7, "backward"]], held=HELD, steps=LONG, rates=rates)
+    ended_well(result)
+    assert sorted(event["rank"] for event in result.of("rejoined")) == [2, 3]
+
+
 def test_training_goes_on_as_before_where_a_checkpoint_could_not_be_written(start, tmp_path):
     """At stage 3 stock puts weights into another form to write them."""
-    result, calm = start(stage=3, save=4, refuse=True), start(stage=3)
+    result, calm = start(stage=3, saves=[4], refuse=True), start(stage=3)
     assert result.code == 0 and not (tmp_path / "run0" / "saved" / "latest").exists(), result.output[-6000:]
     assert {path.name for path in (tmp_path / "run0").glob("refused*")} == {f"refused{rank}" for rank in range(RANKS)}
     for rank, each in calm.records.items():

@@ -5,11 +5,12 @@ RECYCLE_TEST_SHARDED holds as JSON: ``folder``: of the job; ``replicas``: 0 for 
 kills itself: ``where`` is "forward" or "backward", in the middle of the micro-batch of that number, or "step", in the
 optimizer's step behind so many; ``faults``: the plugin's; ``held``: the step before which members wait for a file
 ``go`` in the folder, 0 for none; ``ledger``: the samples of each step and rank, which are trained instead of those that
-a rank would draw, or null; ``save``: the step after which a checkpoint is saved, 0 for none; ``refuse``: whether the
-system then refuses its files; ``load``: the folder of one that is begun with, or null; ``averages``: whether a sample
-is evaluated, and that averaged over all ranks, after each step; ``seldom``: whether each third micro-batch leaves a
-layer out; ``wrong``: what is wrong in its loop; ``config``: more of DeepSpeed's.  What a rank has drawn is written down
-before its step.
+a rank would draw, or null; ``saves``: the steps after which a checkpoint is saved; ``refuse``: whether the system then
+refuses its files; ``load``: the folder of one that is begun with, or null; ``averages``: whether a sample is evaluated,
+and that averaged over all ranks, after each step; ``meets``: whether the ranks meet before the first step; ``rates``:
+who sets learning rates: DeepSpeed's scheduler of the "config", one of "functions" that are given to it, or the
+"script", for each step; ``seldom``: whether each third micro-batch leaves a layer out; ``wrong``: what is wrong in its
+loop; ``config``: more of DeepSpeed's.  What a rank has drawn is written down before its step.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import recycle_plugin
 from recycle_plugin.errors import NotSaved
 
 WIDTH, HIDDEN, PATIENCE_S = 8, 24, 150.0
+OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 job = json.loads(os.environ["RECYCLE_TEST_SHARDED"])
 FOLDER = Path(job["folder"])
 INCARNATION = int(os.environ.get("RECYCLE_INCARNATION", "0"))
@@ -82,12 +84,11 @@ def config() -> dict:
     if job["replicas"]:
         recycle = {"enabled": True, "unit": "replica", "replicas": job["replicas"], "run_dir": job["folder"]}
         recycle |= {"report": False, "check_replicas": 1, "faults": job["faults"]}
+    rates = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-2}}
     return (
         {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": job["accumulation"],
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-2}},
             "gradient_clipping": job["clip"],
             "zero_optimization": {"stage": job["stage"]},
             "zero_allow_untested_optimizer": True,
@@ -95,8 +96,31 @@ def config() -> dict:
             "recycle": recycle,
         }
         | half
+        | ({} if job["rates"] == "functions" else {"optimizer": OPTIMIZER})
+        | ({"scheduler": rates} if job["rates"] == "config" else {})
         | job["config"]
     )
+
+
+def functions() -> dict:
+    """The optimizer and the scheduler, as a script may give them itself."""
+    if job["rates"] != "functions":
+        return {}
+    return {
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        "lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 10)),
+    }
+
+
+def meet() -> list[float]:
+    """What all ranks have agreed on before the first step."""
+    drawn, summed = torch.rand(3), torch.tensor([1.0 + RANK])
+    dist.broadcast(drawn, 0)
+    dist.all_reduce(summed)
+    dist.barrier()
+    said = [float(INCARNATION)]
+    dist.broadcast_object_list(said, 0)
+    return [*drawn.tolist(), *summed.tolist(), *said]
 
 
 def weights(engine) -> dict[str, list[float]]:
@@ -156,7 +180,8 @@ def refusing() -> Iterator[None]:
 def main() -> None:
     torch.manual_seed(5)
     model = Net()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config())
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(), **functions())
+    met = meet() if job["meets"] else []
     if job["load"]:
         path, state = engine.load_checkpoint(job["load"])
         assert path is not None and state["drawn"] > 0, path
@@ -180,6 +205,9 @@ def main() -> None:
             number, draws = RANK + world * draws, draws + 1
         else:
             number = given[str(engine.global_steps + 1)][str(RANK)][len(of_step)]
+        if job["rates"] == "script" and not of_step:
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 1e-2 / (1 + engine.global_steps)
         calls += 1
         before = engine.global_steps
         loss = engine(*(each.to(dtype) for each in sample(number)))
@@ -199,7 +227,7 @@ def main() -> None:
             with torch.no_grad():
                 recycle_plugin.mean(engine(*(each.to(dtype) for each in sample(0))), None)
             engine.train()
-        if engine.global_steps > before and engine.global_steps == job["save"]:
+        if engine.global_steps > before and engine.global_steps in job["saves"]:
             with refusing() if job["refuse"] else nullcontext():
                 engine.save_checkpoint(str(FOLDER / "saved"), client_state={"drawn": draws})
         if engine.global_steps > before:
@@ -212,6 +240,7 @@ def main() -> None:
         "losses": losses,
         "used": used,
         "first": first,
+        "met": met,
         "weights": weights(engine),
         "surprises": surprises,
         "times": times,

@@ -271,19 +271,22 @@ def take_beside(state: StageState, saved: Mapping[str, Any], optimizer: bool) ->
 
 
 def parts_of(seat: Seat, generation: Generation, parts: int) -> range:
-    """Which of so many parts the worker at ``seat`` writes: each is written by one of the stage's live workers."""
-    live = live_replicas(seat.stage, generation)
-    return range(live.index(seat.replica), parts, len(live))
+    """Which of so many parts the worker at ``seat`` writes: each is written by one of the stage's workers."""
+    at_work = replicas_at_work(seat.stage, generation)
+    first = at_work.index(seat.replica) if seat.replica in at_work else parts
+    return range(first, parts, len(at_work))
 
 
 def is_writer(seat: Seat, generation: Generation) -> bool:
-    """Whether the worker at ``seat`` writes what its stage writes once: it is the stage's lowest live replica."""
-    return live_replicas(seat.stage, generation)[0] == seat.replica
+    """Whether the worker at ``seat`` writes what its stage writes once: it is the stage's lowest replica at work."""
+    return replicas_at_work(seat.stage, generation)[0] == seat.replica
 
 
-def live_replicas(stage: int, generation: Generation) -> list[int]:
-    """The replicas that have a live worker of ``stage``, in order."""
-    return sorted(member.seat.replica for member in generation.roster.stage(stage))
+def replicas_at_work(stage: int, generation: Generation) -> list[int]:
+    """The replicas whose worker of ``stage`` is given work, in order: the state of one that joins is not compared
+    yet.
+    """
+    return sorted(seat.replica for seat in generation.roster.working if seat.stage == stage)
 
 
 class Durable:

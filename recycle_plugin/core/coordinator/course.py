@@ -46,7 +46,7 @@ from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.suspicions import Suspicions
 from recycle_plugin.core.coordinator.throughput_floor import ThroughputFloor
-from recycle_plugin.core.coordinator.vacancies import Vacancies
+from recycle_plugin.core.coordinator.vacancies import OVER, Vacancies
 from recycle_plugin.core.coordinator.wait_graph import records, shown, wait_graph
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Resume
 from recycle_plugin.core.messages.from_workers import (
@@ -243,6 +243,10 @@ class Course:
         self._compare_replicas(now, out)
 
     @property
+    def _pushed(self) -> bool:
+        return self.job is not None and self.job.pushed
+
+    @property
     def _shrinks(self) -> bool:
         return self.job is not None and self.job.policy.shrinks
 
@@ -388,12 +392,16 @@ class Course:
     ) -> dict | None:
         """Notes that a worker has arrived at the barrier named ``place``; returns what all have brought along, if with
         this one all are there, else None.
+
+        Where scripts push, one that comes back is not awaited before it is given work: its script is at the others'
+        step only then.
         """
         self._end_if_stranded(out)
         if message.generation != self.regrouping.in_force or self.regrouping.at_once is not None:
             return None
+        awaited = self.roster.at_work if self._pushed else self.roster.workers
         return self._barriers.arrive(
-            message.worker, message.generation, place, values, self.roster.workers, not self.attendance.outnumbered
+            message.worker, message.generation, place, values, awaited, not self.attendance.outnumbered
         )
 
     def passed(self, place: str, values: dict, out: CoordinatorOutput) -> None:
@@ -462,7 +470,7 @@ class Course:
             self.vacancies.left(worker)
             self.log_places.ended(worker, self.committed)
         if member is not None and not message.planned and self.ending.ended is None:
-            self._script_ended(member, message.step, out)
+            self._script_ended(member, message.step, now, out)
         self.attendance.leave(worker)
         if member is not None and not early:
             self.attendance.through.add(member.seat.stage)
@@ -495,16 +503,28 @@ class Course:
         if member is not None:
             self._compare_scripts(member, message.step, out)
 
-    def _script_ended(self, member: Member, step: int, out: CoordinatorOutput) -> None:
+    def _script_ended(self, member: Member, step: int, now: float, out: CoordinatorOutput) -> None:
         """Notes that the script of ``member`` has ended after ``step``: the others' have to do so too, or they would
         wait for it, or go on without its data.  Costs one look at each worker.
         """
         self.ending.scripts_end(member, step)
+        if self._pushed:
+            self._send_away_without_work(now, out)
         self._compare_scripts(member, step, out)
         for other in self.roster:
             last = self.attendance.failure_detector.last(other.worker)
             if last is not None:
                 self._compare_scripts(other, last.step, out)
+
+    def _send_away_without_work(self, now: float, out: CoordinatorOutput) -> None:
+        """Ends newcomers that have entered, and would wait for a step that does not come: scripts that push end."""
+        for newcomer in self.joining:
+            worker = newcomer.member.worker
+            if worker in self.roster.workers:
+                self.joining.forget(worker)
+                self.attendance.leave(worker)
+                returns.tell_away(newcomer, OVER, out)
+                self._await_without(newcomer.member, False, now, out)
 
     def _compare_scripts(self, member: Member, step: int, out: CoordinatorOutput) -> None:
         if not self.ending.failed and (uneven := self.ending.uneven(member, step)):
@@ -793,6 +813,6 @@ class Course:
             if self.ending.undone:
                 self.end(self.ending.undone, out)
                 return
-            returns.send_away(self, "the job is over", out)
+            returns.send_away(self, OVER, out)
             self.ending.finish(self.committed, self.attendance.crash_after(self.committed), out)
             self.vacancies.close(out)

@@ -234,4 +234,9 @@ def send_away(course: Course, why: str, out: CoordinatorOutput) -> None:
     for newcomer in course.joining:
         if newcomer.member.worker not in course.roster.workers:
             course.joining.forget(newcomer.member.worker)
-            out.tell(newcomer.member.worker, End(0, f"{why}, and this worker was coming back", failed=False))
+            tell_away(newcomer, why, out)
+
+
+def tell_away(newcomer: Newcomer, why: str, out: CoordinatorOutput) -> None:
+    """Ends a newcomer that nobody counts on any more, without an error."""
+    out.tell(newcomer.member.worker, End(0, f"{why}, and this worker was coming back", failed=False))

@@ -26,8 +26,8 @@ class JobSpec:
     ``batch``: samples in a step of all replicas.  ``clipping``: the limit of the gradient norm, 0 for none.
     ``arithmetic``: in exact mode, what decides how operations round.  ``log``: what crosses stages is logged, so that a
     stage without a live worker can be replayed, over which ``boundaries``, and in how many bytes (``log_budget``);
-    ``helpers``: how many may help with that, None: as many as there is work for.  Times are in seconds.  The others are
-    the settings of the same name.
+    ``helpers``: how many may help with that, None: as many as there is work for.  ``pushed``: scripts push their
+    micro-batches (core/worker/pushed.py).  Times are in seconds.  The others are the settings of the same name.
     """
 
     replicas: int
@@ -58,6 +58,7 @@ class JobSpec:
     metrics: Endpoint | None = None
     rejoin: str | int = "never"
     unit: str = "worker"
+    pushed: bool = False
     log: bool = False
     helpers: int | None = None
     boundaries: str | tuple[int, ...] = "all"

@@ -176,9 +176,10 @@ class Outcomes:
 
     def _tell(self) -> None:
         session = self._session
-        if self.startup.alone or (session.pushed and self._late):
+        if self.startup.outside or (session.pushed and self._late):
+            if self.startup.outside:
+                self.startup.join()
             self._let_in = session.generation
-            self.startup.join()
             own = session.roster.member(session.worker)
             self._late = own is not None and own.seat not in session.roster.working
         followers = list(self._followers)

@@ -69,12 +69,20 @@ class Startup:
         self._next: dict[str, int] = {}  # a newcomer's place in them
         self._left = {False: MOST - OF_MODELS, True: OF_MODELS}
         self._read = self._training = self._member = self._apart = False
+        self._begins = False  # a member's script has not come to its first step
         self._arriving: frozenset[int] | None = None  # addresses of what is trained, while a model is built
         self._awaited: list[tuple[str, torch.Tensor]] = []  # of the call, and what it was to fill
 
     @property
     def alone(self) -> bool:
-        """Whether the script runs by itself, in groups of one: it is a newcomer's, and that is no member yet."""
+        """Whether the script runs by itself: it is a newcomer's, and that is no member yet, or is one whose script has
+        not come to its first step yet.
+        """
+        return self.outside or (self._begins and self._session.between_steps is not None)
+
+    @property
+    def outside(self) -> bool:
+        """Whether this worker is a newcomer, in groups of one, and no member yet."""
         return self._session.newcomer and not self._member
 
     def meet(self, store: dist.Store) -> None:
@@ -116,7 +124,7 @@ class Startup:
         """
         if self._training:
             return
-        self._training = True
+        self._training, self._begins = True, False
         if not self._session.newcomer:
             self._publish()
             return
@@ -129,11 +137,16 @@ class Startup:
                     f"in it is not kept for a newcomer: freeze it before, {ADVICE}"
                 )
         self._awaited.clear()
+        self._calls, self._remembered = {}, {}
 
     def join(self) -> None:
-        """Note that this worker is a member from now on: its script runs with the others'."""
-        self._member = self._training = True
-        self._calls, self._remembered = {}, {}
+        """Note that this worker is a member from now on: its script runs with the others', or from its first step on
+        where scripts push.
+        """
+        self._member, self._begins = True, self._session.pushed
+        if not self._begins:
+            self._training = True
+            self._calls, self._remembered = {}, {}
 
     # --- of who starts with the job ----------------------------------------------------------------
 

@@ -265,6 +265,15 @@ class Session(ControlView):
             return None
         return self.idle(waiting=True)
 
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """A context in which newcomers are served nothing, wherever it waits: the state is between two steps'."""
+        idle, self.idle = self.idle, lambda waiting: None
+        try:
+            yield
+        finally:
+            self.idle = idle
+
     def await_lease(self, what: object, interruptible: bool = True) -> None:
         """Return once the lease holds, so that nobody goes on without this worker; call it before ``what``, which
         others would see.

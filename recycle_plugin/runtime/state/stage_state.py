@@ -167,7 +167,8 @@ class StageState:
         """What computes :meth:`digest` of the present state, in any thread, as long as no tensor changes."""
         tensors = self.tensors()
         layout = {name: written(form_of(tensor)) for name, tensor in tensors.items()}
-        found, order = hashlib.sha256(as_text([self.step, self.small(), layout]).encode()), order_of(tensors.values())
+        small = self.small() | {"optimizer": self.optimizer.compared()}
+        found, order = hashlib.sha256(as_text([self.step, small, layout]).encode()), order_of(tensors.values())
 
         def compute() -> str:
             order.join()
@@ -183,11 +184,12 @@ class OptimizerState:
     """An optimizer's state as a part: what it keeps for each parameter, and its groups.
 
     ``called``: the names of the model's parameters, or of their masters.  Parameters that are not among them are called
-    by their place in the groups, and belong to the state.
+    by their place in the groups, and belong to the state.  ``scripted``: a script may have set already what its next
+    step is applied with, so that this is not compared.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, called: Mapping[Any, str]) -> None:
-        self.optimizer, self._called = optimizer, called
+    def __init__(self, optimizer: torch.optim.Optimizer, called: Mapping[Any, str], scripted: bool = False) -> None:
+        self.optimizer, self._called, self._scripted = optimizer, called, scripted
         self.part = StatePart("optimizer", self._tensors, self._get, self._set, self._make)
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -252,6 +254,14 @@ class OptimizerState:
             {name: value for name, value in group.items() if is_plain(name, value)}
             for group in self.optimizer.param_groups
         ]
+
+    def compared(self) -> dict[str, Any]:
+        """Copies of what goes by value and is the same on workers that hold the same state."""
+        value = self._get()
+        for group in value["groups"] if self._scripted else ():
+            for name in [name for name, setting in group.items() if is_plain(name, setting)]:
+                del group[name]
+        return value
 
     def take_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Set what :meth:`settings` has given."""

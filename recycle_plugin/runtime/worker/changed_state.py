@@ -50,7 +50,7 @@ def stage_state(
         )
     return StageState(
         lambda: framework.optimizer.steps,
-        OptimizerState(framework.optimizer.wrapped, called),
+        OptimizerState(framework.optimizer.wrapped, called, scripted=framework.pushed is not None),
         parts,
     )
 

@@ -190,6 +190,7 @@ class Framework:
     module and random streams as they are.  None where that can't be.  ``pushed``: the stage of a script that runs
     forward, backward and step itself (core/worker/pushed.py), whose steps are never taken back.  ``judged()``: the norm
     by which the framework itself has judged the last step, not finite where it was skipped; None where the plugin does.
+    ``beside_sums()`` is called in each REDUCE by all that take part in it, with the sums made, and may meet the others.
     """
 
     seat: Seat
@@ -215,6 +216,7 @@ class Framework:
     make: Callable[[int], MadeStage] | None = None
     pushed: PushedStage | None = None
     judged: Callable[[], float | None] = lambda: None
+    beside_sums: Callable[[], None] = lambda: None
 
     @property
     def parameters(self) -> Parameters:

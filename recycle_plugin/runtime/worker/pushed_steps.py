@@ -52,7 +52,8 @@ class PushedSteps:
     def join(self) -> None:
         """Return when this worker, which comes back, has its stage's state and is given work."""
         self._trainer.join()
-        self._go_on(Need.MICRO_BATCH, closes=True)
+        while self._need is not Need.MICRO_BATCH:
+            self._need = self._resume(closes=True, joins=True)
 
     def begin(self) -> None:
         """Return when the script may run a micro-batch forward.  Raises RecycleError where another call has to come
@@ -66,7 +67,8 @@ class PushedSteps:
         if self._need is Need.STEP:
             raise RecycleError("engine.step() was left out: call it after each engine.backward(loss)")
         self._script.gives = True
-        self._go_on(Need.PASS, closes=True)
+        while self._need is not Need.PASS:
+            self._need = self._resume(closes=True)
 
     def run(self, made: Made) -> None:
         """Take what the script's forward and backward have made of the micro-batch."""
@@ -95,14 +97,9 @@ class PushedSteps:
         else:
             self._need = self._resume(closes=False)
 
-    def _go_on(self, until: Need, closes: bool) -> None:
-        """Go on until the script has to do just that."""
-        while self._need is not until:
-            self._need = self._resume(closes)
-
-    def _resume(self, closes: bool) -> Need:
-        """Go on with the program; returns what it needs of the script."""
-        with self._trainer.pushing(self.hear):
+    def _resume(self, closes: bool, joins: bool = False) -> Need:
+        """Go on with the program; returns what it needs of the script.  ``joins``: as for Trainer.pushing."""
+        with self._trainer.pushing(self.hear, joins):
             if self._steps is None:
                 self._steps = self._trainer.steps()
             self._script.closes = closes

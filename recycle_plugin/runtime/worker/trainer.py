@@ -143,7 +143,9 @@ class Trainer:
         self.state = stage_state(framework, self._stage, scale, self.feed.iterator_data)
         self.hash = BackgroundHash(self.state, self._tell_hash)
         self._stepping = self._make_stepping(blocks, scale)
-        self._operations = operations = Operations(session, self._stage, self._stepping, self.feed.batch, self._applied)
+        self._operations = operations = Operations(
+            session, self._stage, self._stepping, self.feed.batch, self._applied, framework.beside_sums
+        )
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._log = StageLog(session, framework, settings.log, self.run_dir) if settings.log is not None else None
         first = framework.shard == 0  # which does what one does for a seat
@@ -236,12 +238,13 @@ class Trainer:
         return self._running.steps()
 
     @contextmanager
-    def pushing(self, hear: Callable[[], None]) -> Iterator[None]:
+    def pushing(self, hear: Callable[[], None], joins: bool = False) -> Iterator[None]:
         """A context in which :meth:`steps` go on; outside of it ``hear()`` recovers from a membership change that the
-        script meets.
+        script meets.  ``joins``: the script has not come to its first step yet.
         """
         with self.lifted():
-            self._begin_training()
+            if not joins:
+                self._begin_training()
             self._as_started.check()
             self.start()
             self.feed.begin()
@@ -672,6 +675,7 @@ class Trainer:
             clipping=framework.clipping,
             arithmetic=framework.model.device.arithmetic() if settings.exact else None,
             metrics=settings.endpoint,
+            pushed=framework.pushed is not None,
             log=settings.log is not None,
             helpers=None if settings.log is None else settings.log.most_helpers,
             boundaries=ALL if self._log is None else self._log.boundaries,

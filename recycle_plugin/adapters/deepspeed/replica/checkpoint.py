@@ -60,12 +60,12 @@ class ReplicaFiles:
         NotSaved.
         """
         engine = self.engine
-        if self.session.roster.first_of(0, self.shard).worker != self.session.worker:
+        if self.session.roster.first_working(0, self.shard).worker != self.session.worker:
             return
         stock, files = engine.checkpoint_engine, Durable(engine.checkpoint_engine, reach)
         engine.checkpoint_engine = files
         try:
-            with engine.shards.as_stock(), _partitioned(engine):
+            with self.session.undisturbed(), engine.shards.as_stock(), _partitioned(engine):
                 engine._create_checkpoint_file(str(folder), tag, False)
                 engine._save_checkpoint(str(folder), tag, dict(self.client_state), self.exclude_frozen_parameters)
                 if engine.save_zero_checkpoint:

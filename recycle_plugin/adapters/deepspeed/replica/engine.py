@@ -258,14 +258,24 @@ class ReplicaEngine(DeepSpeedEngine):
     def _step_as_stock(self) -> None:
         """Apply a step: by stock code, or, where this rank follows others before it is one of them, as they have."""
         given = self._trainer.norm
-        if given is not None:
-            self._judged = None
-            self.shards.follow(float(given))
-            self._optimizer_port.pass_over()
-        else:
-            with self._told(True):
+        with self._job.session.undisturbed(), self._told(True):
+            if given is not None:
+                self._judged = None
+                self.shards.follow(float(given))
+                self._optimizer_port.pass_over()
+            else:
                 self._judged = self.shards.step(lambda: DeepSpeedEngine.step(self, self._lr_arguments))
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # alike in all replicas
+
+    def _take_settings(self) -> None:
+        """Have ranks without work, whose scripts have not begun, step with what the others' scripts have set."""
+        session, optimizer = self._job.session, self._trainer.state.optimizer
+        if not (late := session.roster.without_work):
+            return
+        told, giver = [optimizer.settings()], session.roster.first_working(0, session.shard).rank
+        dist.broadcast_object_list(told, giver, group=self._place.peers)
+        if session.rank in late:
+            optimizer.take_settings(told[0])
 
     def _framework(self, topology: Topology, place: Place, stage: PushedStage) -> Framework:
         device, scale = device_of(self.device), LossScale(self.shards.scaler)
@@ -293,6 +303,7 @@ class ReplicaEngine(DeepSpeedEngine):
             shard=place.shard,
             pushed=stage,
             judged=lambda: self._judged,
+            beside_sums=self._take_settings,
         )
 
 
