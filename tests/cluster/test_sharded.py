@@ -28,7 +28,8 @@ JOB = {
     "clip": 0.3,
     "kills": [],
     "faults": [],
-    "held": 0,
+    "held": [],
+    "stops": {},
     "ledger": None,
     "saves": [],
     "refuse": False,
@@ -53,11 +54,11 @@ def start(server: ForkServer, tmp_path: Path) -> Iterator[Start]:
         folder = tmp_path / f"run{len(runs)}"
         job = JOB | more | {"folder": str(folder)}
         runs.append(here(server, folder, ranks, SCRIPT, [], RECYCLE_TEST_SHARDED=json.dumps(job)))
-        if job["held"]:
-            shards = ranks // job["replicas"]
-            back = lambda: len([event for event in runs[-1].events() if event["event"] == "newcomer"]) == shards
-            runs[-1].wait_for(back, "newcomers")
-            (folder / "go").touch()
+        for times, step in enumerate(job["held"], 1):
+            awaited = times * ranks // job["replicas"]
+            back = lambda: len([event for event in runs[-1].events() if event["event"] == "newcomer"]) == awaited
+            runs[-1].wait_for(back, f"{awaited} newcomers")
+            (folder / f"go{step}").touch()
         return runs[-1].finish()
 
     yield run
@@ -139,7 +140,7 @@ def test_whoever_is_killed_its_replica_goes_and_its_samples_are_drawn_by_the_oth
 
 @pytest.mark.parametrize("stage, kind", [(1, "fp32"), (3, "bf16")])
 def test_a_replica_comes_back_and_begins_at_the_others_step(start, stage, kind):
-    result = start(stage=stage, kind=kind, kills=[[2, 7, "backward"]], held=HELD, steps=LONG, averages=True)
+    result = start(stage=stage, kind=kind, kills=[[2, 7, "backward"]], held=[HELD], steps=LONG, averages=True)
     ended_well(result)
     for what in ("lost", "restart", "newcomer", "caught_up", "rejoined"):
         assert sorted(event["rank"] for event in result.of(what)) == [2, 3], what
@@ -148,6 +149,41 @@ def test_a_replica_comes_back_and_begins_at_the_others_step(start, stage, kind):
     assert {each["surprises"] for each in back} == {0}
     assert {each["incarnation"] for each in back} == {1} and HELD <= back[0]["first"] == back[1]["first"] < LONG
     assert {len(samples) for step, samples in back[0]["used"].items() if int(step) > back[0]["first"]} == {2}
+
+
+def test_no_sample_is_trained_twice_where_scripts_skip_by_the_data_cursor(start, tmp_path):
+    """One replica has drawn for the other before it is lost itself."""
+    faults = ["kill 1.0 before 0REDUCE@25"]
+    result = start(stage=1, kills=[[0, 7, "backward"]], faults=faults, held=[HELD, 28], steps=LONG + 20)
+    ended_well(result)
+    assert [event["rank"] for event in result.of("rejoined")] in (
+        [0, 1, 2, 3],
+        [1, 0, 2, 3],
+        [0, 1, 3, 2],
+        [1, 0, 3, 2],
+    )
+    first = {rank: each["first"] for rank, each in result.records.items()}
+    trained = [sample for each in result.records.values() for of_step in each["used"].values() for sample in of_step]
+    for rank in first:  # and what those who were lost had trained: no more than was drawn by the step before
+        lines = [line.split() for line in (tmp_path / "run0" / "drawn" / f"{rank}.0").read_text().splitlines()]
+        lost = 4 if rank < 2 else 25
+        trained += [int(sample) for step, sample in lines if int(step) < lost]
+    assert len(trained) == len(set(trained)) == RANKS * 2 * (LONG + 20)
+
+
+def test_scripts_that_all_end_in_the_middle_of_a_step_end_the_job_as_in_stock(start):
+    result = start(stage=3, stops=dict.fromkeys(map(str, range(RANKS)), 7))
+    assert result.code == 0 and not result.of("error") + result.of("warning"), result.output[-6000:]
+    assert [event["step"] for event in result.of("data")] == [4] and result.of("finished")[0]["step"] == 3
+
+
+@pytest.mark.parametrize("rank, calls", [(0, 7), (3, 8)])
+def test_a_loop_that_ends_on_one_rank_in_the_middle_of_a_step_is_named(start, rank, calls):
+    """Its replica's other rank waits for it in a gather of ZeRO's, and the other replica in the exchange."""
+    result = start(stage=3, stops={str(rank): calls})
+    step = calls // 2
+    said = f"(rank {rank}) ended after step {step}"
+    assert result.code != 0 and said in result.of("end")[0]["text"], result.output[-6000:]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -168,24 +204,24 @@ def test_a_checkpoint_that_was_written_without_a_replica_is_read_by_stock(start,
 def test_checkpoints_are_saved_while_a_replica_comes_back(start, tmp_path, stage, rank):
     """Those who come back have no part in what scripts do between steps before they are given work."""
     saves = [*range(HELD, LONG)]
-    result = start(stage=stage, kills=[[rank, 7, "backward"]], held=HELD, steps=LONG, saves=saves)
+    result = start(stage=stage, kills=[[rank, 7, "backward"]], held=[HELD], steps=LONG, saves=saves)
     ended_well(result)
     assert sorted(event["rank"] for event in result.of("rejoined")) == [rank, rank + 1]
     for step in saves:
-        of_shards = [path for path in (tmp_path / "run0" / "saved" / f"global_step{step}").glob("*_optim_states.pt")]
+        of_shards = [*(tmp_path / "run0" / "saved" / f"global_step{step}").glob("*_optim_states.pt")]
         assert len(of_shards) == RANKS / 2, step
 
 
 @pytest.mark.parametrize("steps", [HELD, HELD + 1, HELD + 2, HELD + 3, HELD + 4])
 def test_scripts_end_while_a_replica_comes_back(start, steps):
-    result = start(stage=1, kills=[[0, 7, "backward"]], held=HELD, steps=steps, saves=[steps])
+    result = start(stage=1, kills=[[0, 7, "backward"]], held=[HELD], steps=steps, saves=[steps])
     ended_well(result)
     assert {2, 3} <= result.records.keys()
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_what_ranks_agree_on_before_the_first_step_is_what_their_predecessors_did(start, rank):
-    result = start(stage=1, kills=[[rank, 7, "backward"]], held=HELD, steps=LONG, meets=True)
+    result = start(stage=1, kills=[[rank, 7, "backward"]], held=[HELD], steps=LONG, meets=True)
     ended_well(result)
     assert sorted(event["rank"] for event in result.of("rejoined")) == [rank, rank + 1]
     first, *others = [each["met"] for each in result.records.values()]
@@ -195,7 +231,7 @@ def test_what_ranks_agree_on_before_the_first_step_is_what_their_predecessors_di
 
 @pytest.mark.parametrize("rates, stage", [("script", 1), ("functions", 1), ("script", 3)])
 def test_a_replica_comes_back_whoever_sets_learning_rates(start, rates, stage):
-    result = start(stage=stage, kills=[[2, 7, "backward"]], held=HELD, steps=LONG, rates=rates)
+    result = start(stage=stage, kills=[[2, 7, "backward"]], held=[HELD], steps=LONG, rates=rates)
     ended_well(result)
     assert sorted(event["rank"] for event in result.of("rejoined")) == [2, 3]
 

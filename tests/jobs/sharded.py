@@ -3,14 +3,15 @@
 RECYCLE_TEST_SHARDED holds as JSON: ``folder``: of the job; ``replicas``: 0 for stock DeepSpeed; ``stage``: of ZeRO;
 ``steps``; ``accumulation``; ``kind``: "fp32" or "bf16"; ``clip``; ``kills``: [rank, number, where] of each process that
 kills itself: ``where`` is "forward" or "backward", in the middle of the micro-batch of that number, or "step", in the
-optimizer's step behind so many; ``faults``: the plugin's; ``held``: the step before which members wait for a file
-``go`` in the folder, 0 for none; ``ledger``: the samples of each step and rank, which are trained instead of those that
-a rank would draw, or null; ``saves``: the steps after which a checkpoint is saved; ``refuse``: whether the system then
-refuses its files; ``load``: the folder of one that is begun with, or null; ``averages``: whether a sample is evaluated,
-and that averaged over all ranks, after each step; ``meets``: whether the ranks meet before the first step; ``rates``:
-who sets learning rates: DeepSpeed's scheduler of the "config", one of "functions" that are given to it, or the
-"script", for each step; ``seldom``: whether each third micro-batch leaves a layer out; ``wrong``: what is wrong in its
-loop; ``config``: more of DeepSpeed's.  What a rank has drawn is written down before its step.
+optimizer's step behind so many; ``faults``: the plugin's; ``held``: the steps before which ranks wait for a file
+``goSTEP`` in the folder; ``stops``: for ranks, after how many micro-batches their loops end; ``ledger``: the samples of
+each step and rank, which are trained instead of those that a rank would draw, or null; ``saves``: the steps after which
+a checkpoint is saved; ``refuse``: whether the system then refuses its files; ``load``: the folder of one that is begun
+with, or null; ``averages``: whether a sample is evaluated, and that averaged over all ranks, after each step;
+``meets``: whether the ranks meet before the first step; ``rates``: who sets learning rates: DeepSpeed's scheduler of
+the "config", one of "functions" that are given to it, or the "script", for each step; ``seldom``: whether each third
+micro-batch leaves a layer out; ``wrong``: what is wrong in its loop; ``config``: more of DeepSpeed's.  What a rank has
+drawn is written down before its step.
 """
 
 from __future__ import annotations
@@ -131,11 +132,11 @@ def weights(engine) -> dict[str, list[float]]:
     return found
 
 
-def wait_for_go() -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (FOLDER / "go").exists():
+def wait_for_go(step: int) -> None:
+    deadline, file = time.monotonic() + PATIENCE_S, FOLDER / f"go{step}"
+    while not file.exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"there is no {FOLDER / 'go'} after {PATIENCE_S} s")
+            raise TimeoutError(f"there is no {file} after {PATIENCE_S} s")
         time.sleep(0.05)
 
 
@@ -196,11 +197,13 @@ def main() -> None:
     losses: list[float] = []
     times = [time.monotonic()]
     of_step: list[int] = []
-    draws = first * job["accumulation"]  # as after load_checkpoint
+    draws = engine.data_cursor if job["replicas"] else first * job["accumulation"]
     global calls
     while engine.global_steps < job["steps"]:
-        if engine.global_steps + 1 == job["held"] and not of_step and not INCARNATION:
-            wait_for_go()
+        if engine.global_steps + 1 in job["held"] and not of_step:
+            wait_for_go(engine.global_steps + 1)
+        if calls == job["stops"].get(str(RANK)):
+            return
         if given is None:
             number, draws = RANK + world * draws, draws + 1
         else:

@@ -48,6 +48,7 @@ from recycle_plugin.core.coordinator.suspicions import Suspicions
 from recycle_plugin.core.coordinator.throughput_floor import ThroughputFloor
 from recycle_plugin.core.coordinator.vacancies import OVER, Vacancies
 from recycle_plugin.core.coordinator.wait_graph import records, shown, wait_graph
+from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Resume
 from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
@@ -74,6 +75,7 @@ from recycle_plugin.core.vocabulary.log_boundaries import at_start, stage_hosts
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
+UNEVEN_S = 3.0  # for so long who is through with its own part of a step may wait for scripts that end in it too
 EARLY = (
     ", and nothing is lost yet: start the job again; where nobody has killed it, "
     "see by dmesg on its host whether that ran out of memory, and give its workers more, or make the model smaller"
@@ -500,7 +502,7 @@ class Course:
         """Takes in a worker's heartbeat, and answers it with a lease."""
         out.tell(message.worker, self.attendance.failure_detector.heartbeat(message))
         member = self.roster.member(message.worker)
-        if member is not None:
+        if member is not None and not self._pushed:
             self._compare_scripts(member, message.step, out)
 
     def _script_ended(self, member: Member, step: int, now: float, out: CoordinatorOutput) -> None:
@@ -510,6 +512,7 @@ class Course:
         self.ending.scripts_end(member, step)
         if self._pushed:
             self._send_away_without_work(now, out)
+            return
         self._compare_scripts(member, step, out)
         for other in self.roster:
             last = self.attendance.failure_detector.last(other.worker)
@@ -525,6 +528,19 @@ class Course:
                 self.attendance.leave(worker)
                 returns.tell_away(newcomer, OVER, out)
                 self._await_without(newcomer.member, False, now, out)
+
+    def _see_uneven(self, out: CoordinatorOutput) -> None:
+        """Ends the job where somebody waits in a step that a script which has ended was to contribute to.  Scripts that
+        push may all end in the middle of one, and then nobody waits.  Costs one look at each member.
+        """
+        if not (self._pushed and self.ending.finishing):
+            return
+        detector = self.attendance.failure_detector
+        for member in self.roster:
+            at, _, for_s = detector.doing(member.worker)
+            last = detector.last(member.worker)
+            if last is not None and at == WAITS and for_s > UNEVEN_S:
+                self._compare_scripts(member, last.step, out)
 
     def _compare_scripts(self, member: Member, step: int, out: CoordinatorOutput) -> None:
         if not self.ending.failed and (uneven := self.ending.uneven(member, step)):
@@ -582,6 +598,7 @@ class Course:
             if not self.ending.failed:
                 self._act_on(worker, suspicion, now, out)
         self._see_standstill(now, out)
+        self._see_uneven(out)
         returns.call_off_late(self, now, out)
         replays.call_off_late(self, now, out)
         if cut_off := self.attendance.cut_off():

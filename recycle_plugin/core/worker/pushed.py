@@ -20,6 +20,7 @@ from typing import Any
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import STAGE_WIDE, Instruction, Op
+from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.training_loop import StepProgram
 from recycle_plugin.core.worker.worker import Worker
 
@@ -36,12 +37,20 @@ class Need(Enum):
 @dataclass
 class Script:
     """Where the script is.  ``gives``: it has a micro-batch at hand; ``closes``: a step may end in the call that it is
-    in; ``left``: micro-batches that this worker has not begun yet of the program that it runs.
+    in; ``left``: micro-batches that this worker has not begun yet of the program that it runs; ``given``: how many it
+    has run so far, and those that held its seat before it in steps that were committed.
     """
 
     gives: bool = False
     closes: bool = False
     left: int = 0
+    given: int = 0
+
+    def begin(self) -> None:
+        """Notes that the script runs the micro-batch that it has at hand."""
+        self.gives = False
+        self.left -= 1
+        self.given += 1
 
     def lacks(self, instruction: Instruction) -> Need | None:
         """What the script has to do before ``instruction`` can begin; None where that is nothing."""
@@ -54,6 +63,14 @@ class PushedWorker(Worker):
     """A worker for whose ``script`` programs wait."""
 
     script: Script
+
+    def place_behind(self, step: int) -> Place:
+        """The place in this seat's data behind ``step``, the last one that is applied."""
+        return Place(read=self.script.given)
+
+    def skip_to(self, place: Place) -> None:
+        """Counts on from where who held this seat before has come to."""
+        self.script.given = place.read
 
     def execute(self, program: StepProgram) -> Iterator[Any]:
         """Runs ``program``; yields what it needs of the script.  Raises Interrupted."""

@@ -278,8 +278,7 @@ class PushedMachine(TorchMachine):
         """For F the time in which the script runs it."""
         if instruction.op is Op.F:
             yield Need.PASS
-            self.script.gives = False
-            self.script.left -= 1
+            self.script.begin()
 
 
 def strike(fault: Fault, session: Session) -> None:

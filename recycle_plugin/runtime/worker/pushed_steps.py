@@ -49,6 +49,22 @@ class PushedSteps:
         """Whether a step has begun in this process."""
         return self._steps is not None
 
+    @property
+    def given(self) -> int:
+        """The micro-batches that scripts of this rank have given to steps so far."""
+        return self._script.given
+
+    def loaded(self) -> None:
+        """Count on from a checkpoint, before the first step, as if nobody had been lost before it."""
+        self._script.given = self._trainer.step * self._trainer.topology.micro_batches
+
+    def end(self) -> None:
+        """Let this worker go: its script is through, in the middle of a step perhaps, which nobody finishes then."""
+        trainer = self._trainer
+        if not self.between:
+            trainer.drop_step()
+        trainer.finish()
+
     def join(self) -> None:
         """Return when this worker, which comes back, has its stage's state and is given work."""
         self._trainer.join()

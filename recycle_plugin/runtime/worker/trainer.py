@@ -266,6 +266,18 @@ class Trainer:
                 step = (loop.followed or step) + 1
             self._take_part(loop)
 
+    def drop_step(self) -> None:
+        """Note that the script ends in the middle of a step, without which the others' have to end too."""
+        session = self._session
+        session.heartbeats.step = self.step
+        if session.is_first:
+            session.note(
+                "data",
+                f"the script of {session} ends in the middle of step {self.step + 1}: what was drawn for that is "
+                "dropped, and the scripts of all have to end there",
+                step=self.step + 1,
+            )
+
     def between_steps(self) -> None:
         """Recover from a membership change that the script meets between two steps."""
         self._between_steps()

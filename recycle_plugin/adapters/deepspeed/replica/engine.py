@@ -121,7 +121,7 @@ class ReplicaEngine(DeepSpeedEngine):
         self._trainer = Trainer(session, self._job.settings, self._framework(topology, self._place, stage))
         self._trainer.feed.source = lambda step, micro_batch: None  # LOAD waits for the script, who has the data
         self._steps = PushedSteps(self._trainer, stage)
-        session.at_end = self._trainer.finish
+        session.at_end = self._steps.end
         self._loaded = 0  # checkpoints, before the first step
         self._recalled: list[Any] = []  # what loading them has given this rank's predecessor
         if session.newcomer:
@@ -155,6 +155,13 @@ class ReplicaEngine(DeepSpeedEngine):
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one that this rank has in its step, as far as is known."""
         return self._steps.at_boundary if self._boundary is None else self._boundary
+
+    @property
+    def data_cursor(self) -> int:
+        """How many micro-batches this rank's script has given to steps, with its predecessors' where the rank has come
+        back: as many of the rank's data are behind it, after a loss more than ``global_steps`` would say.
+        """
+        return self._steps.given
 
     def settle(self) -> None:
         """Nothing: each call returns with all steps committed."""
@@ -195,6 +202,7 @@ class ReplicaEngine(DeepSpeedEngine):
             found = super().load_checkpoint(load_dir, *arguments, **named)
         if found[0] is not None:
             self._trainer.loaded(whole=True)
+            self._steps.loaded()
         self._loaded += 1
         startup = self._job.session.startup
         assert startup is not None, "there are groups"
