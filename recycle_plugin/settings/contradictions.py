@@ -96,12 +96,6 @@ def _refuse_sharded(settings: Settings, replicas: int) -> None:
             f"is {replicas}, and a lost replica needs another one to go on",
             "write how many replicas the job's ranks make, 2 or more",
         )
-    if settings.batch == "shrink":
-        raise SettingsError(
-            "batch",
-            '"shrink" with recycle.replicas is not supported yet: the others draw what a lost replica had to',
-            'write "constant"',
-        )
     for name, why in NOT_OF_REPLICAS.items():
         if name in settings.model_fields_set and getattr(settings, name):
             raise SettingsError(name, f"contradicts recycle.replicas: {why}", "leave it out")

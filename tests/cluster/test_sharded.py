@@ -38,6 +38,8 @@ JOB = {
     "averages": False,
     "meets": False,
     "rates": "config",
+    "factors": {},
+    "shrinks": False,
     "wrong": "",
     "config": {},
 }
@@ -138,9 +140,11 @@ def test_whoever_is_killed_its_replica_goes_and_its_samples_are_drawn_by_the_oth
         assert weights(each) == pytest.approx(weights(stock.records[0]), abs=ROUNDING["fp32"])
 
 
-@pytest.mark.parametrize("stage, kind", [(1, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize("stage, kind", [(0, "fp32"), (1, "fp32"), (3, "fp32"), (3, "bf16")])
 def test_a_replica_comes_back_and_begins_at_the_others_step(start, stage, kind):
-    result = start(stage=stage, kind=kind, kills=[[2, 7, "backward"]], held=[HELD], steps=LONG, averages=True)
+    """Each step is clipped, and followed with the same rounding."""
+    kills = [[2, 7, "backward"]]
+    result = start(stage=stage, kind=kind, clip=0.01, kills=kills, held=[HELD], steps=LONG, averages=True)
     ended_well(result)
     for what in ("lost", "restart", "newcomer", "caught_up", "rejoined"):
         assert sorted(event["rank"] for event in result.of(what)) == [2, 3], what
@@ -149,6 +153,34 @@ def test_a_replica_comes_back_and_begins_at_the_others_step(start, stage, kind):
     assert {each["surprises"] for each in back} == {0}
     assert {each["incarnation"] for each in back} == {1} and HELD <= back[0]["first"] == back[1]["first"] < LONG
     assert {len(samples) for step, samples in back[0]["used"].items() if int(step) > back[0]["first"]} == {2}
+
+
+@pytest.mark.parametrize("stage, rank", [(0, 0), (2, 2), (3, 2)])
+def test_steps_shrink_while_a_replica_is_out_and_are_those_of_stock_with_what_they_have(start, stage, rank):
+    """Stock does each sample of a smaller step once more, so that their mean is the same, at the scaled rate."""
+    result = start(stage=stage, kills=[[rank, 7, "backward"]], held=[HELD], steps=LONG, rates="script", shrinks=True)
+    ended_well(result)
+    assert sorted(event["rank"] for event in result.of("rejoined")) == [rank, rank + 1]
+    shrunk = {str(event["step"]): event["rate_factor"] for event in result.of("committed") if "rate_factor" in event}
+    assert {"4", str(HELD)} < shrunk.keys() and {round(factor, 6) for factor in shrunk.values()} == {0.707107}
+    of_steps: dict[str, dict[str, list[int]]] = {}
+    for name, each in result.records.items():
+        for step, samples in each["used"].items():
+            of_steps.setdefault(step, {})[str(name)] = samples
+    for rank_lost in (rank, rank + 1):  # what its predecessor has trained
+        for line in (result.folder / "drawn" / f"{rank_lost}.0").read_text().splitlines():
+            step, sample = line.split()
+            if int(step) < 4:
+                of_steps.setdefault(step, {}).setdefault(str(rank_lost), []).append(int(sample))
+    for step, of_ranks in of_steps.items():
+        assert all(len(samples) == 2 for samples in of_ranks.values()), (step, of_ranks)
+        assert (len(of_ranks) == 2) == (step in shrunk), step
+        there = [samples for _, samples in sorted(of_ranks.items())]
+        of_steps[step] = {str(number): there[number % len(there)] for number in range(RANKS)}
+    stock = start(stage=stage, replicas=0, steps=LONG, rates="script", ledger=of_steps, factors=shrunk)
+    assert stock.code == 0, stock.output[-6000:]
+    for each in result.records.values():
+        assert weights(each) == pytest.approx(weights(stock.records[0]), abs=5 * ROUNDING["fp32"])
 
 
 def test_no_sample_is_trained_twice_where_scripts_skip_by_the_data_cursor(start, tmp_path):

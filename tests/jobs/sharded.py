@@ -9,9 +9,9 @@ each step and rank, which are trained instead of those that a rank would draw, o
 a checkpoint is saved; ``refuse``: whether the system then refuses its files; ``load``: the folder of one that is begun
 with, or null; ``averages``: whether a sample is evaluated, and that averaged over all ranks, after each step;
 ``meets``: whether the ranks meet before the first step; ``rates``: who sets learning rates: DeepSpeed's scheduler of
-the "config", one of "functions" that are given to it, or the "script", for each step; ``seldom``: whether each third
-micro-batch leaves a layer out; ``wrong``: what is wrong in its loop; ``config``: more of DeepSpeed's.  What a rank has
-drawn is written down before its step.
+the "config", one of "functions" that are given to it, or the "script", for each step, those of some multiplied by
+``factors``; ``shrinks``: whether batches do; ``seldom``: whether each third micro-batch leaves a layer out; ``wrong``:
+what is wrong in its loop; ``config``: more of DeepSpeed's.  What a rank has drawn is written down before its step.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def config() -> dict:
     if job["replicas"]:
         recycle = {"enabled": True, "unit": "replica", "replicas": job["replicas"], "run_dir": job["folder"]}
         recycle |= {"report": False, "check_replicas": 1, "faults": job["faults"]}
+        recycle |= {"batch": "shrink"} if job["shrinks"] else {}
     rates = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-2}}
     return (
         {
@@ -210,7 +211,7 @@ def main() -> None:
             number = given[str(engine.global_steps + 1)][str(RANK)][len(of_step)]
         if job["rates"] == "script" and not of_step:
             for group in engine.optimizer.param_groups:
-                group["lr"] = 1e-2 / (1 + engine.global_steps)
+                group["lr"] = 1e-2 / (1 + engine.global_steps) * job["factors"].get(str(engine.global_steps + 1), 1.0)
         calls += 1
         before = engine.global_steps
         loss = engine(*(each.to(dtype) for each in sample(number)))

@@ -49,7 +49,6 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"train_micro_batch_size_per_gpu": None}, "neither train_batch_size nor train_micro_batch_size_per_gpu"),
 ]
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"batch": "shrink"}, 'recycle.batch: "shrink" with recycle.replicas is not supported yet'),
     ({"replicas": 1}, "recycle.replicas: is 1, and a lost replica needs another one to go on"),
     ({"unit": "worker"}, 'recycle.replicas: has no effect with recycle.unit = "worker"'),
     ({"exact": True}, "recycle.exact: contradicts recycle.replicas"),

@@ -215,7 +215,7 @@ class Framework:
     shard: int = 0
     make: Callable[[int], MadeStage] | None = None
     pushed: PushedStage | None = None
-    judged: Callable[[], float | None] = lambda: None
+    judged: Callable[[], torch.Tensor | None] = lambda: None
     beside_sums: Callable[[], None] = lambda: None
 
     @property

@@ -101,7 +101,7 @@ class ReplicaEngine(DeepSpeedEngine):
     _steps: PushedSteps
     _boundary: bool | None = None  # what stock code is told; None: what the program says
     _lr_arguments: dict[str, Any] | None = None  # of the script's step()
-    _judged: float | None = None  # the norm of the last step, where this rank has judged it
+    _judged: torch.Tensor | None = None  # the norm of the last step, where this rank has judged it
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         session, world = self._job.session, dist.get_world_size()
@@ -269,7 +269,7 @@ class ReplicaEngine(DeepSpeedEngine):
         with self._job.session.undisturbed(), self._told(True):
             if given is not None:
                 self._judged = None
-                self.shards.follow(float(given))
+                self.shards.follow(given)
                 self._optimizer_port.pass_over()
             else:
                 self._judged = self.shards.step(lambda: DeepSpeedEngine.step(self, self._lr_arguments))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from math import isfinite
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 )
 
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.stage.block_sums import in_place_of
-from recycle_plugin.runtime.stage.clipping import coefficient, scale
 
 Gradients = list[torch.Tensor | None]
 
@@ -58,22 +57,27 @@ class Whole:
         with in_place_of(self._parameters, made):
             yield made
 
-    def step(self, once: Callable[[], None]) -> float:
+    def step(self, once: Callable[[], None]) -> torch.Tensor:
         """Let ``once()`` step by what is in ``parameter.grad``, which stays as it is; returns the norm by which it has
         judged.
         """
-        for parameter in self._parameters:
-            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        self._keep_sums()
         self._engine._global_grad_norm = None
         once()
-        norm = float(self._engine._global_grad_norm or 0.0)
-        return norm if isfinite(norm) else 0.0  # stock skips nothing at stage 0
+        norm = torch.tensor(self._engine._global_grad_norm or 0.0)
+        return norm if norm.isfinite() else torch.tensor(0.0)  # stock skips nothing at stage 0
 
-    def follow(self, norm: float) -> None:
+    def follow(self, norm: torch.Tensor) -> None:
         """Step by what is in ``parameter.grad``, as others have judged it; what has none stays as it is."""
+        self._keep_sums()
         if limit := self._engine.gradient_clipping():
-            scale(self._parameters, coefficient(torch.tensor(norm), limit))
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, limit, norm)  # with stock's rounding
         self.wrapped.step()
+
+    def _keep_sums(self) -> None:
+        """Have what changes gradients in place do so with copies."""
+        for parameter in self._parameters:
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
 
     @contextmanager
     def as_stock(self) -> Iterator[None]:
@@ -108,7 +112,7 @@ class Partitions:
         made.extend(self._flat(found[group]) for group in range(len(self.parameters)))
         self._forget()
 
-    def step(self, once: Callable[[], None]) -> float:
+    def step(self, once: Callable[[], None]) -> torch.Tensor:
         """Let ``once()`` step by what is in ``parameter.grad``, which stays as it is; returns the norm by which it has
         judged.
         """
@@ -118,9 +122,9 @@ class Partitions:
         once()
         return _judged(self._optimizer)
 
-    def follow(self, norm: float) -> None:
+    def follow(self, norm: torch.Tensor) -> None:
         """Step by what is in ``parameter.grad``, as others have judged it; what has none stays as it is."""
-        optimizer, scaled = self._optimizer, torch.tensor(norm * self._optimizer.loss_scale)
+        optimizer, scaled = self._optimizer, norm * self._optimizer.loss_scale
         given = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -187,13 +191,13 @@ class PartitionedWeights(Partitions):
         """What the optimizer steps."""
         return list(self._optimizer.fp32_partitioned_groups_flat)
 
-    def step(self, once: Callable[[], None]) -> float:
+    def step(self, once: Callable[[], None]) -> torch.Tensor:
         """Step as Partitions does, and fill torch's optimizer again."""
         norm = super().step(once)
         self._fill()
         return norm
 
-    def follow(self, norm: float) -> None:
+    def follow(self, norm: torch.Tensor) -> None:
         """Follow as Partitions does, and fill torch's optimizer again."""
         super().follow(norm)
         self._fill()
@@ -258,6 +262,11 @@ def shards_of(engine: Any) -> Whole | Partitions:
     )
 
 
-def _judged(optimizer: Any) -> float:
-    """The norm by which stock has judged a step, without the loss scale; not finite where it has skipped it."""
-    return float("inf") if optimizer.overflow else float(optimizer._global_grad_norm or 0.0)
+def _judged(optimizer: Any) -> torch.Tensor:
+    """The norm by which stock has judged a step, without the loss scale, in its own dtype, on the host; not finite
+    where it has skipped it.
+    """
+    if optimizer.overflow:
+        return torch.tensor(float("inf"))
+    norm = optimizer._global_grad_norm
+    return fetch(norm, "a norm") if torch.is_tensor(norm) else torch.tensor(norm or 0.0)
