@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +120,23 @@ def test_a_layer_that_a_micro_batch_leaves_out_has_no_gradient_of_it(start, stag
         assert weights(found.records[rank]) == pytest.approx(weights(each), abs=ROUNDING["fp32"])
 
 
-@pytest.mark.parametrize(
-    "stage, more",
-    [
-        pytest.param(3, {"kills": [[2, 6, "forward"]]}, id="in a forward, while the other gathers"),
-        pytest.param(2, {"kills": [[1, 7, "backward"]]}, id="in a backward, while the other reduces"),
-        pytest.param(1, {"faults": ["kill 1.0 before 0REDUCE@4"], "averages": True}, id="before the exchange"),
-        pytest.param(0, {"faults": ["kill 0.0 after 0REDUCE@4"]}, id="behind the exchange"),
-        pytest.param(3, {"kills": [[3, 4, "step"]], "averages": True}, id="in stock's own step"),
-    ],
-)
-def test_whoever_is_killed_its_replica_goes_and_its_samples_are_drawn_by_the_others(start, stage, more):
-    result = start(stage=stage, **more)
+WHERE = {
+    "in a forward, while others gather": {"kills": [[2, 6, "forward"]]},
+    "in a backward, while others reduce": {"kills": [[1, 7, "backward"]]},
+    "before the exchange": {"faults": ["kill 1.0 before 0REDUCE@4"], "averages": True},
+    "behind the exchange": {"faults": ["kill 0.0 after 0REDUCE@4"]},
+    "in stock's own step": {"kills": [[3, 4, "step"]], "averages": True},
+    "in a gather of ZeRO's": {"kills": [[3, 6, "gather"]], "averages": True},
+}
+
+
+NONE = (0, "in a gather of ZeRO's")  # stage 0 has none
+
+
+@pytest.mark.some_of(6)
+@pytest.mark.parametrize("stage, where", [each for each in product(range(4), WHERE) if each != NONE])
+def test_whoever_is_killed_its_replica_goes_and_its_samples_are_drawn_by_the_others(start, stage, where):
+    result = start(stage=stage, **WHERE[where])
     ended_well(result)
     gone = {event["rank"] for event in result.of("lost")}
     assert gone in ({0, 1}, {2, 3}) and result.records.keys() == {0, 1, 2, 3} - gone

@@ -2,16 +2,17 @@
 
 RECYCLE_TEST_SHARDED holds as JSON: ``folder``: of the job; ``replicas``: 0 for stock DeepSpeed; ``stage``: of ZeRO;
 ``steps``; ``accumulation``; ``kind``: "fp32" or "bf16"; ``clip``; ``kills``: [rank, number, where] of each process that
-kills itself: ``where`` is "forward" or "backward", in the middle of the micro-batch of that number, or "step", in the
-optimizer's step behind so many; ``faults``: the plugin's; ``held``: the steps before which ranks wait for a file
-``goSTEP`` in the folder; ``stops``: for ranks, after how many micro-batches their loops end; ``ledger``: the samples of
-each step and rank, which are trained instead of those that a rank would draw, or null; ``saves``: the steps after which
-a checkpoint is saved; ``refuse``: whether the system then refuses its files; ``load``: the folder of one that is begun
-with, or null; ``averages``: whether a sample is evaluated, and that averaged over all ranks, after each step;
-``meets``: whether the ranks meet before the first step; ``rates``: who sets learning rates: DeepSpeed's scheduler of
-the "config", one of "functions" that are given to it, or the "script", for each step, those of some multiplied by
-``factors``; ``shrinks``: whether batches do; ``seldom``: whether each third micro-batch leaves a layer out; ``wrong``:
-what is wrong in its loop; ``config``: more of DeepSpeed's.  What a rank has drawn is written down before its step.
+kills itself: ``where`` is "forward" or "backward", in the middle of the micro-batch of that number, or "gather", in a
+gather of ZeRO's behind its begin, or "step", in the optimizer's step behind so many; ``faults``: the plugin's;
+``held``: the steps before which ranks wait for a file ``goSTEP`` in the folder; ``stops``: for ranks, after how many
+micro-batches their loops end; ``ledger``: the samples of each step and rank, which are trained instead of those that a
+rank would draw, or null; ``saves``: the steps after which a checkpoint is saved; ``refuse``: whether the system then
+refuses its files; ``load``: the folder of one that is begun with, or null; ``averages``: whether a sample is evaluated,
+and that averaged over all ranks, after each step; ``meets``: whether the ranks meet before the first step; ``rates``:
+who sets learning rates: DeepSpeed's scheduler of the "config", one of "functions" that are given to it, or the
+"script", for each step, those of some multiplied by ``factors``; ``shrinks``: whether batches do; ``seldom``: whether
+each third micro-batch leaves a layer out; ``wrong``: what is wrong in its loop; ``config``: more of DeepSpeed's.  What
+a rank has drawn is written down before its step.
 """
 
 from __future__ import annotations
@@ -77,6 +78,16 @@ def die(where: str, number: int | None = None) -> None:
     """Kill this process, if it is to die here."""
     if [RANK, calls if number is None else number, where] in job["kills"] and not INCARNATION:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(gather):
+    """torch.distributed's ``gather``, as ZeRO calls it."""
+
+    def gather_or_die(*arguments, **named):
+        die("gather")
+        return gather(*arguments, **named)
+
+    return gather_or_die
 
 
 def config() -> dict:
@@ -181,6 +192,7 @@ def refusing() -> Iterator[None]:
 
 def main() -> None:
     torch.manual_seed(5)
+    dist.all_gather_into_tensor = dying(dist.all_gather_into_tensor)
     model = Net()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(), **functions())
     met = meet() if job["meets"] else []
