@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -22,28 +22,21 @@ from recycle_plugin import planner
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, BarrierPassed
 from recycle_plugin.core.messages.from_workers import Fingerprint, Ready, StateHash
-from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
-from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.deadlines import lease_s
 from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.log_boundaries import ALL
-from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member
-from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.checkpoint_saving import end_of_saving
 from recycle_plugin.core.worker.companion import Companion
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
-from recycle_plugin.core.worker.helper import Helper
 from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.core.worker.pushed import PushedWorker
-from recycle_plugin.core.worker.replay import StageReplay
-from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
 from recycle_plugin.core.worker.training_loop import DataEnded, StepProgram
@@ -72,40 +65,21 @@ from recycle_plugin.runtime.worker.checkpoint_files import saving_place
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from recycle_plugin.runtime.worker.companion import CompanionMachine
 from recycle_plugin.runtime.worker.feed import Feed
-from recycle_plugin.runtime.worker.helping import Helping, HowToMake
 from recycle_plugin.runtime.worker.iterator_places import IteratorPlace
+from recycle_plugin.runtime.worker.job_record import check_faults, job_spec, planning
 from recycle_plugin.runtime.worker.log_choice import LogChoice
 from recycle_plugin.runtime.worker.machine import PushedMachine, TorchMachine
 from recycle_plugin.runtime.worker.newcomer import Newcomer
 from recycle_plugin.runtime.worker.on_join import Callback, Give, OnJoin
 from recycle_plugin.runtime.worker.ports import Checkpoints, Framework, described, trained
 from recycle_plugin.runtime.worker.pushed_stage import PushedStage
+from recycle_plugin.runtime.worker.replaying import Replays
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
-from recycle_plugin.runtime.worker.stage_log import ReplayMachine, Sharing, StageLog
+from recycle_plugin.runtime.worker.stage_log import ReplayMachine, StageLog
 from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
 from recycle_plugin.runtime.worker.tiers import AsMade, Host
 from recycle_plugin.settings.schema import Settings
-
-Replaying = TypeVar("Replaying", bound=ReplayMachine)
-IN_RECORD = (
-    "deadlines",
-    "strict_placement",
-    "max_slowdown",
-    "report",
-    "rebalance",
-    "stagger_optimizer",
-    "clip",
-    "nonfinite",
-    "loss_scaling",
-    "undo",
-    "keep_bytes",
-    "rng",
-    "seed",
-    "exact",
-    "rejoin",
-    "unit",
-)  # settings that all workers have to have alike
 
 
 class Trainer:
@@ -124,7 +98,7 @@ class Trainer:
         session.trains, session.through = True, self.await_others
         self._session, self._settings, self._framework = session, settings, framework
         self.topology, self.seat, session.shard = framework.topology, framework.seat, framework.shard
-        _check_faults(settings, self.topology)
+        check_faults(settings, self.topology)
         model = framework.model
         assert not isinstance(settings.pinned_bytes, str), "a checked size is a number"
         model.device.budget(settings.pinned_bytes, self._short_of_pinned)
@@ -499,7 +473,7 @@ class Trainer:
         session, settings, shape = self._session, self._settings, self.topology
         machine = StepMachine(self.step)
         self._store.rewind(machine.stepped, valid_from=0)
-        waits, costs, policy = self._planning()
+        waits, costs, policy = planning(settings, self._framework, shape)
         judging, lockstep = Judging(waits, settings.clip == "validate"), self._lockstep()
         log = None if self._log is None else self._log.steps
         self._worker = (Worker if self._framework.pushed is None else PushedWorker)(
@@ -509,13 +483,13 @@ class Trainer:
             assert isinstance(self._worker, PushedWorker), "of a script that pushes"
             self._worker.script = self._framework.pushed.script
         replay = None
-        if self._log is not None:
-            self._worker.helper = self._helper(self._log.folder)
-            self._companion = self._replay_machine(CompanionMachine, self._log.folder)
-            along = self._replay(self._companion, machine)
+        if (replays := self._replays()) is not None:
+            self._worker.helper = replays.helper(shape)
+            self._companion = replays.machine(CompanionMachine)
+            along = replays.replay(self._companion, machine, shape)
             self._worker.companion = Companion(self._companion, self._store, machine, along, self._worker.undo)
             if self._newcomer is not None:
-                replay = self._replay(self._replay_machine(ReplayMachine, self._log.folder), machine)
+                replay = replays.replay(replays.machine(ReplayMachine), machine, shape)
         session.idle = self._worker.serve_now
         self._waiting_loop = BlockingLoop(
             session,
@@ -534,55 +508,29 @@ class Trainer:
         )
         return self._waiting_loop
 
-    def _replay_machine(self, kind: type[Replaying], folder: Path) -> Replaying:
-        """The machine by which this worker's stage is replayed from the logs in ``folder``."""
+    def _replays(self) -> Replays | None:
+        """How stages are replayed here; None where nothing is logged."""
+        if self._log is None:
+            return None
         assert self._scripted is not None, "in a job that logs it is kept what scripts set"
-        return kind(
+        return Replays(
             self._session,
+            self._settings,
             self._framework,
+            self._log,
+            self._world,
+            self._transport.address,
             self.state,
+            self._store,
             self._stepping,
             self._operations,
-            folder,
-            self.apart,
+            self._contributions,
             self._scripted,
-            self._settings.exact,
-            Sharing(
-                self._world,
-                self._transport.address,
-                self._contributions,
-                lambda: self._stage.loss_scale,
-                self._why_alone(),
-            ),
+            self.feed,
+            self._randomness,
+            self.apart,
+            lambda: self._stage.loss_scale,
         )
-
-    def _replay(self, world: ReplayMachine, machine: StepMachine) -> StageReplay:
-        """How this worker's stage is replayed on ``world``."""
-        assert self._log is not None, "a job that does not log has nothing to replay"
-        splits, steps = self._settings.split_backward, self._log.steps
-        helpers = Helpers(world, self._store, self.topology, self._blocks(), self._log.limit)
-        return StageReplay(world, self._store, machine, self.topology, splits, steps, helpers)
-
-    def _why_alone(self) -> str:
-        """Why nobody can help to replay this worker's stage, in words; empty where others can."""
-        if self._settings.rng == "stream":
-            return 'recycle.rng is "stream": random numbers are those of whoever draws'
-        return "" if self._framework.make is not None else "the script runs the model itself"
-
-    def _helper(self, folder: Path) -> Helper:
-        """This worker's part in the replays of other stages."""
-        settings, blocks = self._settings, self._blocks()
-        how = HowToMake(
-            self.topology,
-            self.seat,
-            self._framework.make if settings.rng == "keyed" else None,
-            lambda made, stage: partial(self._randomness, stage, made.forward),
-            settings.split_backward,
-            blocks if settings.exact else None,
-            lambda: self.feed.source,
-        )
-        world = Helping(self._session, self._world, how, folder)
-        return Helper(world, self.topology, blocks, settings.split_backward)
 
     def _lockstep(self) -> Lockstep | None:
         """The lockstep with the others that hold this worker's seat; None where it does so alone."""
@@ -658,42 +606,14 @@ class Trainer:
         """Ask to take part, once."""
         if self._asked:
             return
-        self._asked, session, (_, costs, policy) = True, self._session, self._planning()
+        self._asked, session, log = True, self._session, self._log
         address, shard = self._transport.address, self._framework.shard
         member = Member(session.rank, self.seat, address, session.host, session.incarnation, shard)
         session.heartbeats.start(lease_s(self._settings.deadlines))
-        where = None if self._log is None else self._log.where(session, self._settings.transfer_interface)
-        session.send(Ready(member, self.step, self._job(costs, policy), where))
-
-    def _planning(self) -> tuple[bool, CostModel, Policy]:
-        """Whether steps wait for the norm, and what plans are made by."""
-        settings, shape = self._settings, self.topology
-        waits = settings.waits_for_norm(self._framework.clipping)
-        costs = settings.cost_model(shape, self._framework.micro_batch_size)
-        return waits, costs, settings.policy(waits, shape.stages)
-
-    def _job(self, costs: CostModel, policy: Policy) -> JobSpec:
-        settings, shape, framework = self._settings, self.topology, self._framework
-        return JobSpec(
-            shape.replicas,
-            shape.stages,
-            shape.micro_batches,
-            shape.ties,
-            self.run_dir,
-            costs,
-            policy,
-            batch=framework.batch(),
-            norm=str(settings.norm),
-            clipping=framework.clipping,
-            arithmetic=framework.model.device.arithmetic() if settings.exact else None,
-            metrics=settings.endpoint,
-            pushed=framework.pushed is not None,
-            log=settings.log is not None,
-            helpers=None if settings.log is None else settings.log.most_helpers,
-            boundaries=ALL if self._log is None else self._log.boundaries,
-            log_budget=None if settings.log is None else settings.log.budget_bytes,
-            **{name: getattr(settings, name) for name in IN_RECORD},
-        )
+        where = None if log is None else log.where(session, self._settings.transfer_interface)
+        boundaries = ALL if log is None else log.boundaries
+        job = job_spec(self._settings, self._framework, self.topology, self.run_dir, boundaries)
+        session.send(Ready(member, self.step, job, where))
 
     def _make_stage(self, blocks: BlockSums | None) -> Stage | ScriptedStage | PushedStage:
         framework, model = self._framework, self._framework.model
@@ -857,8 +777,8 @@ class Trainer:
         self._framework.cursor.change(self.step + 1, micro_batches)
         self.topology = replace(self.topology, micro_batches=micro_batches)
         self._stage.resize(micro_batches, self._blocks() if self._settings.exact else None)
-        if self._log is not None and self._waiting_loop is not None:
-            self._worker.helper = self._helper(self._log.folder)
+        if self._waiting_loop is not None and (replays := self._replays()) is not None:
+            self._worker.helper = replays.helper(self.topology)
         if self._loop is not None:
             self._world.reach("resize")
             self._worker.resize(self.topology)
@@ -930,12 +850,3 @@ class Trainer:
                 self._say_fingerprint(step)
             self._loop.loaded(step)
             self._checkpoints.loaded(step)
-
-
-def _check_faults(settings: Settings, topology: Topology) -> None:
-    for fault in settings.fault_list:
-        if fault.seat not in topology.seats:
-            raise RecycleError(
-                f"recycle.faults: '{fault}' names seat {fault.seat}, and the topology is "
-                f"{topology.replicas} replicas of {topology.stages} stages (seats are replica.stage, from 0)"
-            )

@@ -1,0 +1,79 @@
+"""What a worker asks the coordinator for: the job as all its workers have to describe it."""
+
+from __future__ import annotations
+
+from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.log_boundaries import ALL
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.worker.ports import Framework
+from recycle_plugin.settings.schema import Settings
+
+ALIKE = (
+    "deadlines",
+    "strict_placement",
+    "max_slowdown",
+    "report",
+    "rebalance",
+    "stagger_optimizer",
+    "clip",
+    "nonfinite",
+    "loss_scaling",
+    "undo",
+    "keep_bytes",
+    "rng",
+    "seed",
+    "exact",
+    "rejoin",
+    "unit",
+)  # settings that all workers have to have alike
+
+
+def planning(settings: Settings, framework: Framework, topology: Topology) -> tuple[bool, CostModel, Policy]:
+    """Whether steps wait for the norm, and what plans are made by."""
+    waits = settings.waits_for_norm(framework.clipping)
+    costs = settings.cost_model(topology, framework.micro_batch_size)
+    return waits, costs, settings.policy(waits, topology.stages)
+
+
+def job_spec(
+    settings: Settings,
+    framework: Framework,
+    topology: Topology,
+    run_dir: str,
+    boundaries: str | tuple[int, ...] = ALL,
+) -> JobSpec:
+    """The job of a worker with these settings; ``boundaries``: those over which it is logged what crosses them."""
+    _, costs, policy = planning(settings, framework, topology)
+    return JobSpec(
+        topology.replicas,
+        topology.stages,
+        topology.micro_batches,
+        topology.ties,
+        run_dir,
+        costs,
+        policy,
+        batch=framework.batch(),
+        norm=str(settings.norm),
+        clipping=framework.clipping,
+        arithmetic=framework.model.device.arithmetic() if settings.exact else None,
+        metrics=settings.endpoint,
+        pushed=framework.pushed is not None,
+        log=settings.log is not None,
+        helpers=None if settings.log is None else settings.log.most_helpers,
+        boundaries=boundaries,
+        log_budget=None if settings.log is None else settings.log.budget_bytes,
+        **{name: getattr(settings, name) for name in ALIKE},
+    )
+
+
+def check_faults(settings: Settings, topology: Topology) -> None:
+    """Raise RecycleError where a fault is to strike a seat that there is not."""
+    for fault in settings.fault_list:
+        if fault.seat not in topology.seats:
+            raise RecycleError(
+                f"recycle.faults: '{fault}' names seat {fault.seat}, and the topology is "
+                f"{topology.replicas} replicas of {topology.stages} stages (seats are replica.stage, from 0)"
+            )
