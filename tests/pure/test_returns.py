@@ -8,41 +8,48 @@ from typing import Any
 
 import pytest
 
+from recycle_plugin.core.coordinator.course import UNEVEN_S
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.messages.from_coordinator import End, Generation, Recorded, Resume
+from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
+from recycle_plugin.core.messages.from_coordinator import BarrierPassed, End, Generation, Recorded, Resume
 from recycle_plugin.core.messages.from_workers import (
+    BarrierReached,
     CatchUp,
     CaughtUp,
     CheckpointLoaded,
     Exited,
+    Heartbeat,
+    Left,
     Ready,
     Serving,
     StateHash,
     SurvivorReport,
 )
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Unit
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.newcomer import Newcomer
 from tests.support.membership import agree, job, member, said, started, step
+from tests.support.played import Played
 
 STAYING, BACK = (0, 1, 3), WorkerId(2, 1)
 ENOUGH_POLLS = 3  # until a wait is over its deadline
 
 
-def following() -> Membership:
-    """2 x 2, whose rank 2 was lost, and follows."""
-    membership = started(rejoin="always")
+def following(**more: object) -> Membership:
+    """2 x 2, whose rank 2 was lost, and follows; ``more``: of the job."""
+    membership = started(rejoin="always", **more)
     for rank in range(4):
         membership.identify(WorkerId(rank))
     membership.receive(Exited(2, -9, 0.0), 0.0)
     agree(membership, 1, dict.fromkeys(STAYING, 0))
     membership.identify(BACK)
     membership.greet(BACK, "h")
-    membership.receive(Ready(replace(member(2), incarnation=1), 0, job(rejoin="always")), 0.0)
+    membership.receive(Ready(replace(member(2), incarnation=1), 0, job(rejoin="always", **more)), 0.0)
     membership.receive(CatchUp(2, incarnation=1), 0.0)
     step(membership, 1, 1, list(STAYING))
     step(membership, 1, 2, list(STAYING))
@@ -50,9 +57,9 @@ def following() -> Membership:
     return membership
 
 
-def announced() -> Membership:
+def announced(**more: object) -> Membership:
     """All others have come to the fifth step, from which a generation holds that it is announced for."""
-    membership = following()
+    membership = following(**more)
     out = membership.receive(CaughtUp(2, 2, 9, 0, incarnation=1), 0.0)
     (generation,) = said(out, Generation)
     assert generation.from_step == 5 and generation.roster.holding(Seat(0, 1)).joining
@@ -61,9 +68,9 @@ def announced() -> Membership:
     return membership
 
 
-def entered() -> Membership:
+def entered(**more: object) -> Membership:
     """It has entered that generation."""
-    membership = announced()
+    membership = announced(**more)
     membership.receive(SurvivorReport(2, 2, 4, "plan", {}, incarnation=1), 0.0)
     agree(membership, 2, dict.fromkeys(STAYING, 4))
     assert BACK in membership.roster.workers
@@ -112,6 +119,45 @@ def test_who_is_gone_before_it_has_entered_what_is_in_force_is_not_waited_for(ho
     (generation,) = said(out, Generation)
     assert not generation.from_step and generation.roster.ranks == set(STAYING)
     assert said(agree(membership, 3, dict.fromkeys(STAYING, 4)), Resume) and membership.ended is None
+
+
+# --- where scripts push ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pushed", (True, False))
+def test_who_has_no_work_is_waited_for_at_a_barrier_only_where_its_script_comes_to_it(pushed):
+    membership = entered(pushed=pushed)
+    for rank in STAYING:
+        out = membership.receive(BarrierReached(rank, 2, "checkpoint", {}), 0.0)
+    assert bool(said(out, BarrierPassed)) == pushed
+    if not pushed:
+        out = membership.receive(BarrierReached(2, 2, "checkpoint", {}, incarnation=1), 0.0)
+        assert said(out, BarrierPassed)
+
+
+def test_who_has_no_work_is_sent_away_where_scripts_that_push_end():
+    membership = entered(pushed=True)
+    out = membership.receive(Left(0, 0, False, 4), 0.0)
+    assert [(whom, one.failed) for whom, one in out.messages if isinstance(one, End)] == [(BACK, False)]
+    for rank in STAYING[1:]:
+        out = membership.receive(Left(rank, 0, False, 4), 0.0)
+    assert membership.ended is None and out.events[-1].kind == "finished"
+
+
+@pytest.mark.parametrize("at, ends", ((WAITS, True), (ELSEWHERE, False)))
+def test_scripts_that_push_may_end_in_a_step_that_nobody_waits_in(at, ends):
+    played = Played(started(pushed=True))
+    played.first_step()
+    played.membership.receive(Left(0, 0, False, 1), played.now)
+    began = played.now
+    while played.now < began + UNEVEN_S - TICK_S:
+        played.membership.receive(Heartbeat(1, 1, 9, at, "the others", 2), played.now)
+        assert not said(played.tick(TICK_S), End)
+    for _ in range(4):
+        played.membership.receive(Heartbeat(1, 1, 9, at, "the others", 2), played.now)
+        played.tick(TICK_S)
+    reason = played.membership.ended.reason if played.membership.ended is not None else ""
+    assert ("ended after step 1, and that of seat 1.0 (rank 1) is in step 2" in reason) == ends, reason
 
 
 # --- a newcomer's waits ---------------------------------------------------------------------------------
