@@ -50,15 +50,17 @@ Start = Callable[..., Result]
 
 @pytest.fixture
 def start(server: ForkServer, tmp_path: Path) -> Iterator[Start]:
-    """``start(stage=3, kills=…)`` runs a job, and waits for the replica that was killed where members are held."""
+    """``start(stage=3, kills=…)`` runs a job, and waits for so many newcomers (``waits``), those of one replica, where
+    members are held.
+    """
     runs = []
 
-    def run(ranks: int = RANKS, **more: Any) -> Result:
+    def run(ranks: int = RANKS, waits: int = 0, **more: Any) -> Result:
         folder = tmp_path / f"run{len(runs)}"
         job = JOB | more | {"folder": str(folder)}
         runs.append(here(server, folder, ranks, SCRIPT, [], RECYCLE_TEST_SHARDED=json.dumps(job)))
         for times, step in enumerate(job["held"], 1):
-            awaited = times * ranks // job["replicas"]
+            awaited = times * (waits or ranks // job["replicas"])
             back = lambda: len([event for event in runs[-1].events() if event["event"] == "newcomer"]) == awaited
             runs[-1].wait_for(back, f"{awaited} newcomers")
             (folder / f"go{step}").touch()
@@ -298,3 +300,11 @@ WRONG = {
 def test_calls_that_are_out_of_order_end_in_one_line(start, wrong):
     result = start(2, stage=0, wrong=wrong)
     assert result.code != 0 and WRONG[wrong] in result.of("end")[0]["text"], result.output[-6000:]
+
+
+def test_two_replicas_come_back_together(start):
+    """Three of two ranks each, at stage 3, where stock's own step leaves its optimizer without parameters."""
+    kills = [[2, 7, "backward"], [4, 7, "forward"]]
+    result = start(6, stage=3, replicas=3, kills=kills, held=[HELD], waits=4, steps=LONG)
+    ended_well(result)
+    assert sorted(event["rank"] for event in result.of("rejoined")) == [2, 3, 4, 5]
