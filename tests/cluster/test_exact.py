@@ -83,9 +83,8 @@ def differing(result: Result, reference: Result) -> list[str]:
         mine, theirs = states(result, rank), states(reference, rank)
         assert set(mine) <= set(theirs) == set(range(1, STEPS + 1))
         assert set(mine) == set(theirs) or result.seat_of(rank) in was_away
-        steps = [
-            step for step in mine if step > whole.get(rank, 0)
-        ]  # that one it may have had in part when it was applied
+        # the one after which it was whole it may have applied in part
+        steps = [step for step in mine if step > whole.get(rank, 0)]
         found += [f"state of rank {rank} after step {step}" for step in steps if mine[step] != theirs[step]]
         mine, theirs = result.parameters(rank), reference.parameters(rank)
         found += [f"{name} of rank {rank}" for name in theirs if not torch.equal(mine[name], theirs[name])]
