@@ -41,7 +41,8 @@ def _parser() -> argparse.ArgumentParser:
         "--scenario",
         metavar="NAME",
         default="worker",
-        help="worker: one is killed (default); rejoin: it also comes back",
+        help="worker: one is killed (default); rejoin: it also comes back; replica: its whole replica goes and comes "
+        "with it; stage: a stage's only worker is killed, and replays it from the log",
     )
     demo.add_argument(
         "--steps",

@@ -23,7 +23,9 @@ from rich.console import Console
 
 from recycle_plugin import planner
 from recycle_plugin.commands import rejoined, replayed
+from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.experiments.runs import RunFailed, RunOutcome, TrainingRun, terminable
@@ -86,6 +88,23 @@ SCENARIOS = {
         ('recycle.faults=["kill 0.1 before 1F0.1@{early}"]',),
         returns=True,
     ),
+    "replica": DemoScenario(
+        "one worker gets SIGKILL, its whole replica goes with it, and comes back whole",
+        "emulated layers",
+        4,
+        90,
+        FEWEST_STEPS_BACK,
+        (
+            "experiment=emulated_pp4_dp2",
+            "topology=pp2_dp2",
+            "optimizer=adam",
+            "model.width=8192",
+            "recycle.trace=true",
+            "recycle.unit=replica",
+        ),
+        ('recycle.faults=["kill 1.1 before 1F1.1@{early}"]',),
+        returns=True,
+    ),
     "stage": DemoScenario(
         "a stage's only worker gets SIGKILL, and its next process replays the stage from the log",
         "emulated layers",
@@ -135,12 +154,17 @@ def as_report(failure: Failure) -> dict:
     }
 
 
+def gone_along(history: RunHistory) -> list[str]:
+    """The seats whose workers were given up with a killed one, of whose replica they are, and started again with it."""
+    return sorted({event["seat"] for event in history.of("lost") if event.get("cause") == Cause.TOGETHER.value})
+
+
 def survivors(outcome: RunOutcome, killed: Sequence[Failure]) -> list[dict]:
     """The workers that should have got to the end, with their processes at the start and at the end.
 
     The latter is None where there is no record.
     """
-    dead = {str(failure.seat) for failure in killed}
+    dead = {str(failure.seat) for failure in killed} | set(gone_along(outcome))
     return [
         {"seat": seat, "rank": rank, "pid": outcome.pids[rank], "pid_at_end": outcome.records.get(rank, {}).get("pid")}
         for seat, rank in sorted(outcome.seats.items())
@@ -164,6 +188,7 @@ def report(fault_free: RunOutcome, failed: RunOutcome, spans: Sequence[Span], st
         "topology": {key: job[key] for key in ("replicas", "stages", "micro_batches")},
         "steps": steps,
         "killed": [as_report(failure) for failure in killed],
+        "gone_along": gone_along(failed),
         "max_loss_difference": curves.largest_difference(_curve(fault_free), _curve(failed)),
         "tolerance": TOLERANCE,
         "survivors": live,
@@ -211,7 +236,8 @@ def predicted_ratio(failed: RunHistory, spans: Sequence[Span], killed: Sequence[
         [span for span in spans if WARM_UP < span.instruction.step < killed[0].step], failed.shape.stages
     )
     full = failed.shape.full()
-    left = full.without(*(failure.seat for failure in killed if failure.absence.replayed_at is None))
+    along = map(Seat.parse, gone_along(failed))
+    left = full.without(*(failure.seat for failure in killed if failure.absence.replayed_at is None), *along)
     degraded, whole = (planner.plan(view, costs, failed.policy).period_us for view in (left, full))
     return degraded / whole
 
@@ -319,7 +345,8 @@ def _demo(out: Path, name: str, steps: int, console: Console) -> int:
         replayed.draw(out / "throughput.png", fault_free, failed, failures(failed))
     write(out, found, spans, failures(failed))
     console.print("\n" + summary(found, out), markup=False)
-    came_back = ", the lost worker came back" * scenario.returns + ", its stage was replayed" * scenario.replays
+    who = "replica" if found["gone_along"] else "worker"
+    came_back = f", the lost {who} came back" * scenario.returns + ", its stage was replayed" * scenario.replays
     verdict = (
         f"passed: same losses, no survivor restarted{came_back}"
         if found["passed"]
@@ -369,7 +396,7 @@ def summary(found: Mapping, out: Path) -> str:
     table = curves.table(
         *(dict(enumerate(losses, start=1)) for losses in found["losses"].values()), tuple(one["step"] for one in killed)
     )
-    workers = len(live) + len(killed)
+    workers = len(live) + len(killed) + len(found["gone_along"])
     shared = f" with a core for each worker (here {workers} share {found['cores']})" if found["cores"] < workers else ""
     pictures = ["gantt.png (schedule before and after), "] * ("recovered_by" not in found)
     pictures += ["throughput.png, "] * bool({"rejoined", "recovered_by"} & found.keys())
@@ -378,6 +405,8 @@ def summary(found: Mapping, out: Path) -> str:
         ("killed", f"seat {one['seat']}, process {one['pid']}, by SIGKILL {one['when']} {one['instruction']}")
         for one in killed
     ]
+    if along := found["gone_along"]:
+        rows.append(("with it", f"seat{'s' * (len(along) > 1)} {', '.join(along)}, of the same replica"))
     rows += [
         (
             "stall",

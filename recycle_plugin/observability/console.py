@@ -29,6 +29,8 @@ STYLES = {
     WRITTEN: "green",
     "fault": "magenta",
     "not_restarted": "yellow",
+    "slow_replica": "yellow",
+    "replica_dropped": "yellow",
     "resume": "bold green",
     "rejoined": "bold green",
     "finished": "green",

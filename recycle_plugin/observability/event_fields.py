@@ -66,6 +66,16 @@ def others(value: object) -> bool:
     )
 
 
+def rank(value: object) -> bool:
+    """Whether it is a worker's rank, or None for nobody's."""
+    return value is None or count(value)
+
+
+def yes_or_no(value: object) -> bool:
+    """Whether it is a truth value."""
+    return isinstance(value, bool)
+
+
 FIELDS: Mapping[str, Mapping[str, Check]] = {
     "start": {
         "job.replicas": positive,
@@ -91,6 +101,8 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "rejoined": {"rank": count, "seat": text, "step": count},
     "leaving": {"seat": text, "rank": count, "why": text},
     "left": {"rank": count},
+    "slow_replica": {"replica": count, "rank": rank, "behind_us": count, "over": yes_or_no},
+    "replica_dropped": {"replica": count},
     "batch": {"step": count, "batch": positive, "micro_batches": positive},
     "stage": {"stage": count, "layers": texts, "parameters": count, "precision": text},
     "checkpoint": {"path": text},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from math import isfinite
@@ -116,6 +117,8 @@ def facts(history: RunHistory) -> Iterator[tuple[str, str]]:
     yield "ended" if end(history) is not None else "last event", wall_clock(last["time"])
     if history.failures:
         yield "notice", notice(history)
+    if slow := slow_replicas(history):
+        yield "slow", slow
     yield "checkpoint", checkpoints(history)
 
 
@@ -162,6 +165,20 @@ def notice(history: RunHistory) -> str:
         else f"{failure.seat}: at {wall_clock(failure.seen_at)} (when it had died is not known)"
         for failure in history.failures
     )
+
+
+def slow_replicas(history: RunHistory) -> str:
+    """The replicas that were found to hold the exchange up, by whom, and what came of it; empty where none was."""
+    last = {event["replica"]: event for event in history.of("slow_replica")}
+    dropped = Counter(event["replica"] for event in history.of("replica_dropped"))
+    told = []
+    for replica, event in sorted(last.items()):
+        by = f"{event['behind_us'] / 1000:.0f} ms a step"
+        who = f", by rank {event['rank']}" if event["rank"] is not None else ""
+        times = dropped[replica]
+        went = f", taken offline {_count(times, 'time')}" if times else ""
+        told.append(f"replica {replica}: {'no more' if event['over'] else by + who}{went}")
+    return "; ".join(told)
 
 
 def checkpoints(history: RunHistory) -> str:

@@ -71,6 +71,12 @@ def _refuse_units(settings: Settings) -> None:
                 'has no effect with recycle.unit = "worker"',
                 'leave it out, or set recycle.unit to "replica"',
             )
+        if settings.slow == "drop":
+            raise SettingsError(
+                "slow",
+                '"drop" has no effect with recycle.unit = "worker", of which recycle.rebalance is the like',
+                'leave it out, or set recycle.unit to "replica"',
+            )
         return
     if settings.log is not None:
         raise SettingsError(
@@ -84,8 +90,20 @@ def _refuse_units(settings: Settings) -> None:
             '"replica" with recycle.max_slowdown, which counts losses of workers',
             'write "worker", or set recycle.max_slowdown to null',
         )
+    if settings.slow == "drop":
+        _refuse_dropping(settings)
     if settings.replicas is not None:
         _refuse_sharded(settings, settings.replicas)
+
+
+def _refuse_dropping(settings: Settings) -> None:
+    """What does not go with taking slow replicas offline."""
+    for wrong, what, instead in (
+        (settings.rebalance, "rebalance = true, which gives slow workers less work instead", "that to false"),
+        (not settings.reroute, "reroute = false: the others are to take a replica's work", "that to true"),
+    ):
+        if wrong:
+            raise SettingsError("slow", f'"drop" contradicts recycle.{what}', f'write "report", or set {instead}')
 
 
 def _refuse_sharded(settings: Settings, replicas: int) -> None:

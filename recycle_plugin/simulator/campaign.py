@@ -25,7 +25,7 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.simulator import given_up
+from recycle_plugin.simulator import given_up, slow_replicas
 from recycle_plugin.simulator.checkers import Watcher
 from recycle_plugin.simulator.cluster import Cluster, redone_share
 from recycle_plugin.simulator.exercised import ProtocolRule
@@ -93,6 +93,8 @@ def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -
     try:
         cluster.run(LIMIT_US * given.shards)
         watcher.finished(cluster, may_end(cluster))
+        for wrong in slow_replicas.mistaken(cluster):
+            watcher.say(wrong)
     except Exception as error:  # whatever the code under test raises is what is looked for
         watcher.say(f"{type(error).__name__}: {error}")
     faults = (*map(str, given.troubles), *map(str, given.faults), *map(str, given.heavy))

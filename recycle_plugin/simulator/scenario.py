@@ -83,7 +83,7 @@ class Scenario:
     full; ``helpers``: how many may help with a replay, None for all, and ``helps_not``: which share of them can't;
     ``shards``: workers that hold each seat together, of which the one with the number ``struck`` has the troubles and
     faults; ``by_hand``: the script sets the learning rate of each step; ``unit``: who is given up as one, "worker" (all
-    that hold a seat) or "replica".
+    that hold a seat) or "replica"; ``slow``: what becomes of a slow replica, as in the settings.
     """
 
     shape: Topology
@@ -120,6 +120,7 @@ class Scenario:
     by_hand: bool = False
     log_choices: tuple[tuple[int, ...], ...] = ()
     unit: str = "worker"
+    slow: str | None = None
 
     @property
     def loses_hosts(self) -> bool:

@@ -19,6 +19,7 @@ from recycle_plugin.core.vocabulary.topology import Topology, tied
 from recycle_plugin.planner import lowered, plan
 from recycle_plugin.simulator.message_delays import FAIR, STORMY, UNEVEN
 from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
+from recycle_plugin.simulator.seeded_slow import with_slow_replicas
 from recycle_plugin.simulator.simulated_worker import DEADLINES, SILENCE_S
 
 CALM_US = 2_000 * MILLISECOND  # no trouble begins later
@@ -103,6 +104,7 @@ def scenario(seed: int) -> Scenario:
         ("rates", _with_rates),
         ("hosts and logs", _with_lost_hosts),
         ("units", _with_units),
+        ("slow replicas", with_slow_replicas),
     ):
         job = change(
             job, Random(f"{name} in {seed}")

@@ -127,7 +127,7 @@ class SimulatedMachine:
         waits = scenario.clip > 0 and scenario.policy.together
         judging, stopwatch = (
             Judging(waits, scenario.clip > 0 and not waits),
-            Stopwatch(scenario.costs) if scenario.rebalances else None,
+            Stopwatch(scenario.costs) if scenario.rebalances or scenario.slow else None,
         )
         log = self.log = self._log() if scenario.logs else None
         self._words: dict[int, Word] = {}  # the last of each other shard
@@ -141,7 +141,7 @@ class SimulatedMachine:
         self.alive = self.runs = True
         self.stopped = self.unfenced = self.stuck = self.rude = self.waiting = self.busy = False
         self.percent, self.done, self.at, self.step, self.cpu_s = 100, 0, (WAITS, "the start"), 0, 0.0
-        self.waits_for = ""
+        self.waits_for, self._waited_us = "", 0
         self.current: Instruction | None = None  # the one that it is at
         self.losses: dict[int, dict] = {}  # as the training script gets them, by step
         self.reason: str | None = None  # of its end before the last step
@@ -333,15 +333,19 @@ class SimulatedMachine:
         """Yields until ``ready()`` is not None; that is the value.  Raises JobEnded, and Interrupted if
         ``interruptible``.
         """
-        while True:
-            self.control_view.check_end()
-            if interruptible:
-                self.control_view.check()
-            value = ready()
-            if value is not None:
-                return value
-            self.at = (WAITS, what if isinstance(what, str) else what())
-            yield self.at[1]
+        began_us = self.cluster.now
+        try:
+            while True:
+                self.control_view.check_end()
+                if interruptible:
+                    self.control_view.check()
+                value = ready()
+                if value is not None:
+                    return value
+                self.at = (WAITS, what if isinstance(what, str) else what())
+                yield self.at[1]
+        finally:
+            self._waited_us += self.cluster.now - began_us
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
         """Yields until ``ready()`` is not None, for ``datum`` that comes from ``source``; complains where that takes
@@ -416,6 +420,10 @@ class SimulatedMachine:
     def now_us(self) -> int:
         """The virtual time in microseconds."""
         return self.cluster.now
+
+    def waited_us(self) -> int:
+        """How long this worker has waited for others so far."""
+        return self._waited_us
 
     def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
         """Strikes with the fault that is named for this point of recovery (one argument), or for before or after an
@@ -699,6 +707,7 @@ def _job(scenario: Scenario) -> JobSpec:
         rebalance=scenario.rebalances,
         rejoin=scenario.rejoin,
         unit=scenario.unit,
+        slow=scenario.slow,
         log=scenario.logs,
         boundaries=scenario.log_choices[0] if scenario.log_choices else "all",
         stagger_optimizer=policy.stagger_optimizer,

@@ -42,6 +42,8 @@ JOB = {
     "factors": {},
     "shrinks": False,
     "wrong": "",
+    "lag": None,
+    "recycle": {},
     "config": {},
 }
 ROUNDING = {"fp32": 2e-6, "bf16": 4e-3}  # of weights, after all steps: sums are made in another order
@@ -308,3 +310,17 @@ def test_two_replicas_come_back_together(start):
     result = start(6, stage=3, replicas=3, kills=kills, held=[HELD], waits=4, steps=LONG)
     ended_well(result)
     assert sorted(event["rank"] for event in result.of("rejoined")) == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_slow_replica_goes_offline_and_the_rank_in_it_that_is_late_is_named(start, stage):
+    """Of what a layer asks the other ranks of its replica for at stage 3, these wait for it too."""
+    lag = [2, 0.3, 100]
+    found = start(stage=stage, steps=24, lag=lag, recycle={"slow": "drop", "rejoin": "never"})
+    ended_well(found)
+    named, (dropped,) = found.of("slow_replica")[0], found.of("replica_dropped")
+    assert (named["replica"], named["rank"], named["over"]) == (1, 2, False), named
+    assert named["behind_us"] > 200_000 and named["own_us"] > 200_000, named
+    assert dropped["replica"] == 1 and dropped["due"] is None and not found.of("lost")
+    assert {event["rank"] for event in found.of("left")} >= {2, 3} and set(found.records) == {0, 1}
+    ledger(found, RANKS)

@@ -95,6 +95,27 @@ def test_the_demo_of_a_return(warm, tmp_path, capsys):
 
 @pytest.mark.some_of(1, among="walk-throughs")
 @pytest.mark.timeout(400)
+def test_the_demo_of_a_whole_replica(warm, tmp_path, capsys):
+    """Its other worker goes with the killed one and comes with it; the others train its part, to the same losses."""
+    out = tmp_path / "whole"
+    code = main(["demo", "--out", str(out), "--scenario", "replica", "--steps", str(STEPS_BACK)])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    found = json.loads((out / "report.json").read_text())
+    assert found["passed"] and found["max_loss_difference"] <= 5e-6 and found["survivors_restarted"] == 0
+    assert [(one["seat"], one["instruction"]) for one in found["killed"]] == [("1.1", f"1F1.1@{STEPS_BACK // 5}")]
+    assert found["gone_along"] == ["1.0"] and [one["seat"] for one in found["survivors"]] == ["0.0", "0.1"]
+    back = found["rejoined"]
+    assert back["seat"] == "1.1" and STEPS_BACK // 5 < back["step"] < STEPS_BACK
+    assert back["bytes"] == STATE_BYTES and found["step_s_after"] > back["step_s_since"] > 0
+    assert found["predicted_ratio"] > 1.5, "one replica has the work of two meanwhile"
+    assert "it is given up with seat 1.1" in said and "rejoined: seat 1.0" in said and "rejoined: seat 1.1" in said
+    assert "the lost replica came back" in said
+    assert (out / "throughput.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.some_of(1, among="walk-throughs")
+@pytest.mark.timeout(400)
 def test_the_demo_of_a_stage_that_nobody_is_left_in(warm, tmp_path, capsys):
     """All others wait for its replay with what they have, and the losses are those without the kill."""
     out = tmp_path / "stage"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -15,6 +18,24 @@ class Endless(torch.utils.data.IterableDataset):
     def __iter__(self):
         while True:
             yield torch.randn(4), torch.randn(4)
+
+
+ACCELERATOR = """import deepspeed
+
+def prepare(model, config):  # as _prepare_deepspeed() of accelerate 1.15
+    ds_initialize = deepspeed.initialize
+    engine, optimizer, _, scheduler = ds_initialize(model=model, config_params=config)
+"""
+
+
+def accelerator():
+    """The module of the real package's name that calls DeepSpeed as that does; it is not installed for the tests."""
+    package = Path(os.environ["RECYCLE_TEST_FOLDER"]).parent / f"packages{os.environ['RANK']}"
+    (package / "accelerate").mkdir(parents=True)
+    (package / "accelerate" / "__init__.py").touch()
+    (package / "accelerate" / "accelerator.py").write_text(ACCELERATOR)
+    sys.path.insert(0, str(package))
+    return importlib.import_module("accelerate.accelerator")
 
 
 case = os.environ["RECYCLE_TEST_CASE"]
@@ -51,6 +72,8 @@ match case:
         type(get_accelerator()).is_fp16_supported = lambda self: None  # as on CPUs without
     case "no pipeline":
         pass
+    case "Hugging Face":
+        config["recycle"] |= {"unit": "replica", "replicas": 2}
     case "no batch size":
         del config["train_micro_batch_size_per_gpu"]
     case "misspelt section":
@@ -65,6 +88,8 @@ match case:
 if case == "another backend":
     torch.distributed.Backend.register_backend("another", lambda *arguments: None, devices=["cpu"])
 deepspeed.init_distributed({"another backend": "another", "nccl": "nccl"}.get(case, "gloo"))
+if case == "Hugging Face":
+    accelerator().prepare(torch.nn.Linear(4, 4), config)
 if case == "no pipeline":
     model = torch.nn.Linear(4, 4)
 else:

@@ -11,8 +11,9 @@ refuses its files; ``load``: the folder of one that is begun with, or null; ``av
 and that averaged over all ranks, after each step; ``meets``: whether the ranks meet before the first step; ``rates``:
 who sets learning rates: DeepSpeed's scheduler of the "config", one of "functions" that are given to it, or the
 "script", for each step, those of some multiplied by ``factors``; ``shrinks``: whether batches do; ``seldom``: whether
-each third micro-batch leaves a layer out; ``wrong``: what is wrong in its loop; ``config``: more of DeepSpeed's.  What
-a rank has drawn is written down before its step.
+each third micro-batch leaves a layer out; ``wrong``: what is wrong in its loop; ``lag``: a rank, seconds and a
+step: the rank sleeps for so long in each forward up to that step, or null; ``recycle``: more settings of the plugin's;
+``config``: more of DeepSpeed's.  What a rank has drawn is written down before its step.
 """
 
 from __future__ import annotations
@@ -50,10 +51,13 @@ def sample(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.steps = lambda: 0
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((WIDTH, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, WIDTH)))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         die("forward")
+        if job["lag"] and job["lag"][0] == RANK and self.steps() < job["lag"][2]:
+            time.sleep(job["lag"][1])
         for number, layer in enumerate(self.layers[:-1]):
             if number == 0 or not job["seldom"] or calls % 3:
                 x = torch.tanh(layer(x))
@@ -95,7 +99,7 @@ def config() -> dict:
     recycle = {"enabled": False}
     if job["replicas"]:
         recycle = {"enabled": True, "unit": "replica", "replicas": job["replicas"], "run_dir": job["folder"]}
-        recycle |= {"report": False, "check_replicas": 1, "faults": job["faults"]}
+        recycle |= {"report": False, "check_replicas": 1, "faults": job["faults"]} | job["recycle"]
         recycle |= {"batch": "shrink"} if job["shrinks"] else {}
     rates = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 1e-2}}
     return (
@@ -196,6 +200,7 @@ def main() -> None:
     model = Net()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(), **functions())
     met = meet() if job["meets"] else []
+    model.steps = lambda: engine.global_steps
     if job["load"]:
         path, state = engine.load_checkpoint(job["load"])
         assert path is not None and state["drawn"] > 0, path

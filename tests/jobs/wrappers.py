@@ -371,6 +371,18 @@ def linger(seat: str, seconds: float, step: int, only: str = "", computes: bool 
     Operations.compute = changed
 
 
+def lag(seat: str, seconds: float, last: int) -> None:
+    """The worker at ``seat``, whichever process that is, sleeps for ``seconds`` in each forward up to step ``last``."""
+    compute = Operations.compute
+
+    def changed(self: Operations, instruction, have, *given) -> dict:
+        if seat == str(have.seat) and instruction.op is Op.F and 0 < instruction.step <= last:
+            time.sleep(seconds)
+        return compute(self, instruction, have, *given)
+
+    Operations.compute = changed
+
+
 def swallow(seat: str, only: str, times: int) -> None:
     """What the worker at ``seat`` is to send in the instruction ``only`` is gone without a trace, so many ``times``."""
     transfer, perform, left = TorchMachine.transfer, TorchMachine.performing, [True] * times

@@ -582,7 +582,7 @@ def no_era(monkeypatch) -> None:
     changed(monkeypatch, StepStore, "discard_after", discard_after)
 
 
-@mistake("the weights behind a step that was taken back are still said to be here", seen=65)
+@mistake("the weights behind a step that was taken back are still said to be here", seen=81)
 def both_weights(monkeypatch) -> None:
     def undo(self, before, step):
         later = Datum("params", self.seat.stage, None, step + 1)

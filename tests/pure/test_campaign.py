@@ -27,13 +27,14 @@ from tests.pure import (  # noqa: F401  add their own
     mistakes_joining,
     mistakes_replay,
     mistakes_shrinking,
+    mistakes_slow,
     mistakes_suspicion,
     mistakes_together,
 )
 from tests.pure.mistakes import MISTAKES, SEEN, believed_of_many, void_is_not_heard_again
 
 FOUND_WITHIN = 2000  # seeds, by every mistake, and every rule is needed in one; most need a few
-RARE = (114, 123, 147, 166, 236, 302, 359, 585, 690, 1623)  # whose failures need rules that few others do
+RARE = (65, 114, 123, 147, 166, 236, 262, 302, 359, 585, 690, 1623)  # whose failures need rules that few others do
 
 
 @pytest.mark.timeout(900)  # a whole campaign, on a machine that may do other things beside

@@ -80,6 +80,17 @@ def test_what_is_given_to_initialize():
     assert "recycle.replicas is 3, and the job has 4 ranks" in refusal({}, {}, replicas=3)
 
 
+@pytest.mark.parametrize("caller", ("accelerate.accelerator", "transformers.trainer"))
+def test_who_drives_the_engine_by_itself(caller):
+    from recycle_plugin.adapters.deepspeed.replica.refusals import check
+
+    line = "Hugging Face's Trainer.* with recycle.replicas says itself .*; write the loop"
+    with pytest.raises(RecycleError, match=line):
+        check(BASE, {"model": nn.Linear(2, 2)}, 2, 4, caller)
+    check(BASE, {"model": nn.Linear(2, 2)}, 2, 4, "__main__")
+    check(BASE, {"model": nn.Linear(2, 2)}, 2, 4, "accelerated.loop")
+
+
 @pytest.mark.parametrize("more, line", SETTINGS)
 def test_settings(more, line):
     with pytest.raises(SettingsError) as caught:

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,7 +98,8 @@ class Plugin:
             if not settings.enabled:
                 return stock(*arguments, **named)
             given = dict(zip(("args", "model", "optimizer", "model_parameters", "training_data"), arguments)) | named
-            ours = self._our_engine if settings.replicas is None else self._replica_engine
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            ours = self._our_engine if settings.replicas is None else partial(self._replica_engine, caller)
             with ours(module, config, settings, given):
                 return stock(*arguments, **named)
 
@@ -153,9 +155,11 @@ class Plugin:
 
     @contextmanager
     def _replica_engine(
-        self, module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]
+        self, caller: str, module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]
     ) -> Iterator[None]:
-        """Inside of this context ``deepspeed.initialize`` builds our engine of one rank of a replica."""
+        """Inside of this context ``deepspeed.initialize``, which the module ``caller`` calls, builds our engine of one
+        rank of a replica.
+        """
         check_versions()
         from recycle_plugin.adapters.deepspeed.engine_checks import backend
         from recycle_plugin.adapters.deepspeed.replica.engine import ReplicaArguments, engine_class
@@ -164,7 +168,7 @@ class Plugin:
 
         self._check_once()
         assert settings.replicas is not None, "or it would be the other engine"
-        check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]))
+        check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]), caller)
         module.init_distributed(dist_backend=backend())
         group.check_backend(sys.modules["torch.distributed"].get_backend())
         self.session.configure(settings.wait_timeout_s, settings.regroup_timeout_s, settings.group_sums)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from recycle_plugin.core.coordinator import goodbyes, recovery_ways, replays, returns
+from recycle_plugin.core.coordinator import goodbyes, offline, recovery_ways, replays, returns
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.ending import Ending
@@ -42,6 +42,7 @@ from recycle_plugin.core.coordinator.places import Places, ended_iterators
 from recycle_plugin.core.coordinator.recovery_times import RecoveryTimes
 from recycle_plugin.core.coordinator.regrouping import Regrouping, Reports
 from recycle_plugin.core.coordinator.replica_check import Mismatch
+from recycle_plugin.core.coordinator.slow_replicas import SlowReplicas
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.suspicions import Suspicions
@@ -98,6 +99,7 @@ class Course:
         self.vacancies = Vacancies()
         self.recovery_times = RecoveryTimes()
         self.batches = StepBatches.full(0)  # whose micro-batches each step has, once the job is known
+        self.drops: dict[int, offline.Drops] = {}  # by replica, of those that were slow once
         self.unsaid: dict[int, list[Member]] = {}  # by stage, who is lost, and it was not said yet which way that goes
         self._barriers = Barriers()
         self._throughput_floor = ThroughputFloor()
@@ -132,7 +134,8 @@ class Course:
         self.job, self.logs = job, Logs(job.log, job.stages, logged)
         self.batches = StepBatches.full(job.replicas)
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
-        self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
+        slow_replicas = SlowReplicas(job.unit == "replica" and job.slow is not None)
+        self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards, slow_replicas)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)
         names = {rank: named(rank, seat) for rank, seat in roster.seats_by_rank().items()}
         hosts = roster.hosts_by_rank()
@@ -216,7 +219,7 @@ class Course:
         self.attendance.agreed(generation.roster)
         returns.come_in_force(self, out)
         self.attendance.failure_detector.regrouped()
-        self.steps.resume(self.roster.workers, committed)
+        self.steps.resume(self.roster, committed)
         self.logs.resume(committed, held, self.roster.workers)
         places = {str(replica): place for replica, place in self.places.known(reports).items()}
         ended, unfilled = ended_iterators(reports), self.places.unfilled(reports, committed)
@@ -348,10 +351,14 @@ class Course:
         if member is None or self.halted or self.ending.failed:
             return
         self.places.stepped(message, member.seat.replica)
+        before = self.committed
         for step in self.steps.apply(message, self.roster.workers):
             self._commit(step, now, out)
         self._compare_replicas(now, out)
         self._rebalance(now, out)
+        if self.committed > before:
+            offline.drop(self, now, out)
+            offline.bring_back(self, now, out)
 
     def _commit(self, step: int, now: float, out: CoordinatorOutput) -> None:
         self.attendance.failure_detector.committed(step, now)

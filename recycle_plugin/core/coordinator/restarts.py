@@ -13,13 +13,18 @@ LIMITS = {"always": IN_A_ROW, "never": 0}
 ELSEWHERE = "python -m recycle_plugin.launch --join takes its seat"
 
 
+def starts_in_a_row(rejoin: str | int) -> int:
+    """How many starts in vain the setting ``rejoin`` allows for in a row."""
+    return LIMITS[rejoin] if isinstance(rejoin, str) else rejoin
+
+
 class Restarts:
     """How often those of each unit, that come as one, were started again in vain, by the setting ``rejoin``: "always",
     "never", or a number of starts in a row.  A unit goes by its first rank.
     """
 
     def __init__(self, rejoin: str | int = "never") -> None:
-        self._limit = LIMITS[rejoin] if isinstance(rejoin, str) else rejoin
+        self._limit = starts_in_a_row(rejoin)
         self._in_vain: dict[int, int] = {}  # by unit, newcomers in a row that died before they were admitted
 
     def in_vain(self, unit: int) -> None:

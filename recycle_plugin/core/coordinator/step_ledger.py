@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.recorded import Recorder
 from recycle_plugin.core.coordinator.replica_check import Fingerprints, Mismatch
+from recycle_plugin.core.coordinator.slow_replicas import SlowReplicas
 from recycle_plugin.core.coordinator.step_figures import StepFigures
 from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.straggler_detector import StragglerDetector
@@ -26,15 +27,21 @@ from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 class StepLedger:
     """The coordinator's knowledge of the steps.  ``committed``: the last step that stays; ``rebalances``: compute times
-    count; ``shards``: of every seat; ``figures``: what they take.
+    count; ``shards``: of every seat; ``slow_replicas``: who holds them up, if anybody; ``figures``: what they take.
     """
 
     def __init__(
-        self, committed: int = 0, validation: StepValidation | None = None, rebalances: bool = False, shards: int = 1
+        self,
+        committed: int = 0,
+        validation: StepValidation | None = None,
+        rebalances: bool = False,
+        shards: int = 1,
+        slow_replicas: SlowReplicas | None = None,
     ) -> None:
         self.committed = committed
         self.validation = validation or StepValidation()
         self.straggler_detector = StragglerDetector()
+        self.slow_replicas = slow_replicas or SlowReplicas()
         self.recorded = Recorder(committed)
         self._rebalances = rebalances
         self._applied: dict[WorkerId, int] = {}
@@ -53,6 +60,7 @@ class StepLedger:
     def add_compute_time(self, message: ComputeTime) -> None:
         """Takes in how long a worker has computed in a step."""
         self.figures.add(message)
+        self.slow_replicas.add(message)
         if self._rebalances:
             self.straggler_detector.add(message)
 
@@ -96,6 +104,7 @@ class StepLedger:
         """
         self.committed = step
         self.validation.committed(step)
+        self.slow_replicas.committed(step, roster, now)
         for late, values in self._contributions.committed(step):  # what the others have said of it is all here
             out.say(
                 "warning",
@@ -185,9 +194,12 @@ class StepLedger:
         self._contributions.discard_after(step - 1)
         self.validation.discard_after(step - 1)
 
-    def resume(self, workers: Iterable[WorkerId], committed: int) -> None:
-        """Lets ``workers`` go on from step ``committed``; whoever is ahead, and stays so, says it again."""
-        self._applied = dict.fromkeys(workers, committed)
+    def resume(self, roster: Roster, committed: int) -> None:
+        """Lets the members of ``roster`` go on from step ``committed``; whoever is ahead, and stays so, says it
+        again.
+        """
+        self._applied = dict.fromkeys(roster.workers, committed)
+        self.slow_replicas.interrupted(roster)
 
     def _unheard(self, step: int, held: Mapping[str, dict], behind: bool) -> bool:
         """Whether ``step`` was rejected, and not everybody knew, or somebody is ``behind``: it has found out for itself

@@ -245,12 +245,17 @@ class ComputeTime(OfWorker):
     said before :class:`Stepped`.
 
     ``again_us``: the part of the first that went to what had been another worker's, or to what it had computed before.
+    ``exchange_us``: how long its sum with the other replicas took, most of which who comes early waits for the others;
+    ``own_us``: the part of the time since the step before in which it has waited for nobody.  Neither is known of a
+    step that a failure has interrupted, and the second not of the first.
     """
 
     step: int
     spent_us: int
     nominal_us: int
     again_us: int = 0
+    exchange_us: int | None = None
+    own_us: int | None = None
 
 
 @dataclass(frozen=True)

@@ -228,6 +228,12 @@ class Roster:
         """The members with ``shard`` of ``stage`` that are still joining.  Costs time in proportion to these."""
         return tuple(member for member in self.peers(stage, shard) if member.joining)
 
+    def working_peers(self, stage: int, shard: int = 0) -> dict[int, Member]:
+        """By replica, the members with ``shard`` of ``stage`` whose seat is given work.  Costs time in proportion to
+        these.
+        """
+        return {member.seat.replica: member for member in self.peers(stage, shard) if member.seat in self.working}
+
     def is_last(self, member: Member) -> bool:
         """Whether no other seat of ``member``'s stage is at work, so that only this one is known to have its state.
         Costs time in proportion to the stage's members.

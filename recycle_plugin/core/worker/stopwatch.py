@@ -1,4 +1,8 @@
-"""The stopwatch of a worker: how long it has computed in each step, and how long its plan thinks that takes."""
+"""The stopwatch of a worker: how long it has computed in each step, and how long its plan thinks that takes; how long
+its sum with the other replicas took, and for how long it has waited for nobody.
+
+All by its own clock, so that clocks of different hosts are never compared.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,8 @@ class Stopwatch:
         self._spent: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._meant: dict[int, frozenset[Instruction]] = {}
         self._done: dict[int, set[Instruction]] = defaultdict(set)
+        self._exchanged: dict[int, int | None] = {}  # by step, what its sum took; None: it was interrupted
+        self._since: tuple[int, int] | None = None  # the clock at the last step, and what had been waited by then
 
     def begin(self, program: StepProgram) -> None:
         """Notes that ``program`` is run next.
@@ -33,6 +39,8 @@ class Stopwatch:
             for old in [step for step in kept if step < program.step - 1]:
                 del kept[old]
         self._meant.setdefault(program.step, frozenset(program.instructions))
+        if program.resumed:
+            self._exchanged[program.step] = None
 
     def add(self, span: Span) -> None:
         """Counts the time of an instruction that has run, if it computes."""
@@ -44,8 +52,18 @@ class Stopwatch:
             spent[2] += took if one in done or one not in self._meant[one.step] else 0
             done.add(one)
 
-    def compute_time(self, rank: int, step: int) -> ComputeTime:
+    def exchanged(self, step: int, took_us: int) -> None:
+        """Counts what the sum of ``step`` with the other replicas took."""
+        self._exchanged.setdefault(step, took_us)
+
+    def compute_time(self, rank: int, step: int, now_us: int, waited_us: int) -> ComputeTime:
         """The message that says how long ``step``, which has been applied, was computed on here; the count is
-        dropped.
+        dropped.  ``now_us``: the clock; ``waited_us``: how long this worker has waited for others so far.
         """
-        return ComputeTime(rank, step, *self._spent.pop(step, (0, 0, 0)))
+        exchange, since = self._exchanged.pop(step, None), self._since
+        self._since = now_us, waited_us
+        own = None
+        if exchange is not None and since is not None:
+            own = max(0, now_us - since[0] - (waited_us - since[1]))
+        spent, nominal, again = self._spent.pop(step, (0, 0, 0))
+        return ComputeTime(rank, step, spent, nominal, again, exchange, own)

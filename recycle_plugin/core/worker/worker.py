@@ -91,6 +91,9 @@ class Machine(Protocol):
     def now_us(self) -> int:
         """The machine's clock, in integer microseconds."""
 
+    def waited_us(self) -> int:
+        """How long this worker has waited for others so far, in integer microseconds."""
+
     def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
         """Tells that an instruction is about to run or has run (``when``: "before" or "after"): injected faults strike
         here.
@@ -532,8 +535,10 @@ class Worker:
         same, and what is here stays.
         """
         (datum,) = provides(instruction)
-        holder = self.running.holder if instruction.op is Op.REDUCE else None
+        holder, began_us = self.running.holder if instruction.op is Op.REDUCE else None, self._machine.now_us()
         total = yield from self._machine.add_up(instruction, self.store, holder)
+        if self._stopwatch is not None and instruction.op is Op.REDUCE:
+            self._stopwatch.exchanged(instruction.step, self._machine.now_us() - began_us)
         if datum not in self.store:
             self.store.conclude(instruction, {datum: total})
             if self._log is not None and instruction.op is Op.TIE:
@@ -564,7 +569,8 @@ class Worker:
         if self._log is not None:
             self._log.applied(step, self.store.get(self._norm(step)))
         if self._stopwatch is not None:
-            self._machine.send(self._stopwatch.compute_time(self._control_view.rank, step))
+            now_us, waited_us = self._machine.now_us(), self._machine.waited_us()
+            self._machine.send(self._stopwatch.compute_time(self._control_view.rank, step, now_us, waited_us))
         self.applied(step)
 
     def _validate_later(self, step: int) -> None:

@@ -88,6 +88,7 @@ class Session(ControlView):
         self.group_sums = "warn"
         self.work: object | None = None
         self.trainer: int | None = None
+        self.waited_us = 0
         self.when_adopted: Callable[[], None] = lambda: None
         self.through: Callable[[], None] = lambda: None
         self.at_end: Callable[[], None] = lambda: None
@@ -235,7 +236,7 @@ class Session(ControlView):
         self._refuse_forks()
         timeout_s = timeout_s or self.wait_timeout_s
         deadline, served = time.monotonic() + timeout_s, None
-        with self.heartbeats.at(WAITS, what):
+        with self.heartbeats.at(WAITS, what), self._counted():
             while True:
                 with self.changed:
                     self.check_end()
@@ -256,6 +257,15 @@ class Session(ControlView):
                         left = min(deadline, cut_off) - now
                         self.changed.wait(left if served is None else min(left, SERVE_S))
                 served = self._serve_newcomers()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count the time inside of this context as waited."""
+        began_us = time.monotonic_ns() // 1000
+        try:
+            yield
+        finally:
+            self.waited_us += time.monotonic_ns() // 1000 - began_us
 
     def _serve_newcomers(self) -> bool | None:
         """Do what newcomers ask for, since the thread that trains waits anyway; whether there was something to do now,

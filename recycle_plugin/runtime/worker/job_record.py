@@ -28,6 +28,7 @@ ALIKE = (
     "exact",
     "rejoin",
     "unit",
+    "slow",
 )  # settings that all workers have to have alike
 
 

@@ -204,6 +204,10 @@ class TorchMachine:
         """Microseconds since the epoch: one clock for all processes of a host, so that traces line up."""
         return time.time_ns() // 1000  # one clock for all processes of a host, so that traces line up
 
+    def waited_us(self) -> int:
+        """How long the process has waited for others so far, in microseconds."""
+        return self._session.waited_us
+
     @contextmanager
     def running(self, program: StepProgram) -> Iterator[Iterable[Instruction]]:
         """A context for a step's program: a membership change interrupts it, and is not dealt with in a collective."""

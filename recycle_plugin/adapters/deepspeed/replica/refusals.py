@@ -45,13 +45,34 @@ ELSEWHERE = {
 }
 
 
-def check(config: dict[str, Any], given: dict[str, Any], replicas: int, world: int) -> None:
+DRIVERS = {
+    "accelerate": "Hugging Face's Trainer, or Accelerator.prepare(),",
+    "transformers": "Hugging Face's Trainer",
+}  # by the package that calls deepspeed.initialize
+
+
+def check(config: dict[str, Any], given: dict[str, Any], replicas: int, world: int, caller: str = "") -> None:
     """Raise RecycleError for a job that is not supported, before its engine is built.
 
-    ``config``: the whole DeepSpeed config; ``given``: the arguments of ``deepspeed.initialize``, by name.
+    ``config``: the whole DeepSpeed config; ``given``: the arguments of ``deepspeed.initialize``, by name; ``caller``:
+    the module that calls it.
     """
-    for line in (*_of_config(config), *sizes(config), *_of_ranks(replicas, world), *_of_arguments(config, given)):
+    lines = _of_config(config), sizes(config), _of_ranks(replicas, world), _of_arguments(config, given)
+    for line in (*_of_caller(caller), *(line for each in lines for line in each)):
         raise RecycleError(line)
+
+
+def _of_caller(caller: str) -> Iterator[str]:
+    """Who drives the engine by itself: it draws as many micro-batches for a step as the config says, and tells the
+    engine which of them is the last, so that with ``batch: constant`` nobody would draw a lost replica's.
+    """
+    driver = DRIVERS.get(caller.partition(".")[0])
+    if driver is not None:
+        yield (
+            f"{driver} with {REPLICA} says itself which micro-batch is a step's last, which a lost replica's work "
+            "moves; write the loop with engine(…), engine.backward(loss) and engine.step() of deepspeed.initialize, or "
+            "set recycle.enabled to false"
+        )
 
 
 def _of_config(config: dict[str, Any]) -> Iterator[str]:
