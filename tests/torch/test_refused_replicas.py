@@ -88,6 +88,7 @@ def test_who_drives_the_engine_by_itself(caller):
     with pytest.raises(RecycleError, match=line):
         check(BASE, {"model": nn.Linear(2, 2)}, 2, 4, caller)
     check(BASE, {"model": nn.Linear(2, 2)}, 2, 4, "__main__")
+    check(BASE, {"model": nn.Linear(2, 2)}, 2, 4)  # where batches shrink, and nobody comes back
     check(BASE, {"model": nn.Linear(2, 2)}, 2, 4, "accelerated.loop")
 
 

@@ -168,7 +168,8 @@ class Plugin:
 
         self._check_once()
         assert settings.replicas is not None, "or it would be the other engine"
-        check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]), caller)
+        keeps_count = settings.batch == "shrink" and settings.rejoin == "never"
+        check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]), "" if keeps_count else caller)
         module.init_distributed(dist_backend=backend())
         group.check_backend(sys.modules["torch.distributed"].get_backend())
         self.session.configure(settings.wait_timeout_s, settings.regroup_timeout_s, settings.group_sums)

@@ -32,6 +32,8 @@ class PushedSteps:
         """
         if self._need is Need.NOTHING:
             return self._trainer.topology.micro_batches == 1
+        if self._need is Need.PASS:
+            return self._script.left == 1
         return self._need is Need.STEP or (self._script.left == 1 and not self._ran)
 
     @property

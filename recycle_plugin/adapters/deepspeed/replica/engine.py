@@ -220,11 +220,14 @@ class ReplicaEngine(DeepSpeedEngine):
         )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Refuse: a loss moves the boundary, and the program says where it is."""
-        raise RecycleError(
-            "engine.set_gradient_accumulation_boundary() with recycle.replicas: a loss moves the boundary; ask "
-            "engine.is_gradient_accumulation_boundary()"
-        )
+        """Take what is so where batches shrink; else refuse: a loss moves the boundary, and the program says where it
+        is.
+        """
+        if not (self._job.settings.batch == "shrink" and is_boundary == self._steps.at_boundary):
+            raise RecycleError(
+                f"engine.set_gradient_accumulation_boundary({is_boundary}) with recycle.replicas: a loss moves the "
+                "boundary; ask engine.is_gradient_accumulation_boundary()"
+            )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Refuse: steps of another size are not planned for yet."""

@@ -55,7 +55,7 @@ def check(config: dict[str, Any], given: dict[str, Any], replicas: int, world: i
     """Raise RecycleError for a job that is not supported, before its engine is built.
 
     ``config``: the whole DeepSpeed config; ``given``: the arguments of ``deepspeed.initialize``, by name; ``caller``:
-    the module that calls it.
+    the module that calls it, "" where that may be any.
     """
     lines = _of_config(config), sizes(config), _of_ranks(replicas, world), _of_arguments(config, given)
     for line in (*_of_caller(caller), *(line for each in lines for line in each)):
@@ -64,14 +64,15 @@ def check(config: dict[str, Any], given: dict[str, Any], replicas: int, world: i
 
 def _of_caller(caller: str) -> Iterator[str]:
     """Who drives the engine by itself: it draws as many micro-batches for a step as the config says, and tells the
-    engine which of them is the last, so that with ``batch: constant`` nobody would draw a lost replica's.
+    engine which of them is the last, so that with ``batch: constant`` nobody would draw a lost replica's; and it counts
+    steps by itself, from the first one also where the engine of a rank that comes back is at a later one.
     """
     driver = DRIVERS.get(caller.partition(".")[0])
     if driver is not None:
         yield (
             f"{driver} with {REPLICA} says itself which micro-batch is a step's last, which a lost replica's work "
-            "moves; write the loop with engine(…), engine.backward(loss) and engine.step() of deepspeed.initialize, or "
-            "set recycle.enabled to false"
+            'moves, and counts steps itself: set recycle.batch to "shrink" and recycle.rejoin to "never", or write the '
+            "loop with engine(…), engine.backward(loss) and engine.step() of deepspeed.initialize"
         )
 
 
