@@ -53,7 +53,7 @@ def test_steps_belong_to_who_was_away_when_they_began():
     away = [(10.0, 14.0), (14.0, 16.0), (16.0, 18.0), (18.0, 20.0), (20.0, 21.5)]
     joining = [(21.5, 22.5), (22.5, 25.5)]
     found = after([*usual, *away, *joining, (25.5, 95.5)], 1.0, 10.5, Back(18.0, 21.0, 23.0))
-    assert (found.within_s, found.stall_s) == (3.5, 3.0), "the longest of those that begin before it is ready"
+    assert found.stall_s == 3.0, "the longest of those that begin before it is ready"
     assert (found.start_s, found.from_kill_s, found.from_start_s, found.join_s) == (3.0, 12.5, 5.0, 2.0)
     assert (found.joining, found.joining_worst) == (1.0, 1.5), "in units of two seconds, a step while it is away"
 
@@ -63,6 +63,13 @@ def test_a_newcomer_that_is_ready_within_the_stall_is_measured_by_the_steps_befo
     assert (found.stall_s, found.joining, found.joining_worst) == (14.0, 2.0, 2.0)
     never = after([(0.0, 1.0), (1.0, 16.0), (16.0, 36.0)], 1.0, 1.5, None)
     assert (never.stall_s, never.joining, never.join_s) == (19.0, None, None)
+
+
+def test_a_step_that_was_ended_when_others_were_struck_is_no_step_while_they_are_away():
+    """One peer's step ends at the strike, and its next one stalls."""
+    steps = [(0.0, 1.0), (1.0, 2.001), (2.001, 7.0), (7.0, 9.0), (9.0, 11.5), (11.5, 14.5)]
+    found = after(steps, 1.0, 2.0, Back(8.0, 9.2, 12.0))
+    assert found.stall_s == pytest.approx(3.999) and found.joining == pytest.approx(1.5)
 
 
 def test_losses_are_compared_step_by_step_with_those_of_a_run_without_a_failure():
@@ -90,7 +97,7 @@ def test_the_batch_is_what_was_in_the_smallest_step():
 
 
 def struck(stall_s: float, joining: float | None = None) -> dict:
-    return vars(Struck(GOES_ON, stall_s, 0.3, stall_s, 1.0, 1e-8, joining=joining, joining_worst=joining))
+    return vars(Struck(GOES_ON, 0.3, None, stall_s, 1.0, 1e-8, joining=joining, joining_worst=joining))
 
 
 def overhead(seconds: float) -> dict[str, float]:
@@ -102,7 +109,7 @@ def rounds_of(ours_s: float, theirs_s: float, tuned_s: float) -> dict:
     return {
         "kill": kill,
         "stop": {OURS: [struck(19.0)], RELEASE: [struck(60.0)]},
-        "coordinator": {OURS: [vars(Struck(ENDS, 1.0, 0.3))]},
+        "coordinator": {OURS: [vars(Struck(ENDS, 0.3, 1.0))]},
         FAULT_FREE: {OURS: [overhead(0.004)], RELEASE: [overhead(0.013)]},
     }
 
@@ -206,7 +213,7 @@ def test_what_is_lost_with_a_batch_that_shrinks_shows(tmp_path, losses):
 @pytest.mark.timeout(600)
 def test_without_its_coordinator_a_job_ends(tmp_path, losses):
     found = strike(own_sides()[0], "coordinator", SHAPE, tmp_path / "job", Random(1), losses)
-    assert found.outcome == ENDS and found.within_s > 0 and found.stall_s is None
+    assert found.outcome == ENDS and found.ended_s > 0 and found.stall_s is None
 
 
 @pytest.mark.processes

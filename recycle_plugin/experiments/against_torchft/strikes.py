@@ -21,6 +21,7 @@ from recycle_plugin.experiments.runs import JobRun, environment
 from recycle_plugin.observability.run_history import read_events
 
 DEADLINE_S = 180.0  # of each wait in a run
+SAME_S = 0.05  # so far apart peers are at most at the end of a step
 LOOK_S = 0.1  # between two looks at the logs, which have their own times
 WARM_UP, SETTLED = 3, 10  # steps that no median counts, and steps that give one
 AFTER = 6  # steps that show that a struck job goes on
@@ -46,21 +47,21 @@ class Shape:
 class Struck:
     """What a strike has done; None where there is nothing of the kind.
 
-    ``outcome``: of the training among those who are left, ``within_s`` seconds of the strike: of the first step
-    afterwards, or of the end.  Seconds: ``step_s`` of a step before, the median, and ``stall_s``, by which the longest
-    step of a healthy peer that ended afterwards was longer, the return left out.  ``batch``: the least share of the
+    ``outcome``: of the training among those who are left.  Seconds: ``ended_s`` from the strike to their end,
+    ``step_s`` of a step before, the median, and ``stall_s``, by which the longest step of a healthy peer that ended
+    afterwards was longer, the return left out.  ``batch``: the least share of the
     whole batch that was in a step.  ``apart``: how far losses are at most from those of a run without a failure,
     relatively.
 
     ``start_s``: from the start of the newcomer's process until it is ready to train; ``from_kill_s``, ``from_start_s``,
     ``join_s``: from the strike, from that start, and from where it is ready, until a step with its contribution is
     committed.  ``joining``, ``joining_worst``: a healthy peer's steps meanwhile, in units of its steps while the other
-    is away, or where there are none, before: the median, and the longest.
+    is away and nobody waits, or where there are none, before: the median, and the longest.
     """
 
     outcome: str
-    within_s: float | None
     step_s: float
+    ended_s: float | None = None
     stall_s: float | None = None
     batch: float | None = None
     apart: float | None = None
@@ -92,7 +93,7 @@ def strike(
     steps = steps_of(log, peers)
     usual = median([ended - began for began, ended in steps if ended < at] or [shape.step_s])
     if outcome != GOES_ON:
-        return Struck(outcome, time.time() - at if outcome == ENDS else None, usual)
+        return Struck(outcome, usual, time.time() - at if outcome == ENDS else None)
     found = after(steps, usual, at, back)
     return replace(found, batch=batch, apart=apart(log, peers, at, side.first_step, reference))
 
@@ -148,11 +149,11 @@ def after(steps: Times, usual: float, at: float, back: Back | None) -> Struck:
     stalled = [(ended - began, ended) for began, ended in steps if ended >= at and began < ready_at]
     if not stalled:
         raise TooShort("no step has ended behind the strike")
-    first = min(ended for _, ended in stalled)
-    found = Struck(GOES_ON, first - at, usual, max(taken for taken, _ in stalled) - usual)
+    longest_s, over = max(stalled)
+    found = Struck(GOES_ON, usual, stall_s=longest_s - usual)
     if back is None:
         return found
-    away = [ended - began for began, ended in steps if began >= first and ended <= ready_at]
+    away = [ended - began for began, ended in steps if began >= over - SAME_S and ended <= ready_at]
     unit = median(away) if away else usual
     joining = [(ended - began) / unit for began, ended in steps if ready_at <= began < back_at]
     return replace(
