@@ -123,11 +123,12 @@ def verdicts(found: Rounds, stop_s: float | None) -> list[Verdict]:
     def times(factor: float, value: float | None) -> float | None:
         return None if value is None else factor * value
 
-    stall = of("kill", OURS, "stall_s")
+    stall, step_s = of("kill", OURS, "stall_s"), of("stop", OURS, "step_s")
+    stopped_s = None if stop_s is None or step_s is None else stop_s + step_s
     return [
         Verdict("SIGKILL: stall, s, at most 1/10 of torchft's", stall, times(0.1, of("kill", RELEASE, "stall_s"))),
         Verdict("SIGKILL: stall, s, below torchft's with a timeout of 1 s", stall, of("kill", TUNED, "stall_s")),
-        Verdict("SIGSTOP: stall, s, within the printed deadline", of("stop", OURS, "stall_s"), stop_s),
+        Verdict("SIGSTOP: stall, s, at most the printed deadline and a step", of("stop", OURS, "stall_s"), stopped_s),
         Verdict(
             "fault-free overhead, s, at most a third of torchft's",
             of(FAULT_FREE, OURS, "overhead_s"),

@@ -10,16 +10,16 @@ from typing import Any
 from recycle_plugin.experiments.against_torchft.comparison import FAULT_FREE, Rounds
 
 PANELS = (
-    ("kill", "stall_s", "SIGKILL: healthy peers stall, s", True),
-    ("term", "stall_s", "SIGTERM: healthy peers stall, s", True),
-    ("stop", "stall_s", "SIGSTOP: healthy peers stall, s", True),
-    ("kill", "join_s", "ready to train until it contributes, s", False),
-    ("kill", "joining_worst", "longest healthy step while another joins, in usual ones", False),
-    (FAULT_FREE, "overhead_s", "added to each step without a fault, s", False),
-)  # strike, figure, title, whether its axis is logarithmic
-COLOURS = ("#1f6fb5", "#5aa2da", "#e07b39", "#f0b48c", "#8a949e", "#bcc4ca")
+    ("kill", "stall_s", "SIGKILL: healthy peers stall, s"),
+    ("term", "stall_s", "SIGTERM: healthy peers stall, s"),
+    ("stop", "stall_s", "SIGSTOP: healthy peers stall, s"),
+    ("kill", "join_s", "ready to train until it contributes, s"),
+    ("kill", "joining_worst", "longest healthy step while another joins, in usual ones"),
+    (FAULT_FREE, "overhead_s", "added to each step without a fault, s"),
+)  # strike, figure, title
+COLOURS = {"recycle": ("#1f6fb5", "#5aa2da"), "torchft": ("#e07b39", "#f0b48c")}  # the plain ones, and with a change
 INK, GRID, POINT = "#22303c", "#d5dbe1", "#22303c"
-COLUMNS, LEAST = 3, 1e-3
+COLUMNS, TICKS = 3, 4
 
 
 def draw(found: Rounds, path: Path) -> None:
@@ -32,12 +32,12 @@ def draw(found: Rounds, path: Path) -> None:
     figure = Figure(figsize=(13, 2.6 * rows), dpi=100, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, COLUMNS, squeeze=False)
-    for place, spare in enumerate(each for row in axes for each in row):
+    for place, spare in enumerate(axes.flat):
         if place >= len(panels):
             spare.set_axis_off()
             continue
-        how, name, title, logarithmic = panels[place]
-        _panel(spare, _values(found, how, name), title, logarithmic)
+        how, name, title = panels[place]
+        _panel(spare, _values(found, how, name), title)
     figure.savefig(path)
 
 
@@ -48,18 +48,15 @@ def _values(found: Rounds, how: str, name: str) -> dict[str, list[float]]:
     return {side: each for side, each in values.items() if each}
 
 
-def _panel(axes: Any, values: Mapping[str, list[float]], title: str, logarithmic: bool) -> None:
+def _panel(axes: Any, values: Mapping[str, list[float]], title: str) -> None:
     sides = [*values]
     for place, side in enumerate(sides):
         middle = median(values[side])
-        axes.barh(place, max(middle, LEAST if logarithmic else middle), color=COLOURS[place % len(COLOURS)], height=0.7)
-        shown = [max(value, LEAST) if logarithmic else value for value in values[side]]
-        axes.plot(shown, [place] * len(shown), "o", color=POINT, markersize=2.5, alpha=0.6)
-        axes.annotate(
-            f"{middle:.3g}", (max(shown), place), (4, 0), textcoords="offset points", va="center", fontsize=8, color=INK
-        )
-    if logarithmic:
-        axes.set_xscale("log")
+        axes.barh(place, middle, color=COLOURS[side.split()[0].rstrip(",")]["," in side], height=0.7)
+        axes.plot(values[side], [place] * len(values[side]), "o", color=POINT, markersize=2.5, alpha=0.6)
+        beside = max(*values[side], 0.0), place
+        axes.annotate(f"{middle:.3g}", beside, (4, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
+    axes.locator_params(axis="x", nbins=TICKS)
     axes.margins(x=0.15)
     axes.set_yticks(range(len(sides)), sides, fontsize=8, color=INK)
     axes.invert_yaxis()
