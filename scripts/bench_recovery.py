@@ -6,7 +6,7 @@ scripts/bench_recovery.py --topology 2x2 --step 0.3 --kills 4   # replicas x sta
 scripts/bench_recovery.py --topology 3x4 --step 0.6 --singly    # each kill in a job of its own, with nobody missing yet
 scripts/bench_recovery.py --model gpt_tiny --topology 2x2       # real compute instead of sleeping layers
 scripts/bench_recovery.py --cause leave --step 0.3              # planned leaves, by "recycle leave"; sigterm: by that
-scripts/bench_recovery.py --against torchft                     # a replica's loss and return, beside torchft 0.2.0
+scripts/bench_recovery.py --against torchft                     # whole replicas, beside torchft's: five strikes
 
 Survivors keep what they have, so what is run again is what the lost worker had done: for single kills at random
 instants half of its share of the step's compute is to be expected, 12.5% with 2x2, 4.2% with 3x4.  "again %" is that
@@ -34,7 +34,10 @@ from recycle_plugin.commands.running_job import ask
 from recycle_plugin.core.messages.from_operators import AskLeave
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.experiments import against_torchft
+from recycle_plugin.experiments.against_torchft.comparison import FAULT_FREE, compare, deadline_s, table, verdicts
+from recycle_plugin.experiments.against_torchft.picture import draw
+from recycle_plugin.experiments.against_torchft.sides import NIGHTLY, RELEASE, own_sides, rivals
+from recycle_plugin.experiments.against_torchft.strikes import STRIKES, Shape
 from recycle_plugin.experiments.bench_scripts import script
 from recycle_plugin.experiments.measurements import (
     REPLACED,
@@ -79,7 +82,7 @@ def main(arguments: list[str]) -> int:
                     **summary(costs),
                 }
             )
-            print((table if found.cause == "kill" else leave_table)(results[-1], costs), flush=True)
+            print((kill_table if found.cause == "kill" else leave_table)(results[-1], costs), flush=True)
             judged = ("median", "stall_s") if found.cause == "kill" else ("most", "extra_s")
             missed |= target is not None and results[-1][judged[0]][judged[1]] > target
     (found.out / "recovery.json").write_text(json.dumps(results, indent=1))
@@ -99,7 +102,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--singly", action="store_true", help="one kill for each job")
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--against", choices=["torchft"], help="whole replicas, beside it; --step: the first one")
-    made.add_argument("--rounds", type=int, default=5, help="of --against: losses and returns of each")
+    made.add_argument("--rounds", type=int, default=5, help="of --against: strikes of each kind at each side")
+    made.add_argument(
+        "--strikes", nargs="+", default=[FAULT_FREE, *STRIKES], choices=[FAULT_FREE, *STRIKES], help="of --against"
+    )
+    made.add_argument(
+        "--sides", nargs="+", metavar="NAME", help="of --against, by the names in its table; default: all"
+    )
     made.add_argument("--replicas", type=int, default=3, help="of --against")
     made.add_argument("--megabytes", type=int, default=48, help="of --against: of weights and moments")
     made.add_argument("--out", type=Path, default=Path("runs/bench_recovery"), metavar="DIR")
@@ -107,14 +116,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def beside_torchft(found: argparse.Namespace) -> int:
-    """Measure a replica's loss and return, the plugin's and torchft's, and write and print what came out."""
-    shape = against_torchft.Shape(found.replicas, 2, found.step[0], found.megabytes)
-    measured = against_torchft.compare(shape, found.rounds, found.seed, found.out / "against_torchft")
-    print(against_torchft.table(shape, measured))
-    path, told = found.out / "against_torchft.json", {"torchft": against_torchft.VERSION, "seed": found.seed}
-    path.write_text(json.dumps(told | {"measured": measured, "shape": asdict(shape)}, indent=1))
-    print(f"written to {path}")
-    return 0
+    """Measure replicas that are struck, the plugin's and torchft's, and write and print what came out."""
+    sides = [side for side in (*own_sides(), *rivals()) if not found.sides or side.name in found.sides]
+    shape, folder = Shape(found.replicas, 2, found.step[0], found.megabytes), found.out / "against_torchft"
+    told = {"torchft": [RELEASE, NIGHTLY], "seed": found.seed, "shape": asdict(shape)}
+    folder.mkdir(parents=True, exist_ok=True)
+    path, picture = folder.with_suffix(".json"), folder.with_suffix(".png")
+    for measured in compare(sides, found.strikes, shape, found.rounds, found.seed, folder):
+        stop_s = deadline_s(folder)
+        path.write_text(json.dumps(told | {"measured": measured, "deadline_s": stop_s}, indent=1))
+        draw(measured, picture)
+        print(table(shape, measured, stop_s), flush=True)
+    print(f"written to {path} and {picture}")
+    return int(any(verdict.met is False for verdict in verdicts(measured, stop_s)))
 
 
 def measure(
@@ -204,7 +218,7 @@ def summary(costs: list[RecoveryCost] | list[LeaveCost]) -> dict:
     }
 
 
-def table(result: dict, costs: list[RecoveryCost]) -> str:
+def kill_table(result: dict, costs: list[RecoveryCost]) -> str:
     """A row per kill and the medians; milliseconds."""
     lines = [
         f"\n{result['topology']}, {result['model']}, step {result['median']['before_s']:.3f} s, {len(costs)} kills, "

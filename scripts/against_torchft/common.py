@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 WIDTH, SAMPLES = 512, 4
-RANK = int(os.environ["RANK"])
-JOB = json.loads(os.environ["AGAINST_TORCHFT"])  # folder, megabytes, step_s, micro_batches, replicas
+NAME = os.environ["RANK"]  # of who is no replica it is no number
+RANK = int(NAME) if NAME.isdecimal() else None
+JOB = json.loads(os.environ["AGAINST_TORCHFT"])  # folder, megabytes, step_s, micro_batches, replicas, settings
 
 
 def age_s() -> float:
@@ -31,7 +32,7 @@ class Log:
     def __init__(self) -> None:
         folder = Path(JOB["folder"]) / "log"
         folder.mkdir(exist_ok=True)
-        self._file = (folder / f"{RANK}-{os.getpid()}.jsonl").open("w", buffering=1)
+        self._file = (folder / f"{NAME}-{os.getpid()}.jsonl").open("w", buffering=1)
         self.say("started", time=time.time() - age_s())
 
     def say(self, event: str, **more: object) -> None:

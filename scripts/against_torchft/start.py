@@ -1,7 +1,7 @@
 """Starts the processes of a loop that has no launcher of its own, and each that dies anew after a second.
 
 start.py plain.py              # without anything that comes back
-start.py with_torchft.py 5000  # with torchft's lighthouse, in this process, with the options of its README, and so many
+start.py with_torchft.py 5000  # with torchft's lighthouse, a process with the options of its README, and so many
                                # milliseconds until a replica that is not heard counts as lost (its default: 5000)
 """
 
@@ -19,16 +19,8 @@ script = Path(sys.argv[1])
 job = json.loads(os.environ["AGAINST_TORCHFT"])
 returns = bool(sys.argv[2:])
 if returns:
-    from torchft.coordination import LighthouseServer
-
-    lighthouse = LighthouseServer(
-        "[::]:0",
-        min_replicas=1,
-        join_timeout_ms=10_000,
-        quorum_tick_ms=100,
-        heartbeat_timeout_ms=int(sys.argv[2]),
-    )
-    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+    lighthouse = subprocess.Popen([sys.executable, "lighthouse.py", sys.argv[2]], stdout=subprocess.PIPE, text=True)
+    os.environ["TORCHFT_LIGHTHOUSE"] = lighthouse.stdout.readline().strip()
 
 
 def start(rank: int) -> subprocess.Popen:

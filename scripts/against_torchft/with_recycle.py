@@ -17,11 +17,11 @@ def compute(step: int, replica: int, micro_batch: int) -> torch.Tensor:
     return loss
 
 
-settings = {"run_dir": JOB["folder"], "report": False}
+settings = {"run_dir": JOB["folder"], "report": False, **JOB["settings"]}
 trained = Replicas(model, optimizer, compute, JOB["micro_batches"], settings=settings)
 log.say("ready")
 while True:
     behind = trained.behind
-    trained.step()
+    loss = trained.step()
     if not behind:
-        log.say("step", step=trained.steps, whole=True)
+        log.say("step", step=trained.steps, whole=True, loss=loss)

@@ -37,12 +37,15 @@ log.say("ready")
 while True:
     before = manager.current_step()
     optimizer.zero_grad()
+    loss = 0.0
     for micro_batch in range(JOB["micro_batches"]):
-        loss_of(model, before, RANK, micro_batch).div(JOB["micro_batches"]).backward()
+        part = loss_of(model, before, RANK, micro_batch) / JOB["micro_batches"]
+        part.backward()
+        loss += part.item()
     works = [manager.allreduce(weight.grad) for weight in model.parameters()]
     for work in works:
         work.wait()
     optimizer.step()
     if manager.current_step() > before:
-        members = manager.num_participants()
-        log.say("step", step=manager.current_step(), whole=manager.is_participating(), members=members)
+        more = {"whole": manager.is_participating(), "members": manager.num_participants(), "loss": loss}
+        log.say("step", step=manager.current_step(), **more)

@@ -295,11 +295,11 @@ class MemberGroup(dist.ProcessGroup):
         touch(
             asked.tensors, asked.given
         )  # a script's parameters are committed first, which may bring another membership
-        if self._callers.is_own and not all(map(on_host, asked.tensors)):
-            for tensor in asked.tensors:
-                in_pieces(self._flight, asked.called, asked.make, tensor.view(-1))
-            return Finished()
-        return TorchWork(self._flight, self._flight.begin(asked, SUMS if self._callers.is_own else SCRIPT))
+        if not self._callers.is_own:
+            return TorchWork(self._flight, self._flight.begin(asked, SCRIPT))
+        for tensor in asked.tensors:
+            in_pieces(self._flight, asked, tensor.view(-1))
+        return Finished()
 
     def _whole(self, called: str, make: Make, outputs: Sequence[torch.Tensor], *given: Any) -> dist.Work:
         """Start an operation that needs every logical member, and has something to do for a single one too.

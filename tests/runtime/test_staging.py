@@ -1,0 +1,76 @@
+"""The plugin's own sums go in pieces, of which a bounded number is under way; two or three real processes over Gloo.
+
+Pieces are of 100 numbers here.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.runtime.collectives import gloo, staging
+from recycle_plugin.runtime.collectives.link import AllReduce, Handle
+
+from .test_in_flight import DIED, Script, run
+
+PIECE, NUMBERS = 100, 1050
+REDUCE = Instruction(Op.REDUCE, 0, None, 1)
+
+
+class Watch:
+    """Bytes of sums that this process has handed to Gloo and not had back: now, and at most."""
+
+    def __init__(self) -> None:
+        staging.HOST_PIECE = PIECE
+        self.started = self.now = self.most = 0
+        begin = gloo.GlooLink._begin
+
+        def watched(link: gloo.GlooLink, operation: gloo.Operation, handle: Handle) -> None:
+            assert isinstance(operation, AllReduce)
+            size = sum(tensor.nbytes for tensor in operation.tensors)
+            self.started, self.now = self.started + 1, self.now + size
+            self.most = max(self.most, self.now)
+            handle.when_over(lambda: self._over(size))
+            begin(link, operation, handle)
+
+        gloo.GlooLink._begin = watched
+
+    def _over(self, size: int) -> None:
+        self.now -= size
+
+
+def summed(script: Script) -> tuple[bool, int, int, int]:
+    dist.all_reduce(script.value())
+    watch, own = Watch(), torch.arange(float(NUMBERS)) + script.rank
+    with script.session.at_work(REDUCE):
+        dist.all_reduce(own)
+    return torch.equal(own, 2 * torch.arange(float(NUMBERS)) + 1), watch.started, watch.most, watch.now
+
+
+def test_no_more_than_four_pieces_of_a_sum_are_under_way():
+    for right, started, most, left in run(summed, 2):
+        assert right and started == 11 and left == 0
+        assert 4 * PIECE < most <= 4 * PIECE * staging.UNDER_WAY, "several at once, and not all of them"
+
+
+def torn(script: Script) -> list[float]:
+    """Rank 2 dies when it has begun four of eleven pieces; the others sum what they have once more."""
+    Watch()
+    contribution, script.session.between_steps = script.value(NUMBERS), None  # which is so in a step
+    with script.session.at_work(REDUCE):
+        dist.all_reduce(contribution.clone())
+        if script.rank == 2:
+            staging.Flight.finish = lambda *given: script.die()
+        try:
+            dist.all_reduce(contribution.clone())
+        except Interrupted:
+            script.recover()
+        total = contribution.clone()
+        dist.all_reduce(total)
+    return total.unique().tolist()
+
+
+def test_a_sum_whose_pieces_are_under_way_at_a_loss_is_made_again():
+    assert run(torn, 3, loses=True) == [[3.0], [3.0], DIED]
