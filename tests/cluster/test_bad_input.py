@@ -33,7 +33,7 @@ CASES = {
     "universal checkpoint": "checkpoint.load_universal needs the files of a ZeRO optimizer",
     "placement unknown at the start": 'recycle.placement "spread" is about ranks, which were given out before this '
     "config was there: put it into a file",
-    "Hugging Face": "Hugging Face's Trainer, or Accelerator.prepare(), with recycle.replicas says itself "
+    "Hugging Face": "Hugging Face's Accelerator.prepare() with recycle.replicas says itself "
     "which micro-batch is a step's last, which a lost replica's work moves; write the loop with engine(…), "
     "engine.backward(loss) and engine.step()",
     "no pipeline": "recycle.enabled needs a deepspeed.pipe.PipelineModule",

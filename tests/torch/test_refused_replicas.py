@@ -80,16 +80,18 @@ def test_what_is_given_to_initialize():
     assert "recycle.replicas is 3, and the job has 4 ranks" in refusal({}, {}, replicas=3)
 
 
-@pytest.mark.parametrize("caller", ("accelerate.accelerator", "transformers.trainer"))
-def test_who_drives_the_engine_by_itself(caller):
+def test_who_drives_the_engine_by_itself():
     from recycle_plugin.adapters.deepspeed.replica.refusals import check
 
-    line = "Hugging Face's Trainer.* with recycle.replicas says itself .*; write the loop"
-    with pytest.raises(RecycleError, match=line):
-        check(BASE, {"model": nn.Linear(2, 2)}, 2, 4, caller)
-    check(BASE, {"model": nn.Linear(2, 2)}, 2, 4, "__main__")
-    check(BASE, {"model": nn.Linear(2, 2)}, 2, 4)  # where batches shrink, and nobody comes back
-    check(BASE, {"model": nn.Linear(2, 2)}, 2, 4, "accelerated.loop")
+    job = BASE, {"model": nn.Linear(2, 2)}, 2, 4
+    with pytest.raises(RecycleError, match="Trainer with recycle.replicas gathers from every rank .*: write the loop"):
+        check(*job, ["deepspeed", "accelerate", "transformers", "__main__"], fixed=True)
+    with pytest.raises(
+        RecycleError, match='prepare.* says itself .*: set recycle.batch to "shrink" and recycle.rejoin'
+    ):
+        check(*job, ["accelerate", "__main__"])
+    check(*job, ["accelerate", "__main__"], fixed=True)
+    check(*job, ["accelerated", "__main__"])
 
 
 @pytest.mark.parametrize("more, line", SETTINGS)

@@ -15,10 +15,11 @@ import importlib.machinery
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from traceback import walk_stack
 from types import ModuleType
 from typing import Any
 
@@ -98,8 +99,8 @@ class Plugin:
             if not settings.enabled:
                 return stock(*arguments, **named)
             given = dict(zip(("args", "model", "optimizer", "model_parameters", "training_data"), arguments)) | named
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            ours = self._our_engine if settings.replicas is None else partial(self._replica_engine, caller)
+            packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_stack(None)]
+            ours = self._our_engine if settings.replicas is None else partial(self._replica_engine, packages)
             with ours(module, config, settings, given):
                 return stock(*arguments, **named)
 
@@ -155,9 +156,9 @@ class Plugin:
 
     @contextmanager
     def _replica_engine(
-        self, caller: str, module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]
+        self, packages: Collection[str], module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]
     ) -> Iterator[None]:
-        """Inside of this context ``deepspeed.initialize``, which the module ``caller`` calls, builds our engine of one
+        """Inside of this context ``deepspeed.initialize``, which modules of ``packages`` call, builds our engine of one
         rank of a replica.
         """
         check_versions()
@@ -168,8 +169,8 @@ class Plugin:
 
         self._check_once()
         assert settings.replicas is not None, "or it would be the other engine"
-        keeps_count = settings.batch == "shrink" and settings.rejoin == "never"
-        check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]), "" if keeps_count else caller)
+        drawn = settings.batch == "shrink" and settings.rejoin == "never"
+        check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]), packages, drawn)
         module.init_distributed(dist_backend=backend())
         group.check_backend(sys.modules["torch.distributed"].get_backend())
         self.session.configure(settings.wait_timeout_s, settings.regroup_timeout_s, settings.group_sums)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from deepspeed.moe.utils import has_moe_layers
@@ -45,34 +45,39 @@ ELSEWHERE = {
 }
 
 
-DRIVERS = {
-    "accelerate": "Hugging Face's Trainer, or Accelerator.prepare(),",
-    "transformers": "Hugging Face's Trainer",
-}  # by the package that calls deepspeed.initialize
-
-
-def check(config: dict[str, Any], given: dict[str, Any], replicas: int, world: int, caller: str = "") -> None:
+def check(
+    config: dict[str, Any],
+    given: dict[str, Any],
+    replicas: int,
+    world: int,
+    packages: Collection[str] = (),
+    fixed: bool = False,
+) -> None:
     """Raise RecycleError for a job that is not supported, before its engine is built.
 
-    ``config``: the whole DeepSpeed config; ``given``: the arguments of ``deepspeed.initialize``, by name; ``caller``:
-    the module that calls it, "" where that may be any.
+    ``config``: the whole DeepSpeed config; ``given``: the arguments of ``deepspeed.initialize``, by name; ``packages``:
+    whose modules call it; ``fixed``: each rank draws as much for each step, and none comes back.
     """
     lines = _of_config(config), sizes(config), _of_ranks(replicas, world), _of_arguments(config, given)
-    for line in (*_of_caller(caller), *(line for each in lines for line in each)):
+    for line in (*_of_drivers(packages, fixed), *(line for each in lines for line in each)):
         raise RecycleError(line)
 
 
-def _of_caller(caller: str) -> Iterator[str]:
-    """Who drives the engine by itself: it draws as many micro-batches for a step as the config says, and tells the
-    engine which of them is the last, so that with ``batch: constant`` nobody would draw a lost replica's; and it counts
-    steps by itself, from the first one also where the engine of a rank that comes back is at a later one.
+def _of_drivers(packages: Collection[str], fixed: bool) -> Iterator[str]:
+    """Who drives the engine by itself.  Both draw as many micro-batches for a step as the config says, tell the engine
+    which of them is the last, and count steps by themselves, from the first one also where the engine is at another.
     """
-    driver = DRIVERS.get(caller.partition(".")[0])
-    if driver is not None:
+    loop = "write the loop with engine(…), engine.backward(loss) and engine.step() of deepspeed.initialize"
+    if "transformers" in packages:
         yield (
-            f"{driver} with {REPLICA} says itself which micro-batch is a step's last, which a lost replica's work "
-            'moves, and counts steps itself: set recycle.batch to "shrink" and recycle.rejoin to "never", or write the '
-            "loop with engine(…), engine.backward(loss) and engine.step() of deepspeed.initialize"
+            f"Hugging Face's Trainer with {REPLICA} gathers from every rank where it logs and ends, and draws a fixed "
+            f"number of micro-batches for each step: {loop}, or set recycle.enabled to false"
+        )
+    elif "accelerate" in packages and not fixed:
+        yield (
+            f"Hugging Face's Accelerator.prepare() with {REPLICA} says itself which micro-batch is a step's last, which "
+            'a lost replica\'s work moves, and counts steps: set recycle.batch to "shrink" and recycle.rejoin to '
+            f'"never", or {loop}'
         )
 
 
