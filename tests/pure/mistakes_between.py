@@ -28,7 +28,7 @@ from tests.pure.mistakes import mistake
 # --- iterators' data ------------------------------------------------------------------------------------
 
 
-@mistake("nobody but who runs it gets a copy of a batch", seen=50)
+@mistake("nobody but who runs it gets a copy of a batch", seen=52)
 def no_keeper(monkeypatch) -> None:
     share = iterator_draws.share
 
@@ -241,7 +241,7 @@ def no_need(monkeypatch) -> None:
     monkeypatch.setattr(Course, "_after_loss", changed)
 
 
-@mistake("who has left as planned, and does not know it yet, is to go on with the others", seen=25)
+@mistake("who has left as planned, and does not know it yet, is to go on with the others", seen=291)
 def not_departed(monkeypatch) -> None:
     monkeypatch.setattr(ControlView, "has_left", lambda self, generation: False)
 
