@@ -49,7 +49,12 @@ def add(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="2 stages x 3 replicas, 4 micro-batches: the same where a replica is lost whole, and the batch shrinks",
     )
-    parser.add_argument("--kill", metavar="FAULT", help="only this one of these four kinds of jobs, with its story")
+    what.add_argument(
+        "--every-push",
+        action="store_true",
+        help="3 replicas of 2 ranks, whose scripts run their own loops: the same where a replica comes back",
+    )
+    parser.add_argument("--kill", metavar="FAULT", help="only this one of these kinds of jobs, with its story")
     parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default 0)")
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="every N-th of these instants (default 1)")
     parser.add_argument(
@@ -76,8 +81,8 @@ def run(found: argparse.Namespace) -> int:
 
     if found.kill is not None and (found.seed, found.seeds) != (None, None):
         raise ValueError(
-            "--kill is one of --every-instant, --every-return, --every-replay or --every-shrink: leave out --seed and "
-            "--seeds"
+            "--kill is one of --every-instant, --every-return, --every-replay, --every-shrink or --every-push: leave "
+            "out --seed and --seeds"
         )
     seeds = 300 if found.seeds is None else found.seeds
     if (
@@ -95,6 +100,7 @@ def run(found: argparse.Namespace) -> int:
         campaign.RETURN: found.every_return,
         campaign.REPLAY: found.every_replay,
         campaign.SHRINK: found.every_shrink,
+        campaign.PUSH: found.every_push,
     }
     instants = next((kind for kind, asked in kinds.items() if asked), campaign.LOSS)
     if found.kill is not None:

@@ -52,6 +52,21 @@ class Batch(NamedTuple):
         return self.draw
 
 
+class Sample(NamedTuple):
+    """The sample with this ``number``, from 1 on, of what the scripts of a replica's ranks draw, alike on all ranks."""
+
+    replica: int
+    number: int
+
+    @property
+    def data(self) -> tuple[int, int]:
+        """Its input and its label."""
+        return sampled(MicroBatch(self.replica, self.number), 0)
+
+    def __str__(self) -> str:
+        return f"sample {self.number} of replica {self.replica}"
+
+
 LEARNING_RATE = 1_000_003
 
 

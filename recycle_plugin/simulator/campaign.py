@@ -4,7 +4,7 @@ and recovery plans.
 ``simulator.seeded`` draws a job and its troubles from a seed, ``simulator.cluster`` runs it, ``simulator.checkers``
 says what was wrong.  While anything may happen, safety is checked; once nothing new goes wrong, progress is demanded.
 :func:`every_instant` kills every worker of one job before and after each of its instructions: of a step (``LOSS``), or
-of all steps in which another worker comes back (``RETURN``), or another stage is lost and replayed (``REPLAY``).
+of all steps in which another worker comes back (``RETURN``), or another stage is replayed (``REPLAY``), and so on.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Instants:
 
 def _job(shape: Topology, steps: int, faults: tuple[str, ...] = (), shrinks: bool = False, **more: Any) -> Scenario:
     costs = CostModel.uniform(shape.stages, 5_000, 5_000, 5_000, 500, 3_000, 2_000)
-    policy = Policy(activation_cap=2 * shape.stages, shrinks=shrinks)
+    policy = Policy(split_backward=shape.stages > 1, activation_cap=2 * shape.stages, shrinks=shrinks)
     return Scenario(shape, costs, policy, steps, faults=tuple(map(Fault.parse, faults)), **more)
 
 
@@ -219,6 +219,22 @@ SHRINK = Instants(
     "--every-shrink",
     _job(Topology(3, 2, 4), 30, ("kill 2.1 before 1F2.0@2",), rejoin="always", unit="replica", shrinks=True),
     range(1, 27),
+)
+# a replica of two ranks is lost whole, and comes back to scripts with loops of their own
+PUSH = Instants(
+    "--every-push",
+    _job(
+        Topology(3, 1, 2),
+        40,
+        ("kill 2.0 before 0F2.0@2",),
+        rejoin="always",
+        unit="replica",
+        shards=2,
+        pushes=True,
+        dawdles=0.3,
+        clip=40.0,
+    ),
+    range(1, 13),
 )
 # a stage is lost in the middle of the fourth step, and the two behind the checkpoint are replayed
 REPLAY = Instants(

@@ -31,8 +31,9 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import ends_before
-from recycle_plugin.simulator.arithmetic import Batch, sampled
+from recycle_plugin.simulator.arithmetic import Batch, Sample, sampled
 from recycle_plugin.simulator.given_up import KNOWN_US
+from recycle_plugin.simulator.ledger import Ledger
 from recycle_plugin.simulator.reference import Reference
 from recycle_plugin.simulator.samples import Samples
 from recycle_plugin.simulator.scenario import Scenario
@@ -56,10 +57,11 @@ class Watcher:
         )
         self.reference = Reference(given.shape, weights, given.clip, given.policy.block, given.shards, given.by_hand)
         self._samples = Samples(given.shape, given.epoch, given.lengths, self.say) if given.iterators else None
+        self._ledger = Ledger(self.say) if given.pushes else None
         self._shrinks = given.policy.shrinks
         self._contributed: dict[tuple[int, int], frozenset[int]] = {}  # by stage and step, the replicas in the last sum
         self._once_gone: set[int] = set()  # replicas
-        if not (given.iterators or self._shrinks):
+        if not (given.iterators or given.pushes or self._shrinks):
             for step in range(1, given.steps + 1):
                 self.reference.follow(step)
         self.violations: list[str] = []
@@ -101,6 +103,23 @@ class Watcher:
         assert self._samples is not None, "nothing is read from iterators"
         self._samples.loaded(instruction.step, instruction.works_on, worker.seat.stage, batch)
 
+    def drew(self, worker: Any, sample: Sample) -> None:
+        """Takes in that a script with its own loop has drawn ``sample``."""
+        assert self._ledger is not None, "scripts draw nothing"
+        self._ledger.drew(worker, sample)
+
+    def ran(self, worker: Any, instruction: Instruction, sample: Sample) -> None:
+        """Takes in that a script with its own loop has run ``sample`` in the place of ``instruction``, an F."""
+        assert self._ledger is not None, "scripts run nothing"
+        self._ledger.ran(worker, instruction.step, instruction.works_on, sample)
+
+    def told_boundary(self, worker: Any, told: bool, applied: bool) -> None:
+        """Takes in whether a script was told that a micro-batch is the last one of its step, and whether that has then
+        been ``applied``, with no change of the membership between.
+        """
+        if told != applied:
+            self.say(f"seat {worker.seat} was told of a{' boundary that is none' if told else ' boundary too late'}")
+
     def voided(self, worker: Any, after: int) -> None:
         """Takes in that a worker has dropped what it has counted of the steps after ``after``, computed with rejected
         weights.
@@ -121,9 +140,14 @@ class Watcher:
                 f"{store.spare[0]} could go"
             )
 
-    def summed(self, worker: Any, step: int, parts: list[Mapping[MicroBatch, Any]]) -> None:
-        """Takes in what each worker of a stage has brought to the gradient's sum: each micro-batch exactly once."""
-        found = Counter(micro_batch for part in parts for micro_batch in part)
+    def summed(self, worker: Any, step: int, parts: Mapping[int, Mapping[MicroBatch, Any]]) -> None:
+        """Takes in what each worker of a stage, by rank, has brought to the gradient's sum: each micro-batch exactly
+        once.
+        """
+        found = Counter(micro_batch for part in parts.values() for micro_batch in part)
+        if self._ledger is not None:
+            brought = ((worker.cluster.workers[rank], part) for rank, part in parts.items())
+            self._ledger.summed(step, worker.held.shard, brought)
         replicas = frozenset(one.replica for one in found) if self._shrinks else frozenset(range(self.shape.replicas))
         self._contributed[worker.seat.stage, step] = replicas
         batch = [one for one in self.shape.batch if one.replica in replicas]
@@ -215,6 +239,8 @@ class Watcher:
         applied again is told again.
         """
         self._applied[worker.held, step] = gradient, norm
+        if self._ledger is not None:
+            self._ledger.applied(worker, step)
 
     def replayed(self, worker: Any, step: int, weight: int) -> None:
         """Takes in that a worker that replays its stage has come to ``weight`` by ``step``, which is committed: it has
@@ -261,6 +287,8 @@ class Watcher:
             if self._samples is not None:
                 batches = {step: self._of_step(step) for step in range(self._committed + 1, now + 1)}
                 self._samples.committed(batches, set(range(self.shape.replicas)) - gone, cluster.homeless)
+            if self._ledger is not None:
+                self._ledger.committed(cluster, self._committed + 1, now)
             self._follow(self._committed + 1, now)
             roster = cluster.membership.roster  # who is joining may be a step behind, until it has entered
             live = [cluster.workers[member.rank] for member in roster if not member.joining]
@@ -324,10 +352,11 @@ class Watcher:
 
     def _follow(self, first: int, last: int) -> None:
         """Trains the reference with the data that was computed with, where that depends on who is lost."""
-        if self._samples is None and not self._shrinks:
+        drawn = self._ledger or self._samples
+        if drawn is None and not self._shrinks:
             return
         for step in range(first, last + 1):
-            data = None if self._samples is None else self._samples.of(step)
+            data = None if drawn is None else drawn.of(step)
             self.reference.follow(step, data, self._of_step(step))
 
     # --- between steps ------------------------------------------------------------------------------

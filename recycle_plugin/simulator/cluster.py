@@ -47,6 +47,8 @@ from recycle_plugin.core.worker.lockstep import Word
 from recycle_plugin.core.worker.training_loop import LEAVE
 from recycle_plugin.simulator.exercised import Exercised, ProtocolRule
 from recycle_plugin.simulator.message_delays import CLOSE, MessageDelays
+from recycle_plugin.simulator.pushed_machine import PushedMachine
+from recycle_plugin.simulator.pushed_script import PushedScript
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 from recycle_plugin.simulator.script import Died, Script
 from recycle_plugin.simulator.simulated_log import SimulatedLog
@@ -91,7 +93,7 @@ class Cluster:
         self.logged: dict[WorkerId, int] = {}  # the last step that each has said is on its disk, before it was lost
         self.saved: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}  # by step and stage: weight and moments
         self.workers = {
-            rank: SimulatedMachine(self, rank, weights[seat.stage])
+            rank: self._machine(rank, weights[seat.stage])
             for rank, seat in enumerate(seat for seat in scenario.shape.seats for _ in range(scenario.shards))
         }
         self.pipes: dict[str, Pipe] = {}  # by address, between sources and newcomers
@@ -145,8 +147,11 @@ class Cluster:
         awaited = self.membership.course.logs.waits_since is not None
         return awaited or any(worker.runs for worker in self.workers.values())
 
+    def _machine(self, rank: int, weight: int, incarnation: int = 0) -> SimulatedMachine:
+        return (PushedMachine if self.scenario.pushes else SimulatedMachine)(self, rank, weight, incarnation)
+
     def _begin(self, worker: SimulatedMachine) -> None:
-        worker.life = Script(worker).run()
+        worker.life = (PushedScript(worker) if isinstance(worker, PushedMachine) else Script(worker)).run()
         self.later(0, partial(self.advance, worker))
 
     def damages(self) -> bool:
@@ -255,6 +260,7 @@ class Cluster:
         back = sum(event.kind == "rejoined" for event in output.events)
         self.exercised[ProtocolRule.SEAT_RETURNED] += back * (self.scenario.shards > 1)
         self.exercised[ProtocolRule.WHOLE_RETURNED] += back * (self.scenario.unit == "replica")
+        self.exercised[ProtocolRule.PUSHED_RETURNED] += back * self.scenario.pushes
         for whom, message in output.messages:
             if whom == SUPERVISORS:
                 self._tell_supervisors(message)
@@ -510,7 +516,7 @@ class Cluster:
         if as_one and message.worker in self._fenced:  # with another one of its unit, which has died
             return
         self._departed.discard(message.rank)
-        worker = SimulatedMachine(self, message.rank, 0, message.incarnation)
+        worker = self._machine(message.rank, 0, message.incarnation)
         self.returned.append(before)
         self.watcher.replaced(before)
         self.workers[message.rank] = worker

@@ -107,6 +107,10 @@ class ProtocolRule(str, Enum):
     DROPPED = "a slow replica was taken offline"
     KEPT_SLOW = "a slow replica was kept, since the others would not be faster"
     STAYED_AWAY = "a slow replica was started again no more"
+    BOUNDARY_MOVED = "a script had more micro-batches to give than it had been told"
+    GIVEN_AGAIN = "a micro-batch that a script had given was asked for again"
+    HEARD_BETWEEN = "a script met a change of the membership between two of its steps"
+    PUSHED_RETURNED = "a replica came back to scripts with loops of their own"
     RELOADED = "the coordinator's state was written down and read again"
 
 

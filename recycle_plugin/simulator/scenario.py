@@ -83,7 +83,9 @@ class Scenario:
     full; ``helpers``: how many may help with a replay, None for all, and ``helps_not``: which share of them can't;
     ``shards``: workers that hold each seat together, of which the one with the number ``struck`` has the troubles and
     faults; ``by_hand``: the script sets the learning rate of each step; ``unit``: who is given up as one, "worker" (all
-    that hold a seat) or "replica"; ``slow``: what becomes of a slow replica, as in the settings.
+    that hold a seat) or "replica"; ``slow``: what becomes of a slow replica, as in the settings; ``pushes``: scripts
+    run their own loops of forward, backward and step, with samples of their own, in a job of one stage; ``dawdles``:
+    behind which share of their calls they take their time.
     """
 
     shape: Topology
@@ -121,6 +123,8 @@ class Scenario:
     log_choices: tuple[tuple[int, ...], ...] = ()
     unit: str = "worker"
     slow: str | None = None
+    pushes: bool = False
+    dawdles: float = 0.0
 
     @property
     def loses_hosts(self) -> bool:

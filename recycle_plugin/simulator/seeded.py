@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.deadlines import LATE_S, SUSPECTED
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
@@ -17,43 +16,18 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology, tied
 from recycle_plugin.planner import lowered, plan
+from recycle_plugin.simulator.drawn_troubles import CALM_US, SETTLED_US, add_trouble, costs_of
 from recycle_plugin.simulator.message_delays import FAIR, STORMY, UNEVEN
 from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
+from recycle_plugin.simulator.seeded_replicas import with_pushing
 from recycle_plugin.simulator.seeded_slow import with_slow_replicas
 from recycle_plugin.simulator.simulated_worker import DEADLINES, SILENCE_S
 
-CALM_US = 2_000 * MILLISECOND  # no trouble begins later
-SETTLED_US = 500 * MILLISECOND  # all have said that they are ready
-KINDS = (
-    *("kill",) * 8,
-    *("named",) * 6,
-    *("recovery",) * 4,
-    "stop",
-    "unfenced",
-    "stuck",
-    "slow",
-    "drop",
-    "delay",
-    "delay",
-    "cut",
-    "many",
-    "stall",
-    "mute",
-    "mute",
-    "deaf",
-    "leave",
-    "leave",
-    "end",
-    "end",
-    "rude",
-    "rude",
-)
 LONG = 25  # steps, each with a pause, in which a host is taken for gone, and for some time after that
 APART = ("cut", "deafened", "walled", "unfenced")
 CHOOSES = 0.4  # of the jobs that log
 UNITS = 0.1
 WRONG_WITH_LOGS = ("damage", "lag", "lag", "full")
-POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recovery.undone")
 
 
 def scenario(seed: int) -> Scenario:
@@ -63,12 +37,12 @@ def scenario(seed: int) -> Scenario:
     random = Random(seed)
     shape = Topology(random.randint(2, 4), random.randint(2, 4), random.randint(2, 6))
     policy = Policy(random.random() < 0.8, random.random() < 0.8, True, random.choice((None, 2 * shape.stages, "1f1b")))
-    costs = _costs(random, shape.stages)
+    costs = costs_of(random, shape.stages)
     steps = random.randint(4, 6)
     troubles: list[Trouble] = []
     faults: list[Fault] = []
     for _ in range(1 if random.random() < 0.6 else random.choice((2, 2, 3))):
-        _add(random, shape, costs, policy, steps, troubles, faults)
+        add_trouble(random, shape, costs, policy, steps, troubles, faults)
     budget = random.choice((None, None, 0, 2))
     clip = random.choice((0.0, 0.0, 25.0, 40.0))  # the norm is 32 for two stages in the mean, 45 for four
     if clip and random.random() < 0.3:
@@ -105,6 +79,7 @@ def scenario(seed: int) -> Scenario:
         ("hosts and logs", _with_lost_hosts),
         ("units", _with_units),
         ("slow replicas", with_slow_replicas),
+        ("pushes", with_pushing),
     ):
         job = change(
             job, Random(f"{name} in {seed}")
@@ -577,74 +552,3 @@ def _with_undo(given: Scenario, random: Random) -> Scenario:
     stops = Fault("stop", Seat(seat.replica, last.stage), "before", str(last))
     dies = Fault("kill", other, "at", *random.choice((("recovery.resume", 2), ("recovery.undone", 1))))
     return replace(given, faults=given.faults + (stops, dies), budget=0)
-
-
-def _costs(random: Random, stages: int) -> CostModel:
-    forward, inputs, weight = (tuple(random.randint(3, 9) * MILLISECOND for _ in range(stages)) for _ in range(3))
-    closing = random.choice((0, 5 * MILLISECOND))
-    return CostModel(
-        forward, inputs, weight, communication=500, reduce=(closing,) * stages, step=(closing // 5,) * stages
-    )
-
-
-def _add(
-    random: Random,
-    shape: Topology,
-    costs: CostModel,
-    policy: Policy,
-    steps: int,
-    troubles: list[Trouble],
-    faults: list[Fault],
-) -> None:
-    kind, seat = random.choice(KINDS), random.choice(shape.seats)
-    near = min((trouble.at_us for trouble in troubles), default=None)
-    at = (
-        random.randrange(CALM_US // 2)
-        if near is None or random.random() < 0.5
-        else near + random.randrange(60 * MILLISECOND)
-    )
-    match kind:
-        case "named":
-            program = lowered(plan(shape.full(), costs, policy), seat, random.randint(1, steps))
-            faults.append(
-                Fault(
-                    random.choice(("kill", "kill", "stop")),
-                    seat,
-                    random.choice(("before", "after")),
-                    str(random.choice(program)),
-                )
-            )
-        case "recovery":
-            troubles.append(Trouble("kill", at, (seat,)))
-            point, _, number = random.choice(POINTS).partition(":")
-            faults.append(Fault("kill", random.choice(shape.seats), "at", point, int(number or 1)))
-        case "drop" | "delay":
-            peer = random.choice([other for other in shape.seats if abs(other.stage - seat.stage) == 1])
-            at = min(at, random.randrange(CALM_US // 4))  # so that there is somebody left to be late for
-            troubles.append(Trouble(kind, at, (seat,), peer, random.choice((20, 200, 900, 1_800, 1_800)) * MILLISECOND))
-        case "stop" | "unfenced":
-            longest = (
-                5_000 if kind == "stop" else 1_900
-            )  # unfenced: it wakes up when it was given up and the others go on
-            troubles.append(Trouble(kind, at, (seat,), for_us=random.choice((50, 400, longest)) * MILLISECOND))
-        case "slow":
-            troubles.append(Trouble(kind, at, (seat,), percent=random.choice((130, 300))))
-        case "many":  # most replicas at once, and connections mostly tell before supervisors do
-            dead = random.sample(range(shape.replicas), min(shape.replicas // 2 + 1, shape.replicas - 1))
-            troubles.append(Trouble("kill", at, tuple(seat for seat in shape.seats if seat.replica in dead)))
-        case "stall":
-            troubles.append(Trouble(kind, at, for_us=random.choice((50, 200, 600)) * MILLISECOND))
-        case "mute" | "deaf":  # half of them die meanwhile
-            lasts = random.choice((100, 400)) * MILLISECOND
-            troubles.append(Trouble(kind, at, (seat,), for_us=lasts))
-            if random.random() < 0.5:
-                troubles.append(Trouble("kill", at + random.randrange(lasts), (seat,)))
-        case "rude":
-            last = Fault("kill", seat, "after", str(Instruction(Op.STEP, seat.stage, None, steps)))
-            faults.append(last) if random.random() < 0.5 else troubles.append(Trouble(kind, 0, (seat,)))
-        case "cut":
-            troubles.append(
-                Trouble(kind, at, tuple(random.sample(shape.seats, random.randint(1, len(shape.seats) // 2 + 1))))
-            )
-        case _:
-            troubles.append(Trouble(kind, at, (seat,)))

@@ -103,6 +103,8 @@ class SimulatedMachine:
     it.  What may happen to it: simulator/scenario.py.
     """
 
+    worker_class: type[Worker] = Worker
+
     def __init__(self, cluster: Cluster, rank: int, weight: int, incarnation: int = 0) -> None:
         scenario = cluster.scenario
         place, shard = divmod(rank, scenario.shards)
@@ -124,15 +126,13 @@ class SimulatedMachine:
         )
         if self.iterator_data is not None and incarnation:
             self.iterator_data.in_place = False
-        waits = scenario.clip > 0 and scenario.policy.together
-        judging, stopwatch = (
-            Judging(waits, scenario.clip > 0 and not waits),
-            Stopwatch(scenario.costs) if scenario.rebalances or scenario.slow else None,
-        )
+        clips = scenario.clip > 0 and not scenario.pushes  # else a script's own step does, which waits for nobody
+        judging = Judging(clips and scenario.policy.together, clips and not scenario.policy.together)
+        stopwatch = Stopwatch(scenario.costs) if scenario.rebalances or scenario.slow else None
         log = self.log = self._log() if scenario.logs else None
         self._words: dict[int, Word] = {}  # the last of each other shard
         self.lockstep = Lockstep(self, seat, shard, scenario.shards) if scenario.shards > 1 else None
-        self.worker: Worker = Worker(
+        self.worker: Worker = self.worker_class(
             self, scenario.shape, self.store, self.steps, judging, self.iterator_data, stopwatch, log, self.lockstep
         )
         self.script = FaultScript(scenario.faults if shard == scenario.struck else (), seat, incarnation)
@@ -628,7 +628,7 @@ class SimulatedMachine:
         counted = have.of("wgrad", instruction.step)
         brought = yield from self._together(instruction, stage, (counted, self.numbers.sums(instruction.step)))
         self.cluster.exercised[ProtocolRule.SUMMED_AGAIN] += self.worker.running.resumed
-        self.cluster.watcher.summed(self, instruction.step, [part for part, _ in brought.values()])
+        self.cluster.watcher.summed(self, instruction.step, {rank: part for rank, (part, _) in brought.items()})
         return self.numbers.total([sums for _, sums in brought.values()])
 
     def _sum_over_tie(self, instruction: Instruction, have: StepStore) -> Waits[Any]:
@@ -708,10 +708,11 @@ def _job(scenario: Scenario) -> JobSpec:
         rejoin=scenario.rejoin,
         unit=scenario.unit,
         slow=scenario.slow,
+        pushed=scenario.pushes,
         log=scenario.logs,
         boundaries=scenario.log_choices[0] if scenario.log_choices else "all",
         stagger_optimizer=policy.stagger_optimizer,
-        clipping=scenario.clip,
+        clipping=0.0 if scenario.pushes else scenario.clip,
         clip="sync" if policy.together else "validate",
         nonfinite="skip",
     )

@@ -13,15 +13,18 @@ who sets learning rates: DeepSpeed's scheduler of the "config", one of "function
 "script", for each step, those of some multiplied by ``factors``; ``shrinks``: whether batches do; ``seldom``: whether
 each third micro-batch leaves a layer out; ``wrong``: what is wrong in its loop; ``lag``: a rank, seconds and a
 step: the rank sleeps for so long in each forward up to that step, or null; ``recycle``: more settings of the plugin's;
-``config``: more of DeepSpeed's.  What a rank has drawn is written down before its step.
+``standin``: whether it trains on the stand-in accelerator (tests/support/standin); ``config``: more of DeepSpeed's.
+What a rank has drawn is written down before its step.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -37,9 +40,16 @@ from recycle_plugin.errors import NotSaved
 
 WIDTH, HIDDEN, PATIENCE_S = 8, 24, 150.0
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+SMALL = {"reduce_bucket_size": 500}  # stock's is of 2 GB, and the stand-in fills all that is allocated
 job = json.loads(os.environ["RECYCLE_TEST_SHARDED"])
 FOLDER = Path(job["folder"])
 INCARNATION = int(os.environ.get("RECYCLE_INCARNATION", "0"))
+
+
+if job["standin"]:
+    os.environ.pop("DS_ACCELERATOR", None)
+    sys.path.append(str(Path(__file__).parents[2]))
+    importlib.import_module("tests.support.standin.accelerator").use()
 
 
 def sample(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +117,7 @@ def config() -> dict:
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": job["accumulation"],
             "gradient_clipping": job["clip"],
-            "zero_optimization": {"stage": job["stage"]},
+            "zero_optimization": {"stage": job["stage"]} | (SMALL if job["standin"] else {}),
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10_000,
             "recycle": recycle,
@@ -231,7 +241,7 @@ def main() -> None:
                 group["lr"] = 1e-2 / (1 + engine.global_steps) * job["factors"].get(str(engine.global_steps + 1), 1.0)
         calls += 1
         before = engine.global_steps
-        loss = engine(*(each.to(dtype) for each in sample(number)))
+        loss = engine(*(each.to(engine.device, dtype) for each in sample(number)))
         if engine.global_steps > before:  # closed without this rank's work
             before = engine.global_steps
         mistake(engine, loss)
@@ -246,7 +256,7 @@ def main() -> None:
         if engine.global_steps > before and job["averages"]:
             engine.eval()
             with torch.no_grad():
-                recycle_plugin.mean(engine(*(each.to(dtype) for each in sample(0))), None)
+                recycle_plugin.mean(engine(*(each.to(engine.device, dtype) for each in sample(0))), None)
             engine.train()
         if engine.global_steps > before and engine.global_steps in job["saves"]:
             with refusing() if job["refuse"] else nullcontext():

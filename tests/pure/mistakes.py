@@ -68,9 +68,9 @@ def changed_recovery_plans(
 def changed_holdings(monkeypatch, keeps: Callable[[object], bool]) -> None:
     """Only what ``keeps`` is true of is taken to have survived."""
 
-    def unfinished(plan, committed, held, rejected):
+    def unfinished(plan, committed, held, *more):
         return recovery_plan.unfinished(
-            plan, committed, {seat: frozenset(filter(keeps, have)) for seat, have in held.items()}, rejected
+            plan, committed, {seat: frozenset(filter(keeps, have)) for seat, have in held.items()}, *more
         )
 
     monkeypatch.setattr(training_loop, "unfinished", unfinished)
@@ -84,7 +84,7 @@ def no_undo(monkeypatch) -> None:
     changed_recovery_plans(monkeypatch, lambda recovery: replace(recovery, undo=frozenset()))
 
 
-@mistake("a stage does not roll forward", seen=38)
+@mistake("a stage does not roll forward", seen=74)
 def no_holder(monkeypatch) -> None:
     changed_recovery_plans(monkeypatch, lambda recovery: replace(recovery, holders={}))
 
@@ -208,7 +208,7 @@ def gone_waited_for(monkeypatch) -> None:
     monkeypatch.setattr(Course, "_await_without", lambda self, member, early, now, out: None)
 
 
-@mistake("what is said of a committed step counts", seen=38)
+@mistake("what is said of a committed step counts", seen=2)
 def committed_heard(monkeypatch) -> None:
     contribute = StepLedger.contribute
 
@@ -270,8 +270,8 @@ def one_for_all(monkeypatch) -> None:
 @mistake("who holds a seat is asked of the first membership", seen=5)
 def first_roster(monkeypatch) -> None:
     def roster(self):
-        self._first = getattr(self, "_first", None) or self.generation.roster
-        return self._first
+        self._first = getattr(self, "_first", None) or (self.generation.roster if self.generation else None)
+        return self._first or Roster()
 
     monkeypatch.setattr(ControlView, "roster", property(roster))
 
@@ -295,7 +295,7 @@ def forgotten_field(monkeypatch) -> None:
 def forgotten_word(monkeypatch) -> None:
     def forgetful(record):
         membership = load(record)
-        membership.course.steps._contributions._told = set()
+        membership.course.steps._contributions._told = {}
         return membership
 
     monkeypatch.setattr(cluster, "load", forgetful)
@@ -329,7 +329,7 @@ def handed_out_once(monkeypatch) -> None:
 def changed(monkeypatch, owner: type, name: str, change: Callable) -> None:
     """``change(self, before, …)`` takes the place of a method."""
     before = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda self, *arguments: change(self, before, *arguments))
+    monkeypatch.setattr(owner, name, lambda self, *given, **named: change(self, before, *given, **named))
 
 
 @mistake("a partial sum is used", seen=2)
@@ -411,9 +411,9 @@ def forgetful(monkeypatch, goes: Callable[[StepStore], list[Datum]]) -> None:
 
 @mistake("tensors do not say of which step they are", seen=0)
 def no_step(monkeypatch) -> None:
-    def arrive(self, before, target, datum, value, valid_from) -> None:
-        before(self, target, datum, value, valid_from)
-        before(self, target, datum._replace(step=datum.step + 1), value, valid_from)
+    def arrive(self, before, source, target, datum, value, valid_from) -> None:
+        before(self, source, target, datum, value, valid_from)
+        before(self, source, target, datum._replace(step=datum.step + 1), value, valid_from)
 
     changed(monkeypatch, cluster.Cluster, "_arrive", arrive)
 
@@ -510,7 +510,7 @@ def part_left_out(monkeypatch) -> None:
 
 @mistake("a tied gradient is made again by those alone who lack it", seen=106)
 def by_those_who_lack_it(monkeypatch) -> None:
-    def unfinished(plan, committed, held, rejected):
+    def unfinished(plan, committed, held, *more):
         def change(recovery):
             has = {seat for seat, have in held.items() if Datum("tied", seat.stage, None, recovery.step) in have}
             closing = {
@@ -519,7 +519,7 @@ def by_those_who_lack_it(monkeypatch) -> None:
             }
             return replace(recovery, closing=closing)
 
-        return tuple(map(change, recovery_plan.unfinished(plan, committed, held, rejected)))
+        return tuple(map(change, recovery_plan.unfinished(plan, committed, held, *more)))
 
     monkeypatch.setattr(training_loop, "unfinished", unfinished)
 
@@ -647,10 +647,10 @@ def departed_looked_for(monkeypatch) -> None:
 
 @mistake("a death at a planned end is a loss", seen=1505)
 def loss_at_the_end(monkeypatch) -> None:
-    def lose(self, before, *given) -> None:
+    def lose(self, before, *given, **named) -> None:
         with monkeypatch.context() as for_now:
             for_now.setattr(Ending, "through", lambda self, committed: False)
-            before(self, *given)
+            before(self, *given, **named)
 
     changed(monkeypatch, Course, "lose", lose)
 

@@ -28,12 +28,12 @@ from tests.pure.mistakes import mistake
 # --- iterators' data ------------------------------------------------------------------------------------
 
 
-@mistake("nobody but who runs it gets a copy of a batch", seen=50)
+@mistake("nobody but who runs it gets a copy of a batch", seen=52)
 def no_keeper(monkeypatch) -> None:
     share = iterator_draws.share
 
-    def without(iterator_state, step):
-        found, runs = share(iterator_state, step), iterator_draws._runs(iterator_state, step)
+    def without(iterator_state, step, *more):
+        found, runs = share(iterator_state, step, *more), iterator_draws._runs(iterator_state, step)
         kept = tuple(one for one in found.transfers if runs.get((one.taker.stage, one.micro_batch)) == one.taker)
         return replace(found, transfers=kept)
 
@@ -57,11 +57,11 @@ def gone_once_loaded(monkeypatch) -> None:
 def drawn_twice(monkeypatch) -> None:
     deal = iterator_draws._deal
 
-    def changed(view, step, known, wanted, traced):
-        own = view.topology.micro_batches
+    def changed(state, step, known, *more):
+        own = state.plan.view.topology.micro_batches
         return {
             one: iterator_draws.Draw(draw.source, draw.position % own) if one not in known else draw
-            for one, draw in deal(view, step, known, wanted, traced).items()
+            for one, draw in deal(state, step, known, *more).items()
         }
 
     monkeypatch.setattr(iterator_draws, "_deal", changed)
@@ -241,7 +241,7 @@ def no_need(monkeypatch) -> None:
     monkeypatch.setattr(Course, "_after_loss", changed)
 
 
-@mistake("who has left as planned, and does not know it yet, is to go on with the others", seen=25)
+@mistake("who has left as planned, and does not know it yet, is to go on with the others", seen=291)
 def not_departed(monkeypatch) -> None:
     monkeypatch.setattr(ControlView, "has_left", lambda self, generation: False)
 
@@ -257,9 +257,9 @@ def reports_for_a_change_that_nobody_needs(monkeypatch) -> None:
 
 @mistake("a change that nobody needs any more is waited for", seen=4829)
 def still_awaited(monkeypatch) -> None:
-    def give_up_going_on(self, why, out):
+    def give_up_going_on(self, why, out, cause=""):
         if not self._through:
-            self.end(why, out)
+            self.end_without_stage(why, out, cause)
         self.ending.stranded = why
 
     monkeypatch.setattr(Course, "_give_up_going_on", give_up_going_on)

@@ -31,7 +31,7 @@ def rejected(monkeypatch) -> None:
     monkeypatch.setattr(CountsFrom, "of", lambda self, step: 0)
 
 
-@mistake("a log goes at a checkpoint that is not durable", seen=449)
+@mistake("a log goes at a checkpoint that is not durable", seen=6)
 def not_durable(monkeypatch) -> None:
     def write(self, before, number):
         if self.machine.cluster.scenario.logs:
@@ -95,7 +95,7 @@ def not_told(monkeypatch) -> None:
     monkeypatch.setattr(StepLedger, "tell_again", lambda self, worker, out: None)
 
 
-@mistake("what a failure has made again is not logged", seen=449)
+@mistake("what a failure has made again is not logged", seen=169)
 def not_kept(monkeypatch) -> None:
     monkeypatch.setattr(Worker, "_keep", lambda self, instruction, log: None)
 

@@ -22,7 +22,7 @@ from tests.pure.mistakes import mistake
 from tests.pure.mistakes_joining import all_hashes_are_equal
 
 
-@mistake("a sum is divided for replicas that have contributed nothing", seen=45)
+@mistake("a sum is divided for replicas that have contributed nothing", seen=78)
 def zeros_counted(monkeypatch) -> None:
     monkeypatch.setattr(numbers, "divided", lambda total, share: total)
 
@@ -38,18 +38,18 @@ def own_count(monkeypatch) -> None:
     monkeypatch.setattr(SimulatedMachine, "go_by", counted)
 
 
-@mistake("the learning rate of a step that lacks replicas is scaled twice", seen=45)
+@mistake("the learning rate of a step that lacks replicas is scaled twice", seen=78)
 def scaled_twice(monkeypatch) -> None:
     monkeypatch.setattr(numbers, "scaled", lambda rate, share: scaled(scaled(rate, share), share))
 
 
-@mistake("the rate that a newcomer is told of is scaled already", seen=45)
+@mistake("the rate that a newcomer is told of is scaled already", seen=78)
 def scaled_settings(monkeypatch) -> None:
     all_hashes_are_equal(monkeypatch)
     monkeypatch.setattr(SimulatedMachine, "settings", lambda self: scaled(self.numbers.rate, self.numbers.contributing))
 
 
-@mistake("a newcomer follows steps that lack replicas as if they had all", seen=45)
+@mistake("a newcomer follows steps that lack replicas as if they had all", seen=78)
 def followed_as_whole(monkeypatch) -> None:
     all_hashes_are_equal(monkeypatch)
     follow = FilledStage.follow
@@ -58,7 +58,7 @@ def followed_as_whole(monkeypatch) -> None:
     )
 
 
-@mistake("what is left of a torn replica steps on", seen=45)
+@mistake("what is left of a torn replica steps on", seen=13)
 def torn_steps(monkeypatch) -> None:
     monkeypatch.setattr(Attendance, "together", lambda self, member: (member,))
 
@@ -77,7 +77,7 @@ def sums_stay(monkeypatch) -> None:
     )
 
 
-@mistake("of a void step the divisor is that of before", seen=45)
+@mistake("of a void step the divisor is that of before", seen=78)
 def divisor_of_before(monkeypatch) -> None:
     share = StepBatches.share
     monkeypatch.setattr(

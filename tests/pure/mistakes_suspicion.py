@@ -19,7 +19,7 @@ def nobody_looks_at_the_cpu(monkeypatch) -> None:
     monkeypatch.setattr(Deadlines, "busy_s", Deadlines.instruction_s)
 
 
-@mistake("a stage's last worker is given up on suspicion", seen=22)
+@mistake("a stage's last worker is given up on suspicion", seen=82)
 def the_last_worker_is_given_up(monkeypatch) -> None:
     monkeypatch.setattr(Roster, "is_last", lambda self, member: False)
 

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from recycle_plugin.core.messages.from_workers import Note
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives import group
+from recycle_plugin.runtime.collectives.callers import Callers
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
 
@@ -146,6 +148,22 @@ def in_a_thread(call: Callable[[], object]) -> object:
     thread.start()
     thread.join(30)
     return said[0]
+
+
+@pytest.mark.parametrize("backward", (True, False))
+def test_a_hook_in_autograds_thread_is_the_trainers_while_that_runs_a_backward(backward):
+    """As on an accelerator: what the other thread does outside of its backward is its own."""
+    session = SimpleNamespace(work=Instruction.parse("0F0.0@1"), trainer=threading.get_ident(), backward=backward)
+    callers, found = Callers(session), []
+
+    def run() -> None:
+        weight = torch.ones(1, requires_grad=True)
+        weight.register_hook(lambda gradient: found.append(callers.in_layer))
+        weight.sum().backward()
+        found.append(callers.in_layer)
+
+    in_a_thread(run)
+    assert found == [backward, False]
 
 
 def in_a_program(calls: Calls, session: Session) -> dict[str, dict]:

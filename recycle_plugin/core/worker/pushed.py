@@ -13,7 +13,7 @@ in the middle of may wait for it: a membership change is heard of in its next ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,7 +21,10 @@ from typing import Any
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import STAGE_WIDE, Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import Place
-from recycle_plugin.core.worker.training_loop import StepProgram
+from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.newcomer import Newcomer
+from recycle_plugin.core.worker.training_loop import StepProgram, TrainingLoop
 from recycle_plugin.core.worker.worker import Worker
 
 
@@ -46,17 +49,18 @@ class Script:
     left: int = 0
     given: int = 0
 
-    def begin(self) -> None:
-        """Notes that the script runs the micro-batch that it has at hand."""
-        self.gives = False
-        self.left -= 1
-        self.given += 1
-
     def lacks(self, instruction: Instruction) -> Need | None:
         """What the script has to do before ``instruction`` can begin; None where that is nothing."""
         if instruction.op in (Op.LOAD, Op.F) and not self.gives:
             return Need.MICRO_BATCH
         return Need.STEP if instruction.op in STAGE_WIDE and not self.closes else None
+
+    def passing(self) -> Iterator[Need]:
+        """Yields until the script has run its micro-batch forward and backward, which is a machine's time for F."""
+        yield Need.PASS
+        self.gives = False
+        self.left -= 1
+        self.given += 1
 
 
 class PushedWorker(Worker):
@@ -87,3 +91,90 @@ class PushedWorker(Worker):
             else:
                 yield from lockstep.come_to()
         yield from super().await_inputs(seat, instruction)
+
+
+def steps(loop: TrainingLoop) -> Iterator[Any]:
+    """Trains step after step; yields what it needs of the script, which is nothing once a step is committed, and, where
+    waits do not block, what it waits for.
+    """
+    while True:
+        yield from loop.advance(loop.machine.stepped + 1)
+        yield from loop.settle()
+        yield Need.NOTHING
+
+
+def follow(newcomer: Newcomer, view: ControlView) -> Iterator[Any]:
+    """Returns when ``newcomer``, whose script begins where the others are, is a member with its stage's state."""
+    yield from newcomer.start()
+    step = max(1, view.committed)
+    while (yield from newcomer.train(step)):
+        step = (newcomer.clock or step) + 1
+
+
+class PushedSteps:
+    """The calls of a script, each of which goes on with the program until that needs the script again.
+
+    ``make()``: the steps (:func:`steps`), made in the first call.  Generators, as all waits are.  Every call returns
+    with all that is over committed.  ``need``: what the program waits for.
+    """
+
+    def __init__(self, script: Script, make: Callable[[], Iterator[Any]]) -> None:
+        self._script, self._make = script, make
+        self._steps: Iterator[Any] | None = None
+        self.need = Need.NOTHING
+        self.ran = False  # a micro-batch, since step() was called last
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step has begun in this process."""
+        return self._steps is not None
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the micro-batch that the script runs, or has run last, is the last one that this worker has in its
+        step, as far as is known; not before one has begun.
+        """
+        if self.need is Need.PASS:
+            return self._script.left == 1
+        return self.need is Need.STEP or (self._script.left == 1 and not self.ran)
+
+    def join(self) -> Iterator[Any]:
+        """Returns when this worker, which has come back and is a member, is given work."""
+        yield from self._go_on(Need.MICRO_BATCH)
+
+    def begin(self) -> Iterator[Any]:
+        """Returns when the script may run the micro-batch forward that it has at hand."""
+        self._script.gives = True
+        yield from self._go_on(Need.PASS)
+
+    def run(self) -> Iterator[Any]:
+        """Goes on with what the script's forward and backward have made of the micro-batch."""
+        self.ran = True
+        self.need = yield from self._resume(closes=False)
+
+    def close(self) -> Waits[bool]:
+        """Applies the step, if the program has come to its end; the value is whether it was applied.  Where a loss has
+        moved the boundary meanwhile it was not.
+        """
+        self.ran = False
+        while self.need is Need.STEP:
+            self.need = yield from self._resume(closes=True)
+        return self.need is Need.NOTHING
+
+    def hear(self) -> Iterator[Any]:
+        """Recovers from a membership change that the script meets between two micro-batches of a step."""
+        self.need = yield from self._resume(closes=False)
+
+    def _go_on(self, until: Need) -> Iterator[Any]:
+        """Goes on until the script has to do just that; a step may end meanwhile."""
+        while self.need is not until:
+            self.need = yield from self._resume(closes=True)
+
+    def _resume(self, closes: bool) -> Waits[Need]:
+        """Goes on with the program; the value is what it needs of the script."""
+        if self._steps is None:
+            self._steps = self._make()
+        self._script.closes = closes
+        while not isinstance(found := next(self._steps), Need):
+            yield found
+        return found

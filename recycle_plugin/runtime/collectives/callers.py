@@ -16,6 +16,8 @@ import threading
 from collections.abc import Sequence
 from types import FrameType
 
+import torch
+
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.worker.lockstep import JOINT, SUMS
 from recycle_plugin.errors import RecycleError
@@ -25,6 +27,7 @@ BETWEEN = frozenset(
     {"torch", "deepspeed", "recycle_plugin", "typing_extensions", "warnings", "contextlib", "functools"}
 )  # the script and a group; decorators too
 NAMED = 16  # ranks in a message
+NO_BACKWARD = -1  # in a thread that runs none
 
 
 class Callers:
@@ -46,7 +49,7 @@ class Callers:
         if len(ranks) == 1 or self.is_own:
             return
         work, trainer = self._session.work, self._session.trainer
-        elsewhere = trainer not in (None, threading.get_ident())
+        elsewhere = trainer is not None and not self._trains_here
         if work is None and not elsewhere:
             return
         where = f"torch.distributed.{called} over {named(ranks)}, called at {calling_line()}"
@@ -98,7 +101,7 @@ class Callers:
         together.
         """
         work = self._session.work
-        return isinstance(work, Instruction) and work.op in JOINT and self._session.trainer == threading.get_ident()
+        return isinstance(work, Instruction) and work.op in JOINT and self._trains_here
 
     @property
     def is_own(self) -> bool:
@@ -107,6 +110,16 @@ class Callers:
         """
         work = self._session.work
         return isinstance(work, Instruction) and work.op in SUMS and self._session.trainer == threading.get_ident()
+
+    @property
+    def _trains_here(self) -> bool:
+        """Whether the calling thread is the one that trains, or one in which autograd runs a backward for it: where
+        tensors are on an accelerator their hooks are called in autograd's own thread, and the other one waits for that.
+        """
+        session = self._session
+        return session.trainer == threading.get_ident() or (
+            session.backward and torch._C._current_graph_task_id() != NO_BACKWARD
+        )
 
 
 def calling_line() -> str:

@@ -53,7 +53,8 @@ class Session(ControlView):
     * ``between_steps`` recovers from a membership change that the training script meets outside a step, in a collective
       of its own.
     * ``work`` is what of a program is being carried out, None between steps, and ``trainer`` the thread that does so
-      (runtime/collectives/callers.py); ``group_sums`` is the setting; ``trains``: this process has its trainer.
+      (runtime/collectives/callers.py), ``backward`` whether a script's own is what it runs; ``group_sums`` is the
+      setting; ``trains``: this process has its trainer.
     * ``idle(waiting=True)`` is called while the thread that trains waits: it serves newcomers, and returns whether
       there was anything to do, None where there are none.
     * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py), ``through`` when the
@@ -89,6 +90,7 @@ class Session(ControlView):
         self.work: object | None = None
         self.trainer: int | None = None
         self.waited_us = 0
+        self.backward = False
         self.when_adopted: Callable[[], None] = lambda: None
         self.through: Callable[[], None] = lambda: None
         self.at_end: Callable[[], None] = lambda: None
@@ -316,6 +318,15 @@ class Session(ControlView):
             yield
         finally:
             self.work = before
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Note that the thread that trains is in a backward of a script's inside of this context."""
+        self.backward = True
+        try:
+            yield
+        finally:
+            self.backward = False
 
     def rewind(self, step: int) -> None:
         """Go back to ``step`` as the last one that was begun, here and in heartbeats."""

@@ -14,13 +14,13 @@ from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.core.worker import pushed
 from recycle_plugin.core.worker import training_loop as core
 from recycle_plugin.core.worker.checkpoint_saving import CheckpointFiles, save
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.core.worker.newcomer import Newcomer
-from recycle_plugin.core.worker.pushed import Need
 from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.planner.forwards import forwards
@@ -67,7 +67,7 @@ class BlockingLoop:
 
     def start(self) -> None:
         """Wait for all workers, and take the first membership and plan."""
-        _drain(self._loop.start())
+        drain(self._loop.start())
 
     @property
     def followed(self) -> int | None:
@@ -78,12 +78,16 @@ class BlockingLoop:
         """Wait, as a newcomer does, until ``step`` is over with the others, and followed here if need be: True.  False
         where from this step on the worker is a member.
         """
-        _drain(self._newcomer.start())
-        return _drain(self._newcomer.train(step))
+        drain(self._newcomer.start())
+        return drain(self._newcomer.train(step))
+
+    def come_in(self) -> None:
+        """Wait, as a newcomer whose script begins where the others are, until it is a member with its stage's state."""
+        drain(pushed.follow(self._newcomer, self._session))
 
     def meets(self, place: str) -> bool:
         """Whether the others may wait for this newcomer at what ends with the barrier ``place``; it is a member now."""
-        return _drain(self._newcomer.meets(place))
+        return drain(self._newcomer.meets(place))
 
     @property
     def handed(self) -> bytes:
@@ -92,16 +96,13 @@ class BlockingLoop:
 
     def train(self, step: int) -> dict:
         """Train ``step``; returns the loss of each micro-batch of the step."""
-        return _drain(self._loop.train(step))
+        return drain(self._loop.train(step))
 
     def steps(self) -> Iterator[Any]:
-        """Train step after step for a script that pushes its micro-batches; yields what is needed of it, which is
-        nothing once a step is committed.
+        """Train step after step for a script that pushes its micro-batches; yields what is needed of it
+        (core.worker.pushed.steps).
         """
-        while True:
-            yield from self._loop.advance(self.machine.stepped + 1)
-            yield from self._loop.settle()
-            yield Need.NOTHING
+        return pushed.steps(self._loop)
 
     @property
     def settled(self) -> bool:
@@ -113,21 +114,21 @@ class BlockingLoop:
         if self.settled:
             self.machine.commit(self.machine.stepped)
         else:
-            _drain(self._loop.settle())
+            drain(self._loop.settle())
 
     def finish(self) -> None:
         """Wait, as a worker whose script is through, until nobody needs this one any more."""
-        _drain(self._loop.finish())
+        drain(self._loop.finish())
 
     def catch_up(self) -> None:
         """Recover from a membership change between steps."""
-        _drain(self._loop.catch_up())
+        drain(self._loop.catch_up())
 
     def evaluate(self, batches: Sequence[Tensors], count: int) -> dict[str, float]:
         """Run ``count`` micro-batches of each replica forwards; returns the losses, as
         core.worker.evaluation.Evaluations.run does.
         """
-        return _drain(self._evaluations.run(batches, count))
+        return drain(self._evaluations.run(batches, count))
 
     def count_on(self, evaluations: int) -> None:
         """Go on behind the evaluation of this number, the last one before this worker came."""
@@ -137,7 +138,7 @@ class BlockingLoop:
         """Save a checkpoint on all workers; returns why it has failed, or "", as core.worker.checkpoint_saving.save
         does.
         """
-        return _drain(save(self._loop, self._session, place, files, self._recover_between))
+        return drain(save(self._loop, self._session, place, files, self._recover_between))
 
     @property
     def plan(self) -> Plan:
@@ -148,18 +149,18 @@ class BlockingLoop:
         """Wait until all live workers have come to ``place``, and return what they have brought.  Raises
         Interrupted.
         """
-        return _drain(self._loop.barrier(place, values))
+        return drain(self._loop.barrier(place, values))
 
     def loaded(self, step: int) -> None:
         """Go on from the checkpoint of ``step``, which all workers have loaded."""
-        _drain(self._loop.loaded(step))
+        drain(self._loop.loaded(step))
 
     def resize(self, topology: Topology, batch: int) -> None:
         """Take another number of micro-batches, and so another plan, from the next step on; ``batch``: samples of a
         step.
         """
         self._planner.resize(topology.full())
-        _drain(self._loop.resize(topology, batch, self._planner.full_us(topology)))
+        drain(self._loop.resize(topology, batch, self._planner.full_us(topology)))
 
     def _recover_between(self) -> Iterator[Any]:
         self._recover()
@@ -204,7 +205,7 @@ class _Planner:
         return planner.arrange(recovery, plan, self._costs, held)
 
 
-def _drain(execution: Iterator[Any]) -> Any:
+def drain(execution: Iterator[Any]) -> Any:
     """The value of a generator whose waits block."""
     try:
         next(execution)

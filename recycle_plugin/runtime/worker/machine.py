@@ -24,7 +24,7 @@ from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.catching_up import Inlet
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.lockstep import Lockstep, Word
-from recycle_plugin.core.worker.pushed import Need, Script
+from recycle_plugin.core.worker.pushed import Script
 from recycle_plugin.core.worker.shares import Word as ShareWord
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.training_loop import StepProgram
@@ -280,9 +280,7 @@ class PushedMachine(TorchMachine):
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         """For F the time in which the script runs it."""
-        if instruction.op is Op.F:
-            yield Need.PASS
-            self.script.begin()
+        return self.script.passing() if instruction.op is Op.F else iter(())
 
 
 def strike(fault: Fault, session: Session) -> None:

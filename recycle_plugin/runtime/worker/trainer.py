@@ -234,10 +234,7 @@ class Trainer:
             self.feed.begin()
             self._ask()
             loop = self._prepared()
-            loop.follow(0)  # knows where the others are
-            step = max(1, self._session.committed)
-            while loop.follow(step):
-                step = (loop.followed or step) + 1
+            loop.come_in()
             self._take_part(loop)
 
     def drop_step(self) -> None:

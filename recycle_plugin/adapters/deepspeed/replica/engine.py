@@ -1,7 +1,7 @@
 """DeepSpeed's engine as one rank of a replica: scripts call it as stock's, and replicas may be lost.
 
 It is stock's own, with the ranks of one replica as its data parallel group, in front of the worker runtime's steps
-(runtime/worker/pushed_steps.py).  What each call does:
+(runtime/worker/pushed_calls.py).  What each call does:
 
 * ``engine(batch)`` waits until the program wants a micro-batch; then stock's forward.
 * ``engine.backward(loss)``: stock's, with its reduction inside the replica, whose result is the micro-batch's part.
@@ -38,8 +38,8 @@ from recycle_plugin.runtime.stage.buckets import MeanBuckets
 from recycle_plugin.runtime.state.stage_state import StatePart
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
 from recycle_plugin.runtime.worker.ports import Framework, StageModel, trained
+from recycle_plugin.runtime.worker.pushed_calls import PushedCalls
 from recycle_plugin.runtime.worker.pushed_stage import PushedStage
-from recycle_plugin.runtime.worker.pushed_steps import PushedSteps
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.settings.schema import Settings
@@ -98,7 +98,7 @@ class ReplicaEngine(DeepSpeedEngine):
     _job: ReplicaArguments  # of the class that engine_class makes
     shards: Whole | Partitions
     _trainer: Trainer
-    _steps: PushedSteps
+    _steps: PushedCalls
     _boundary: bool | None = None  # what stock code is told; None: what the program says
     _lr_arguments: dict[str, Any] | None = None  # of the script's step()
     _judged: torch.Tensor | None = None  # the norm of the last step, where this rank has judged it
@@ -120,7 +120,7 @@ class ReplicaEngine(DeepSpeedEngine):
         stage = PushedStage(self.shards.parameters, device)
         self._trainer = Trainer(session, self._job.settings, self._framework(topology, self._place, stage))
         self._trainer.feed.source = lambda step, micro_batch: None  # LOAD waits for the script, who has the data
-        self._steps = PushedSteps(self._trainer, stage)
+        self._steps = PushedCalls(self._trainer, stage)
         session.at_end = self._steps.end
         self._loaded = 0  # checkpoints, before the first step
         self._recalled: list[Any] = []  # what loading them has given this rank's predecessor
@@ -140,7 +140,7 @@ class ReplicaEngine(DeepSpeedEngine):
         """Stock's backward of the loss of the last micro-batch."""
         if not self._steps.runs:
             raise RecycleError("engine.backward(loss) without a forward: call engine(…) for each micro-batch before it")
-        with self._told(True), self.shards.backward() as made:
+        with self._told(True), self._job.session.in_backward(), self.shards.backward() as made:
             scaled = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         self._steps.run((made, loss.detach()))
         return scaled

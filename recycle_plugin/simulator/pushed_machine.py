@@ -1,0 +1,65 @@
+"""The machine of a simulated worker whose script runs its own loop (core/worker/pushed.py), in a job without stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.pushed import PushedWorker
+from recycle_plugin.core.worker.pushed import Script as PushedScript
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.simulator.arithmetic import Sample
+from recycle_plugin.simulator.exercised import ProtocolRule
+from recycle_plugin.simulator.simulated_worker import SimulatedMachine
+
+if TYPE_CHECKING:
+    from recycle_plugin.simulator.cluster import Cluster
+
+
+class PushedMachine(SimulatedMachine):
+    """The machine of a worker that trains what its script pushes.  ``given``: the sample that the script has at hand;
+    ``met``: the step behind which it has met the others last.
+    """
+
+    worker: PushedWorker
+    worker_class = PushedWorker
+
+    def __init__(self, cluster: Cluster, rank: int, weight: int, incarnation: int = 0) -> None:
+        super().__init__(cluster, rank, weight, incarnation)
+        self.pushed = self.worker.script = PushedScript()
+        self.given = Sample(self.seat.replica, 0)
+        self._loaded = self.given
+        self.met = 0
+
+    def draw(self) -> None:
+        """Draws the script's next sample, behind those that its rank has given to steps, in this process or before."""
+        self.given = Sample(self.seat.replica, self.pushed.given + 1)
+        self.cluster.watcher.drew(self, self.given)
+
+    def spend(self, instruction: Instruction) -> Waits[None]:
+        """Yields the microseconds that ``instruction`` takes, and for F until the script has run it too."""
+        yield from super().spend(instruction)
+        if instruction.op is Op.F:
+            yield from self.pushed.passing()
+
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
+        """Makes what ``instruction`` provides: F of what the script has at hand, and STEP judges for itself."""
+        data = Datum("data", self.seat.stage, instruction.micro_batch, instruction.step)
+        if instruction.op is Op.LOAD:
+            self.cluster.exercised[ProtocolRule.GIVEN_AGAIN] += self.given is self._loaded
+            self._loaded = self.given
+        elif instruction.op is Op.F:
+            have.put(data, self.given.data)
+            self.cluster.watcher.ran(self, instruction, self.given)
+        elif instruction.op is Op.STEP and self.shared.applies is None and self.cluster.scenario.clip:
+            each = self.share(instruction.step, have)
+            norm = self.norm(dict.fromkeys(map(str, range(self.cluster.scenario.shards)), each))
+            have.put(Datum("norm", self.seat.stage, None, instruction.step), norm)
+        made = super().compute(instruction, have, boundary_only)
+        return {data: None} if instruction.op is Op.LOAD else made
+
+    def undo(self, step: int) -> None:
+        """Raises AssertionError: what a script has run can't be run again."""
+        raise AssertionError(f"step {step} of a script's own loop is to be taken back")

@@ -1,0 +1,115 @@
+"""Mistakes about scripts that run their own loops, and about the shards of their replicas.
+
+As tests/pure/mistakes.py; found in jobs whose scripts push micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.worker.lockstep import Lockstep
+from recycle_plugin.core.worker.pushed import Need, PushedWorker, Script
+from recycle_plugin.simulator import arithmetic
+from recycle_plugin.simulator.pushed_machine import PushedMachine
+from recycle_plugin.simulator.simulated_worker import SimulatedMachine
+from tests.pure.mistakes import changed, changed_recovery_plans, mistake
+
+
+@mistake("a script's boundary does not move when a replica is lost", seen=13)
+def boundary_stays(monkeypatch) -> None:
+    def own(recovery):
+        kept = {
+            seat: tuple(one for one in work if one.works_on.replica == seat.replica)
+            for seat, work in recovery.compute.items()
+        }
+        return replace(recovery, compute=kept)
+
+    changed_recovery_plans(monkeypatch, own)
+
+
+@mistake("what a script has given and not run is drawn once more when it is asked for again", seen=22)
+def drawn_again(monkeypatch) -> None:
+    def compute(self, before, instruction, have, boundary_only):
+        if instruction.op is Op.LOAD and self.given is self._loaded:
+            self.draw()
+        return before(self, instruction, have, boundary_only)
+
+    changed(monkeypatch, PushedMachine, "compute", compute)
+
+
+@mistake("what a script has run last is counted for the next micro-batch too, behind a failure", seen=13)
+def counted_for_the_next(monkeypatch) -> None:
+    def compute(self, before, instruction, have, boundary_only):
+        given, last = self.given, getattr(self, "_last", self.given)
+        if instruction.op is Op.F:
+            self.given = last if self.worker.running.resumed else given
+            self._last = given
+        try:
+            return before(self, instruction, have, boundary_only)
+        finally:
+            self.given = given
+
+    changed(monkeypatch, PushedMachine, "compute", compute)
+
+
+@mistake("a script is not told that a micro-batch is the last one of its step", seen=13)
+def boundary_not_told(monkeypatch) -> None:
+    def passing(self):
+        yield Need.PASS
+        self.gives, self.given = False, self.given + 1
+
+    monkeypatch.setattr(Script, "passing", passing)
+
+
+@mistake("a rank's sum counts before the others of its replica have theirs", seen=13)
+def sum_of_one_rank(monkeypatch) -> None:
+    monkeypatch.setattr(Lockstep, "begin_sum", lambda self, instruction: iter(()))
+
+
+@mistake("a replica steps although one of its ranks lacks its part of the sum", seen=13)
+def torn_sum(monkeypatch) -> None:
+    begin = Lockstep.begin
+    monkeypatch.setattr(Lockstep, "begin_sum", lambda self, instruction: iter(()))
+    monkeypatch.setattr(Lockstep, "begin", lambda self, what: iter(()) if "STEP" in what else begin(self, what))
+
+
+@mistake("each replica judges the norm of its own gradients", seen=22)
+def norm_of_one_replica(monkeypatch) -> None:
+    def add_up(self, before, instruction, have, holder):
+        self._own = self.numbers.total([self.numbers.sums(instruction.step)])
+        return (yield from before(self, instruction, have, holder))
+
+    changed(monkeypatch, SimulatedMachine, "add_up", add_up)
+    monkeypatch.setattr(PushedMachine, "share", lambda self, step, have: arithmetic.share(self._own))
+
+
+@mistake("each rank judges the norm of its own part", seen=22)
+def norm_of_one_rank(monkeypatch) -> None:
+    monkeypatch.setattr(
+        PushedMachine, "norm", lambda self, shares: SimulatedMachine.norm(self, dict(list(shares.items())[:1]))
+    )
+
+
+@mistake("the zeros of a replica that joins are in the divisor", seen=43)
+def zeros_in_the_divisor(monkeypatch) -> None:
+    def add_up(self, before, instruction, have, holder):
+        total = yield from before(self, instruction, have, holder)
+        peers = self.control_view.roster.peers(self.seat.stage, self.held.shard)
+        joining = sum(member.joining for member in peers)
+        replicas = self.cluster.scenario.shape.replicas
+        zeros = replicas * pow(replicas + joining, -1, arithmetic.PRIME)
+        return total * zeros % arithmetic.PRIME if joining and holder is None else total
+
+    changed(monkeypatch, SimulatedMachine, "add_up", add_up)
+
+
+@mistake("a sum that was made again lacks what a script had run before the loss", seen=13)
+def run_before_is_lost(monkeypatch) -> None:
+    def execute(self, before, program):
+        if program.resumed:
+            for datum in [datum for datum in self.store if datum.kind == "wgrad"][:1]:
+                self.store._remove(datum)
+        return before(self, program)
+
+    changed(monkeypatch, PushedWorker, "execute", execute)
