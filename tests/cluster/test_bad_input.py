@@ -34,8 +34,8 @@ CASES = {
     "placement unknown at the start": 'recycle.placement "spread" is about ranks, which were given out before this '
     "config was there: put it into a file",
     "Hugging Face": "Hugging Face's Accelerator.prepare() with recycle.replicas says itself "
-    "which micro-batch is a step's last, which a lost replica's work moves; write the loop with engine(…), "
-    "engine.backward(loss) and engine.step()",
+    "which micro-batch is a step's last, which a lost replica's work moves, and counts steps: set recycle.batch to "
+    '"shrink" and recycle.rejoin to "never", or write the loop with engine(…)',
     "no pipeline": "recycle.enabled needs a deepspeed.pipe.PipelineModule",
 }
 
