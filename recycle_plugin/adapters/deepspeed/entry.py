@@ -99,7 +99,9 @@ class Plugin:
             if not settings.enabled:
                 return stock(*arguments, **named)
             given = dict(zip(("args", "model", "optimizer", "model_parameters", "training_data"), arguments)) | named
-            packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_stack(None)]
+            packages = [
+                frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_stack(sys._getframe(1))
+            ]
             ours = self._our_engine if settings.replicas is None else partial(self._replica_engine, packages)
             with ours(module, config, settings, given):
                 return stock(*arguments, **named)

@@ -75,8 +75,9 @@ def _of_drivers(packages: Collection[str], fixed: bool) -> Iterator[str]:
         )
     elif "accelerate" in packages and not fixed:
         yield (
-            f"Hugging Face's Accelerator.prepare() with {REPLICA} says itself which micro-batch is a step's last, which "
-            'a lost replica\'s work moves, and counts steps: set recycle.batch to "shrink" and recycle.rejoin to '
+            f"Hugging Face's Accelerator.prepare() with {REPLICA} says itself which micro-batch is a step's last, "
+            "which a lost replica's work moves, and counts steps: "
+            'set recycle.batch to "shrink" and recycle.rejoin to '
             f'"never", or {loop}'
         )
 
