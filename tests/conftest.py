@@ -12,6 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.support.cluster import ForkServer
 
+WHOLE_JOBS, JOBS = "tests/cluster/", 2  # where each case starts one, and how many a function has by itself
 KILL_SEED = "RECYCLE_TEST_KILL_SEED"
 # Of all processes that tests start: torch asks the name server for the name of each address that a store's client
 # connects to, and waits 5 s where no answer comes; or else it warns each time that nobody tells.
@@ -89,8 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "some_of(n, among=''): n of the function's cases, or of all tests with that word, which --kill-seed chooses; "
-        "all of them with --all-kills",
+        "some_of(n, among=''): n of the function's cases, or of all tests with that word, which --kill-seed chooses, "
+        f"{JOBS} of those in {WHOLE_JOBS} without it; all of them with --all-kills",
     )
     config.addinivalue_line("markers", "real_launcher: under DeepSpeed's own launcher")
     if config.option.kill_seed is None:  # one for all workers of pytest-xdist, which inherit the environment
@@ -113,16 +114,20 @@ def _is_of_all_kills(item: pytest.Item) -> bool:
 
 
 def not_chosen(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
-    """Of cases that are much alike; of those under DeepSpeed's launcher, which were chosen before, none."""
+    """Of cases that are much alike, and of whole jobs all but a few; of those under DeepSpeed's launcher, which were
+    chosen before, none.
+    """
     alike: dict[str, list[pytest.Item]] = {}
+    counts: dict[str, int] = {}
     for item in items:
-        marker = item.get_closest_marker("some_of")
-        if marker and not item.get_closest_marker("real_launcher"):
-            alike.setdefault(marker.kwargs.get("among") or item.nodeid.partition("[")[0], []).append(item)
+        marker, of_jobs = item.get_closest_marker("some_of"), item.nodeid.startswith(WHOLE_JOBS)
+        if (marker or of_jobs) and not item.get_closest_marker("real_launcher"):
+            name = (marker and marker.kwargs.get("among")) or item.nodeid.partition("[")[0]
+            alike.setdefault(name, []).append(item)
+            (counts[name],) = marker.args if marker else (JOBS,)
     left_out = []
     for name, cases in alike.items():
-        (count,) = cases[0].get_closest_marker("some_of").args
-        left_out += random.Random(f"{seed} {name}").sample(cases, max(0, len(cases) - count))
+        left_out += random.Random(f"{seed} {name}").sample(cases, max(0, len(cases) - counts[name]))
     return left_out
 
 
