@@ -26,7 +26,6 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 WIDTH = 8
 job = json.loads(os.environ["RECYCLE_TEST_SURFACE"])
 CALLED: dict[str, Callable[[Any], Any]] = {
-    "all_gather_scalar": lambda engine: engine.all_gather_scalar(torch.ones(1), 1, None),
     "set_batch_fn": lambda engine: engine.set_batch_fn(None),
     "set_dataiterator": lambda engine: engine.set_dataiterator(engine.data_iterator),
     "set_has_attention_mask": lambda engine: engine.set_has_attention_mask(False),
@@ -44,15 +43,17 @@ CALLED: dict[str, Callable[[Any], Any]] = {
 }
 LEFT_OUT = {
     **dict.fromkeys(
-        ("train_batch", "eval_batch", "save_checkpoint", "load_checkpoint", "step", "forward", "set_dataloader"),
+        ("train_batch", "eval_batch", "save_checkpoint", "load_checkpoint", "step", "forward", "set_dataloader",
+         "get_batch_info"),
         "what other tests are about",
     ),
     **dict.fromkeys(
-        ("train", "eval", "zero_grad", "compile", "destroy", "dump_state", "empty_partition_cache"),
+        ("train", "eval", "zero_grad", "compile", "destroy", "dump_state", "empty_partition_cache",
+         "collect_python_gc"),
         "changes the engine, or says much",
     ),
     **dict.fromkeys(
-        ("allreduce_and_copy", "allreduce_bucket", "allreduce_gradients", "allreduce_no_retain",
+        ("all_gather_scalar", "allreduce_and_copy", "allreduce_bucket", "allreduce_gradients", "allreduce_no_retain",
          "buffered_allreduce_fallback", "clip_fp32_gradients", "sparse_all_gather", "sparse_allreduce",
          "sparse_allreduce_bucket", "sparse_allreduce_no_retain", "deepspeed_io", "log_for_device", "tput_log",
          "autotuning_start_profile_step", "autotuning_end_profile_step"),
@@ -62,13 +63,15 @@ LEFT_OUT = {
         ("module_state_dict", "load_module_state_dict", "load_moe_state_dict", "save_16bit_model", "save_fp16_model",
          "offload_states", "reload_states", "compile_autosp", "compile_autotp", "register_compile_pass",
          "set_custom_curriculum_learning_schedule", "update_optimizer_step", "get_deepcompile_backend",
-         "get_autosp_backend", "get_autotp_backend", "get_deepspeed_compile_backend"),
+         "get_autosp_backend", "get_optimizer_configuration", "print_forward_breakdown", "get_autotp_backend",
+         "get_deepspeed_compile_backend"),
         "of what a config can't ask for beside the plugin",
     ),
     **dict.fromkeys(
         ("accumulate_hp_grads_and_remove_lp", "backward_epilogue", "backward_prologue", "clear_hp_grads",
          "clear_lp_grads", "configure_autoep_folding_tp_gradient_reduction", "create_grad_acc_hooks", "enter_backward",
-         "exit_backward", "get_grads_for_norm", "get_grads_for_reduction", "load_hp_checkpoint_state_from_checkpoint_dir",
+         "exit_backward", "get_grads_for_norm", "get_grads_for_reduction",
+         "load_hp_checkpoint_state_from_checkpoint_dir",
          "queue_post_backward_callback", "reenter_backward_if_needed", "register_grad_acc_post_hook",
          "report_ipg_memory_usage", "run_grad_acc_post_hooks", "scale_if_loss", "should_refresh_expected_hook_count",
          "unregister_grad_acc_post_hooks", "update_hook_state_and_maybe_run_epilogue", "update_hp_grads",
@@ -97,19 +100,24 @@ def told(value: Any) -> str:
     if torch.is_tensor(value):
         return f"tensor {[round(each, 5) for each in value.detach().float().flatten().tolist()]}"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{told(key)}: {told(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(sorted(f'{told(key)}: {told(one)}' for key, one in value.items()))}}}"
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__} of {', '.join(map(told, value))}"
     if isinstance(value, float):
         return f"{value:.5g}"
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return nameless(repr(value))
+
+
+def nameless(text: str) -> str:
+    """Without what is another one in each process, or the plugin's."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text).replace(type(engine).__name__, "Engine")
 
 
 def asked(ask: Callable[[], Any]) -> str:
     try:
         return told(ask())
     except Exception as error:
-        return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return nameless(f"{type(error).__name__}: {error}".partition("\n")[0])
 
 
 def surface(thing: Any, kind: type) -> tuple[dict[str, str], list[str]]:
@@ -149,7 +157,10 @@ def pipeline() -> Any:
         partition_method="uniform",
     )
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=job["config"])
-    given = data(engine.grid.data_parallel_id)
+    given: Any = data(engine.grid.data_parallel_id)
+    if hasattr(engine, "set_data_source"):  # whoever reads it, the same batches
+        engine.set_data_source(lambda step, replica, micro_batch: batch(1000 * replica + 2 * (step - 1) + micro_batch))
+        given = None
     for _ in range(job["steps"]):
         engine.train_batch(given)
     return engine
@@ -175,7 +186,7 @@ stock = next(kind for kind in type(engine).__mro__ if kind.__module__.startswith
 assert issubclass(stock, DeepSpeedEngine)
 found, unknown = surface(engine, stock)
 found |= {name: asked(lambda name=name: getattr(engine, name)) for name in COUNTED if hasattr(engine, name)}
-found["tput_timer"] = asked(lambda: [engine.tput_timer.global_step_count, engine.tput_timer.avg_samples_per_sec()])
+found["tput_timer"] = asked(lambda: engine.tput_timer.global_step_count)
 if job["config"].get("bf16"):
     of_optimizer, more = surface(engine.optimizer, BF16_Optimizer)
     found |= {f"optimizer.{name}": text for name, text in of_optimizer.items()}

@@ -32,20 +32,21 @@ class MasterOptimizer:
     """Stands where stock code has its BF16_Optimizer: steps ``optimizer`` on the masters, and rounds the weights off.
 
     It fills the optimizer's groups with the masters.  ``clip`` is called with the whole gradients in place, and
-    ``norm()`` has then the norm that they are clipped by, None where none is known.
+    gives the norm that they are clipped by, None where none is known.
     """
 
-    _global_grad_norm: float | None = None  # of the step that was applied last: stock code asks for it by this name
-    part: Callable[[], dict[str, Any]] | None = None  # stock's state_dict, once the engine knows its place in a stage
+    _global_grad_norm: torch.Tensor | None = (
+        None  # of the step that was applied last: stock code asks for it by this name
+    )
+    part: Callable[[], dict[str, Any]] | None = None  # stock's state_dict, once the engine has a seat
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         masters: Masters,
-        clip: Callable[[], None],
-        norm: Callable[[], torch.Tensor | float | None],
+        clip: Callable[[], torch.Tensor | float | None],
     ) -> None:
-        self.optimizer, self._masters, self._clip, self._norm = optimizer, masters, clip, norm
+        self.optimizer, self._masters, self._clip = optimizer, masters, clip
         for group in optimizer.param_groups:
             group["params"] = [masters.of(parameter) for parameter in group["params"] if parameter.requires_grad]
 
@@ -61,9 +62,8 @@ class MasterOptimizer:
 
     def step(self) -> None:
         """Clip, step the masters, and round the weights off; the engine's optimizer step calls it."""
-        self._clip()
-        norm = self._norm()
-        self._global_grad_norm = None if norm is None else float(norm)
+        norm = self._clip()
+        self._global_grad_norm = None if norm is None else torch.as_tensor(norm)
         self.optimizer.step()
         self._masters.round_off()
 
@@ -79,13 +79,15 @@ class MasterOptimizer:
 
     def load_state_dict(self, *arguments: Any, **named: Any) -> None:
         """Raises RecycleError: state is loaded by all workers together."""
-        raise RecycleError("engine.optimizer.load_state_dict() would give one worker another state than its peers have: "
-                           "call engine.load_checkpoint()")  # fmt: skip
+        raise RecycleError(
+            "engine.optimizer.load_state_dict() would give one worker another state than its peers have: call "
+            "engine.load_checkpoint()"
+        )
 
     def __getattr__(self, name: str) -> Any:
         raise NotThere(
-            f"engine.optimizer.{name} is of DeepSpeed's own optimizer, which keeps shards, and the plugin's has the state "
-            "whole: engine.optimizer.optimizer is torch's, and of its masters"
+            f"engine.optimizer.{name} is of DeepSpeed's own optimizer, which keeps shards, and the plugin's has the "
+            "state whole: engine.optimizer.optimizer is torch's, and of its masters"
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -330,9 +330,9 @@ class RecycleEngine(PipelineEngine):
                 "is false"
             )
 
-    def get_global_grad_norm(self) -> float | None:
-        """DeepSpeed's ``get_global_grad_norm``: that of the last step, in bf16 and fp16 with gradient clipping; in fp32
-        stock's engine of pipelines has none, and gives None.
+    def get_global_grad_norm(self) -> Any:
+        """DeepSpeed's ``get_global_grad_norm``: that of the last step, a scalar tensor, in bf16 and fp16 with gradient
+        clipping; in fp32 stock's engine of pipelines has none, and gives None.
 
         Raises RecycleError where stock would know it, and here nobody does.
         """
@@ -342,14 +342,14 @@ class RecycleEngine(PipelineEngine):
                 "engine.get_global_grad_norm(): steps are applied before their norm is known, or without one: set "
                 'gradient_clipping, and leave recycle.clip out or write "sync"'
                 if not self._trainer.behind
-                else "engine.get_global_grad_norm() in a worker that has come back: ask only when engine.behind is false"
+                else "engine.get_global_grad_norm() in a worker that has come back: ask when engine.behind is false"
             )
         return norm
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Raises RecycleError: peers read a lost worker's data by the size that training began with."""
         raise RecycleError(
-            "engine.set_train_micro_batch_size(): peers read a lost worker's data by the size that training began with; "
+            "engine.set_train_micro_batch_size(): peers read a lost worker's data by the size that it began with; "
             "call engine.set_train_batch_size(), which changes the number of micro-batches"
         )
 
@@ -373,10 +373,8 @@ class RecycleEngine(PipelineEngine):
         """DeepSpeed's call inside the optimizer step, where clipping is on; in bf16 and fp16 the optimizer calls it."""
         self._trainer.clip()
 
-    def _clip(self) -> None:
+    def _clip(self) -> torch.Tensor | None:
         self.clip_fp32_gradients()
-
-    def _norm(self) -> torch.Tensor | None:
         return self._trainer.norm
 
     def _broadcast_model(self) -> None:
@@ -406,7 +404,7 @@ class RecycleEngine(PipelineEngine):
             )
         self.communication_data_type = torch.float32
         self.masters = Masters(trained(self.module))
-        return MasterOptimizer(optimizer, self.masters, self._clip, self._norm)
+        return MasterOptimizer(optimizer, self.masters, self._clip)
 
     def _configure_fp16_optimizer(
         self, optimizer: torch.optim.Optimizer, low_precision_dtype: torch.dtype
@@ -418,7 +416,7 @@ class RecycleEngine(PipelineEngine):
         """
         self.communication_data_type = torch.float32
         self.masters, self.scaler = Masters(trained(self.module)), loss_scaler(self._config.float16_config)
-        return HalfOptimizer(optimizer, self.masters, self._clip, self._norm, self.scaler, self.gradient_clipping())
+        return HalfOptimizer(optimizer, self.masters, self._clip, self.scaler, self.gradient_clipping())
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str | None:
         """Stock code sums gradients of bf16 and fp16 in these at ZeRO stage 0, and refuses to do so in fp32."""

@@ -38,12 +38,11 @@ class HalfOptimizer(MasterOptimizer):
         self,
         optimizer: torch.optim.Optimizer,
         masters: Masters,
-        clip: Callable[[], None],
-        norm: Callable[[], torch.Tensor | float | None],
+        clip: Callable[[], torch.Tensor | float | None],
         scaler: Any,
         clipping: float,
     ) -> None:
-        super().__init__(optimizer, masters, clip, norm)
+        super().__init__(optimizer, masters, clip)
         self._scaler, self._clipping = scaler, clipping
         self._flat, self._fused = FlatState(optimizer), type(optimizer).__name__ == "FusedAdam"  # stock's rule
 
