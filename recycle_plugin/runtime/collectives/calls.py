@@ -90,12 +90,12 @@ def all_gather_object(session: Session, stock: Stock, *arguments: Any, **given: 
     if (group := _followed(bound.get("group"))) is None:
         stock(*arguments, **given)
         return
-    objects, found = bound["object_list"], _gathered(stock, group, bound["obj"])
-    if len(objects) < len(found):
+    objects, members = bound["object_list"], group.size()
+    if len(objects) < members:
         raise RecycleError(
-            f"{_where(stock, group)}: object_list has {len(objects)} places for {len(found)} members, lost ones too"
+            f"{_where(stock, group)}: object_list has {len(objects)} places for {members} members, lost ones too"
         )
-    objects[: len(found)] = found
+    objects[:members] = _gathered(stock, group, bound["obj"])
 
 
 def gather_object(session: Session, stock: Stock, *arguments: Any, **given: Any) -> None:
