@@ -134,11 +134,11 @@ def _gathered(stock: Stock, group: MemberGroup, own: Any) -> list[Any]:
     group.gather_rows(stock.__name__, sizes, torch.tensor([text.numel()])).wait()
     rows = torch.zeros(group.size(), 1 + int(sizes.max()), dtype=torch.uint8)  # a one before what has come
     row = torch.ones(rows.size(1), dtype=torch.uint8)
-    if text.numel() < row.numel():
+    if text.numel() < row.numel():  # or this is a newcomer, whose predecessor has given its own
         row[1 : 1 + text.numel()] = text
     group.gather_rows(stock.__name__, rows, row).wait()
     return [
-        pickle.loads(there[1 : 1 + int(size)].numpy().tobytes()) if there[0] else None
+        pickle.loads(there[1 : 1 + int(size)].numpy().tobytes()) if there[0] and size else None
         for there, size in zip(rows, sizes)
     ]
 
