@@ -23,7 +23,8 @@ import torch.distributed.nn.functional as differentiable
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.gloo import GlooLink
-from tests.support.calls import CALLS, LOST, NOT_CALLS, Call
+from tests.support.calls import CALLS, LOST, Call
+from tests.support.not_calls import NOT_CALLS
 from tests.support.scenario import DIED, Script, run, run_stock
 
 PAGE = Path(__file__).parents[2] / "recycle_plugin" / "docs" / "collectives.md"
@@ -55,8 +56,8 @@ def test_all_that_torch_has_is_in_the_table():
     """So that a new release shows what it has added."""
     known = {call.of for call in CALLS} | NOT_CALLS.keys()
     assert not (new := torchs_names() - known), (
-        f"torch has {', '.join(sorted(new))}: give each a row in tests/support/calls.py, CALLS, or say in NOT_CALLS "
-        "why it has none; then pytest --freeze tests/runtime/test_calls.py"
+        f"torch has {', '.join(sorted(new))}: give each a row in tests/support/calls.py, or say in not_calls.py why it "
+        "has none; then pytest --freeze tests/runtime/test_calls.py"
     )
 
 
