@@ -18,6 +18,7 @@ from recycle_plugin.runtime.collectives.average import BACKEND
 from recycle_plugin.runtime.collectives.callers import Callers, calling_line, named
 from recycle_plugin.runtime.collectives.handles import Finished, Operations, Part, TorchWork
 from recycle_plugin.runtime.collectives.in_flight import (
+    ALL,
     EACH,
     SCRIPT,
     SUMS,
@@ -178,7 +179,7 @@ class MemberGroup(Several, dist.ProcessGroup):
 
     def allgather(self, outputs, inputs, options=None):
         """torch.distributed's ``all_gather``; raises RecycleError once a member is lost."""
-        return self._whole("all_gather", lambda held, _: AllGather(held, *_here(inputs)), outputs[0], inputs)
+        return self._whole("all_gather", lambda held, _: AllGather(held, *_here(inputs)), outputs[0], inputs, gives=ALL)
 
     def gather(self, outputs, inputs, options):
         """torch.distributed's ``gather``; raises RecycleError once a member is lost."""
@@ -220,7 +221,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         def make(held, _):
             return AllGather([*held[0].view(len(self._ranks), source.numel())], *_here([source.reshape(-1)]))
 
-        return self._whole("all_gather_into_tensor", make, [output], source)
+        return self._whole("all_gather_into_tensor", make, [output], source, gives=ALL)
 
     def reduce_scatter_single(self, output, source, options):
         """torch.distributed's ``reduce_scatter_tensor``; raises RecycleError once a member is lost."""
@@ -351,7 +352,9 @@ class MemberGroup(Several, dist.ProcessGroup):
             in_pieces(self._flight, asked, tensor.view(-1))
         return Finished()
 
-    def _whole(self, called: str, make: Make, outputs: Sequence[torch.Tensor], *given: Any) -> dist.Work:
+    def _whole(
+        self, called: str, make: Make, outputs: Sequence[torch.Tensor], *given: Any, gives: str = EACH
+    ) -> dist.Work:
         """Start an operation that needs every logical member, and has something to do for a single one too.
 
         Positions in it are logical.
@@ -367,7 +370,7 @@ class MemberGroup(Several, dist.ProcessGroup):
                     "recycle_plugin.mean(tensor, group) averages over them"
                 )
 
-        return self._run(Asked(called, make, outputs, check, alone=True, gives=EACH, given=given))
+        return self._run(Asked(called, make, outputs, check, alone=True, gives=gives, given=given))
 
     def _adding(self, called: str, op: dist.ReduceOp, tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
         """The check to make before each try of a reduction."""
