@@ -40,6 +40,9 @@ def test_averages_of_scripts_after_a_loss(train):
                 seen["average by torch"] == pytest.approx(loss) == seen["mean over replicas"] and seen["mean"] == both
             )
             assert seen["tokens"] == pytest.approx([11.5 if whole else (10 + 12 + 13) / 3])
+            assert seen["over Gloo by name"] == seen["tokens"]
+            assert seen["over a mesh"] == [12.5 if rank > 1 else 10.5 if whole else 10.0]
+            assert seen["objects"] == [0, 1 if whole else -1, 2, 3]
             if whole:
                 assert seen["torchmetrics mean"] == pytest.approx(loss) and seen["torchmetrics sum"] == 4
             else:

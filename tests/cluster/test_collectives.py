@@ -18,7 +18,7 @@ PLACES = {  # the function of torch.distributed, whether over all, and the first
     "barrier": ("barrier", False, ["{stage}F{replica}.0@1"]),
     "send": ("send", True, ["{stage}F{replica}.0@1"]),
     "receive": ("recv", True, ["{stage}F{replica}.0@1"]),
-    "gather": ("all_gather", False, ["{stage}F{replica}.0@1"]),
+    "gather": ("all_gather_object", False, ["{stage}F{replica}.0@1"]),
     "recomputed": ("all_reduce", True, ["{stage}F{replica}.0@1", "{stage}I{replica}.0@1"]),
     "recomputed otherwise": ("all_reduce", True, ["{stage}F{replica}.0@1", "{stage}I{replica}.0@1"]),
     "backward": ("all_reduce", False, ["{stage}I{replica}.0@1"]),

@@ -79,8 +79,18 @@ def seen(loss: torch.Tensor) -> dict[str, object]:
         "mean": lambda: recycle_plugin.mean(torch.stack(both)),
         "mean over replicas": lambda: recycle_plugin.mean(loss, replicas),
         "tokens": lambda: recycle_plugin.mean(torch.tensor([10.0 + engine.global_rank])),
+        "over Gloo by name": lambda: recycle_plugin.mean(torch.tensor([10.0 + engine.global_rank]), by_name),
+        "over a mesh": lambda: recycle_plugin.mean(torch.tensor([10.0 + engine.global_rank]), mesh.get_group("b")),
+        "objects": lambda: objects(engine.global_rank),
     }
     return {name: tried(call) for name, call in asked.items()}
+
+
+def objects(rank: int) -> torch.Tensor:
+    """The ranks that are there, -1 in the place of others."""
+    found: list = [None] * torch.distributed.get_world_size(by_name)
+    torch.distributed.all_gather_object(found, rank, group=by_name)
+    return torch.tensor([-1 if each is None else each for each in found])
 
 
 def average(loss: torch.Tensor) -> torch.Tensor:
@@ -99,6 +109,8 @@ def tried(call) -> object:
 
 
 deepspeed.init_distributed()
+by_name = torch.distributed.new_group(backend="gloo")  # as Megatron-LM makes them
+mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"b": "gloo"})
 torch.manual_seed(7)
 config = {
     "train_micro_batch_size_per_gpu": 1,

@@ -247,7 +247,6 @@ NEEDS_ALL = (
     "all_gather",
     "all_gather_into_tensor",
     "gather",
-    "scatter",
     "reduce_scatter_tensor",
     "all_to_all_single",
     "all_gather_object",

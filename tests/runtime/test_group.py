@@ -194,6 +194,9 @@ def overtaken(rank: int, port: int, store_port: int, results, last: str) -> None
                 dist.all_reduce(held)
             case "all_gather":
                 dist.all_gather(gathered, held)
+                held = torch.stack(gathered).sum(0)
+            case "all_to_all_single":
+                dist.all_to_all_single(torch.zeros(3), held)
             case "recv" if rank < 2:
                 dist.send(held, 1) if rank == 0 else dist.recv(held, 0)
         if rank == 2:
@@ -211,7 +214,12 @@ def overtaken(rank: int, port: int, store_port: int, results, last: str) -> None
     os._exit(0)
 
 
-FIRST = {"all_reduce": [6.0, 12.0, 18.0], "recv": [1.0, 2.0, 3.0], "all_gather": None}
+FIRST = {
+    "all_reduce": [6.0, 12.0, 18.0],
+    "recv": [1.0, 2.0, 3.0],
+    "all_gather": [6.0, 12.0, 18.0],
+    "all_to_all_single": None,
+}
 
 
 @pytest.mark.parametrize("last", FIRST)
@@ -236,7 +244,7 @@ def test_who_hears_of_a_loss_before_the_end_of_a_sum_takes_no_other_for_it(proce
         assert results.of("both", {0, 1}) == dict.fromkeys(range(2), (FIRST[last], [300.0] * 3))
     else:
         assert results.of("both", {1})[1].startswith(
-            "all_gather was over on rank 0 and not on rank 1 when a worker was lost, and its result"
+            "all_to_all_single was over on rank 0 and not on rank 1 when a worker was lost, and its result"
         )
     coordinator.close()
 

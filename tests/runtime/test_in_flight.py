@@ -6,12 +6,8 @@ Each test is a scenario that every rank runs; in some rank 2 dies, of which the 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import time
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,95 +16,9 @@ import torch.distributed as dist
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.collectives import group
-from recycle_plugin.runtime.control.connections import connect
-from recycle_plugin.runtime.control.session import Session
+from tests.support.scenario import DIED, WAIT_S, Script, run
 
-from .conftest import FakeCoordinator, generation
-
-LONG_S = 30.0
-WAIT_S = 15.0  # of the workers: where they would wait for ever, they say so
 LARGE = 1 << 18  # 1 MiB: more than the system's buffers hold, and as much as is kept for others
-DIED = "died"
-
-
-class Script:
-    """What a scenario sees of its rank; ranks meet at ``store`` without a collective."""
-
-    def __init__(self, rank: int, session: Session, store: dist.Store) -> None:
-        self.rank, self.session, self._store = rank, session, store
-
-    def value(self, length: int = 1) -> torch.Tensor:
-        return torch.full((length,), self.rank + 1.0)
-
-    def say(self, word: str) -> None:
-        self._store.set(f"{word} {self.rank}", "")
-
-    def hear(self, word: str, *of: int) -> None:
-        self._store.wait([f"{word} {rank}" for rank in of], timedelta(seconds=LONG_S))
-
-    def die(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def recover(self) -> None:
-        self.session.adopt(self.session.wait("another membership", lambda: self.session.pending, interruptible=False))
-
-
-def worker(
-    scenario: Callable[[Script], Any], rank: int, ranks: int, coordinator: tuple[str, int], port: int, result: Any
-) -> None:
-    session = Session(connect(coordinator, LONG_S), rank, wait_timeout_s=WAIT_S)
-    group.register(session)
-    dist.init_process_group(
-        "recycle",
-        store=dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False),
-        rank=rank,
-        world_size=ranks,
-    )
-    script = Script(rank, session, dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False))
-    session.between_steps = script.recover
-    try:
-        result.send(scenario(script))
-    except Exception as error:
-        result.send(f"{type(error).__name__}: {error}")
-    os._exit(0)
-
-
-def run(scenario: Callable[[Script], Any], ranks: int, loses: bool = False) -> list[Any]:
-    """What it returns on each rank.  ``loses``: the last one dies, and the others are told."""
-    coordinator, context = FakeCoordinator(), multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "recycle_plugin.runtime.collectives.group"])
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    ends = [context.Pipe(duplex=False) for _ in range(ranks)]
-    started = [
-        context.Process(
-            target=worker, args=(scenario, rank, ranks, coordinator.address, store.port, end[1]), daemon=True
-        )
-        for rank, end in enumerate(ends)
-    ]
-    try:
-        for process, (_, writing) in zip(started, ends):
-            process.start()
-            writing.close()
-        for _ in started:
-            coordinator.accept()
-        if loses:
-            started[-1].join(LONG_S)
-            coordinator.tell(generation(1, list(range(ranks - 1))))
-        return [result_of(reading) for reading, _ in ends]
-    finally:
-        for process in started:
-            process.kill()
-            process.join(LONG_S)
-        coordinator.close()
-
-
-def result_of(reading: Any) -> Any:
-    assert reading.poll(3 * LONG_S), "a rank does not come to an end"
-    try:
-        return reading.recv()
-    except EOFError:
-        return DIED
 
 
 # --- nobody is lost ----------------------------------------------------------------------------------

@@ -34,9 +34,7 @@ from recycle_plugin.runtime.collectives.link import (
     Handle,
     Link,
     Receive,
-    Reduce,
     ReduceScatter,
-    Scatter,
     Send,
 )
 from tests.support.threads_link import Meeting, ThreadsLink
@@ -221,15 +219,12 @@ def begun(
         held = own.clone()
         yield name, AllReduce([held], op), [held], [expected]
     held = own.clone()
-    yield "reduce", Reduce([held], ReduceOp.SUM, last), [held], [total] if here == last else None
     held = own.clone()
     yield "broadcast", Broadcast([held], last), [held], [each[last]]
     outputs = [zeros() for _ in each]
     yield "all-gather", AllGather(outputs, own), outputs, each
     outputs = [zeros() for _ in each] if here == last else []
     yield "gather", Gather(outputs, own, last), outputs, each if here == last else []
-    held = zeros()
-    yield "scatter", Scatter(held, [one.clone() for one in each] if here == last else [], last), [held], [own]
     held = zeros()
     yield (
         "reduce-scatter",

@@ -4,6 +4,7 @@ once it is let in, groups have it again.  Two or three real processes over Gloo.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import secrets
@@ -15,15 +16,15 @@ import torch
 import torch.distributed as dist
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.collectives import group
+from recycle_plugin.runtime.collectives import calls, group
 from recycle_plugin.runtime.collectives.gloo import GlooLink
 from recycle_plugin.runtime.collectives.link import Handle
-from recycle_plugin.runtime.collectives.startup import MOST, OF_MODELS, Startup, from_predecessor
+from recycle_plugin.runtime.collectives.startup import MOST, OF_MODELS, Startup
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
+from tests.support.scenario import DIED, LONG_S, WAIT_S, Script, result_of
 
 from .conftest import FakeCoordinator, generation
-from .test_in_flight import DIED, LONG_S, WAIT_S, Script, result_of
 
 RANKS = 3
 LARGE = MOST // 4 + 1  # numbers of 4 bytes
@@ -35,7 +36,7 @@ def worker(
     session = Session(connect(coordinator, LONG_S), rank, wait_timeout_s=WAIT_S)
     session.newcomer = newcomer
     group.register(session)
-    dist.broadcast_object_list = from_predecessor(dist.broadcast_object_list, session)
+    dist.broadcast_object_list = functools.partial(calls.broadcast_object_list, session, dist.broadcast_object_list)
     stores = [dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False) for _ in range(2)]
     dist.init_process_group("recycle", store=stores[0], rank=rank, world_size=RANKS)
     script = Script(rank, session, stores[1])

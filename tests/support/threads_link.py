@@ -24,9 +24,7 @@ from recycle_plugin.runtime.collectives.link import (
     Handle,
     Operation,
     Receive,
-    Reduce,
     ReduceScatter,
-    Scatter,
     Send,
 )
 
@@ -159,17 +157,14 @@ def carry_out(operations: Sequence[Operation]) -> None:
     """One operation, of which all members have their own."""
     match operations[0]:
         case AllReduce():
-            reduce(operations, range(len(operations)))
-        case Reduce(root=root):
-            reduce(operations, [root])
+            results = [together(operations[0].op, list(each)) for each in zip(*(one.tensors for one in operations))]
+            copy([one.tensors for one in operations], [results] * len(operations))
         case Broadcast(root=root):
             copy([one.tensors for one in operations], [operations[root].tensors] * len(operations))
         case AllGather():
             copy([one.outputs for one in operations], [[other.source for other in operations]] * len(operations))
         case Gather(root=root):
             copy([operations[root].outputs], [[one.source for one in operations]])
-        case Scatter(root=root):
-            copy([[one.output for one in operations]], [operations[root].sources])
         case ReduceScatter(op=op):
             parts = together(op, [one.source for one in operations]).chunk(len(operations))
             copy([[one.output for one in operations]], [parts])
@@ -182,11 +177,6 @@ def carry_out(operations: Sequence[Operation]) -> None:
 def together(op: ReduceOp, tensors: list[torch.Tensor]) -> torch.Tensor:
     reduced: Callable = REDUCTIONS[op]
     return reduced(torch.stack(tensors), dim=0).to(tensors[0].dtype)
-
-
-def reduce(operations: Sequence[AllReduce | Reduce], roots: Sequence[int]) -> None:
-    results = [together(operations[0].op, list(each)) for each in zip(*(one.tensors for one in operations))]
-    copy([operations[root].tensors for root in roots], [results] * len(roots))
 
 
 def exchange(operations: Sequence[AllToAll]) -> None:

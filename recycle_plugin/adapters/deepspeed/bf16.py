@@ -31,10 +31,21 @@ Span = tuple[int, int]
 class MasterOptimizer:
     """Stands where stock code has its BF16_Optimizer: steps ``optimizer`` on the masters, and rounds the weights off.
 
-    It fills the optimizer's groups with the masters.  ``clip`` is called with the whole gradients in place.
+    It fills the optimizer's groups with the masters.  ``clip`` is called with the whole gradients in place, and
+    gives the norm that they are clipped by, None where none is known.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, masters: Masters, clip: Callable[[], None]) -> None:
+    _global_grad_norm: torch.Tensor | None = (
+        None  # of the step that was applied last: stock code asks for it by this name
+    )
+    part: Callable[[], dict[str, Any]] | None = None  # stock's state_dict, once the engine has a seat
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: Masters,
+        clip: Callable[[], torch.Tensor | float | None],
+    ) -> None:
         self.optimizer, self._masters, self._clip = optimizer, masters, clip
         for group in optimizer.param_groups:
             group["params"] = [masters.of(parameter) for parameter in group["params"] if parameter.requires_grad]
@@ -51,14 +62,42 @@ class MasterOptimizer:
 
     def step(self) -> None:
         """Clip, step the masters, and round the weights off; the engine's optimizer step calls it."""
-        self._clip()
+        norm = self._clip()
+        self._global_grad_norm = None if norm is None else torch.as_tensor(norm)
         self.optimizer.step()
         self._masters.round_off()
 
-    def zero_grad(self) -> None:
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """What stock's optimizer has on this worker: its replica's part of the masters and of the state."""
+        assert self.part is not None, "the engine is made"
+        return self.part()
+
+    def load_state_dict(self, *arguments: Any, **named: Any) -> None:
+        """Raises RecycleError: state is loaded by all workers together."""
+        raise RecycleError(
+            "engine.optimizer.load_state_dict() would give one worker another state than its peers have: call "
+            "engine.load_checkpoint()"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotThere(
+            f"engine.optimizer.{name} is of DeepSpeed's own optimizer, which keeps shards, and the plugin's has the "
+            "state whole: engine.optimizer.optimizer is torch's, and of its masters"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the masters' gradients."""
         for parameter in self._masters.parameters:
             parameter.grad = None
+
+
+class NotThere(RecycleError, AttributeError):
+    """Something of DeepSpeed's optimizer that the plugin's has not."""
 
 
 class FlatState:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.constants import BFLOAT16, FP16
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -97,7 +98,11 @@ class RecycleEngine(PipelineEngine):
         tied_weights = Ties(self.module, specs, shared, session, self.masters)
         if settings.loss_scaling and self.scaler is None:
             self.scaler = loss_scaler(self._config.float16_config)
-        self._files = EngineFiles(self, session, tied_weights, self._parts(), self.scaler)
+        parts = self._parts()
+        if parts is not None:
+            here = self.seat.replica, self.grid.data_parallel_size
+            self.optimizer.part = lambda: parts.part(*here)[OPTIMIZER_STATE_DICT]
+        self._files = EngineFiles(self, session, tied_weights, parts, self.scaler)
         self._may_skip = self.scaler is not None or settings.nonfinite == "skip"
         topology = Topology(
             self.grid.data_parallel_size, self.num_stages, int(self.micro_batches), tied(shared.values())
@@ -146,7 +151,8 @@ class RecycleEngine(PipelineEngine):
                 raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
             self._check_batch_size()
             behind = self._trainer.behind
-            loss = torch.tensor(self._trainer.train())
+            with self._reporting.timed():
+                loss = torch.tensor(self._trainer.train())
             if not (behind and self._trainer.behind):  # others have reported the steps before
                 self._reporting.step(loss.item())
             self.agg_train_loss = put(loss, self.device, "the loss")
@@ -324,6 +330,29 @@ class RecycleEngine(PipelineEngine):
                 "is false"
             )
 
+    def get_global_grad_norm(self) -> Any:
+        """DeepSpeed's ``get_global_grad_norm``: that of the last step, a scalar tensor, in bf16 and fp16 with gradient
+        clipping; in fp32 stock's engine of pipelines has none, and gives None.
+
+        Raises RecycleError where stock would know it, and here nobody does.
+        """
+        norm = super().get_global_grad_norm()
+        if norm is None and self.masters is not None and self.global_steps:
+            raise RecycleError(
+                "engine.get_global_grad_norm(): steps are applied before their norm is known, or without one: set "
+                'gradient_clipping, and leave recycle.clip out or write "sync"'
+                if not self._trainer.behind
+                else "engine.get_global_grad_norm() in a worker that has come back: ask when engine.behind is false"
+            )
+        return norm
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Raises RecycleError: peers read a lost worker's data by the size that training began with."""
+        raise RecycleError(
+            "engine.set_train_micro_batch_size(): peers read a lost worker's data by the size that it began with; "
+            "call engine.set_train_batch_size(), which changes the number of micro-batches"
+        )
+
     def compile(self, *arguments: Any, **named: Any) -> None:
         """Raises RecycleError: the plugin's layers can't be compiled yet."""
         raise RecycleError(
@@ -343,6 +372,10 @@ class RecycleEngine(PipelineEngine):
     def clip_fp32_gradients(self) -> None:
         """DeepSpeed's call inside the optimizer step, where clipping is on; in bf16 and fp16 the optimizer calls it."""
         self._trainer.clip()
+
+    def _clip(self) -> torch.Tensor | None:
+        self.clip_fp32_gradients()
+        return self._trainer.norm
 
     def _broadcast_model(self) -> None:
         """DeepSpeed's call to give all replicas the same weights; a newcomer gets those that are trained later."""
@@ -371,7 +404,7 @@ class RecycleEngine(PipelineEngine):
             )
         self.communication_data_type = torch.float32
         self.masters = Masters(trained(self.module))
-        return MasterOptimizer(optimizer, self.masters, lambda: self.clip_fp32_gradients())
+        return MasterOptimizer(optimizer, self.masters, self._clip)
 
     def _configure_fp16_optimizer(
         self, optimizer: torch.optim.Optimizer, low_precision_dtype: torch.dtype
@@ -383,9 +416,7 @@ class RecycleEngine(PipelineEngine):
         """
         self.communication_data_type = torch.float32
         self.masters, self.scaler = Masters(trained(self.module)), loss_scaler(self._config.float16_config)
-        return HalfOptimizer(
-            optimizer, self.masters, lambda: self.clip_fp32_gradients(), self.scaler, self.gradient_clipping()
-        )
+        return HalfOptimizer(optimizer, self.masters, self._clip, self.scaler, self.gradient_clipping())
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str | None:
         """Stock code sums gradients of bf16 and fp16 in these at ZeRO stage 0, and refuses to do so in fp32."""

@@ -1,7 +1,7 @@
 """The entry of the plugin into an unmodified training script.
 
-The script imports torch and DeepSpeed when and how it likes.  An import hook waits for that and wraps three public
-functions: ``init_process_group`` and ``new_group`` of ``torch.distributed``, so that groups can lose members, and
+The script imports torch and DeepSpeed when and how it likes.  An import hook waits for that and wraps public functions:
+some of ``torch.distributed``, ``init_process_group`` first of all, so that groups can lose members, and
 ``deepspeed.initialize``, which builds our engine where the config switches it on and the stock one, untouched,
 everywhere else.
 """
@@ -29,6 +29,21 @@ from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SECTION
 from recycle_plugin.versions import RANGES, releases
 
+TORCHS = {
+    "torch.distributed": (
+        "init_process_group",
+        "new_group",
+        "split_group",
+        "shrink_group",
+        "broadcast_object_list",
+        "all_gather_object",
+        "gather_object",
+        "batch_isend_irecv",
+        "monitored_barrier",
+    ),
+    "torch.distributed.checkpoint": ("save", "async_save", "load"),
+}
+"""Functions of torch's modules, each of which one in runtime/collectives/calls.py takes the place of."""
 ALIKE = 0.85  # of 1: a section of this likeness is taken for a slip of the pen
 
 
@@ -39,49 +54,25 @@ class Plugin:
         self.session = session
 
     def install(self) -> None:
-        """Wrap both as soon as they are imported; call it before the training script runs."""
-        AfterImport({"torch.distributed": self._wrap_torch, "deepspeed": self._wrap_deepspeed}).install()
+        """Wrap them as soon as they are imported; call it before the training script runs."""
+        AfterImport({**dict.fromkeys(TORCHS, self._wrap_torch), "deepspeed": self._wrap_deepspeed}).install()
 
     # --- torch -------------------------------------------------------------------------------------
 
     def _wrap_torch(self, module: ModuleType) -> None:
-        stock = module.init_process_group
+        for name in TORCHS[module.__name__]:
+            stock = getattr(module, name, None)
+            if stock is not None:  # releases differ
+                _put_in_place(module.__name__, name, stock, self._instead(name, stock))
 
+    def _instead(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(stock)
-        def init_process_group(backend: str | None = None, *arguments: Any, **named: Any) -> Any:
-            from recycle_plugin.runtime.collectives import group
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            from recycle_plugin.runtime.collectives import calls  # which import torch
 
-            if group.takes(backend):
-                group.register(self.session)
-                backend = group.BACKEND
-            return stock(backend, *arguments, **named)
+            return getattr(calls, name)(self.session, stock, *arguments, **named)
 
-        stock_new_group = module.new_group
-
-        @functools.wraps(stock_new_group)
-        def new_group(
-            ranks: Any = None, timeout: Any = None, backend: str | None = None, *arguments: Any, **named: Any
-        ) -> Any:
-            from recycle_plugin.runtime.collectives import group
-
-            follows = (
-                module.get_backend() == group.BACKEND
-            )  # whoever asks for Gloo by name has a group that can't lose members otherwise
-            return stock_new_group(
-                ranks, timeout, None if follows and group.takes(backend) else backend, *arguments, **named
-            )
-
-        stock_objects = module.broadcast_object_list
-
-        @functools.wraps(stock_objects)
-        def broadcast_object_list(*arguments: Any, **named: Any) -> None:
-            from recycle_plugin.runtime.collectives.startup import from_predecessor
-
-            from_predecessor(stock_objects, self.session)(*arguments, **named)
-
-        module.broadcast_object_list = module.distributed_c10d.broadcast_object_list = broadcast_object_list
-        module.init_process_group = init_process_group
-        module.new_group = module.distributed_c10d.new_group = new_group
+        return wrapped
 
     # --- DeepSpeed ---------------------------------------------------------------------------------
 
@@ -215,6 +206,13 @@ def check_versions() -> None:
             f"'{wrong.name}{wrong.needs}', "
             "or set recycle.enabled to false"
         )
+
+
+def _put_in_place(package: str, name: str, stock: Callable[..., Any], wrapped: Callable[..., Any]) -> None:
+    """Let ``name`` stand for ``wrapped`` wherever a module of ``package`` has torch's own by that name."""
+    for module in [one for one in sys.modules.values() if getattr(one, "__name__", "").startswith(package)]:
+        if vars(module).get(name) is stock:
+            setattr(module, name, wrapped)
 
 
 class AfterImport(importlib.abc.MetaPathFinder):

@@ -38,7 +38,7 @@ class HalfOptimizer(MasterOptimizer):
         self,
         optimizer: torch.optim.Optimizer,
         masters: Masters,
-        clip: Callable[[], None],
+        clip: Callable[[], torch.Tensor | float | None],
         scaler: Any,
         clipping: float,
     ) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,13 +75,27 @@ class Reporting:
     def __init__(self, engine: PipelineEngine, session: Session) -> None:
         self._engine, self._session = engine, session
         self._printing = Droppable(console(), "lines", session.note)
+        self._spent_s = 0.0  # in train_batch, since the last line of steps
         engine.monitor = FirstLive(engine.monitor, lambda: session.is_first, session.note)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Inside of this context a step is trained, the time of which is part of stock's line."""
+        begun = monotonic()
+        yield
+        self._spent_s += monotonic() - begun
 
     def step(self, loss: float) -> None:
         """Write stock's own line and monitor entries of a step."""
         engine, every = self._engine, self._engine.steps_per_print()
-        if self._session.is_first and every is not None and engine.global_steps % every == 0:
-            self._printing.attempt(lambda: print(f"steps: {engine.global_steps} loss: {loss:0.4f}", flush=True), 1)
+        if every is not None and engine.global_steps % every == 0:
+            each_s, self._spent_s = self._spent_s / every, 0.0
+            line = (
+                f"steps: {engine.global_steps} loss: {loss:0.4f} iter time (s): {each_s:0.3f} "
+                f"samples/sec: {engine.train_batch_size() / each_s:0.3f}"
+            )
+            if self._session.is_first:
+                self._printing.attempt(lambda: print(line, flush=True), 1)
         if engine.monitor.enabled:
             told = {"train_loss": loss}
             if self._session.rank != 0:  # whose step has written the learning rate

@@ -97,6 +97,8 @@ class Skipped:
 
     def __init__(self, optimizer: Any) -> None:
         self.param_groups = optimizer.param_groups
+        if hasattr(optimizer, "_global_grad_norm"):
+            self._global_grad_norm = float("inf")
 
     def step(self) -> None:
         """Nothing: the step is skipped."""

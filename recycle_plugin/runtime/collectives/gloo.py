@@ -25,9 +25,7 @@ from recycle_plugin.runtime.collectives.link import (
     Handle,
     Operation,
     Receive,
-    Reduce,
     ReduceScatter,
-    Scatter,
     Send,
 )
 from recycle_plugin.runtime.processes import forked
@@ -298,16 +296,10 @@ def _options_of(options: Any, **values: Any) -> Any:
 
 STARTS: dict[type, Callable[[Any, Any], dist.Work]] = {  # of a ProcessGroupGloo, and of an operation of that type
     AllReduce: lambda group, one: group.allreduce(one.tensors, _options_of(dist.AllreduceOptions(), reduceOp=one.op)),
-    Reduce: lambda group, one: group.reduce(
-        one.tensors, _options_of(dist.ReduceOptions(), reduceOp=one.op, rootRank=one.root)
-    ),
     Broadcast: lambda group, one: group.broadcast(one.tensors, _options_of(dist.BroadcastOptions(), rootRank=one.root)),
     AllGather: lambda group, one: group.allgather([one.outputs], [one.source], AllgatherOptions()),
     Gather: lambda group, one: group.gather(
         [one.outputs] if one.outputs else [], [one.source], _options_of(dist.GatherOptions(), rootRank=one.root)
-    ),
-    Scatter: lambda group, one: group.scatter(
-        [one.output], [one.sources] if one.sources else [], _options_of(dist.ScatterOptions(), rootRank=one.root)
     ),
     ReduceScatter: lambda group, one: group._reduce_scatter_base(
         one.output, one.source, _options_of(dist.ReduceScatterOptions(), reduceOp=one.op)

@@ -8,7 +8,6 @@ when they are first used (runtime/collectives/in_flight.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.average import BACKEND
 from recycle_plugin.runtime.collectives.callers import Callers, calling_line, named
+from recycle_plugin.runtime.collectives.handles import Finished, Operations, Part, TorchWork
 from recycle_plugin.runtime.collectives.in_flight import (
     ALL,
     EACH,
@@ -26,7 +26,6 @@ from recycle_plugin.runtime.collectives.in_flight import (
     Channel,
     Flight,
     Make,
-    TorchWork,
 )
 from recycle_plugin.runtime.collectives.link import (
     AllGather,
@@ -36,13 +35,12 @@ from recycle_plugin.runtime.collectives.link import (
     Broadcast,
     Gather,
     Receive,
-    Reduce,
     ReduceScatter,
-    Scatter,
     Send,
 )
 from recycle_plugin.runtime.collectives.outcomes import Outcomes
 from recycle_plugin.runtime.collectives.seat import SeatLink
+from recycle_plugin.runtime.collectives.several import Several
 from recycle_plugin.runtime.collectives.staging import in_pieces
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import on_host
@@ -90,7 +88,7 @@ def check_backend(backend: str) -> None:
         )
 
 
-class MemberGroup(dist.ProcessGroup):
+class MemberGroup(Several, dist.ProcessGroup):
     """A torch.distributed process group that goes on with its live members when others are lost.
 
     ``options`` are torch's for a new group, with its name and its members' global ranks.
@@ -99,6 +97,7 @@ class MemberGroup(dist.ProcessGroup):
     def __init__(self, session: Session, callers: Callers, outcomes: Outcomes, options: Any) -> None:
         base: Any = super()  # torch's stubs know of no way to be one
         base.__init__(options.group_rank, options.group_size)
+        self._name, self._description = options.group_id, ""
         self._callers, self._session = callers, session
         self._rank = options.group_rank
         self._ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
@@ -111,26 +110,39 @@ class MemberGroup(dist.ProcessGroup):
         """torch.distributed's question for the backend's name: "recycle"."""
         return BACKEND
 
+    def getGroupName(self) -> str:
+        """torch.distributed's question for the group's name, by which functional collectives find it."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """torch.distributed names the group."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        """torch.distributed's question for the description that the script has given."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """torch.distributed says how the script describes the group."""
+        self._description = description
+
     # --- operations -----------------------------------------------------------------------------------
 
     def allreduce(self, tensors, options=None):
         """torch.distributed's ``all_reduce`` over the live members; an average is divided by how many of them took
         part.
         """
-        op = (
-            options.reduceOp
-            if isinstance(options, dist.AllreduceOptions)
-            else dist.ReduceOp.SUM
-            if options is None
-            else options
-        )
+        op = dist.ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
         check = self._adding("all_reduce", op, tensors)
         return self._run(
             Asked("all_reduce", lambda held, _: AllReduce(held, _added(op)), tensors, check, divide=_is_mean(op))
         )
 
     def reduce(self, tensors, options):
-        """torch.distributed's ``reduce`` over the live members; raises RecycleError where the root is lost."""
+        """torch.distributed's ``reduce`` over the live members; raises RecycleError where the root is lost.
+
+        All of them add up, so that a loss finds nobody through with it whose part somebody else still needs.
+        """
 
         def check():
             self._place(root, "reduce to")
@@ -142,11 +154,10 @@ class MemberGroup(dist.ProcessGroup):
         return self._run(
             Asked(
                 "reduce",
-                lambda held, place: Reduce(held, _added(op), place[root]),
+                lambda held, _: AllReduce(held, _added(op)),
                 own,
                 check,
                 divide=_is_mean(op),
-                gives=ALL if is_root else EACH,
                 writes=is_root,
             )
         )
@@ -168,7 +179,7 @@ class MemberGroup(dist.ProcessGroup):
 
     def allgather(self, outputs, inputs, options=None):
         """torch.distributed's ``all_gather``; raises RecycleError once a member is lost."""
-        return self._whole("all_gather", lambda held, _: AllGather(held, *_here(inputs)), outputs[0], inputs)
+        return self._whole("all_gather", lambda held, _: AllGather(held, *_here(inputs)), outputs[0], inputs, gives=ALL)
 
     def gather(self, outputs, inputs, options):
         """torch.distributed's ``gather``; raises RecycleError once a member is lost."""
@@ -180,12 +191,21 @@ class MemberGroup(dist.ProcessGroup):
         )
 
     def scatter(self, outputs, inputs, options):
-        """torch.distributed's ``scatter``; raises RecycleError once a member is lost."""
-        return self._whole(
-            "scatter",
-            lambda held, _: Scatter(*held, _here(inputs[0] if inputs else ()), options.rootRank),
-            outputs,
-            inputs,
+        """torch.distributed's ``scatter`` to the live members; raises RecycleError where the root is lost.
+
+        All of them get all of it, so that a loss finds nobody through with it whose part somebody else still needs.
+        """
+
+        def take():
+            with torch.no_grad():
+                output.copy_(rows[self._rank])
+
+        (output,), root = outputs, options.rootRank
+        own = root == self._rank
+        rows = torch.stack(_here(inputs[0])).detach() if own else output.new_empty(len(self._ranks), *output.shape)
+        make, check = lambda held, place: Broadcast(held, place[root]), lambda: self._place(root, "scatter from")
+        return Part(
+            self._run(Asked("scatter", make, [rows], check, writes=not own, given=(inputs, outputs))), output, take
         )
 
     def reduce_scatter(self, outputs, inputs, options):
@@ -201,7 +221,7 @@ class MemberGroup(dist.ProcessGroup):
         def make(held, _):
             return AllGather([*held[0].view(len(self._ranks), source.numel())], *_here([source.reshape(-1)]))
 
-        return self._whole("all_gather_into_tensor", make, [output], source)
+        return self._whole("all_gather_into_tensor", make, [output], source, gives=ALL)
 
     def reduce_scatter_single(self, output, source, options):
         """torch.distributed's ``reduce_scatter_tensor``; raises RecycleError once a member is lost."""
@@ -217,6 +237,18 @@ class MemberGroup(dist.ProcessGroup):
         return self._whole(
             "all_to_all_single", lambda held, _: AllToAll(*held, *_here([source]), incoming, outgoing), [output], source
         )
+
+    def alltoall(self, outputs, inputs, options=None):
+        """torch.distributed's ``all_to_all`` of lists of tensors; raises RecycleError once a member is lost."""
+
+        def make(held, _):
+            flat = torch.cat([each.reshape(-1) for each in held])
+            held[:] = [part.view(each.shape) for part, each in zip(flat.split(incoming), held)]
+            return AllToAll(flat, source, incoming, [each.numel() for each in inputs])
+
+        incoming = [each.numel() for each in outputs]
+        source = torch.cat([each.detach().reshape(-1) for each in _here(inputs)])
+        return self._whole("all_to_all", make, outputs, inputs)
 
     # before torch 2.13
     _allgather_base: Any = all_gather_single
@@ -262,7 +294,23 @@ class MemberGroup(dist.ProcessGroup):
             Asked("recv", lambda held, _: Receive(*held, None, tag), tensors, gives=Channel(None, self._rank, tag))
         )
 
+    def gather_rows(self, called: str, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
+        """Fill the row of each live member with its ``own``, for ``called``; rows of the lost stay as they are.
+
+        ``rows`` has two dimensions, a row for each logical member.
+        """
+
+        def make(held, place):
+            return AllGather([held[0][logical] for logical in place], own)
+
+        return self._run(Asked(called, make, [rows], alone=True, given=(own,)))
+
     # --- among the live members only, whatever the logical size (runtime/stage/block_sums.py) ------------------
+
+    @property
+    def lost(self) -> list[int]:
+        """The global ranks of the members that are lost."""
+        return [rank for place, rank in enumerate(self._ranks) if place not in self._flight.position]
 
     def live_position(self) -> tuple[int, int]:
         """Which of the live members this one is, and how many there are."""
@@ -284,7 +332,10 @@ class MemberGroup(dist.ProcessGroup):
 
     # --- asking ---------------------------------------------------------------------------------------
 
-    def _run(self, asked: Asked) -> dist.Work:
+    def _run(self, asked: Asked) -> Operations:
+        return self._note(self._begin(asked))
+
+    def _begin(self, asked: Asked) -> Operations:
         """Start what the script or stock code asks for, if it can be right where it is called
         (runtime/collectives/callers.py).
         """
@@ -301,7 +352,9 @@ class MemberGroup(dist.ProcessGroup):
             in_pieces(self._flight, asked, tensor.view(-1))
         return Finished()
 
-    def _whole(self, called: str, make: Make, outputs: Sequence[torch.Tensor], *given: Any) -> dist.Work:
+    def _whole(
+        self, called: str, make: Make, outputs: Sequence[torch.Tensor], *given: Any, gives: str = EACH
+    ) -> dist.Work:
         """Start an operation that needs every logical member, and has something to do for a single one too.
 
         Positions in it are logical.
@@ -309,8 +362,7 @@ class MemberGroup(dist.ProcessGroup):
         line = calling_line()
 
         def check():
-            if len(self._flight.position) < len(self._ranks):
-                lost = [rank for place, rank in enumerate(self._ranks) if place not in self._flight.position]
+            if lost := self.lost:
                 raise RecycleError(
                     f"torch.distributed.{called} over {named(self._ranks)}, called at {line}, needs every member, and "
                     f"{named(lost)} "
@@ -318,7 +370,7 @@ class MemberGroup(dist.ProcessGroup):
                     "recycle_plugin.mean(tensor, group) averages over them"
                 )
 
-        return self._run(Asked(called, make, outputs, check, alone=True, gives=EACH, given=given))
+        return self._run(Asked(called, make, outputs, check, alone=True, gives=gives, given=given))
 
     def _adding(self, called: str, op: dist.ReduceOp, tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
         """The check to make before each try of a reduction."""
@@ -340,18 +392,6 @@ class MemberGroup(dist.ProcessGroup):
     def _place(self, logical: int, what: str) -> None:
         if logical not in self._flight.position:
             raise RecycleError(f"cannot {what} rank {self._ranks[logical]}: that worker is lost")
-
-
-class Finished(dist.Work):
-    """The torch.distributed ``Work`` of what is over when it has been called."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """torch.distributed's ``Work.wait``: at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """torch.distributed's ``Work.is_completed``: always."""
-        return True
 
 
 def _here(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

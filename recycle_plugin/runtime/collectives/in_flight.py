@@ -127,30 +127,6 @@ class Call:
         return True if self.over or (handle is not None and handle.poll()) else None
 
 
-class TorchWork(dist.Work):
-    """The torch.distributed ``Work`` that a script gets for a call."""
-
-    def __init__(self, flight: Flight, call: Call) -> None:
-        super().__init__()
-        self._flight, self._call = flight, call
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """torch.distributed's ``Work.wait``: return once the caller's tensors have the result; raises its error."""
-        self._flight.finish(self._call, timeout.total_seconds() if timeout else 0)
-        return True
-
-    def is_completed(self) -> bool:
-        """torch.distributed's ``Work.is_completed``: whether it is over, well or badly."""
-        return self._flight.poll(self._call)
-
-    def _source_rank(self) -> int:
-        source = self._call.source
-        assert source is not None, f"{self._call.asked.called} comes from nobody"
-        return source
-
-    source_rank = _source_rank
-
-
 class Flight:
     """All operations under way of one group, over the links of its present live members.
 

@@ -42,15 +42,6 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reduce:
-    """Combine ``tensors`` of all members by ``op``, in place at ``root``; what they become elsewhere is not defined."""
-
-    tensors: Sequence[torch.Tensor]
-    op: ReduceOp
-    root: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Broadcast:
     """Fill ``tensors`` of all members with those of ``root``, which are only read."""
 
@@ -74,15 +65,6 @@ class Gather:
 
     outputs: Sequence[torch.Tensor]
     source: torch.Tensor
-    root: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Scatter:
-    """Give each member, as ``output``, its own of the ``sources`` of ``root``; elsewhere ``sources`` is empty."""
-
-    output: torch.Tensor
-    sources: Sequence[torch.Tensor]
     root: int
 
 
@@ -138,9 +120,7 @@ class Receive:
     tag: int
 
 
-Operation = (
-    AllReduce | Reduce | Broadcast | AllGather | Gather | Scatter | ReduceScatter | AllToAll | Barrier | Send | Receive
-)
+Operation = AllReduce | Broadcast | AllGather | Gather | ReduceScatter | AllToAll | Barrier | Send | Receive
 
 
 class Handle:

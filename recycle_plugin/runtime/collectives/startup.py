@@ -12,12 +12,10 @@ made by a seed or read from a file, needs no more.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.collectives.average import BACKEND
 from recycle_plugin.runtime.collectives.callers import calling_line, named
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.state.fingerprint import fingerprint
@@ -288,25 +285,6 @@ class Startup:
         return bool(tensors) and all(
             (isinstance(one, torch.nn.Parameter) and one.requires_grad) or _address(one) in of_model for one in tensors
         )
-
-
-def from_predecessor(stock: Callable[..., None], session: Session) -> Callable[..., None]:
-    """Make of ``stock``, torch.distributed's broadcast_object_list, one by which a newcomer that would send has what
-    its predecessor has sent, as if it received that.
-    """
-
-    @functools.wraps(stock)
-    def broadcast_object_list(*arguments: Any, **named: Any) -> None:
-        given = inspect.signature(stock).bind(*arguments, **named).arguments
-        group = given.get("group")
-        if session.startup is not None and session.startup.alone and dist.get_rank(group) >= 0:
-            others = set(dist.get_process_group_ranks(group)) - {session.rank}
-            if others and dist.get_backend(group) == BACKEND:
-                given.pop("group_src", None)
-                given["src"] = min(others)
-        return stock(**given)
-
-    return broadcast_object_list
 
 
 def _address(tensor: torch.Tensor) -> int:

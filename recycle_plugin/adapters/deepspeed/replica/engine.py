@@ -233,6 +233,12 @@ class ReplicaEngine(DeepSpeedEngine):
         """Refuse: steps of another size are not planned for yet."""
         raise RecycleError("engine.set_train_batch_size() with recycle.replicas is not supported yet; leave it out")
 
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Refuse: steps of another size are not planned for yet."""
+        raise RecycleError(
+            "engine.set_train_micro_batch_size() with recycle.replicas is not supported yet; leave it out"
+        )
+
     # --- what stock code calls -------------------------------------------------------------------------
 
     def _broadcast_model(self) -> None:

@@ -1,0 +1,81 @@
+"""Gathers of objects, and checkpoints of torch's, where a member is lost in the middle of them or before; three real
+processes over Gloo.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.collectives.group import MemberGroup
+from tests.support.scenario import DIED, Script, run
+
+
+def lost_between(script: Script) -> Any:
+    """Rank 2 has said how large its object is, and dies before it gives that."""
+    dist.barrier()
+    rows = MemberGroup.gather_rows
+
+    def dies(group: MemberGroup, called: str, filled: torch.Tensor, own: torch.Tensor) -> Any:
+        if filled.dtype == torch.uint8:
+            script.die()
+        return rows(group, called, filled, own)
+
+    if script.rank == 2:
+        MemberGroup.gather_rows = dies
+    found: list[Any] = [None] * 3
+    dist.all_gather_object(found, f"of {script.rank}" * (1 + script.rank))
+    total = script.value()
+    dist.all_reduce(total)
+    return found, total.item()
+
+
+def test_who_dies_in_the_middle_of_a_gather_has_given_nothing():
+    expected = ["of 0", "of 1of 1", None], 3.0
+    assert run(lost_between, 3, loses=True) == [expected, expected, DIED]
+
+
+def wrong_places(script: Script) -> list[str]:
+    """What members that do not fit together say, before anybody waits for anybody."""
+    said = []
+    for call in (
+        lambda: dist.all_gather_object([None], script.rank),
+        lambda: dist.gather_object(script.rank, [None] * 2 if script.rank else None, dst=0),
+    ):
+        try:
+            call()
+        except RecycleError as error:
+            said.append(str(error))
+    dist.barrier()
+    return said
+
+
+def test_places_that_are_too_few_are_said():
+    for said in run(wrong_places, 2):
+        few, whose = said
+        assert few.startswith("torch.distributed.all_gather_object over ranks 0, 1, called at ")
+        assert few.endswith("object_list has 1 places for 2 members, lost ones too")
+        assert whose.endswith("object_gather_list is for rank 0, which gathers, and nobody else")
+
+
+def saved_by_the_live(script: Script) -> list[Any]:
+    dist.barrier()
+    if script.rank == 2:
+        script.die()
+    script.recover()
+    folder: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, src=0)
+    live = dist.new_group([0, 1], use_local_synchronization=True)
+    checkpoint.save({"weight": torch.arange(4.0)}, checkpoint_id=folder[0], process_group=live)
+    found = {"weight": torch.zeros(4)}
+    checkpoint.load(found, checkpoint_id=folder[0], process_group=live)
+    return found["weight"].tolist()
+
+
+def test_a_checkpoint_of_torchs_by_a_group_of_the_live():
+    assert run(saved_by_the_live, 3, loses=True) == [[0.0, 1.0, 2.0, 3.0]] * 2 + [DIED]
