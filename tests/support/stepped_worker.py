@@ -72,6 +72,7 @@ class SteppedWorker:
         self.scale, self.cursor = LossScale(Scaler() if scaled else None), DataCursor(2)
         self.optimizer = PlainOptimizer(inner, scheduler, lambda: self.stepping.clip())
         self.framework = SimpleNamespace(
+            pushed=None,
             seat=Seat(0, 1),
             model=SimpleNamespace(module=self.module),
             optimizer=self.optimizer,

@@ -77,6 +77,7 @@ class Worker:
         self.engine.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         self.iterator = Standing()
         framework = SimpleNamespace(
+            pushed=None,
             seat=seat,
             model=SimpleNamespace(module=self.module),
             optimizer=StockOptimizer(self.engine, self.stock.step),
