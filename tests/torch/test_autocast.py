@@ -56,7 +56,7 @@ class Worker:
         self._stage = StoredStage(stage)
         applied = StockOptimizer(engine, optimizer.step)
         framework = SimpleNamespace(
-            seat=Seat(0, 0), model=model, optimizer=applied, masters=None, cursor=DataCursor(1), state=()
+            pushed=None, seat=Seat(0, 0), model=model, optimizer=applied, masters=None, cursor=DataCursor(1), state=()
         )
         state = stage_state(framework, stage, scale, None)
         session = SimpleNamespace(rank=0)
