@@ -25,7 +25,7 @@ from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import CutOff, RecycleError, WaitTimeout
-from recycle_plugin.runtime.authentication.secret import Secret, SecretFile
+from recycle_plugin.runtime.authentication.secret import AT, Secret, SecretFile
 from recycle_plugin.runtime.control.connections import Control, Way, connect
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
 
@@ -379,9 +379,11 @@ def _raised(error: Exception) -> NoReturn:
 def connect_from_environment(
     environment: dict[str, str], ended_early: Callable[[Session], None] | None = None
 ) -> Session:
-    """The session of this process, a worker that a supervisor has started; RecycleError if none has."""
+    """The session of this process, a worker that a supervisor has started.  Raises RecycleError if none has,
+    NoSecret, and ConnectionError.
+    """
     address = environment.get("RECYCLE_COORDINATOR")
-    if not address:
+    if not address or AT not in environment:
         raise RecycleError(NOT_LAUNCHED)
     host, _, port = address.rpartition(":")
     rank, incarnation = int(environment["RANK"]), int(environment.get("RECYCLE_INCARNATION", "0"))
