@@ -166,6 +166,16 @@ class SecretFile:
         return self._secret
 
 
+def check_heeded(setting: str | None, environment: Mapping[str, str]) -> None:
+    """Raise NoSecret where the setting ``secret_file`` has come too late for the launcher to heed it."""
+    if setting and SETTING not in environment:
+        raise NoSecret(
+            "recycle.secret_file says where processes find each other's secret, which they had to know before this "
+            "config was there: put it into a file, and name that on the script's command line with "
+            f"--deepspeed_config; or set {SETTING}"
+        )
+
+
 def write_own(path: Path, text: str) -> None:
     """Write a file that nobody but this user reads, in place of what was there.  Raises OSError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
