@@ -91,11 +91,20 @@ def test_a_secret_that_others_can_read_or_guess_is_refused(pair, tmp_path, mode,
     assert f"recycle: error: {secret} " in done.stderr and text not in done.stderr.replace(str(secret), "")
 
 
-def refused(pair, folder, rank: str, local: str, **more: str) -> subprocess.CompletedProcess:
+def test_the_secret_is_where_the_config_says(pair, tmp_path):
+    """Here it is none, which is seen before the script runs."""
+    secret, config = tmp_path / "secret", tmp_path / "ds_config.json"
+    secret.mkdir()
+    config.write_text(json.dumps({"recycle": {"secret_file": str(secret)}}))
+    done = refused(pair, tmp_path, "0", "0", "--deepspeed_config", str(config))
+    assert done.returncode == 1 and f"recycle: error: the job's secret at {secret} can't be read" in done.stderr, done.stderr
+
+
+def refused(pair, folder, rank: str, local: str, *options: str, **more: str) -> subprocess.CompletedProcess:
     (folder / "train.py").touch()
     place = SEVERAL | {"RANK": rank, "LOCAL_RANK": local, "MASTER_PORT": str(free_port())} | more
     return subprocess.run(
-        [*pair.entering("alpha"), sys.executable, "-m", "recycle_plugin.launch", str(folder / "train.py")],
+        [*pair.entering("alpha"), sys.executable, "-m", "recycle_plugin.launch", str(folder / "train.py"), *options],
         env=environment(**place),
         capture_output=True,
         text=True,
