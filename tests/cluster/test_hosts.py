@@ -97,7 +97,9 @@ def test_the_secret_is_where_the_config_says(pair, tmp_path):
     secret.mkdir()
     config.write_text(json.dumps({"recycle": {"secret_file": str(secret)}}))
     done = refused(pair, tmp_path, "0", "0", "--deepspeed_config", str(config))
-    assert done.returncode == 1 and f"recycle: error: the job's secret at {secret} can't be read" in done.stderr, done.stderr
+    assert done.returncode == 1 and f"recycle: error: the job's secret at {secret} can't be read" in done.stderr, (
+        done.stderr
+    )
 
 
 def refused(pair, folder, rank: str, local: str, *options: str, **more: str) -> subprocess.CompletedProcess:
