@@ -5,6 +5,7 @@ The frames are those of a process of the job, said to the ports at which it list
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -48,7 +49,11 @@ def told(port: int, said: bytes, host: str = "127.0.0.1", patience_s: float = PA
     with socket.create_connection((host, port), PATIENCE_S) as stranger, suppress(ConnectionError):
         stranger.settimeout(patience_s)
         stranger.sendall(said)
-        stranger.shutdown(socket.SHUT_WR)
+        try:
+            stranger.shutdown(socket.SHUT_WR)
+        except OSError as gone:  # it has been hung up on already
+            if gone.errno != errno.ENOTCONN:
+                raise
         while came := stranger.recv(1 << 16):
             answer += came
     return answer
