@@ -49,19 +49,26 @@ def _is_rank(argument: str) -> bool:
     return argument.startswith(("--local_rank", "--local-rank"))
 
 
-def placement(command: list[str]) -> str:
-    """The setting ``recycle.placement`` in the config file that the command line names.
-
-    Ranks are given out before the script makes its config.  What is wrong in the section is said by the workers, who
-    read all of it.
+def _config(command: list[str]) -> str:
+    """The text of the config file that the command line names.  Raises IndexError where it names none, OSError, and
+    ValueError where it is no text.
     """
     given = [
         argument.partition("=")[2] or following
         for argument, following in zip(command, [*command[1:], ""])
         if argument.split("=")[0] == CONFIG
     ]
+    return Path(given[-1]).read_text()
+
+
+def placement(command: list[str]) -> str:
+    """The setting ``recycle.placement`` in the config file that the command line names.
+
+    Ranks are given out before the script makes its config.  What is wrong in the section is said by the workers, who
+    read all of it.
+    """
     try:
-        text = Path(given[-1]).read_text()
+        text = _config(command)
         if '"placement"' not in text:
             return DEFAULT
         # takes longer to import than all else that a supervisor needs
@@ -72,6 +79,32 @@ def placement(command: list[str]) -> str:
         return settings.placement if settings.enabled else DEFAULT
     except (IndexError, OSError, ValueError, AttributeError):
         return DEFAULT
+
+
+def with_secret(environment: Mapping[str, str], command: list[str], joins: bool = False) -> dict[str, str]:
+    """The environment, with the path of the job's secret where that is to be another than on one host (secret_file in
+    runtime/authentication/secret.py), from the config file that the command line names.
+
+    On several hosts that may be the run folder, and who ``joins`` finds it there.
+    """
+    from recycle_plugin.runtime.authentication.secret import SETTING
+
+    ranks = int(environment.get("WORLD_SIZE", "1"))
+    several = joins or ranks > int(environment.get("LOCAL_SIZE", ranks))
+    try:
+        text = _config(command)
+        if not ('"secret_file"' in text or (several and '"run_dir"' in text)):
+            return dict(environment)
+        from recycle_plugin.settings.wording import SECTION  # takes longer to import than all else
+
+        section = json.loads(text).get(SECTION)
+        named, folder = section.get("secret_file"), section.get("run_dir")
+    except (IndexError, OSError, ValueError, AttributeError):
+        return dict(environment)
+    shared = Path(str(folder), "secret")
+    if not named and folder and several and (shared.exists() or not joins):
+        named = shared
+    return ({SETTING: str(named)} if named else {}) | dict(environment)
 
 
 # --- on one host ---------------------------------------------------------------------------------------
@@ -154,7 +187,9 @@ def launch_here(arguments: list[str]) -> int:
     imports, port = IMPORTED if asked.fork else None, asked.port or free_port()
     way = placement(asked.command)
     return one_host.main(
-        one_host.Launcher(asked.command, asked.workers, port, way, os.environ, imports, asked.one_device)
+        one_host.Launcher(
+            asked.command, asked.workers, port, way, with_secret(os.environ, asked.command), imports, asked.one_device
+        )
     )
 
 
@@ -257,12 +292,13 @@ def guard(command: list[str], environment: Mapping[str, str] | None = None, join
     def supervise(line: socket.socket) -> int:
         from recycle_plugin.runtime.processes import supervisor
 
-        return supervisor.supervise(command, place, placement, joins, line)
+        described = with_secret(place, command, joins is not None)
+        return supervisor.supervise(command, described, placement, joins, line)
 
     def host(line: socket.socket) -> int:
         from recycle_plugin.runtime.processes import supervisor
 
-        return supervisor.host(place, line)
+        return supervisor.host(with_secret(place, command), line)
 
     return Guard(supervise, host if place.get("RANK") == "0" else None).hold()
 

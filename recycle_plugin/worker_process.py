@@ -43,7 +43,11 @@ def main(command: list[str]) -> int:
     """Run the script as a worker of the job; returns the exit code."""
     die_with_parent()  # nobody would watch an orphan
     signal_info.unblock()
-    session = connect_from_environment(dict(os.environ), _end_early)
+    try:
+        session = connect_from_environment(dict(os.environ), _end_early)
+    except (RecycleError, ConnectionError) as error:
+        _say(f"recycle: error: {error}")
+        return 1
     session.given_up = functools.partial(_end_given_up, session)
     leave = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_leave(session, leave))

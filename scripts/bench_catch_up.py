@@ -33,6 +33,7 @@ from recycle_plugin.core.worker.catching_up import CatchingUp
 from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.serving import Serving
 from recycle_plugin.experiments.bench_scripts import script
+from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.catch_up.inlet import TcpInlet
 from recycle_plugin.runtime.catch_up.listener import StateListener
 from recycle_plugin.runtime.catch_up.rate import Rate
@@ -45,6 +46,7 @@ INSTRUCTIONS = 10
 WIDTH = 1024  # of a layer, which has a million parameters, and 12 MB
 PATIENCE_S = 60.0
 APART = 4  # steps between two rounds, and before the first
+SECRET = Secret("of a bench, which is nobody's business")
 
 
 def main(arguments: list[str]) -> int:
@@ -145,6 +147,8 @@ def source(rank: int, given: argparse.Namespace, stepped: Any, talk: Connection)
         worker=WorkerId(rank),
         roster=Roster(),
         own_address="127.0.0.1",
+        secret=SECRET,
+        note_stranger=print,
         job_id="bench",
         note=lambda kind, text, **details: print(kind, details or text, flush=True),
     )
@@ -226,7 +230,7 @@ def newcomer(number: int, given: argparse.Namespace, addresses: list[str], stepp
     )
     catching_up = CatchingUp(FilledStage(machine, made.store, made.steps))
     arrival = Arrival("bench", WorkerId(SOURCES, number + 1))
-    lines = [TcpInlet(address, arrival, changed, print) for address in addresses]
+    lines = [TcpInlet(address, arrival, SECRET, changed, print) for address in addresses]
     for rank, line in enumerate(lines):
         catching_up.add_source(WorkerId(rank), line)
     first, until, compared = 0.0, time.monotonic() + PATIENCE_S, 0

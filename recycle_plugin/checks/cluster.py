@@ -116,8 +116,9 @@ def checked(launcher: Sequence[str]) -> list[str]:
 def tried(started: Started, out: Path, section: Mapping[str, Any], settings: Settings) -> tuple[list[Row], list[str]]:
     """All rows, and what the doctor says of the placement that was found."""
     config = out / "ds_config.json"
+    section_of_file = {**section, "secret_file": str(out.resolve() / "secret")}  # all hosts have this folder
     config.write_text(
-        json.dumps({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, SECTION: section})
+        json.dumps({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, SECTION: section_of_file})
     )
     told = ["--settings", json.dumps(section), "--deepspeed_config", str(config)]
     healthy, measured = out / "healthy", out / "measured.json"

@@ -11,7 +11,8 @@ from recycle_plugin.core.messages.from_operators import Ask
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.observability.run_history import EVENTS, RunHistory
 from recycle_plugin.observability.run_summary import end
-from recycle_plugin.runtime.control.connections import SocketControl, connect
+from recycle_plugin.runtime.authentication.secret import NoSecret, SecretFile
+from recycle_plugin.runtime.control.connections import SocketControl, Way, connect
 from recycle_plugin.runtime.control.operator_access import OperatorAccess
 
 CONNECT_S = 5.0  # how long the coordinator may take to be reached
@@ -26,8 +27,8 @@ def folder_of(job: str) -> Path:
     if Path(job).exists() or not host or not port.isdecimal() or "/" in job:
         return Path(job)
     try:
-        control, folder = _connected((host, int(port)))
-    except OSError as error:
+        control, folder = _connected(Way((host, int(port)), SecretFile.of(os.environ | {"MASTER_PORT": port})))
+    except (OSError, NoSecret) as error:
         raise ValueError(f"{job} is no run folder, and nobody answers there: {error}") from None
     control.close()
     if not folder:
@@ -48,10 +49,10 @@ def ask(folder: Path, make: type[Ask], what: str) -> Answer:
     if access is None:
         return Answer(f"the job of {folder} takes no requests: it has left no way to it there", False)
     try:
-        control, _ = _connected(access.address)
+        control, _ = _connected(Way(access.address, access.secret))
     except OSError as error:
         return Answer(f"the job of {folder} can't be reached, if it runs at all: {error}", False)
-    control.send(make(access.token, what), ANSWER_S)
+    control.send(make(what), ANSWER_S)
     said = control.receive(ANSWER_S)
     control.close()
     if not isinstance(said, Answer):
@@ -59,12 +60,14 @@ def ask(folder: Path, make: type[Ask], what: str) -> Answer:
     return said
 
 
-def _connected(address: tuple[str, int]) -> tuple[SocketControl, str]:
-    """A connection to the coordinator at ``address``, and the run folder that it names.  Raises ConnectionError."""
-    control = connect(address, CONNECT_S)
+def _connected(way: Way) -> tuple[SocketControl, str]:
+    """A connection to the coordinator at the end of the ``way``, and the run folder that it names.  Raises
+    ConnectionError, NoSecret.
+    """
+    control = connect(way, CONNECT_S)
     control.send(Hello(-1, "operator", os.getpid(), socket.gethostname()), ANSWER_S)
     said = control.receive(ANSWER_S)
     if not isinstance(said, RunFolder):
         control.close()
-        raise ConnectionError("{}:{} answers, but is no coordinator of a job".format(*address))
+        raise ConnectionError("{}:{} answers, but is no coordinator of a job".format(*way.address))
     return control, said.path

@@ -229,6 +229,15 @@ class Settings(BaseModel):
         "a folder's path, or null",
         "where events, traces and reports go; null lets the plugin choose",
     )
+    secret_file: Folder | None = setting(
+        None,
+        "a file's path, or null",
+        "where the job's secret is, by which its processes know each other: a file in a folder that all hosts share, "
+        "of mode 0600, which rank 0's host makes where it is not there, and removes at the end; "
+        "null for a folder of this user's own on one host, and for `secret` in `run_dir` on several; "
+        "for which the section has to be in the file that `--deepspeed_config` names on the command line; "
+        "the environment's RECYCLE_SECRET_FILE goes before it",
+    )
     report: bool = setting(True, BOOL, "write `report.html` to the run folder when the job ends")
     trace: bool = setting(False, BOOL, "write every executed instruction with its times to the run folder")
     faults: Faults = setting(

@@ -18,10 +18,12 @@ import pytest
 
 from recycle_plugin.core.messages.from_coordinator import Recorded
 from recycle_plugin.core.messages.from_workers import Crashed, Fatal, Left, Note, Ready
+from recycle_plugin.runtime.authentication.secret import AT
 from tests.cluster.conftest import Launch, launching
 from tests.runtime.conftest import FakeCoordinator
 from tests.support.cluster import ForkServer, Result, Run, WarmLauncher
 from tests.support.jobs import DEEPSPEED, PLAIN, Shape
+from tests.support.secret import written
 
 SCRIPT = "tests/jobs/from_the_top.py"
 OWN = ("pid", "environment", "read", "joined", "weights", "averages")  # the last three: of members
@@ -169,6 +171,7 @@ class Alone:
         job = json.loads(environment["RECYCLE_TEST_TOP"]) | {"out": str(folder), "waits": False}
         host, port = self.coordinator.address
         more = {"RECYCLE_TEST_TOP": json.dumps(job), "RECYCLE_COORDINATOR": f"{host}:{port}"}
+        more[AT] = written(folder / "secret")
         with (folder / "output.txt").open("w") as output:
             self.process = WarmLauncher(server, "recycle_plugin.worker_process", [SCRIPT], environment | more, output)
         self.coordinator.accept()

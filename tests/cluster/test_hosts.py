@@ -16,6 +16,7 @@ import pytest
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.experiments.runs import environment, free_port
 from recycle_plugin.observability.trace import read_traces
+from recycle_plugin.runtime.authentication.secret import SETTING
 from tests.cluster.conftest import launching
 from tests.support.hosts import HostsRun
 from tests.support.jobs import STEPS, WRAPPED, after_step, assert_one_line, assert_same_training, hold
@@ -64,6 +65,53 @@ def test_a_master_address_that_others_cant_use_is_refused(master, wrong):
     )
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert f"recycle: error: master address {master} {wrong}" in done.stderr
+
+
+SEVERAL = {"WORLD_SIZE": "4", "LOCAL_SIZE": "2", "MASTER_ADDR": "10.77.0.1"}
+
+
+@pytest.mark.parametrize("rank, local, lines", [("0", "0", 1), ("2", "0", 1), ("3", "1", 0)])
+def test_several_hosts_without_a_place_for_the_secret_are_refused(pair, tmp_path, rank, local, lines):
+    """On each host in one line, which says what to set."""
+    done = refused(pair, tmp_path, rank, local)
+    assert done.returncode == 1 and done.stderr.count("\n") == lines, done.stderr
+    wanted = "recycle: error: this job is on several hosts, and its secret would not get to all of them: set recycle."
+    assert lines == 0 or done.stderr.startswith(
+        f"{wanted}secret_file, in the config that --deepspeed_config names, or "
+    )
+
+
+@pytest.mark.parametrize("mode, text", [(0o644, "x" * 64), (0o600, "too short")])
+def test_a_secret_that_others_can_read_or_guess_is_refused(pair, tmp_path, mode, text):
+    secret = tmp_path / "secret"
+    secret.write_text(text)
+    secret.chmod(mode)
+    done = refused(pair, tmp_path, "0", "0", **{SETTING: str(secret)})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert f"recycle: error: {secret} " in done.stderr and text not in done.stderr.replace(str(secret), "")
+
+
+def test_the_secret_is_where_the_config_says(pair, tmp_path):
+    """Here it is none, which is seen before the script runs."""
+    secret, config = tmp_path / "secret", tmp_path / "ds_config.json"
+    secret.mkdir()
+    config.write_text(json.dumps({"recycle": {"secret_file": str(secret)}}))
+    done = refused(pair, tmp_path, "0", "0", "--deepspeed_config", str(config))
+    assert done.returncode == 1 and f"recycle: error: the job's secret at {secret} can't be read" in done.stderr, (
+        done.stderr
+    )
+
+
+def refused(pair, folder, rank: str, local: str, *options: str, **more: str) -> subprocess.CompletedProcess:
+    (folder / "train.py").touch()
+    place = SEVERAL | {"RANK": rank, "LOCAL_RANK": local, "MASTER_PORT": str(free_port())} | more
+    return subprocess.run(
+        [*pair.entering("alpha"), sys.executable, "-m", "recycle_plugin.launch", str(folder / "train.py"), *options],
+        env=environment(**place),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 @pytest.mark.all_kills

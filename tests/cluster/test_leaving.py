@@ -14,6 +14,7 @@ import pytest
 
 from recycle_plugin.experiments.runs import MARK, environment
 from recycle_plugin.observability.trace import read_traces
+from recycle_plugin.runtime.authentication.secret import AT, SecretFile
 from tests.support.cluster import ROOT
 from tests.support.jobs import (
     LOSS_TOLERANCE,
@@ -82,7 +83,8 @@ def test_a_second_process_of_a_rank_hears_at_once_that_it_cannot_take_part(launc
     wrap = json.dumps(held(tmp_path / "gate", 5, "heard"))
     run = launch("steps=100000", "recycle.progress_timeout_s=100", script=WRAPPED, RECYCLE_TEST_WRAP=wrap)
     after_step(run, 2)
-    variables = environment(**{MARK: run.mark}, RECYCLE_COORDINATOR=f"127.0.0.1:{run.port}", RANK="2")
+    known = {MARK: run.mark, AT: str(SecretFile.at(run.port).path)}
+    variables = environment(**known, RECYCLE_COORDINATOR=f"127.0.0.1:{run.port}", RANK="2")
     command = [sys.executable, "-m", "recycle_plugin.worker_process", str(ROOT / vehicle.script)]
     second = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
     assert second.returncode == 1 and "Traceback" not in second.stderr

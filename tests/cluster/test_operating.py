@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from recycle_plugin.cli import main
+from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.control.operator_access import FILE, OperatorAccess
 from tests.cluster.conftest import Launch, launching
 from tests.support.cluster import Run
@@ -93,10 +94,10 @@ def test_only_the_jobs_own_user_can_ask(launch: Launch, reference, tmp_path, cap
     access = OperatorAccess.read(run.folder)
     assert access is not None
     (run.folder / FILE).unlink()
-    assert OperatorAccess(access.address, "0" * 64).write(run.folder) == ""
+    assert OperatorAccess(access.address, Secret("0" * 64)).write(run.folder) == ""
     code, said = asks(capsys, run, "leave", "1.1")
-    assert code == 1 and said.startswith("refused: the token is not this job's")
-    heard(run, "warning")
+    assert code == 1 and "(it does not know this job's secret)" in said
+    heard(run, "stranger", address="127.0.0.1", count=1)
     access.write(run.folder)
     capsys.readouterr()
     assert main(["leave", "1.1", "--run", "{}:{}".format(*access.address)]) == 0, "by its address"

@@ -31,15 +31,15 @@ def job_of(rejoin: str | int = "always") -> Membership:
 
 
 def leave(membership: Membership, seat: str = "0.1") -> tuple[Answer, CoordinatorOutput]:
-    return membership.asked(AskLeave("t", seat), 5.0)
+    return membership.asked(AskLeave(seat), 5.0)
 
 
 def drain(membership: Membership, host: str = "beta") -> tuple[Answer, CoordinatorOutput]:
-    return membership.asked(AskDrain("t", host), 5.0)
+    return membership.asked(AskDrain(host), 5.0)
 
 
 def admit(membership: Membership, seat: str = "0.1") -> tuple[Answer, CoordinatorOutput]:
-    return membership.asked(AskAdmit("t", seat), 5.0)
+    return membership.asked(AskAdmit(seat), 5.0)
 
 
 def refused(found: tuple[Answer, CoordinatorOutput]) -> str:

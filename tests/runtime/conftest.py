@@ -12,8 +12,10 @@ import pytest
 from recycle_plugin.core.messages.from_coordinator import Generation, Welcome
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.runtime.authentication.handshake import Port
 from recycle_plugin.runtime.control.connections import Control, InProcess, SocketControl
 from recycle_plugin.runtime.control.session import Session
+from tests.support.secret import SECRET, answered
 
 PATIENCE_S = 60.0
 
@@ -36,12 +38,13 @@ class FakeCoordinator:
         self, rank: int, wait_timeout_s: float = 10.0, ended_early: Callable[[Session], None] | None = None
     ) -> Session:
         """A session of this process."""
-        return Session(InProcess(self._answer), rank, wait_timeout_s, ended_early)
+        return Session(InProcess(self._answer), rank, SECRET, wait_timeout_s, ended_early)
 
     def accept(self) -> None:
         """The next session of another process."""
         self._listener.settimeout(60)
-        self._answer(SocketControl(self._listener.accept()[0]))
+        connection = self._listener.accept()[0]
+        self._answer(SocketControl(connection, answered(connection, Port.CONTROL)))
 
     def _answer(self, control: Control) -> None:
         self._controls.append(control)

@@ -24,6 +24,7 @@ from recycle_plugin.runtime.collectives import group
 from recycle_plugin.runtime.collectives.callers import Callers
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
+from tests.support.secret import SECRET, way
 
 from .conftest import FakeCoordinator, generation
 
@@ -176,7 +177,7 @@ def in_a_program(calls: Calls, session: Session) -> dict[str, dict]:
 
 def after_a_loss(rank: int, address: tuple[str, int], store_port: int, results) -> None:
     """Rank 2 dies once all are connected; each of the others says what every collective gives, by name."""
-    session = Session(connect(address, 10), rank, wait_timeout_s=20)
+    session = Session(connect(way(address), 10), rank, SECRET, wait_timeout_s=20)
     group.register(session)
     store = dist.TCPStore("127.0.0.1", store_port, None, rank == 0, wait_for_workers=False)
     dist.init_process_group("recycle", store=store, rank=rank, world_size=RANKS)

@@ -18,6 +18,7 @@ from recycle_plugin.core.messages.from_workers import Note
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Sums, Unit
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.authentication.handshake import Port, Seal, Seals, call
 from recycle_plugin.runtime.catch_up import inlet as inlet_module
 from recycle_plugin.runtime.catch_up import outlet as outlet_module
 from recycle_plugin.runtime.catch_up.inlet import TcpInlet
@@ -30,6 +31,7 @@ from recycle_plugin.runtime.catch_up.wire import Arrival, Mark, frame, mark, rec
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.state.units import UnitValue
 from tests.support.descriptors import none_left
+from tests.support.secret import SECRET, answered, called
 
 from .conftest import generation
 
@@ -52,7 +54,7 @@ class Ends:
         return outlet, self.come(newcomer)
 
     def come(self, newcomer: WorkerId = NEWCOMER, job: str = "job") -> TcpInlet:
-        made = TcpInlet(self.listener.address, Arrival(job, newcomer), self.changed, self.noted.append)
+        made = TcpInlet(self.listener.address, Arrival(job, newcomer), SECRET, self.changed, self.noted.append)
         self.inlets.append(made)
         return made
 
@@ -179,11 +181,10 @@ def test_a_damaged_head_is_asked_for_again(coordinator):
         ends.close()
 
 
-def said(ends: Ends, data: bytes) -> socket.socket:
-    """A connection that has said ``data``, which is no newcomer's; it is closed at the other end."""
-    host, _, port = ends.listener.address.removeprefix("tcp://").rpartition(":")
-    connection = socket.create_connection((host, int(port)), PATIENCE_S)
-    connection.sendall(data)
+def said(ends: Ends, *messages: object) -> socket.socket:
+    """A connection of a process of the job that has said ``messages``, which are no newcomer's."""
+    connection, seals = called(ends.listener.address, Port.STATE)
+    connection.sendall(b"".join(frame(message, seals.out) for message in messages))
     return connection
 
 
@@ -192,14 +193,15 @@ def test_a_frame_that_changes_breaks_the_line(ends):
     with socket.create_server(("127.0.0.1", 0)) as fake:
         noted: list[str] = []
         address = f"tcp://127.0.0.1:{fake.getsockname()[1]}"
-        inlet = TcpInlet(address, Arrival("job", NEWCOMER), ends.changed, noted.append)
+        inlet = TcpInlet(address, Arrival("job", NEWCOMER), SECRET, ends.changed, noted.append)
         ends.inlets.append(inlet)
         with fake.accept()[0] as connection:
-            whole = bytearray(frame(mark(Marker(4)))), bytearray(frame(mark(Marker(5))))
+            seal = answered(connection, Port.STATE).out
+            whole = bytearray(frame(mark(Marker(4)), seal)), bytearray(frame(mark(Marker(5)), seal))
             whole[1][-10] ^= 1
             connection.sendall(whole[0] + whole[1])
             ends.wait(lambda: noted, "a note")
-            assert "a frame that has changed on its way" in noted[0]
+            assert "a message that does not fit its seal" in noted[0]
             assert not inlet.broken, "what has come before is still to be taken"
             assert list(inlet.items()) == [Marker(4)]
             ends.poll(lambda: inlet.broken, "the end of the line")
@@ -212,20 +214,32 @@ def ended(connection: socket.socket) -> bool:
         return True
 
 
-STRANGERS: dict[str, bytes] = {
-    "a scanner": b"GET / HTTP/1.0\r\n\r\n",
-    "one of another job": frame(Arrival("another", NEWCOMER)),
-    "one that nobody has announced": frame(Arrival("job", WorkerId(3, 2))),
-    "a long story": frame(Asked(("x" * 5000,))),
-    "no arrival": frame(Asked(("x",))),
+ODD: dict[str, object] = {
+    "one of another job": Arrival("another", NEWCOMER),
+    "one that nobody has announced": Arrival("job", WorkerId(3, 2)),
+    "a long story": Asked(("x" * 5000,)),
+    "no arrival": Asked(("x",)),
 }
 
 
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_nobody_else_is_let_in_and_that_is_said_once(ends, coordinator, stranger):
+def test_strangers_are_not_let_in_and_that_is_said_once(ends, coordinator):
+    outlet = ends.listener.expect(NEWCOMER)
+    host, _, port = ends.listener.address.removeprefix("tcp://").rpartition(":")
+    for _ in range(2):
+        with socket.create_connection((host, int(port)), PATIENCE_S) as connection:
+            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert ended(connection)
+    outlet.send(Marker(4))
+    assert ends.received(ends.come(), 1) == [Marker(4)], "who is expected still gets in"
+    (note,) = [note for note in coordinator.hear(Note) if note.kind == "stranger"]
+    assert "for the stage's state, what comes from 127.0.0.1:" in note.text and not outlet.broken
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_nobody_else_is_let_in_and_that_is_said_once(ends, coordinator, odd):
     outlet = ends.listener.expect(NEWCOMER)
     for _ in range(2):
-        with said(ends, STRANGERS[stranger]) as connection:
+        with said(ends, ODD[odd]) as connection:
             assert ended(connection)
     outlet.send(Marker(4))
     assert ends.received(ends.come(), 1) == [Marker(4)], "who is expected still gets in"
@@ -245,7 +259,7 @@ def test_a_second_one_of_the_same_name_is_refused_and_the_first_stays(ends):
 
 def test_what_is_no_question_ends_the_line_with_a_note(ends, coordinator):
     outlet = ends.listener.expect(NEWCOMER)
-    with said(ends, frame(Arrival("job", NEWCOMER)) + frame(mark(Marker(4)))):
+    with said(ends, Arrival("job", NEWCOMER), mark(Marker(4))):
         ends.poll(lambda: outlet.asked() or outlet.broken, "the line to end")
     (note,) = coordinator.hear(Note)
     assert "a Mark instead of what is wanted" in note.text
@@ -272,7 +286,7 @@ def test_who_is_gone_is_noticed_at_either_end(ends):
 def test_a_source_that_nobody_answers_for_is_broken(ends):
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
-    inlet = TcpInlet(address, Arrival("job", NEWCOMER), ends.changed, ends.noted.append)
+    inlet = TcpInlet(address, Arrival("job", NEWCOMER), SECRET, ends.changed, ends.noted.append)
     inlet.ask(Asked(("a",)))
     ends.wait(lambda: inlet.broken, "the end")
 
@@ -282,7 +296,7 @@ def test_asking_never_waits_for_who_has_just_come(ends):
     outlet, (here, there) = ends.listener.expect(NEWCOMER), socket.socketpair()
     here.settimeout(PATIENCE_S)
     with there:
-        assert outlet.take(here) and here.gettimeout() == 0.0 and not outlet.asked()
+        assert outlet.take(here, Seals(Seal(b""), Seal(b""), b"")) and here.gettimeout() == 0.0 and not outlet.asked()
 
 
 def test_who_is_announced_again_comes_anew(ends):
@@ -316,10 +330,11 @@ def test_without_a_descriptor_left_a_newcomer_waits_until_there_is_one(ends):
     connection = socket.socket()
     with none_left(os.getpid()):
         connection.connect((host, int(port)))
-        connection.sendall(frame(Arrival("job", NEWCOMER)))
     with connection:
+        seals = call(connection, SECRET, Port.STATE)
         connection.settimeout(PATIENCE_S)
-        assert receive(connection, Mark) == mark(Marker(4))
+        connection.sendall(frame(Arrival("job", NEWCOMER), seals.out))
+        assert receive(connection, Mark, seals.into) == mark(Marker(4))
 
 
 # --- bounds ----------------------------------------------------------------------------------------

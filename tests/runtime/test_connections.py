@@ -15,8 +15,11 @@ import pytest
 from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LIMIT, MAGIC, encode
 from recycle_plugin.core.messages.from_coordinator import Lease, Over, Placed
 from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Note
+from recycle_plugin.runtime.authentication.handshake import Port
 from recycle_plugin.runtime.control import connections
-from recycle_plugin.runtime.control.connections import Control, Disconnected, InLoop, InProcess, SocketControl, connect
+from recycle_plugin.runtime.control.connections import Control, Disconnected, InProcess, SocketControl, connect
+from recycle_plugin.runtime.control.in_loop import InLoop
+from tests.support.secret import answered, way
 
 PATIENCE_S = 60.0
 HELLO = Hello(1, "worker", 2, "h")
@@ -35,6 +38,11 @@ class Ends:
         """Bytes from the far end, whatever they are."""
         self.far._socket.sendall(data) if isinstance(self.far, SocketControl) else self.far._out.put(data)
 
+    def whole(self, *frames: bytes) -> bytes:
+        """Frames as the far end sends them, each with its seal over a network."""
+        seals = self.far._seals
+        return b"".join(frame if seals is None else frame + seals.out.of(frame) for frame in frames)
+
 
 @pytest.fixture(params=("sockets", "in process"))
 def ends(request) -> Iterator[Ends]:
@@ -49,7 +57,7 @@ def ends(request) -> Iterator[Ends]:
         listener = socket.create_server(("127.0.0.1", 0))
         accepting = threading.Thread(target=accept, args=(listener, answer))
         accepting.start()
-        found = Ends(connect(listener.getsockname(), PATIENCE_S), answered, lambda: hang_up(listener, accepting))
+        found = Ends(connect(way(listener.getsockname()), PATIENCE_S), answered, lambda: hang_up(listener, accepting))
     else:
         refused: list[int] = []
         found = Ends(
@@ -65,7 +73,8 @@ def ends(request) -> Iterator[Ends]:
 def accept(listener: socket.socket, answer: Callable[[Control], None]) -> None:
     while True:
         try:
-            answer(SocketControl(listener.accept()[0]))
+            connection = listener.accept()[0]
+            answer(SocketControl(connection, answered(connection, Port.CONTROL)))
         except OSError:  # it was shut
             return
 
@@ -138,7 +147,7 @@ def test_a_message_as_large_as_they_may_be(ends):
 
 
 def test_a_message_comes_in_pieces(ends):
-    frame = encode(Heartbeat(0, 1, 2, "waits", ""))
+    frame = ends.whole(encode(Heartbeat(0, 1, 2, "waits", "")))
     for place in range(len(frame)):
         assert ends.near.receive() is None and ends.near.broken is None
         ends.raw(frame[place : place + 1])
@@ -147,7 +156,7 @@ def test_a_message_comes_in_pieces(ends):
 
 
 def test_several_messages_come_in_one_piece(ends):
-    ends.raw(b"".join(map(encode, beats(3))) + encode(Over(0))[:5])
+    ends.raw(ends.whole(*map(encode, beats(3))) + encode(Over(0))[:5])
     assert hear(ends.near, 3) == beats(3) and ends.near.receive() is None and ends.near.broken is None
 
 
@@ -198,7 +207,7 @@ def test_what_was_said_before_a_death_is_heard_first(ends):
 
 
 def test_a_death_in_the_middle_of_a_message(ends):
-    ends.raw(encode(Over(1)) + encode(Over(2))[:-1])
+    ends.raw(ends.whole(encode(Over(1))) + encode(Over(2))[:-1])
     ends.far.close()
     assert ends.near.receive(PATIENCE_S) == Over(1)
     assert gone(ends.near) == Disconnected("the other end is gone, in the middle of a message")
@@ -275,11 +284,41 @@ def test_a_deadline_passes_and_nothing_is_broken(ends):
 )
 def test_what_is_no_message_breaks_it_and_is_named(ends, junk, said):
     """... behind what was one; the other end hears of the end only."""
-    ends.raw(encode(Over(1)) + junk)
+    ends.raw(ends.whole(encode(Over(1)), junk))
     assert ends.near.receive(PATIENCE_S) == Over(1)
     broken = gone(ends.near)
     assert said in str(broken.unreadable) and broken.why == str(broken.unreadable)
     assert gone(ends.far).unreadable is None
+
+
+UNSEALED = "does not fit its seal: somebody on the way has changed it, or sent it again"
+
+
+@pytest.mark.parametrize("ends", ["sockets"], indirect=True)
+@pytest.mark.parametrize("place", (0, len(encode(Over(0))) - 1, len(encode(Over(0))), -1))
+def test_a_byte_that_changes_on_its_way_breaks_it(ends, place):
+    """Of the message, or of its seal."""
+    data = bytearray(ends.whole(encode(Over(0))))
+    data[place] ^= 1
+    ends.raw(bytes(data))
+    broken = gone(ends.near)
+    assert broken.unreadable is not None and (place == 0 or UNSEALED in broken.why)
+
+
+@pytest.mark.parametrize("ends", ["sockets"], indirect=True)
+@pytest.mark.parametrize("order", ([0, 0], [1], [0, 2], [0, 1, 1]), ids=str)
+def test_a_message_that_is_left_out_or_comes_again_breaks_it(ends, order):
+    frames = [ends.whole(encode(Over(number))) for number in range(3)]
+    ends.raw(b"".join(frames[number] for number in order))
+    assert hear(ends.near, len(order)) == [*map(Over, order[:-1]), None] and UNSEALED in ends.near.broken.why
+
+
+@pytest.mark.parametrize("ends", ["sockets"], indirect=True)
+def test_what_was_recorded_before_it_was_made_again_is_worth_nothing(ends):
+    recorded = ends.whole(encode(Over(0)))
+    assert ends.near.resume(HELLO, PATIENCE_S)
+    ends.answered.get(timeout=PATIENCE_S)._socket.sendall(recorded)
+    assert UNSEALED in gone(ends.near).why
 
 
 # --- once more -----------------------------------------------------------------------------------------
@@ -416,4 +455,4 @@ def test_where_nobody_listens_the_address_is_named():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
     with pytest.raises(ConnectionError, match=f"no coordinator at {host}:{port} within 0.1 s"):
-        connect((host, port), 0.1)
+        connect(way((host, port)), 0.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from math import inf
 
@@ -34,14 +34,17 @@ from recycle_plugin.core.messages.from_workers import (
     SurvivorReport,
     Terminate,
 )
-from recycle_plugin.runtime.control.connections import InLoop, SocketControl, connect
+from recycle_plugin.runtime.authentication.handshake import Port, Stranger, call
+from recycle_plugin.runtime.authentication.secret import Secret
+from recycle_plugin.runtime.control.connections import SocketControl, Way, connect
 from recycle_plugin.runtime.control.coordinator import Coordinator
+from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.processes.accepting import PAUSE_S
 from tests.support.descriptors import none_left
 from tests.support.membership import job, member
+from tests.support.secret import SECRET, way
 
 PATIENCE_S = 10.0
-TOKEN = "0123456789abcdef"
 
 
 class Player(InLoop):
@@ -65,9 +68,9 @@ class Player(InLoop):
 
 
 @asynccontextmanager
-async def serving(said: list, ranks: int = 4, token: str = ""):
+async def serving(said: list, ranks: int = 4):
     """A coordinator that listens, at a port that it does not say."""
-    coordinator = Coordinator(ranks, 1, lambda event, now: said.append(event), token)
+    coordinator = Coordinator(ranks, 1, lambda event, now: said.append(event), SECRET)
     await coordinator.start("127.0.0.1", 0)
     try:
         yield coordinator
@@ -76,9 +79,9 @@ async def serving(said: list, ranks: int = 4, token: str = ""):
 
 
 @asynccontextmanager
-async def four_workers(said: list, token: str = ""):
+async def four_workers(said: list):
     """(coordinator, workers) of a job that has started."""
-    async with serving(said, token=token) as coordinator:
+    async with serving(said) as coordinator:
         workers = [Player(coordinator, rank) for rank in range(4)]
         for rank, worker in enumerate(workers):
             assert (await worker.hear(Welcome)).incarnation == 0
@@ -91,6 +94,10 @@ async def four_workers(said: list, token: str = ""):
         yield coordinator, workers
         for worker in workers:
             worker.close()
+
+
+def address_of(coordinator: Coordinator) -> tuple[str, int]:
+    return coordinator._entrance._listener.getsockname()
 
 
 def warnings(said: list) -> list[str]:
@@ -172,7 +179,7 @@ def test_who_does_not_say_who_it_is_is_hung_up_on_and_nobody_is_lost():
 
     async def play() -> None:
         async with four_workers(said) as (coordinator, workers):
-            for _ in range(2):  # and said so once
+            for _ in range(2):
                 stranger = coordinator.connect()
                 stranger._out.put(b"GET / HTTP/1.1\r\n\r\n")
                 await InLoop(stranger).receive(PATIENCE_S)
@@ -182,30 +189,26 @@ def test_who_does_not_say_who_it_is_is_hung_up_on_and_nobody_is_lost():
             await workers[0].hear(Committed)
 
     asyncio.run(play())
-    assert warnings(said) == [
+    assert warnings(said) == 2 * [
         "a connection from this process says what can't be understood: a frame begins with b'GET / HTTP', and no "
         "message does"
     ]
     assert "lost" not in [event.kind for event in said]
 
 
-def test_a_moment_without_descriptors_makes_it_deaf_for_that_moment_and_says_so_once(monkeypatch):
-    said, made = [], []
-    create = socket.create_server
-    monkeypatch.setattr(
-        socket, "create_server", lambda *given, **named: made.append(create(*given, **named)) or made[-1]
-    )
+def test_a_moment_without_descriptors_makes_it_deaf_for_that_moment_and_says_so_once():
+    said = []
 
     async def play() -> None:
-        async with serving(said):
+        async with serving(said) as coordinator:
             with socket.socket() as caller:
                 with none_left(os.getpid()):
-                    caller.connect(made[0].getsockname())
+                    caller.connect(address_of(coordinator))
                     while not said:
                         await asyncio.sleep(0.01)
                     await asyncio.sleep(2 * PAUSE_S)
                     assert len(said) == 1
-                control = InLoop(SocketControl(caller))
+                control = InLoop(SocketControl(caller, await asyncio.to_thread(call, caller, SECRET, Port.CONTROL)))
                 control.send(Hello(0, "supervisor", 1, "h"))
                 assert isinstance(await control.receive(PATIENCE_S), Welcome)
                 control.close()
@@ -245,25 +248,16 @@ def test_who_is_none_of_this_jobs_is_hung_up_on(hello):
     )
 
 
-def test_operators_are_answered_who_know_the_token():
-    """Each request in its order; others hear so each time, and the user of them once."""
+def test_operators_are_answered_each_request_in_its_order():
     said = []
 
     async def play() -> None:
-        async with four_workers(said, TOKEN) as (coordinator, workers):
+        async with four_workers(said) as (coordinator, workers):
             operator = Player(coordinator, -1, "operator")
             assert (await operator.hear(RunFolder)).path == os.path.abspath("r")
-            wrong = ("", "x", TOKEN[:-1], "\ud800")
-            for request in (*(AskLeave(token, "0.1") for token in wrong), Over(0)):
+            for request in (Over(0), AskAdmit("0.1"), AskLeave("0.1")):
                 operator.send(request)
-            answers = [await operator.hear(Answer) for _ in (*wrong, Over)]
-            assert not any(answer.done for answer in answers)
-            assert {answer.text for answer in answers[:-1]} == {
-                "refused: the token is not this job's, which is in its run folder, for its own user"
-            }
-            assert [event.kind for event in said].count("warning") == 1 and not leaving(said)
-            operator.send(AskAdmit(TOKEN, "0.1"))
-            operator.send(AskLeave(TOKEN, "0.1"))
+            assert await operator.hear(Answer) == Answer("that is no request", False)
             assert await operator.hear(Answer) == Answer("seat 0.1 (rank 2) is live", False)
             assert await operator.hear(Answer) == Answer("seat 0.1 (rank 2) leaves at the next commit", True)
             assert 2 not in [each.rank for each in (await workers[0].hear(Generation)).members]
@@ -277,47 +271,59 @@ def leaving(said: list) -> list:
     return [event for event in said if event.kind == "leaving"]
 
 
-def test_where_there_is_no_token_nobody_knows_it():
-    said = []
-
+def test_before_the_start_an_operator_hears_of_no_run_folder():
     async def play() -> None:
-        async with serving(said) as coordinator:
+        async with serving([]) as coordinator:
             operator = Player(coordinator, -1, "operator")
-            assert (await operator.hear(RunFolder)).path == "", "before the start"
-            operator.send(AskLeave("", "0.1"))
+            assert (await operator.hear(RunFolder)).path == ""
+            operator.send(AskLeave("0.1"))
             assert not (await operator.hear(Answer)).done
-            operator.send(Hello(0, "operator", 1, "h"))
-            assert (await operator.hear(Answer)).text == "that is no request"
             operator.close()
 
     asyncio.run(play())
 
 
-def test_over_a_network_it_says_from_where(monkeypatch):
-    """... and goes on answering others."""
-    said, made = [], []
-    create = socket.create_server
-    monkeypatch.setattr(
-        socket, "create_server", lambda *given, **named: made.append(create(*given, **named)) or made[-1]
-    )
+def test_over_a_network_it_says_from_where():
+    """... of each address once, and goes on answering others."""
+    said = []
 
     async def play() -> None:
-        async with serving(said):
-            address = made[0].getsockname()
-            control = InLoop(connect(address, PATIENCE_S))
+        async with serving(said) as coordinator:
+            address = address_of(coordinator)
+            control = InLoop(await asyncio.to_thread(connect, way(address), PATIENCE_S))
             control.send(Hello(0, "supervisor", 1, "h"))
             assert isinstance(await control.receive(PATIENCE_S), Welcome)
-            stranger = await asyncio.to_thread(socket.create_connection, address, PATIENCE_S)
-            stranger.sendall(encode(Over(0))[:4] + bytes(20))
-            assert await asyncio.to_thread(stranger.recv, 1) == b""
-            said.append(stranger.getsockname())
-            stranger.close()
+            for _ in range(3):
+                stranger = await asyncio.to_thread(socket.create_connection, address, PATIENCE_S)
+                stranger.sendall(encode(Over(0)))
+                with suppress(ConnectionResetError):
+                    assert await asyncio.to_thread(stranger.recv, 1) == b""
+                stranger.close()
+            with pytest.raises(
+                Stranger, match="it has gone before it has said who it is|does not know this job's secret"
+            ):
+                await asyncio.to_thread(connect, Way(address, Secret("another job's secret, of as many letters")), 1.0)
             control.close()
 
     asyncio.run(play())
-    host, port = said.pop()
+    (event,) = [event for event in said if event.kind == "stranger"]
+    assert event.text.startswith("at the coordinator what comes from 127.0.0.1:") and event.details["count"] == 1
+    assert event.text.endswith(f" was refused: it begins with {encode(Over(0))[:4]!r}, which can't be understood")
+
+
+def test_what_a_process_of_the_job_says_that_is_no_message_is_said_and_hung_up_on():
+    said = []
+
+    async def play() -> None:
+        async with serving(said) as coordinator:
+            control = await asyncio.to_thread(connect, way(address_of(coordinator)), PATIENCE_S)
+            control._socket.sendall(encode(Over(0))[:4] + bytes(20))
+            assert await asyncio.to_thread(control.receive, PATIENCE_S) is None and control.broken is not None
+            control.close()
+
+    asyncio.run(play())
     (warning,) = warnings(said)
-    assert warning.startswith(f"a connection from {host}:{port} says what can't be understood: a frame is of version ")
+    assert warning.startswith("a connection from 127.0.0.1:") and "a frame is of version " in warning
 
 
 def test_a_supervisor_that_comes_again_takes_its_place():

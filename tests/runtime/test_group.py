@@ -33,8 +33,9 @@ def worker(rank: int, port: int, store_port: int, results, between_steps: bool) 
     from recycle_plugin.runtime.collectives import group
     from recycle_plugin.runtime.control.connections import connect
     from recycle_plugin.runtime.control.session import Session
+    from tests.support.secret import SECRET, way
 
-    session = Session(connect(("127.0.0.1", port), 10), rank, wait_timeout_s=8)
+    session = Session(connect(way(("127.0.0.1", port)), 10), rank, SECRET, wait_timeout_s=8)
     group.register(session)
     store = dist.TCPStore("127.0.0.1", store_port, None, rank == 0, wait_for_workers=False)
     dist.init_process_group("recycle", store=store, rank=rank, world_size=RANKS)
@@ -166,8 +167,9 @@ def overtaken(rank: int, port: int, store_port: int, results, last: str) -> None
     from recycle_plugin.runtime.collectives.link import Handle
     from recycle_plugin.runtime.control.connections import connect
     from recycle_plugin.runtime.control.session import Session
+    from tests.support.secret import SECRET, way
 
-    session = Session(connect(("127.0.0.1", port), 10), rank, wait_timeout_s=10)
+    session = Session(connect(way(("127.0.0.1", port)), 10), rank, SECRET, wait_timeout_s=10)
     group.register(session)
     store = dist.TCPStore("127.0.0.1", store_port, None, rank == 0, wait_for_workers=False)
     dist.init_process_group("recycle", store=store, rank=rank, world_size=RANKS)

@@ -23,6 +23,7 @@ from recycle_plugin.runtime.collectives.startup import MOST, OF_MODELS, Startup
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
 from tests.support.scenario import DIED, LONG_S, WAIT_S, Script, result_of
+from tests.support.secret import SECRET, way
 
 from .conftest import FakeCoordinator, generation
 
@@ -33,7 +34,7 @@ LARGE = MOST // 4 + 1  # numbers of 4 bytes
 def worker(
     scenario: Callable[[Script], Any], rank: int, newcomer: bool, coordinator: tuple[str, int], port: int, result: Any
 ) -> None:
-    session = Session(connect(coordinator, LONG_S), rank, wait_timeout_s=WAIT_S)
+    session = Session(connect(way(coordinator), LONG_S), rank, SECRET, wait_timeout_s=WAIT_S)
     session.newcomer = newcomer
     group.register(session)
     dist.broadcast_object_list = functools.partial(calls.broadcast_object_list, session, dist.broadcast_object_list)

@@ -23,10 +23,12 @@ from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.experiments.runs import free_port
 from recycle_plugin.launch import Join
+from recycle_plugin.runtime.authentication.secret import SETTING
 from recycle_plugin.runtime.control import connections
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.processes import supervisor
 from recycle_plugin.runtime.processes.guard import Guard
+from tests.support.secret import SECRET, written
 
 PATIENCE_S = 60.0
 RANKS = 2
@@ -37,6 +39,7 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
+        written(folder / "secret")
         self.guards: list[int] = []
         self.said: list[Event] = []
         self.news: asyncio.Event
@@ -63,6 +66,7 @@ class Job:
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # pytest's have been closed
                 variables = dict(os.environ) | {name: str(value) for name, value in place.items()}
                 variables["RANK"] = str(place.get("RANK", 1))
+                variables[SETTING] = str(self.folder / "secret")
                 if joins is not None:
                     del variables["RANK"]
                 # a coordinator that is not the guard's own: rank 0's guard has no host
@@ -77,7 +81,7 @@ class Job:
 
         async def run() -> None:
             self.news = asyncio.Event()
-            self.coordinator = Coordinator(RANKS, 1, self._hear)
+            self.coordinator = Coordinator(RANKS, 1, self._hear, SECRET)
             await self.coordinator.start("127.0.0.1", self.port)
             try:
                 await asyncio.wait_for(scene(), PATIENCE_S)
@@ -241,7 +245,7 @@ def test_who_has_left_as_planned_is_started_again_by_the_next_supervisor_too(job
     job.start("never")
 
     def asked(kind: type) -> str:
-        answer, out = job.coordinator._membership.asked(kind("", "1.0"), 0.0)
+        answer, out = job.coordinator._membership.asked(kind("1.0"), 0.0)
         job.coordinator._act(out)
         return answer.text
 
@@ -439,7 +443,9 @@ def test_who_joins_what_is_no_coordinator_hears_so(job, capfd):
             assert await job.code(job.join("always")) == 1
 
     asyncio.run(asyncio.wait_for(scene(), PATIENCE_S))
-    assert f"recycle: error: 127.0.0.1:{job.port} answers, but is no coordinator (" in capfd.readouterr().err
+    assert (
+        f"recycle: error: 127.0.0.1:{job.port} answers, but is no coordinator of this job (" in capfd.readouterr().err
+    )
 
 
 def test_nothing_grows_over_20_restarts(job):

@@ -13,11 +13,13 @@ import pytest
 
 from recycle_plugin.core.messages.from_coordinator import LogsAt
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.authentication.handshake import Port
 from recycle_plugin.runtime.log import served
 from recycle_plugin.runtime.log.reader import LogReader
 from recycle_plugin.runtime.log.served import (
     PIECE_BYTES,
     Ask,
+    Line,
     Listed,
     Listing,
     Nonsense,
@@ -31,6 +33,7 @@ from recycle_plugin.runtime.processes.log_server import LogServer
 from recycle_plugin.runtime.worker import log_mirror
 from recycle_plugin.runtime.worker.log_mirror import Mirror
 from tests.support.logs import PATIENCE_S, RUN, News, act, content, put, put_step, stream
+from tests.support.secret import SECRET, answered, called
 
 HERE, LOOK_S = "127.0.0.1", 0.01
 
@@ -49,7 +52,7 @@ def complaints() -> list[str]:
 
 @pytest.fixture
 def server(folder, complaints) -> Iterator[LogServer]:
-    made = LogServer(folder, RUN, token_of(folder, RUN), HERE, complaints.append)
+    made = LogServer(folder, RUN, token_of(folder, RUN), HERE, SECRET, complaints.append)
     yield made
     made.close()
 
@@ -63,19 +66,20 @@ def written(folder: Path, rank: int, steps: int, run: str = RUN, **options: int)
 
 
 @contextmanager
-def line(server: LogServer) -> Iterator[socket.socket]:
-    with socket.create_connection((HERE, int(server.address.rpartition(":")[2])), PATIENCE_S) as made:
-        yield made
+def line(server: LogServer) -> Iterator[Line]:
+    made, seals = called(server.address, Port.LOGS)
+    with made:
+        yield Line(made, seals)
 
 
-def asked(connection: socket.socket, server: LogServer) -> dict[str, int]:
-    served.say(connection, Ask(RUN, server.token))
-    return {each.name: each.size for each in served.hear(connection, Listing).segments}
+def asked(connection: Line, server: LogServer) -> dict[str, int]:
+    connection.say(Ask(RUN, server.token))
+    return {each.name: each.size for each in connection.hear(Listing).segments}
 
 
-def assert_over(connection: socket.socket) -> None:
+def assert_over(connection: Line) -> None:
     with pytest.raises((EOFError, ConnectionError)):
-        served.exactly(connection, 1)
+        served.exactly(connection.connection, 1)
 
 
 def until(found: Callable[[], object], what: str) -> None:
@@ -100,15 +104,15 @@ def test_what_is_there_of_this_run_is_listed_and_given(server, folder) -> None:
     with line(server) as connection:
         assert asked(connection, server) == {name: len(data) for name, data in files.items()}
         for name, data in files.items():
-            served.say(connection, Want(name, 3, len(data)))
-            assert served.hear(connection, Piece).size == len(data) - 3
-            assert served.exactly(connection, len(data) - 3) == data[3:]
+            connection.say(Want(name, 3, len(data)))
+            assert connection.hear(Piece).size == len(data) - 3
+            assert served.exactly(connection.connection, len(data) - 3) == data[3:]
         (name, *_), size = files, len(files["1.0-000000.log"])
         assert put_step(writer, 3)
         writer.flush(PATIENCE_S)
         assert asked(connection, server)["1.0-000000.log"] > size, "it has grown"
-        served.say(connection, Want(name, 1 << 40, 7))
-        assert served.hear(connection, Piece).size == 0, "it is not so long"
+        connection.say(Want(name, 1 << 40, 7))
+        assert connection.hear(Piece).size == 0, "it is not so long"
     writer.close()
 
 
@@ -125,9 +129,9 @@ def test_nothing_else_of_the_host_is_given(server, folder, tmp_path) -> None:
     for name in names:
         with line(server) as connection:
             asked(connection, server)
-            served.say(connection, Want(name, 0, 10))
+            connection.say(Want(name, 0, 10))
             with pytest.raises(Nonsense, match="^it is refused: .* is for nothing that is here$"):
-                served.hear(connection, Piece)
+                connection.hear(Piece)
             assert_over(connection)
 
 
@@ -136,8 +140,8 @@ def test_who_wants_too_much_gets_nothing(server, folder, offset, size) -> None:
     written(folder, 1, 1).close()
     with line(server) as connection:
         asked(connection, server)
-        served.say(connection, Want("1.0-000000.log", offset, size))
-        assert isinstance(served.hear_any(connection, 1 << 12), Refusal)
+        connection.say(Want("1.0-000000.log", offset, size))
+        assert isinstance(connection.hear_any(1 << 12), Refusal)
         assert_over(connection)
 
 
@@ -152,15 +156,15 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("said", STRANGE.values(), ids=STRANGE)
-def test_a_strangers_line_ends_and_is_said_once(server, folder, complaints, said) -> None:
+def test_the_line_of_who_asks_otherwise_ends_and_is_said_once(server, folder, complaints, said) -> None:
     written(folder, 1, 1).close()
     for _ in range(2):
         with line(server) as connection:
-            connection.sendall(said)
+            connection.connection.sendall(said + connection.seals.out.of(said))
             answer = bytearray()
             with pytest.raises((EOFError, ConnectionError)):
                 while True:
-                    answer += served.exactly(connection, 1)
+                    answer += served.exactly(connection.connection, 1)
             assert b"RCYLOG" not in answer
     until(lambda: complaints, "complaint")
     assert len(complaints) == 1 and "asks for no log: " in complaints[0]
@@ -168,11 +172,24 @@ def test_a_strangers_line_ends_and_is_said_once(server, folder, complaints, said
         assert asked(connection, server), "others are served all the same"
 
 
+def test_who_does_not_know_the_secret_is_not_answered(server, folder, complaints) -> None:
+    written(folder, 1, 1).close()
+    asks = served.LANGUAGE.encode(Ask(RUN, server.token))
+    for _ in range(2):
+        with socket.create_connection((HERE, int(server.address.rpartition(":")[2])), PATIENCE_S) as connection:
+            connection.sendall(asks)
+            with pytest.raises((EOFError, ConnectionError)):
+                served.exactly(connection, 1)
+    until(lambda: complaints, "complaint")
+    (complaint,) = complaints
+    assert "what comes from 127.0.0.1:" in complaint and f"it begins with {asks[:4]!r}" in complaint
+
+
 def test_a_folder_that_is_not_this_hosts_is_served_by_nobody(folder, tmp_path) -> None:
     """A supervisor on another host finds another folder under the same path."""
     for place in (folder, tmp_path / "missing"):
         with pytest.raises(RecycleError, match="is not the folder here"):
-            LogServer(place, RUN, "a token of another folder", HERE, print)
+            LogServer(place, RUN, "a token of another folder", HERE, SECRET, print)
 
 
 def test_all_who_see_a_folder_find_the_same_token(folder, tmp_path) -> None:
@@ -191,7 +208,7 @@ def test_all_who_see_a_folder_find_the_same_token(folder, tmp_path) -> None:
 
 def test_it_ends_while_somebody_is_served(folder) -> None:
     written(folder, 1, 1).close()
-    server = LogServer(folder, RUN, token_of(folder, RUN), HERE, print)
+    server = LogServer(folder, RUN, token_of(folder, RUN), HERE, SECRET, print)
     with line(server) as connection:
         asked(connection, server)
         server.close()
@@ -209,7 +226,7 @@ def mirrored(tmp_path) -> Iterator[Callable[..., Mirror]]:
     made: list[Mirror] = []
 
     def mirror(*at: LogsAt) -> Mirror:
-        made.append(Mirror(tmp_path / "mine" / "3.mirror", RUN, at, LOOK_S))
+        made.append(Mirror(tmp_path / "mine" / "3.mirror", RUN, at, SECRET, LOOK_S))
         return made[-1]
 
     yield mirror
@@ -268,7 +285,7 @@ def test_the_next_one_is_asked_where_a_supervisor_is_gone(server, folder, mirror
 class Odd(threading.Thread):
     """Somebody who answers each line by ``answer(connection)``, and ends it."""
 
-    def __init__(self, answer: Callable[[socket.socket], None]) -> None:
+    def __init__(self, answer: Callable[[Line], None]) -> None:
         super().__init__(daemon=True)
         self._answer, self._listener = answer, socket.create_server((HERE, 0))
         self.address = f"tcp://{HERE}:{self._listener.getsockname()[1]}"
@@ -278,8 +295,7 @@ class Odd(threading.Thread):
         while True:
             try:
                 with self._listener.accept()[0] as connection:
-                    connection.settimeout(PATIENCE_S)
-                    self._answer(connection)
+                    self._answer(Line(connection, answered(connection, Port.LOGS)))
             except (EOFError, ConnectionError):
                 pass
             except OSError:
@@ -294,41 +310,41 @@ class Odd(threading.Thread):
         self.join(PATIENCE_S)
 
 
-def lists(connection: socket.socket, *segments: Listed) -> None:
-    assert served.hear(connection, Ask).run == RUN
-    served.say(connection, Listing(segments))
+def lists(connection: Line, *segments: Listed) -> None:
+    assert connection.hear(Ask).run == RUN
+    connection.say(Listing(segments))
 
 
-def breaks_off(connection: socket.socket) -> None:
+def breaks_off(connection: Line) -> None:
     """In the middle of a piece."""
     lists(connection, Listed("1.0-000000.log", 1000))
-    wanted = served.hear(connection, Want)
-    served.say(connection, Piece(wanted.size))
-    connection.sendall(b"x" * (wanted.size // 2))
+    wanted = connection.hear(Want)
+    connection.say(Piece(wanted.size))
+    connection.connection.sendall(b"x" * (wanted.size // 2))
 
 
-def says_nothing(connection: socket.socket) -> None:
-    served.hear(connection, Ask)
-    served.exactly(connection, 1)
+def says_nothing(connection: Line) -> None:
+    connection.hear(Ask)
+    served.exactly(connection.connection, 1)
 
 
-def lists_a_path(connection: socket.socket) -> None:
+def lists_a_path(connection: Line) -> None:
     lists(connection, Listed("../1.0-000000.log", 10))
 
 
-def says_more_than_a_piece(connection: socket.socket) -> None:
+def says_more_than_a_piece(connection: Line) -> None:
     lists(connection, Listed("1.0-000000.log", 1 << 40))
-    served.hear(connection, Want)
-    served.say(connection, Piece(1 << 40))
-    served.exactly(connection, 1)
+    connection.hear(Want)
+    connection.say(Piece(1 << 40))
+    served.exactly(connection.connection, 1)
 
 
 ODD = {
     breaks_off: "the other end is gone",
     says_nothing: "timed out",
     lists_a_path: "is no segment's name",
-    lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request"): "begins with b'HTTP",
-    lambda connection: served.say(connection, Refusal("go away")): "it is refused: go away",
+    lambda connection: connection.connection.sendall(b"HTTP/1.1 400 Bad Request"): "begins with b'HTTP",
+    lambda connection: connection.say(Refusal("go away")): "it is refused: go away",
 }
 
 
@@ -359,12 +375,12 @@ def test_a_byte_that_changes_on_its_way_is_found(folder, mirrored) -> None:
     data = bytearray(path.read_bytes())
     data[data.index(content(act(2)))] ^= 4
 
-    def flipped(connection: socket.socket) -> None:
+    def flipped(connection: Line) -> None:
         lists(connection, Listed(path.name, len(data)))
-        wanted = served.hear(connection, Want)
-        served.say(connection, Piece(wanted.size))
-        connection.sendall(data[wanted.offset : wanted.offset + wanted.size])
-        served.exactly(connection, 1)
+        wanted = connection.hear(Want)
+        connection.say(Piece(wanted.size))
+        connection.connection.sendall(data[wanted.offset : wanted.offset + wanted.size])
+        served.exactly(connection.connection, 1)
 
     with Odd(flipped) as odd:
         mirror = mirrored(LogsAt("a token", (odd.address,), (1,)))

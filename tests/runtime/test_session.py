@@ -15,6 +15,7 @@ from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.control.connections import InProcess
 from recycle_plugin.runtime.control.session import Session, connect_from_environment
+from tests.support.secret import SECRET
 
 from .conftest import generation
 
@@ -103,7 +104,7 @@ def test_a_session_that_is_not_welcomed_says_why():
     with pytest.raises(
         RecycleError, match="the coordinator has not welcomed rank 3 within 60 s: the other end is gone"
     ):
-        Session(InProcess(lambda far: far.close()), 3)
+        Session(InProcess(lambda far: far.close()), 3, SECRET)
 
 
 def test_a_newer_generation_replaces_the_one_that_is_waited_for(coordinator):

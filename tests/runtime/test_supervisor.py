@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import tempfile
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from recycle_plugin.core.messages.from_coordinator import Fence, Lease, Over, Restart, Stay, Welcome
 from recycle_plugin.core.messages.from_workers import Exited, Hello, SupervisorHeartbeat, Terminate
 from recycle_plugin.experiments.runs import free_port
-from recycle_plugin.runtime.control.connections import InLoop, SocketControl
+from recycle_plugin.runtime.authentication.handshake import Port, answer_in_loop
+from recycle_plugin.runtime.authentication.secret import SETTING
+from recycle_plugin.runtime.control.connections import SocketControl
+from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.processes import supervisor, worker_keeper
+from tests.support.secret import SECRET, written
 
 PATIENCE_S = 60.0
 
@@ -44,7 +50,7 @@ class Coordinator:
 
     async def accept(self) -> InLoop:
         connection, _ = await asyncio.wait_for(asyncio.get_running_loop().sock_accept(self.listener), PATIENCE_S)
-        far = InLoop(SocketControl(connection))
+        far = InLoop(SocketControl(connection, await answer_in_loop(connection, SECRET, Port.CONTROL)))
         hello = await far.receive(PATIENCE_S)
         assert isinstance(hello, Hello) and (hello.rank, hello.role) == (1, "supervisor"), (
             "the first message, whatever else is to be said"
@@ -70,10 +76,11 @@ async def supervised(monkeypatch, place: str = "1"):
     monkeypatch.setattr(worker_keeper, "spawn", spawn)
     monkeypatch.setattr(supervisor, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr(supervisor, "END_S", 0.01)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryDirectory() as folder:
         host, port = listener.getsockname()
         coordinator = Coordinator(listener)
         environment = {"RANK": place, "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        environment[SETTING] = written(Path(folder, "secret"))
         here = worker_keeper.Here()
         here.rank = 1
         running = asyncio.create_task(supervisor.Supervisor(["train.py"], environment, "deepspeed", here).run())

@@ -1,33 +1,103 @@
-"""Pulses by datagram."""
+"""Supervisors' heartbeats by datagram: of whom they count, and how often."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_workers import Hello, SupervisorHeartbeat
-from recycle_plugin.runtime.control import supervisor_heartbeat
+from recycle_plugin.runtime.authentication.datagrams import WINDOW, SealedDatagrams
+from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatListener
+
+KEY = b"of a connection of the supervisor of rank 3"
+MANY = 50
+LAST = SupervisorHeartbeat(3, False)
 
 
-def test_pulses_get_through_and_nothing_else_does():
-    async def exchange() -> list[object]:
-        taken, last = [], SupervisorHeartbeat(3, False)
-        arrived = asyncio.Event()
-        listener = await supervisor_heartbeat.listen(
-            ("127.0.0.1", 0), lambda message: (taken.append(message), message == last and arrived.set())
+def heard(expected: dict[int, bytes], sent: list[bytes]) -> tuple[list[object], list[str]]:
+    """What counts of what is ``sent``, before the last heartbeat of rank 3, and why the rest does not."""
+
+    async def exchange() -> tuple[list[object], list[str]]:
+        taken, refused, arrived = [], [], asyncio.Event()
+        listener = await HeartbeatListener.listen(
+            ("127.0.0.1", 0),
+            lambda message: (taken.append(message), message == LAST and arrived.set()),
+            lambda sender, why: refused.append(str(why)),
         )
-        line = await supervisor_heartbeat.connect(listener.get_extra_info("sockname"))
-        for data in (
-            b"\xff{",
-            b"[]",
-            encode(Hello(1, "worker", 1, "h")),
-            encode(SupervisorHeartbeat(1, True)),
-            encode(last),
-        ):
+        for rank, key in expected.items():
+            listener.expect(rank, SealedDatagrams(key))
+        address = listener.transport.get_extra_info("sockname")
+        loop = asyncio.get_running_loop()
+        line, _ = await loop.create_datagram_endpoint(asyncio.DatagramProtocol, remote_addr=address)
+        for data in sent[:-1] if len(sent) > MANY else ():  # more than a socket holds
+            listener.datagram_received(data, ("h", 1))
+        for data in sent[-1:] if len(sent) > MANY else sent:
             line.sendto(data)
         await asyncio.wait_for(arrived.wait(), 10)
         line.close()
         listener.close()
-        return taken
+        return taken, refused
 
-    assert asyncio.run(exchange()) == [SupervisorHeartbeat(1, True), SupervisorHeartbeat(3, False)]
+    return asyncio.run(exchange())
+
+
+def sealed(key: bytes = KEY, count: int = 1, message: Callable[[int], object] = lambda number: LAST) -> list[bytes]:
+    datagrams = SealedDatagrams(key)
+    return [datagrams.sealed(encode(message(number))) for number in range(count)]
+
+
+def test_heartbeats_get_through_and_nothing_else_does():
+    """Neither a stranger's, nor one of another rank, nor what is none."""
+    mine = SealedDatagrams(KEY)
+    first = SupervisorHeartbeat(3, True)
+    sent = [
+        b"\xff{",
+        encode(first),  # as it was once said
+        *sealed(b"a key of nobody's"),
+        mine.sealed(encode(Hello(3, "worker", 1, "h"))),
+        mine.sealed(encode(SupervisorHeartbeat(2, True))),
+        mine.sealed(b"no message"),
+        bytearray(mine.sealed(encode(first)))[:-1] + b"x",
+        mine.sealed(encode(first)),
+        mine.sealed(encode(LAST)),
+    ]
+    taken, refused = heard({3: KEY, 2: b"of the supervisor of rank 2"}, sent)
+    assert taken == [first, LAST]
+    assert refused == ["a datagram that nobody of this job has sealed"] * 4
+
+
+def test_each_counts_once_in_whatever_order_they_come():
+    beats = sealed(count=WINDOW, message=lambda number: SupervisorHeartbeat(3, True, float(number)))
+    order = [*beats[1:], *beats[1:], beats[0], beats[0]]
+    after = SealedDatagrams(KEY)
+    for _ in range(WINDOW):
+        after.sealed(b"")
+    last = after.sealed(encode(LAST))
+    taken, refused = heard({3: KEY}, [*order, last])
+    assert [beat.cpu_s for beat in taken[:-1]] == [*map(float, range(1, WINDOW)), 0.0] and not refused
+
+
+def test_one_that_is_far_behind_does_not_count():
+    """It can't be told from one that was here."""
+    beats = sealed(count=WINDOW + 2)
+    assert heard({3: KEY}, [beats[-1], beats[0], *beats[-1:]])[0] == [LAST]
+
+
+def test_of_a_supervisors_connections_the_last_two_count():
+    """What was recorded of one before those is worth nothing."""
+
+    async def exchange() -> None:
+        taken, refused = [], []
+        listener = await HeartbeatListener.listen(
+            ("127.0.0.1", 0), taken.append, lambda sender, why: refused.append(why)
+        )
+        keys = [b"the first", b"the second", b"the third"]
+        for key in keys:
+            listener.expect(3, SealedDatagrams(key))
+        for key in keys:
+            listener.datagram_received(sealed(key)[0], ("h", 1))
+        listener.close()
+        assert taken == [LAST, LAST] and len(refused) == 1
+
+    asyncio.run(exchange())

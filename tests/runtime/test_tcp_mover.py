@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,15 +23,18 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import WaitTimeout
+from recycle_plugin.runtime.authentication.handshake import Port, Seals, call
 from recycle_plugin.runtime.devices.host import CPU, There
-from recycle_plugin.runtime.movers import tcp
-from recycle_plugin.runtime.movers.tcp import LANGUAGE, Header, Sender, Transport
+from recycle_plugin.runtime.movers import outbox, tcp
+from recycle_plugin.runtime.movers.tcp import Transport
+from recycle_plugin.runtime.movers.wire import LANGUAGE, Header, Sender
 from recycle_plugin.runtime.processes.accepting import PAUSE_S
 from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.tiers import Host
 from tests.support.descriptors import none_left
 from tests.support.moved import Inbox, act
+from tests.support.secret import SECRET, called
 
 from .conftest import NO_STATE, generation
 
@@ -50,28 +54,17 @@ def test_non_contiguous_tensors_that_need_a_graph_travel_from_host_memory(pair):
     assert torch.equal(Inbox(receiver).wait(act(0))[0], tensor)
 
 
-def test_what_a_lost_peer_has_sent_is_heard_though_nobody_has_opened_to_it_yet(coordinator, monkeypatch):
-    """Its connection is made, and what it has sent is in this host's memory; the thread that lets peers in has had no
-    time.
-    """
-    opened, create = threading.Event(), socket.create_server
+def test_what_a_lost_peer_has_sent_is_heard_though_nobody_has_read_it_yet(coordinator, monkeypatch):
+    """What it has sent is in this host's memory; the thread that reads it has had no time."""
+    opened, read = threading.Event(), tcp.receive
 
-    class Late:
-        def __init__(self, *given, **named) -> None:
-            self._listener = create(*given, **named)
+    def late(*given):
+        assert opened.wait(30)
+        return read(*given)
 
-        def accept(self):
-            assert opened.wait(30)
-            return self._listener.accept()
-
-        def __getattr__(self, name: str):
-            return getattr(self._listener, name)
-
+    monkeypatch.setattr(tcp, "receive", late)
     sessions = [coordinator.session(rank, wait_timeout_s=5.0) for rank in (0, 1)]
-    sender = Transport(sessions[0], CPU)
-    with monkeypatch.context() as patched:
-        patched.setattr(socket, "create_server", Late)
-        receiver = Transport(sessions[1], CPU)
+    sender, receiver = (Transport(session, CPU) for session in sessions)
     wait_for = sessions[1].changed.wait_for
     monkeypatch.setattr(sessions[1].changed, "wait_for", lambda *given: opened.set() or wait_for(*given))
     try:
@@ -144,13 +137,9 @@ def test_who_waits_until_its_peer_has_taken_everything_hears_of_a_membership_cha
 def test_half_a_tensor_of_a_peer_that_dies_in_it_is_none(pair):
     """The next one's are taken all the same."""
     sender, receiver = pair
-    host, _, port = receiver.address.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host, int(port))) as dying:
-        dying.sendall(
-            LANGUAGE.encode(Sender("tcp://dying:1"))
-            + LANGUAGE.encode(Header(act(0), 0, (("float32", (4,)),)))
-            + b"12345678"
-        )
+    dying, seals = called(receiver.address, Port.TENSORS)
+    with dying:
+        dying.sendall(said(seals, Sender("tcp://dying:1"), Header(act(0), 0, (("float32", (4,)),))) + b"12345678")
     sender.send(receiver.address, act(1), There((torch.tensor([1]),)), 0)
     inbox = Inbox(receiver)
     inbox.wait(act(1))
@@ -169,9 +158,9 @@ def test_a_moment_without_descriptors_makes_nobody_deaf_and_is_said_once(pair, c
     with socket.socket() as peer:
         with none_left(os.getpid()):
             peer.connect((host, int(port)))
-            peer.sendall(LANGUAGE.encode(Sender("tcp://peer:1")) + LANGUAGE.encode(Header(act(0), 7, ())))
             (note,) = coordinator.hear(Note)
             assert not receiver.hears()
+        peer.sendall(said(call(peer, SECRET, Port.TENSORS), Sender("tcp://peer:1"), Header(act(0), 7, ())))
         assert [
             valid_from
             for _, _, valid_from in receiver._session.wait(
@@ -207,7 +196,7 @@ def test_who_finds_no_descriptor_complains_of_itself(pair, coordinator, monkeypa
             0.0,
         )
     )
-    monkeypatch.setattr(tcp, "CONNECT_S", 0.0)
+    monkeypatch.setattr(outbox, "CONNECT_S", 0.0)
     with none_left(os.getpid()):
         sender.send(receiver.address, act(0), There((torch.tensor([1]),)), 0)
         assert coordinator.hear(Missing) == [Missing(0, 3, "a connection (Too many open files)", "0.0")]
@@ -242,36 +231,54 @@ types = st.sampled_from(("float32", "bool", "complex64", "quint8", "bits8", "nn"
 headers = st.builds(Header, st.just(act(0)), st.integers(), st.lists(st.tuples(types, shapes), max_size=2).map(tuple))
 
 
+def sealed(seals: Seals, *frames: bytes) -> bytes:
+    return b"".join(frame + seals.out.of(frame) for frame in frames)
+
+
+def said(seals: Seals, *messages: object) -> bytes:
+    return sealed(seals, *map(LANGUAGE.encode, messages))
+
+
 @st.composite
-def nonsense(draw) -> bytes:
-    """Frames of movers', good ones too, with some bytes changed; or anything."""
-    frames = st.lists(st.builds(Sender, st.text(max_size=5)) | headers, max_size=3).map(
-        lambda said: b"".join(map(LANGUAGE.encode, said))
-    )
-    data = bytearray(draw(st.binary(max_size=60) | frames))
-    for _ in range(draw(st.integers(0, 2))):
-        place = draw(st.integers(0, len(data)))
-        data[place : place + draw(st.integers(0, 2))] = draw(st.binary(max_size=4))
-    return bytes(data)
+def nonsense(draw) -> Callable[[Seals], bytes]:
+    """Frames of movers', good ones too, with some bytes changed before they were sealed, or after; or anything."""
+    frames = draw(st.lists(st.builds(Sender, st.text(max_size=5)) | headers, max_size=3))
+    places = [(draw(st.integers(0, 99)), draw(st.integers(0, 2)), draw(st.binary(max_size=4))) for _ in range(2)]
+    changed, before, anything = draw(st.integers(0, 2)), draw(st.booleans()), draw(st.none() | st.binary(max_size=60))
+
+    def change(data: bytes) -> bytes:
+        made = bytearray(data)
+        for place, length, put in places[:changed]:
+            made[place : place + length] = put
+        return bytes(made)
+
+    def made(seals: Seals) -> bytes:
+        if anything is not None:
+            return anything
+        each = [change(LANGUAGE.encode(frame)) if before else LANGUAGE.encode(frame) for frame in frames]
+        return sealed(seals, *each) if before else change(sealed(seals, *each))
+
+    return made
 
 
 def test_whatever_bytes_come_the_next_connection_is_heard(pair, coordinator, monkeypatch):
-    """... and one line is said of all that."""
+    """... from who knows the secret; and one line is said of all that."""
     sender, receiver = pair
     raised = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
 
     @given(nonsense())
-    @example(LANGUAGE.encode(Sender("x")) + LANGUAGE.encode(Header(act(0), 0, (("float32", (1 << 40,)),))))
-    @example(LANGUAGE.encode(Sender("x")) + LANGUAGE.encode(Header(act(0), 0, (("nn", (1,)),))))
-    @example(HEAD.pack(b"RP", LANGUAGE.version, 1001) + b"\x91" * 1000 + b"\x01")
-    @example(b"GET / HTTP/1.1\r\n\r\n")
-    def check(data: bytes) -> None:
+    @example(lambda seals: said(seals, Sender("x"), Header(act(0), 0, (("float32", (1 << 40,)),))))
+    @example(lambda seals: said(seals, Sender("x"), Header(act(0), 0, (("nn", (1,)),))))
+    @example(lambda seals: sealed(seals, HEAD.pack(b"RP", LANGUAGE.version, 1001) + b"\x91" * 1000 + b"\x01"))
+    @example(lambda seals: b"GET / HTTP/1.1\r\n\r\n")
+    def check(data: Callable[[Seals], bytes]) -> None:
         near, far = socket.socketpair()
         with far:
-            receiver._let_in(near, ("stranger", 1))
+            receiver._let_in(near, ("peer", 1))
             (reader,) = receiver._readers
-            far.sendall(data)
+            seals = call(far, SECRET, Port.TENSORS)
+            far.sendall(data(seals))
         reader.join(30)
         assert not reader.is_alive() and not receiver._readers and not receiver._accepted and not raised
 
@@ -280,4 +287,4 @@ def test_whatever_bytes_come_the_next_connection_is_heard(pair, coordinator, mon
     sender.send(receiver.address, act(1), There((torch.tensor([1]),)), 0)
     assert Inbox(receiver).wait(act(1))[0].item() == 1
     (note,) = coordinator.hear(Note)
-    assert note.text.startswith("at worker 1 a connection from stranger:1 says what can't be understood: ")
+    assert note.text.startswith("at worker 1 a worker of this job, at peer:1, says what can't be understood: ")

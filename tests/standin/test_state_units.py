@@ -18,6 +18,7 @@ from recycle_plugin.runtime.catch_up.wire import Arrival
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.state import units as units_module
 from recycle_plugin.runtime.state.stage_state import pieces
+from tests.support.secret import SECRET
 from tests.support.stepped_worker import SteppedWorker, small
 
 D = "standin"
@@ -44,7 +45,12 @@ def test_what_is_on_the_device_goes_over_a_line(standin):
     source = worker("adam", 0, torch.float32)
     source.train(1)
     session = SimpleNamespace(
-        rank=0, own_address="127.0.0.1", job_id="job", note=lambda *said, **more: print(said, more)
+        rank=0,
+        own_address="127.0.0.1",
+        secret=SECRET,
+        note_stranger=print,
+        job_id="job",
+        note=lambda *said, **more: print(said, more),
     )
     session.worker, session.roster = WorkerId(0), Roster()
     changed, found = threading.Condition(), []
@@ -52,7 +58,7 @@ def test_what_is_on_the_device_goes_over_a_line(standin):
     try:
         outlet = listener.expect(WorkerId(2, 1))
         device = device_of(source.summed[0].device)
-        inlet = TcpInlet(listener.address, Arrival("job", WorkerId(2, 1)), changed, print, device)
+        inlet = TcpInlet(listener.address, Arrival("job", WorkerId(2, 1)), SECRET, changed, print, device)
         outlet.send(Unit(1, "0.weight", source.units.read("0.weight", rest=True)))
         outlet.send(Sums(1, source.units.sums(1, ["0.weight"])))
         with changed:

@@ -21,6 +21,7 @@ import psutil
 
 import recycle_plugin.launch
 from recycle_plugin.experiments.runs import environment
+from recycle_plugin.runtime.authentication.secret import SETTING
 from tests.support.cluster import DEEPSPEED, POLL_S, ROOT, ForkServer, Run, WarmLauncher
 from tests.support.launchers import install
 
@@ -176,6 +177,7 @@ class ProgramRun(Run):
             "RECYCLE_FORK_SERVER": server.path,
             "RECYCLE_TEST_HOSTS": json.dumps(places),
             "RECYCLE_TEST_FAILED": str(self._failed),
+            SETTING: str(folder / "secret"),
         }
         programs = install(folder / "bin") + os.pathsep + environment()["PATH"]
         self._address = hosts.address(NAMES[0])
@@ -198,7 +200,9 @@ class ProgramRun(Run):
         """What pdsh's hosts have to know of the environment is in .deepspeed_env's place."""
         hostfile, forwarded = self.folder / "hostfile", self.folder / "deepspeed_env"
         hostfile.write_text("".join(f"{name} slots={ranks // len(NAMES)}\n" for name in NAMES))
-        forwarded.write_text("".join(f"{name}={variables[name]}\n" for name in ("OMP_NUM_THREADS", "DS_ACCELERATOR")))
+        forwarded.write_text(
+            "".join(f"{name}={variables[name]}\n" for name in ("OMP_NUM_THREADS", "DS_ACCELERATOR", SETTING))
+        )
         variables |= {"DS_ENV_FILE": str(forwarded), "MASTER_PORT": str(self.port)}
         more = [
             "--hostfile",
@@ -239,7 +243,7 @@ class HostsRun(Run):
     ) -> None:
         self._hosts = hosts
         self.others: dict[str, WarmLauncher | subprocess.Popen] = {}
-        super().__init__(server, folder, ranks, script, arguments, **options)
+        super().__init__(server, folder, ranks, script, arguments, **{SETTING: str(folder / "secret")} | options)
 
     def _warm(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> WarmLauncher:
         each = {name: list(range(ranks // len(NAMES))) for name in NAMES}

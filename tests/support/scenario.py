@@ -20,6 +20,7 @@ from recycle_plugin.adapters.deepspeed.entry import Plugin
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
 from tests.runtime.conftest import FakeCoordinator, generation
+from tests.support.secret import SECRET, way
 
 LONG_S = 30.0
 WAIT_S = 15.0  # of the workers: where they would wait for ever, they say so
@@ -56,7 +57,7 @@ def follower(
     scenario: Scenario, rank: int, ranks: int, port: int, result: Any, coordinator: tuple[str, int], first: bool
 ) -> None:
     """A rank of a job whose groups can lose members; ``first``: with the default group."""
-    session = Session(connect(coordinator, LONG_S), rank, wait_timeout_s=WAIT_S)
+    session = Session(connect(way(coordinator), LONG_S), rank, SECRET, wait_timeout_s=WAIT_S)
     Plugin(session).install()
     script = Script(rank, session, _client(port))
     session.between_steps = script.recover

@@ -7,7 +7,7 @@ import torch
 
 from recycle_plugin.runtime.log.records import ITEM_BYTES, DatumRecord, Part
 from recycle_plugin.runtime.log.segment import payload
-from recycle_plugin.runtime.movers.tcp import DTYPES
+from recycle_plugin.runtime.movers.wire import DTYPES
 from tests.support.logs import act
 
 

@@ -11,6 +11,7 @@ Whatever bytes come, reading them raises nothing: what is no message is an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from struct import Struct
 from zlib import crc32
@@ -97,11 +98,14 @@ def decode(frame: bytes) -> object:
 
 class Frames:
     """A buffer that puts together messages that come in pieces.  A body longer than ``limit`` bytes is an
-    Unreadable.
+    Unreadable; so is a frame that does not fit its seal, of so many bytes behind it, by ``fits``.
     """
 
-    def __init__(self, limit: int = LIMIT) -> None:
+    def __init__(
+        self, limit: int = LIMIT, seal: int = 0, fits: Callable[[bytes, bytes], bool] = lambda frame, seal: True
+    ) -> None:
         self._limit = limit
+        self._seal, self._fits = seal, fits
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> None:
@@ -124,11 +128,13 @@ class Frames:
         if isinstance(size, Unreadable):
             return size
         end = HEAD.size + size
-        if len(self._rest) < end:
+        if len(self._rest) < end + self._seal:
             return None
-        body = bytes(self._rest[HEAD.size : end])
-        del self._rest[:end]
-        return CONTROL.message(body)
+        frame, seal = bytes(self._rest[:end]), bytes(self._rest[end : end + self._seal])
+        del self._rest[: end + self._seal]
+        if not self._fits(frame, seal):
+            return Unreadable("a frame", "does not fit its seal: somebody on the way has changed it, or sent it again")
+        return CONTROL.message(frame[HEAD.size :])
 
 
 def _other(thing: object) -> object:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ask:
-    """An operator's request.  ``token``: by which the job knows its own user."""
-
-    token: str
+    """An operator's request."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from recycle_plugin.core.vocabulary.state_stream import Asked, Item
+from recycle_plugin.runtime.authentication.handshake import Port, Seal, Seals, call
+from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.catch_up.wire import (
     CHUNK_BYTES,
     DTYPES,
@@ -29,7 +31,7 @@ from recycle_plugin.runtime.catch_up.wire import (
 )
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.devices.port import Device
-from recycle_plugin.runtime.movers.tcp import Nonsense, end, fill
+from recycle_plugin.runtime.movers.wire import Nonsense, end, fill, raw
 from recycle_plugin.runtime.processes import forked
 
 CONNECT_S = 10.0  # how long the source may take to answer
@@ -38,7 +40,8 @@ ASKED_AT_ONCE = 1000  # units, in one frame
 
 
 class TcpInlet:
-    """The line to the source at ``address`` ("tcp://host:port"), over which ``arrival`` comes.
+    """The line to the source at ``address`` ("tcp://host:port"), over which ``arrival`` comes, of the job with this
+    ``secret``.
 
     ``changed`` is notified when something has come; ``note`` says something to the user; ``device``: where tensors go
     to.
@@ -48,6 +51,7 @@ class TcpInlet:
         self,
         address: str,
         arrival: Arrival,
+        secret: Secret,
         changed: threading.Condition,
         note: Callable[[str], None],
         device: Device = CPU,
@@ -59,7 +63,10 @@ class TcpInlet:
         self._waiting = 0  # bytes
         self._space = threading.Condition()
         self._talking = threading.Lock()
-        self._unsent = bytearray(frame(arrival))
+        self._secret, self._seals = secret, Seals(Seal(b""), Seal(b""), b"")
+        self._unsaid: list[object] = [arrival]  # before there is a connection
+        self._unsent = bytearray()
+        self._opening: socket.socket | None = None  # a connection that is still to authenticate
         self._connection: socket.socket | None = None
         self._closed = self._over = False
         self.taken = {"state": 0, "sums": 0}  # bytes that have come
@@ -102,10 +109,14 @@ class TcpInlet:
     def _say(self, *messages: object) -> None:
         """Send what the socket takes at once; the rest goes with the next call."""
         with self._talking:
-            for message in messages:
-                self._unsent += frame(message)
+            self._unsaid += messages
+            if self._connection is None:
+                return
+            for message in self._unsaid:
+                self._unsent += frame(message, self._seals.out)
+            self._unsaid.clear()
             try:
-                while self._unsent and self._connection is not None:
+                while self._unsent:
                     del self._unsent[: self._connection.send(self._unsent, socket.MSG_DONTWAIT)]
             except BlockingIOError:
                 pass
@@ -114,10 +125,11 @@ class TcpInlet:
 
     def _work(self) -> None:
         try:
-            connection = forked.own(socket.create_connection(self._peer, CONNECT_S))
-            connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = self._opening = forked.own(socket.create_connection(self._peer, CONNECT_S))
             with connection:
+                self._seals = call(connection, self._secret, Port.STATE)
+                connection.settimeout(None)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._talking:
                     self._connection = connection
                 self._say()
@@ -136,7 +148,7 @@ class TcpInlet:
 
     def _take(self, connection: socket.socket) -> None:
         """Take one item in."""
-        found = receive(connection, object)
+        found = receive(connection, object, self._seals.into)
         if isinstance(found, Mark):
             self._deliver(marker(found), 0)
             return
@@ -165,9 +177,9 @@ class TcpInlet:
 
     def _read(self, connection: socket.socket, begin: Begin, part: str, tensor: torch.Tensor) -> bool:
         """Read a part's chunks; False where one is not what was sent."""
-        whole, data = True, tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+        whole, data = True, raw(tensor) if tensor.numel() else memoryview(b"")
         for offset in range(0, len(data), CHUNK_BYTES):
-            chunk, target = receive(connection, Chunk), data[offset : offset + CHUNK_BYTES]
+            chunk, target = receive(connection, Chunk, self._seals.into), data[offset : offset + CHUNK_BYTES]
             if (chunk.part, chunk.offset, chunk.size) != (part, offset, len(target)):
                 raise Nonsense(f"byte {chunk.offset} of {chunk.part[:80]!r} where byte {offset} of {part!r} is next")
             fill(connection, target)
@@ -186,5 +198,5 @@ class TcpInlet:
             self._changed.notify_all()
 
     def _shut(self) -> None:
-        if self._connection is not None:
-            end(self._connection)
+        if self._opening is not None:
+            end(self._opening)

@@ -15,12 +15,14 @@ import psutil
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.authentication.door import Door
+from recycle_plugin.runtime.authentication.handshake import Port, Seals
 from recycle_plugin.runtime.catch_up.outlet import TcpOutlet, damaged_chunks
 from recycle_plugin.runtime.catch_up.rate import Rate
 from recycle_plugin.runtime.catch_up.served import Served
 from recycle_plugin.runtime.catch_up.wire import LONGEST_HELLO, Arrival, receive
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.movers.tcp import Nonsense, end
+from recycle_plugin.runtime.movers.wire import Nonsense, end, listening_at
 from recycle_plugin.runtime.processes import forked
 from recycle_plugin.runtime.processes.accepting import Refusals
 
@@ -46,6 +48,8 @@ class StateListener:
         self._listener = forked.own(_listener(host, interface))
         self.address = f"tcp://{host}:{self._listener.getsockname()[1]}"
         self._refusals = Refusals(lambda text: self._note(f"at worker {session.rank} {text}"))
+        place = f"at {named(session.rank)}, for the stage's state,"
+        self._door = Door(session.secret, Port.STATE, place, session.note_stranger)
         self._thread = threading.Thread(target=self._accept, name="recycle: state for newcomers", daemon=True)
         self._thread.start()
 
@@ -81,8 +85,11 @@ class StateListener:
 
     def _accept(self) -> None:
         while not self._closed.is_set():
+            while not self._closed.is_set() and (pause_s := self._door.pause_s()):
+                self._closed.wait(pause_s)
             try:
                 connection, peer = self._listener.accept()
+                self._door.comes(connection)
                 threading.Thread(
                     target=self._let_in, args=(forked.own(connection), peer), name="recycle: a newcomer", daemon=True
                 ).start()
@@ -92,25 +99,28 @@ class StateListener:
 
     def _let_in(self, connection: socket.socket, peer: tuple[str, int]) -> None:
         try:
-            connection.settimeout(HELLO_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            arrival = receive(connection, Arrival, LONGEST_HELLO)
-            if not self._take(arrival, connection):
-                raise Nonsense(f"it is {arrival.newcomer} of job {arrival.job[:80]!r}, which is not expected here")
-            return
+            seals = self._door.lets_in(connection, peer)
+            if seals is not None and self._takes(connection, seals):
+                return
         except Nonsense as nonsense:
             self._say(peer, nonsense)
         except (OSError, EOFError):
             pass
         connection.close()
 
-    def _take(self, arrival: Arrival, connection: socket.socket) -> bool:
+    def _takes(self, connection: socket.socket, seals: Seals) -> bool:
+        """Whether it is a newcomer that is expected, which raises Nonsense where it is not."""
+        connection.settimeout(HELLO_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        arrival = receive(connection, Arrival, seals.into, LONGEST_HELLO)
         with self._lock:
             outlet = self._expected.get(arrival.newcomer)
-        return outlet is not None and arrival.job == self._session.job_id and outlet.take(connection)
+        if outlet is None or arrival.job != self._session.job_id or not outlet.take(connection, seals):
+            raise Nonsense(f"it is {arrival.newcomer} of job {arrival.job[:80]!r}, which is not expected here")
+        return True
 
     def _say(self, peer: tuple[str, int], nonsense: Nonsense) -> None:
-        """Warn of who is no newcomer, once: a scanner of ports comes more often."""
+        """Warn of who is no newcomer, once: whoever it is may come again."""
         with self._lock:
             first, self._said = not self._said, True
         if first:
@@ -140,8 +150,7 @@ def address_of(interface: str) -> str:
 
 def _listener(host: str, interface: str | None) -> socket.socket:
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, 0), family=family, backlog=64)
+        return listening_at(host, backlog=64)
     except OSError as error:
         setting = f"recycle.transfer_interface: {interface}" if interface else host
         raise RecycleError(f"{setting}: no newcomer could come there ({error.strerror}); name another one") from None

@@ -17,12 +17,13 @@ import torch
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Item, Marker, Sums, Unit
+from recycle_plugin.runtime.authentication.handshake import Seals
 from recycle_plugin.runtime.catch_up.rate import Rate
 from recycle_plugin.runtime.catch_up.served import Served
 from recycle_plugin.runtime.catch_up.wire import Begin, Chunk, begun, chunks, digest, frame, mark, taken
 from recycle_plugin.runtime.devices.kinds import order_of
 from recycle_plugin.runtime.devices.port import Order
-from recycle_plugin.runtime.movers.tcp import Nonsense, end
+from recycle_plugin.runtime.movers.wire import Nonsense, end
 from recycle_plugin.runtime.state.stage_state import raw
 
 ROOM = 64 << 20  # bytes of units that may wait
@@ -53,6 +54,7 @@ class TcpOutlet:
         self._units = 0  # bytes that wait
         self._sums: deque[tuple[int, int]] = deque()  # of each that waits: step and bytes
         self._connection: socket.socket | None = None
+        self._seals: Seals  # of that
         self._received = bytearray()
         self._until: float | None = None  # when it has to be over, once it is closed
         self._broken = False
@@ -68,7 +70,7 @@ class TcpOutlet:
                 if not data:
                     raise EOFError
                 self._received += data
-                while (message := taken(self._received)) is not None:
+                while (message := taken(self._received, self._seals.into)) is not None:
                     if not isinstance(message, Asked):
                         raise Nonsense(f"a {type(message).__name__} instead of what is wanted")
                     found.append(message)
@@ -121,13 +123,15 @@ class TcpOutlet:
 
     # --- the line ----------------------------------------------------------------------------------
 
-    def take(self, connection: socket.socket) -> bool:
-        """Send over ``connection`` from now on; False where there is one already, or the line has ended."""
+    def take(self, connection: socket.socket, seals: Seals) -> bool:
+        """Send over ``connection``, with its ``seals``, from now on; False where there is one already, or the line has
+        ended.
+        """
         with self._changed:
             if self._connection is not None or self._broken:
                 return False
             connection.setblocking(False)  # first: with a timeout, Python waits for what may not come
-            self._connection = connection
+            self._connection, self._seals = connection, seals
         threading.Thread(target=self._work, name=f"recycle: to {self.newcomer}", daemon=True).start()
         return True
 
@@ -172,11 +176,11 @@ class TcpOutlet:
 
     def _say(self, connection: socket.socket, item: Item, order: Order) -> None:
         if isinstance(item, Marker):
-            self._write(connection, [memoryview(frame(mark(item)))])
+            self._write(connection, [memoryview(frame(mark(item), self._seals.out))])
             return
         order.join()
         for begin, tensors in begun(item):
-            self._write(connection, [memoryview(frame(begin))])
+            self._write(connection, [memoryview(frame(begin, self._seals.out))])
             for part, tensor in zip(begin.parts, tensors, strict=True):
                 for offset, piece in chunks(part, tensor):
                     self._say_chunk(connection, begin, part.name, offset, piece)
@@ -188,7 +192,7 @@ class TcpOutlet:
         if self._damaged():
             data = data.copy()
             data[len(data) // 2] ^= 1
-        self._write(connection, [memoryview(frame(chunk)), data.data])
+        self._write(connection, [memoryview(frame(chunk, self._seals.out)), data.data])
         if begin.kind != "sums":  # of which as many come with the next step, however late these are
             busy_s = time.thread_time() - began
             rest_s = self._rate.rest_s(busy_s)

@@ -50,7 +50,7 @@ class Transfers:
         """The line from the source at ``address``, where this worker is the newcomer."""
         session = self._session
         note, arrival = partial(session.note, "warning"), Arrival(session.job_id, session.worker)
-        return TcpInlet(address, arrival, session.changed, note, self._device)
+        return TcpInlet(address, arrival, session.secret, session.changed, note, self._device)
 
     def close(self) -> None:
         """Let nobody in any more; what was sent still gets there."""

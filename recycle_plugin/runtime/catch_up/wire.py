@@ -1,8 +1,8 @@
 """What is said on a line between a source and a newcomer, as bytes.
 
-A frame is a message of ``LANGUAGE`` and the beginning of its SHA-256.  An item with tensors is a :class:`Begin`, which
-says what comes, and behind it each tensor's bytes in chunks, each with the SHA-256 of what it is a part of and of its
-bytes.  So a byte that changes on its way is found: in a tensor it costs that item, in a frame the line.
+A frame is a message of ``LANGUAGE`` and its seal.  An item with tensors is a :class:`Begin`, which says what comes, and
+behind it each tensor's bytes in chunks, each with the SHA-256 of what it is a part of and of its bytes.  So a byte that
+changes on its way is found: in a tensor it costs that item, in a frame the line.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Handed, Head, Item, Marker, Sums, Unit
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
-from recycle_plugin.runtime.movers.tcp import DTYPES, Nonsense, exactly
+from recycle_plugin.runtime.authentication.handshake import SEAL, Seal
+from recycle_plugin.runtime.movers.wire import DTYPES, UNSEALED, Nonsense, exactly
 from recycle_plugin.runtime.state.stage_state import pieces
 from recycle_plugin.runtime.state.units import UnitValue
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 20
 LONGEST_HELLO = 1 << 12  # bytes: of a frame from whom nobody knows yet
-CHECK = 8  # bytes of a frame's hash
 PLAIN, VALUE, UNITS = "plain", "value", "units"  # parts that are no tensors of the state; no tensor is called so
 
 
@@ -105,32 +105,32 @@ KINDS = ("head", "unit", "sums", "script")
 # --- frames --------------------------------------------------------------------------------------
 
 
-def frame(message: object) -> bytes:
-    """The bytes of a message, with their hash behind them."""
+def frame(message: object, seal: Seal) -> bytes:
+    """The bytes of the next message, with their ``seal`` behind them."""
     made = LANGUAGE.encode(message)
-    return made + hashlib.sha256(made).digest()[:CHECK]
+    return made + seal.of(made)
 
 
-def taken(received: bytearray, limit: int = LIMIT) -> object | None:
+def taken(received: bytearray, seal: Seal, limit: int = LIMIT) -> object | None:
     """The message at the beginning of ``received``, which is taken out of it; None while it is not whole.
 
-    Raises Nonsense where there is none.
+    Raises Nonsense where there is none that fits the next ``seal``.
     """
     if len(received) < HEAD.size:
         return None
     end = HEAD.size + _size(received, limit)
-    if len(received) < end + CHECK:
+    if len(received) < end + SEAL:
         return None
-    made, check = bytes(received[:end]), bytes(received[end : end + CHECK])
-    del received[: end + CHECK]
-    return _message(made, check)
+    made, its = bytes(received[:end]), bytes(received[end : end + SEAL])
+    del received[: end + SEAL]
+    return _message(made, its, seal)
 
 
-def receive(connection: socket.socket, kind: type[T], limit: int = LIMIT) -> T:
+def receive(connection: socket.socket, kind: type[T], seal: Seal, limit: int = LIMIT) -> T:
     """The next message, of this kind.  Raises Nonsense where something else comes, EOFError at the end."""
     head = exactly(connection, HEAD.size)
-    rest = exactly(connection, _size(head, limit) + CHECK)
-    message = _message(bytes(head + rest[:-CHECK]), bytes(rest[-CHECK:]))
+    rest = exactly(connection, _size(head, limit) + SEAL)
+    message = _message(bytes(head + rest[:-SEAL]), bytes(rest[-SEAL:]), seal)
     if not isinstance(message, kind):
         raise Nonsense(f"a {type(message).__name__} where it should be something else")
     return message
@@ -143,9 +143,9 @@ def _size(head: bytearray, limit: int) -> int:
     return size
 
 
-def _message(made: bytes, check: bytes) -> object:
-    if hashlib.sha256(made).digest()[:CHECK] != check:
-        raise Nonsense("a frame that has changed on its way")
+def _message(made: bytes, its: bytes, seal: Seal) -> object:
+    if not seal.fits(made, its):
+        raise Nonsense(UNSEALED)
     message = LANGUAGE.message(made[HEAD.size :])
     if isinstance(message, Unreadable):
         raise Nonsense(str(message)[:200])

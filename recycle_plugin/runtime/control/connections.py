@@ -1,13 +1,12 @@
 """Connections that carry the messages of core/messages/protocol.py: the port, over sockets, and within one process.
 
 A worker's threads wait in ``send`` and ``receive``, each with a deadline.  The event loops of the coordinator and of
-the supervisors wait for nobody: there a connection is in an :class:`InLoop`.  Both implementations carry the same
+the supervisors wait for nobody: there a connection is in an InLoop (in_loop.py).  Both implementations carry the same
 frames (core/messages/encoding.py), so malformed bytes are dealt with in one place.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import select
 import socket
@@ -20,6 +19,9 @@ from typing import Protocol
 
 from recycle_plugin.core.messages.encoding import LIMIT, Frames, encode
 from recycle_plugin.core.messages.typed import Unreadable
+from recycle_plugin.runtime.authentication.datagrams import SealedDatagrams
+from recycle_plugin.runtime.authentication.handshake import HANDSHAKE_S, SEAL, Port, Seals, Stranger, call
+from recycle_plugin.runtime.authentication.secret import Known, NoSecret, NotThere
 from recycle_plugin.runtime.processes import forked
 
 RETRY_S = 0.05  # between two attempts to connect
@@ -47,11 +49,13 @@ class Control(Protocol):
     connection is broken.
 
     ``here`` is this end's address, on the interface that reaches the other; ``there`` is host and port of the other,
-    None within a process.
+    None within a process.  ``datagrams``: what seals those of this connection's caller, others after each
+    :meth:`resume`; None within a process.
     """
 
     here: str
     there: tuple[str, int] | None
+    datagrams: SealedDatagrams | None
 
     @property
     def broken(self) -> Disconnected | None:
@@ -96,25 +100,36 @@ class Control(Protocol):
 class _Framed:
     """What both implementations have in common: messages in, frames out.
 
-    Subclasses move bytes, as non-blocking sockets do.
+    Subclasses move bytes, as non-blocking sockets do.  With ``seals`` every frame has one behind it.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, seals: Seals | None = None) -> None:
         self._limit = limit
         self._sending, self._receiving = threading.Lock(), threading.Lock()
-        self._frames, self._unsent, self._mute = Frames(limit), bytearray(), False
+        self._begin(seals)
+
+    def _begin(self, seals: Seals | None) -> None:
+        self._seals, self._unsent, self._mute = seals, bytearray(), False
+        self._frames = Frames(self._limit) if seals is None else Frames(self._limit, SEAL, seals.into.fits)
+        self.datagrams = None if seals is None else SealedDatagrams(seals.datagrams)
         self.broken: Disconnected | None = None
 
-    def _anew(self, hello: object) -> None:
+    def _anew(self, hello: object, seals: Seals | None = None) -> None:
         """Begin anew with ``hello``; call it under both locks, so that nothing comes before that."""
-        self._frames, self._unsent, self._mute, self.broken = Frames(self._limit), bytearray(encode(hello)), False, None
+        self._begin(seals)
+        self._add(encode(hello))
         self._push(0.0)
+
+    def _add(self, frame: bytes) -> None:
+        self._unsent += frame
+        if self._seals is not None:
+            self._unsent += self._seals.out.of(frame)
 
     def send(self, message: object, timeout_s: float = 0.0) -> bool:
         frame = message if isinstance(message, bytes) else encode(message)
         with self._sending:
             if not self._mute and self.broken is None:
-                self._unsent += frame
+                self._add(frame)
             return self._push(timeout_s)
 
     def push(self) -> bool:
@@ -213,16 +228,50 @@ class _Framed:
 # --- over sockets ------------------------------------------------------------------------------------
 
 
-class SocketControl(_Framed):
-    """A connection over a connected TCP socket, which belongs to it from now on.
+@dataclass(frozen=True)
+class Way:
+    """The way to a listener for control messages: its ``address``, and what has the secret of its job."""
 
-    ``address``: the listener's, given by the side that has made the connection, which can resume it.
+    address: tuple[str, int]
+    known: Known
+
+    def go(self, timeout_s: float) -> tuple[socket.socket, Seals]:
+        """A connection that has authenticated, once somebody listens there.
+
+        Raises OSError, Stranger (which is one) where another one listens, and NoSecret.  The secret is read once
+        somebody does listen: a file may be that of a job before until then.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                if not self.known.there:
+                    self.known.read()
+                connection = socket.create_connection(
+                    self.address, timeout=max(RETRY_S, min(ATTEMPT_S, deadline - time.monotonic()))
+                )
+                break
+            except (OSError, NotThere):
+                if time.monotonic() + RETRY_S >= deadline:
+                    raise
+                time.sleep(RETRY_S)
+        try:
+            left_s = max(RETRY_S, min(HANDSHAKE_S, deadline - time.monotonic()))
+            return forked.own(connection), call(connection, self.known.read(), Port.CONTROL, left_s)
+        except (OSError, NoSecret):
+            connection.close()
+            raise
+
+
+class SocketControl(_Framed):
+    """A connection over a connected TCP socket that has authenticated; the socket belongs to it from now on.
+
+    ``way``: to the listener, given by the side that has made the connection, which can resume it.
     """
 
-    def __init__(self, connection: socket.socket, address: tuple[str, int] | None = None, limit: int = LIMIT) -> None:
-        self._address = address
+    def __init__(self, connection: socket.socket, seals: Seals, way: Way | None = None, limit: int = LIMIT) -> None:
+        self._way = way
         self._take(connection)
-        super().__init__(limit)
+        super().__init__(limit, seals)
 
     def _take(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -232,14 +281,14 @@ class SocketControl(_Framed):
 
     def resume(self, hello: object, timeout_s: float) -> bool:
         """Connect to the same address again, and say whether the connection stands; see Control.resume."""
-        if self._address is None:
+        if self._way is None:
             return False
         self.close()
         try:
-            connection = _connected(self._address, timeout_s)
+            connection, seals = self._way.go(timeout_s)
             with self._sending, self._receiving:
                 self._take(connection)
-                self._anew(hello)
+                self._anew(hello, seals)
         except OSError:
             return False
         return True
@@ -264,32 +313,19 @@ class SocketControl(_Framed):
         self._socket.close()
 
 
-def connect(address: tuple[str, int], timeout_s: float) -> SocketControl:
-    """Connect to ``address``, waiting until somebody listens there.
+def connect(way: Way, timeout_s: float) -> SocketControl:
+    """Connect, waiting until somebody listens at the end of the ``way``.
 
-    Raises ConnectionError, with the reason, where nobody does within ``timeout_s`` seconds.
+    Raises ConnectionError, with the reason, where nobody does within ``timeout_s`` seconds; Stranger, which is one,
+    where somebody does who does not know the secret; and NoSecret.
     """
+    host, port = way.address
     try:
-        return SocketControl(_connected(address, timeout_s), address)
-    except OSError as error:
-        raise ConnectionError(
-            f"no coordinator at {address[0]}:{address[1]} within {timeout_s:g} s ({error})"
-        ) from error
-
-
-def _connected(address: tuple[str, int], timeout_s: float) -> socket.socket:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            connection = socket.create_connection(
-                address, timeout=max(RETRY_S, min(ATTEMPT_S, deadline - time.monotonic()))
-            )
-            break
-        except OSError:
-            if time.monotonic() + RETRY_S >= deadline:
-                raise
-            time.sleep(RETRY_S)
-    return forked.own(connection)
+        return SocketControl(*way.go(timeout_s), way)
+    except Stranger as stranger:
+        raise Stranger(f"{host}:{port} answers, but is no coordinator of this job ({stranger})") from stranger
+    except (OSError, NotThere) as error:
+        raise ConnectionError(f"no coordinator at {host}:{port} within {timeout_s:g} s ({error})") from error
 
 
 # --- within a process ----------------------------------------------------------------------------------
@@ -383,85 +419,3 @@ class InProcess(_Framed):
 
     def _release(self) -> None:
         self._in.release()
-
-
-# --- in an event loop ----------------------------------------------------------------------------------
-
-
-class InLoop:
-    """A connection in the running event loop: waiting for it lets all other tasks go on."""
-
-    @classmethod
-    async def connect(cls, address: tuple[str, int], timeout_s: float) -> InLoop:
-        """Connect as :func:`connect` does, in threads of one attempt each.
-
-        A caller that gives up waits for no more than one attempt, 5 s.
-        """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                return cls(await asyncio.to_thread(connect, address, ATTEMPT_S))
-            except ConnectionError:
-                if time.monotonic() >= deadline:
-                    raise
-
-    def __init__(self, control: Control) -> None:
-        self._control, self._loop = control, asyncio.get_running_loop()
-        self._waiting: asyncio.Future | None = None
-        self.there = control.there
-
-    @property
-    def broken(self) -> Disconnected | None:
-        """Why the connection is broken, None as long as something may come."""
-        return self._control.broken
-
-    def send(self, message: object) -> None:
-        """Send a message; what the other end does not take now goes out once it does."""
-        if not self._control.send(message) and self.broken is None:
-            self._loop.add_writer(self._control.fileno(), self._push)
-
-    async def receive(self, timeout_s: float) -> object | None:
-        """The next message; None where the connection is broken, or nothing has come within ``timeout_s`` seconds."""
-        deadline = self._loop.time() + timeout_s
-        while (message := self._control.receive()) is None and self.broken is None and self._loop.time() < deadline:
-            await self._readable(deadline)
-        return message
-
-    async def resume(self, hello: object, timeout_s: float) -> bool:
-        """Make the connection again, and say whether it stands; see Control.resume."""
-        self._leave()
-        return await asyncio.to_thread(self._control.resume, hello, timeout_s)
-
-    def close(self) -> None:
-        """Close the connection, and wake the task that waits in it."""
-        self._leave()
-        self._control.close()
-
-    def _push(self) -> None:
-        if self._control.push() or self.broken is not None:
-            self._loop.remove_writer(self._control.fileno())
-
-    async def _readable(self, deadline: float) -> None:
-        self._waiting = waiting = self._loop.create_future()
-        number, late = self._control.fileno(), self._loop.call_at(deadline, _wake, waiting)
-        self._loop.add_reader(number, _wake, waiting)
-        try:
-            await waiting
-        finally:
-            late.cancel()
-            if self._waiting is waiting:  # else the number may be another's by now
-                self._loop.remove_reader(number)
-
-    def _leave(self) -> None:
-        """Take the descriptor out of the loop, which must not look at a number that is given back."""
-        if self._control.fileno() >= 0:
-            self._loop.remove_reader(self._control.fileno())
-            self._loop.remove_writer(self._control.fileno())
-        if self._waiting is not None:
-            _wake(self._waiting)
-            self._waiting = None
-
-
-def _wake(waiting: asyncio.Future) -> None:
-    if not waiting.done():
-        waiting.set_result(None)

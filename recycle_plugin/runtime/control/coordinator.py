@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from hmac import compare_digest
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import (
@@ -44,9 +42,13 @@ from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.placement import spread
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.runtime.control import supervisor_heartbeat
-from recycle_plugin.runtime.control.connections import Control, InLoop, InProcess, SocketControl
-from recycle_plugin.runtime.processes.accepting import Refusals
+from recycle_plugin.runtime.authentication.door import Door
+from recycle_plugin.runtime.authentication.handshake import Port
+from recycle_plugin.runtime.authentication.secret import Secret
+from recycle_plugin.runtime.control.connections import Control, InProcess
+from recycle_plugin.runtime.control.entrance import Entrance
+from recycle_plugin.runtime.control.in_loop import InLoop
+from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatListener
 
 LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
 EXIT_S = 2.0  # how long a supervisor may take to say how its worker ended, before training has started
@@ -55,17 +57,16 @@ HELLO_S = 60.0  # how long who has connected may take to say who it is
 LISTEN_S = (
     60.0  # how long nothing need be heard of one that is there: silence is core.coordinator.failure_detector's business
 )
-BACKLOG = 4096
 
 
 class Coordinator:
     """The coordinator's server for a job of ``ranks`` workers; ``say(event, now)`` gets every event.
 
     ``store_port`` is that of the job's key-value store; ``run_dir`` the run folder, once workers have said which;
-    ``token``: what operators have to know, empty where there are to be none.
+    ``secret``: what whoever connects has to know.
     """
 
-    def __init__(self, ranks: int, store_port: int, say: Callable[[Event, float], None], token: str = "") -> None:
+    def __init__(self, ranks: int, store_port: int, say: Callable[[Event, float], None], secret: Secret) -> None:
         self._gone = asyncio.Event()
         self._over = asyncio.Event()
         self._last_word: Over | None = None
@@ -77,7 +78,7 @@ class Coordinator:
             store_port, f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}", ranks=ranks
         )  # several jobs may start in one second
         self._say = say
-        self._token = token
+        self._door = Door(secret, Port.CONTROL, "at the coordinator", self._say_stranger)
         self._come: set[int] = set()  # ranks of which a worker has
         self._workers: dict[WorkerId, InLoop] = {}
         self._supervisors: dict[int, InLoop] = {}  # by rank
@@ -91,46 +92,45 @@ class Coordinator:
         self._joiners: dict[int, tuple[Hello, InLoop]] = {}  # by their numbers: those that have none
         self._exits: dict[WorkerId, Exited] = {}
         self._ended: set[int] = set()  # ranks whose supervisor has said that its worker is no more
-        self._strangers: set[str] = set()  # addresses that nonsense has come from
-        self._refused: set[str] = set()  # addresses of operators that did not know the token
         self._regroup_timeout_s = 120.0
         self.run_dir = f"runs/{self._welcome.job_id}"  # unless workers say another one
         self._watched = -1
         self._closing = False
         self._loop = asyncio.get_running_loop()
-        self._accepting: asyncio.Task | None = None
-        self._heartbeats: asyncio.DatagramTransport | None = None
+        self._entrance: Entrance | None = None
+        self._heartbeats: HeartbeatListener | None = None
         self._ticking: asyncio.TimerHandle | None = None
 
-    async def start(self, host: str, port: int) -> None:
-        """Listen for workers and supervisors; raises OSError when the port is taken."""
-        self._heartbeats = await supervisor_heartbeat.listen((host, port), self._take)
+    async def start(self, host: str, port: int, claimed: Callable[[], object] = lambda: None) -> None:
+        """Listen for workers and supervisors at the address ``host``; raises OSError when the port is taken.
+
+        ``claimed`` is called once the port is this job's, before anybody can connect to it.
+        """
+        self._heartbeats = await HeartbeatListener.listen((host, port), self._take, self._door.refuses)
         try:
-            listener = socket.create_server((host, port), backlog=BACKLOG)
-        except OSError:
-            self._heartbeats.close()
+            self._entrance = Entrance(host, port, self._door, self._answer, self._warn)
+            claimed()
+            self._entrance.open()
+        except BaseException:
+            await self._close_ports()
             raise
-        listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept(listener))
         self._tick()
+
+    async def _close_ports(self) -> None:
+        if self._entrance is not None:
+            await self._entrance.close()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
 
     def connect(self) -> InProcess:
         """A connection to the coordinator from within this process, for any thread."""
         return InProcess(lambda far: self._loop.call_soon_threadsafe(self._answer, far))
 
-    async def _accept(self, listener: socket.socket) -> None:
-        refusals = Refusals(lambda text: self._say(Event("warning", f"at the coordinator {text}"), time.time()))
-        with listener:
-            while True:
-                try:
-                    connection, _ = await self._loop.sock_accept(listener)
-                except OSError as error:
-                    await asyncio.sleep(refusals.pause_s(error))
-                    continue
-                try:
-                    self._answer(SocketControl(connection))
-                except OSError:  # it is gone already
-                    connection.close()
+    def _warn(self, text: str) -> None:
+        self._say(Event("warning", f"at the coordinator {text}"), time.time())
+
+    def _say_stranger(self, text: str, address: str, count: int) -> None:
+        self._say(Event("stranger", text, {"address": address, "count": count}), time.time())
 
     @property
     def code(self) -> int:
@@ -161,13 +161,9 @@ class Coordinator:
     async def close(self) -> None:
         """Close every connection and wait for those that serve them: cancelled later, they would say so."""
         self._closing = True
-        if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.wait({self._accepting})
-            if self._heartbeats is not None:
-                self._heartbeats.close()
-            if self._ticking is not None:
-                self._ticking.cancel()
+        await self._close_ports()
+        if self._ticking is not None:
+            self._ticking.cancel()
         for control in self._serving.values():
             control.close()
         if self._serving:
@@ -195,7 +191,7 @@ class Coordinator:
         joins = isinstance(hello, Hello) and hello.role == "joining"
         who = "a connection from {}".format("{}:{}".format(*control.there) if control.there else "this process")
         if not isinstance(hello, Hello):
-            self._complain_of_stranger(who, control)
+            self._complain(who, control)
         elif joins:
             await self._attend_joiner(hello, control)
         elif hello.role == "operator":
@@ -234,6 +230,7 @@ class Coordinator:
             while await control.receive(LISTEN_S) is not None or control.broken is None:
                 pass  # it goes once it has read that
         else:
+            self._expect_heartbeats(hello.rank, control)
             for rank, incarnation in self._membership.unreachable:
                 if rank == hello.rank:  # who was to see to it may have gone before it could
                     control.send(Fence(rank, "the others have gone on without it", incarnation=incarnation))
@@ -243,6 +240,11 @@ class Coordinator:
             self._act(self._membership.supervisor(hello.rank, True, time.time()))
             await self._hear(hello, control)
             self._supervisor_closed(control)
+
+    def _expect_heartbeats(self, rank: int, control: InLoop) -> None:
+        """Let the supervisor's datagrams count, those of its connections before too."""
+        if self._heartbeats is not None:
+            self._heartbeats.expect(rank, control.datagrams)
 
     def _supervisor_closed(self, control: InLoop) -> None:
         for rank in [rank for rank, its in self._supervisors.items() if its is control]:
@@ -257,20 +259,12 @@ class Coordinator:
         """Answer an operator's requests, which come one after another, each soon."""
         control.send(RunFolder(os.path.abspath(self.run_dir) if self._membership.started else ""))
         while (request := await control.receive(HELLO_S)) is not None:
-            control.send(self._answer_to(request, who, control))
-        self._complain_of_stranger(who, control)
+            control.send(self._answer_to(request))
+        self._complain(who, control)
 
-    def _answer_to(self, request: object, who: str, control: InLoop) -> Answer:
+    def _answer_to(self, request: object) -> Answer:
         if not isinstance(request, Ask):
             return Answer("that is no request", False)
-        told, token = (each.encode(errors="surrogatepass") for each in (request.token, self._token))
-        if not token or not compare_digest(told, token):
-            host = control.there[0] if control.there else ""
-            if host not in self._refused:  # once for each address: whoever guesses comes more often
-                self._refused.add(host)
-                text = f"{who} asks for something without this job's token, and is refused"
-                self._say(Event("warning", text), time.time())
-            return Answer("refused: the token is not this job's, which is in its run folder, for its own user", False)
         said, output = self._membership.asked(request, time.time())
         self._act(output)
         return said
@@ -303,6 +297,7 @@ class Coordinator:
         self._former.pop((rank, hello.host, hello.pid), None)
         self._supervised[rank] = hello.host, hello.pid
         self._supervisors[rank] = control
+        self._expect_heartbeats(rank, control)
 
     async def _keep_former(self, who: tuple[int, str, int], hello: Hello, control: InLoop) -> None:
         self._former[who] = control
@@ -342,13 +337,6 @@ class Coordinator:
             self._complain(f"the supervisor that asks for a seat on host {hello.host}", control)
         else:
             self._complain(f"the {hello.role} of {named(hello.rank)}", control, rank=hello.rank)
-
-    def _complain_of_stranger(self, who: str, control: InLoop) -> None:
-        """Tell the user of nonsense once for each address: a scanner of ports comes more often."""
-        host = control.there[0] if control.there else ""
-        if host not in self._strangers and control.broken is not None and control.broken.unreadable is not None:
-            self._strangers.add(host)
-            self._complain(who, control)
 
     def _complain(self, who: str, control: InLoop, **details: object) -> None:
         """Tell the user of a connection that speaks nonsense, and so is as good as closed."""

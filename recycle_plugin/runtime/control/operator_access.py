@@ -1,5 +1,4 @@
-"""An operator's way to a job that runs: where its coordinator listens, and the token by which the job knows its own
-user.
+"""An operator's way to a job that runs: where its coordinator listens, and the job's secret.
 
 Both are in a file of the run folder that nobody else can read, as long as the job runs.
 """
@@ -7,28 +6,22 @@ Both are in a file of the run folder that nobody else can read, as long as the j
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from recycle_plugin.runtime.authentication.secret import Secret, write_own
+
 FILE = "operator.json"
-OWN = 0o600  # nobody else reads it, or writes it
 
 
 @dataclass
 class OperatorAccess:
-    """The way to the coordinator at ``address``, host and port."""
+    """The way to the coordinator at ``address``, host and port, which knows its own by ``secret``."""
 
     address: tuple[str, int]
-    token: str = field(repr=False)
+    secret: Secret
     _path: Path | None = None
-
-    @classmethod
-    def to(cls, address: tuple[str, int]) -> OperatorAccess:
-        """Returns the access to a coordinator that is about to listen, with a token that nobody can guess."""
-        return cls(address, secrets.token_hex(32))
 
     @classmethod
     def read(cls, folder: Path) -> OperatorAccess | None:
@@ -38,12 +31,12 @@ class OperatorAccess:
         path = folder / FILE
         try:
             said = json.loads(path.read_text())
-            host, port, token = said["host"], said["port"], said["token"]
+            host, port, shared = said["host"], said["port"], said["secret"]
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{path} is no file of a job's") from None
-        return cls((str(host), int(port)), str(token))
+        return cls((str(host), int(port)), Secret(str(shared)))
 
     def write(self, folder: Path) -> str:
         """Writes it to a run folder, in place of an earlier job's; returns why that can't be, or an empty string."""
@@ -51,9 +44,7 @@ class OperatorAccess:
         host, port = self.address
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWN), "w") as file:
-                json.dump({"host": host, "port": port, "token": self.token}, file)
+            write_own(path, json.dumps({"host": host, "port": port, "secret": self.secret.shared}))
         except OSError as error:
             return f"recycle leave, drain and admit will find no way to this job: {path}: {error.strerror}"
         self._path = path

@@ -25,7 +25,8 @@ from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import CutOff, RecycleError, WaitTimeout
-from recycle_plugin.runtime.control.connections import Control, connect
+from recycle_plugin.runtime.authentication.secret import AT, Secret, SecretFile
+from recycle_plugin.runtime.control.connections import Control, Way, connect
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
 
 if TYPE_CHECKING:  # it takes torch, which the script imports when it likes
@@ -67,6 +68,7 @@ class Session(ControlView):
       others' step only once it is given work.
     * ``forked``: this process is not the worker, but was forked from it.
     * ``incarnation``: which process of its rank this one was started as; the coordinator says which one it is.
+    * ``secret`` is the job's, by which workers know each other too.
     * ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
       be blocked where no exception gets in.  ``given_up`` is called there with the reason when the others go on without
       this worker: nothing that it might still do is wanted.
@@ -76,11 +78,13 @@ class Session(ControlView):
         self,
         control: Control,
         rank: int,
+        secret: Secret,
         wait_timeout_s: float = 300.0,
         ended_early: Callable[[Session], None] | None = None,
         incarnation: int = 0,
     ) -> None:
         super().__init__(rank)
+        self.secret = secret
         self.host = socket.gethostname()
         self.wait_timeout_s = wait_timeout_s
         self.changed = threading.Condition()
@@ -146,6 +150,10 @@ class Session(ControlView):
     def note(self, kind: str, text: str, **details: object) -> None:
         """Say something to the user, through the coordinator."""
         self.send(Note(self.rank, kind, text, details))
+
+    def note_stranger(self, text: str, address: str, count: int) -> None:
+        """Say that somebody was refused who does not belong to the job, who has come from ``address`` so often."""
+        self.note("stranger", text, address=address, count=count)
 
     def ask_to_leave(self, reason: str) -> None:
         """Ask the coordinator for a planned leave, at a commit, for ``reason``."""
@@ -371,14 +379,17 @@ def _raised(error: Exception) -> NoReturn:
 def connect_from_environment(
     environment: dict[str, str], ended_early: Callable[[Session], None] | None = None
 ) -> Session:
-    """The session of this process, a worker that a supervisor has started; RecycleError if none has."""
+    """The session of this process, a worker that a supervisor has started.  Raises RecycleError if none has,
+    NoSecret, and ConnectionError.
+    """
     address = environment.get("RECYCLE_COORDINATOR")
-    if not address:
+    if not address or AT not in environment:
         raise RecycleError(NOT_LAUNCHED)
     host, _, port = address.rpartition(":")
     rank, incarnation = int(environment["RANK"]), int(environment.get("RECYCLE_INCARNATION", "0"))
-    control = connect((host, int(port)), CONNECT_S)
-    _made.append(Session(control, rank, ended_early=ended_early, incarnation=incarnation))
+    secret = SecretFile.of_worker(environment).read()
+    control = connect(Way((host, int(port)), secret), CONNECT_S)
+    _made.append(Session(control, rank, secret, ended_early=ended_early, incarnation=incarnation))
     return _made[-1]
 
 

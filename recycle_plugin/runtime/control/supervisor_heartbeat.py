@@ -1,7 +1,8 @@
 """A supervisor's heartbeats by datagram, beside those over its connection.
 
 After a break in the network a connection's next try may be as far away as the break was long, and its host would be
-given up although it is back; a datagram gets through as soon as anything does.
+given up although it is back; a datagram gets through as soon as anything does.  It is sealed under a key of the
+supervisor's last connection, so that nobody else's counts, and none that was recorded.
 """
 
 from __future__ import annotations
@@ -9,33 +10,72 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from recycle_plugin.core.messages.encoding import decode
+from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_workers import SupervisorHeartbeat
+from recycle_plugin.runtime.authentication.datagrams import DatagramDoor, SealedDatagrams
+from recycle_plugin.runtime.authentication.handshake import Stranger
 
 
 class HeartbeatListener(asyncio.DatagramProtocol):
-    """Calls ``take`` with each supervisor heartbeat that arrives by datagram, and ignores everything else."""
+    """Calls ``take`` with each heartbeat of a supervisor that is known, of its own rank; ``refuses`` gets the sender of
+    everything else, host and port, and why it changes nothing.
+    """
 
-    def __init__(self, take: Callable[[SupervisorHeartbeat], None]) -> None:
-        self._take = take
+    def __init__(self, take: Callable[[SupervisorHeartbeat], None], refuses: Callable[[tuple, Stranger], None]) -> None:
+        self._take, self._refuses = take, refuses
+        self._door = DatagramDoor()
+        self.transport: asyncio.DatagramTransport
 
-    def datagram_received(self, data: bytes, _: object) -> None:
+    @classmethod
+    async def listen(
+        cls,
+        address: tuple[str, int],
+        take: Callable[[SupervisorHeartbeat], None],
+        refuses: Callable[[tuple, Stranger], None],
+    ) -> HeartbeatListener:
+        """Listen at ``address`` until :meth:`close`.  Raises OSError when the port is taken."""
+        loop = asyncio.get_running_loop()
+        transport, made = await loop.create_datagram_endpoint(lambda: cls(take, refuses), local_addr=address)
+        made.transport = transport
+        return made
+
+    def expect(self, rank: int, datagrams: SealedDatagrams | None) -> None:
+        """Take those of the supervisor of ``rank`` from now on, whose last connection has sealed ``datagrams``."""
+        if datagrams is not None:
+            self._door.expect(rank, datagrams.key)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.transport.close()
+
+    def datagram_received(self, data: bytes, sender: tuple) -> None:
         """asyncio's callback for a datagram."""
-        message = decode(data)
-        if isinstance(message, SupervisorHeartbeat):
+        try:
+            opened = self._door.opened(data)
+        except Stranger as stranger:
+            self._refuses(sender, stranger)
+            return
+        message = decode(opened[1]) if opened is not None else None
+        if opened is not None and isinstance(message, SupervisorHeartbeat) and message.rank == opened[0]:
             self._take(message)
 
 
-async def listen(address: tuple[str, int], take: Callable[[SupervisorHeartbeat], None]) -> asyncio.DatagramTransport:
-    """Call ``take`` with the supervisor heartbeats that come to ``address``, until the transport is closed.
+class HeartbeatSender:
+    """Sends a supervisor's heartbeats to an address, where they get there or are lost."""
 
-    Raises OSError when the port is taken.
-    """
-    return (
-        await asyncio.get_running_loop().create_datagram_endpoint(lambda: HeartbeatListener(take), local_addr=address)
-    )[0]
+    def __init__(self, transport: asyncio.DatagramTransport) -> None:
+        self._transport = transport
 
+    @classmethod
+    async def to(cls, address: tuple[str, int]) -> HeartbeatSender:
+        """A sender to ``address``."""
+        loop = asyncio.get_running_loop()
+        return cls((await loop.create_datagram_endpoint(asyncio.DatagramProtocol, remote_addr=address))[0])
 
-async def connect(address: tuple[str, int]) -> asyncio.DatagramTransport:
-    """A transport whose datagrams go to ``address``, or are lost."""
-    return (await asyncio.get_running_loop().create_datagram_endpoint(asyncio.DatagramProtocol, remote_addr=address))[0]
+    def send(self, heartbeat: SupervisorHeartbeat, sealed: SealedDatagrams) -> None:
+        """Send it, ``sealed`` as the supervisor's last connection does."""
+        self._transport.sendto(sealed.sealed(encode(heartbeat)))
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._transport.close()

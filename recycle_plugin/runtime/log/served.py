@@ -1,7 +1,8 @@
 """What is said on a line between who serves the segments of a folder and who reads them there.
 
 The first message says of which run and folder; each answer is one message, and behind a :class:`Piece` its bytes.
-Nothing here guards a segment's bytes: its records have CRCs, by which whoever reads them finds what is damaged.
+Every message is sealed (runtime/authentication/handshake.py).  A segment's bytes are not: its records have CRCs, by
+which whoever reads them finds what is damaged.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from recycle_plugin.core.messages.encoding import HEAD, LIMIT, Language
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.folders import refusal
+from recycle_plugin.runtime.authentication.handshake import SEAL, Seals
 
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20  # at most, of a segment at once
@@ -77,30 +79,41 @@ class Nonsense(ValueError):
     """Something has come that nobody says on such a line; the message says what is wrong with it."""
 
 
-def say(connection: socket.socket, message: object) -> None:
-    """Send a message.  Raises OSError."""
-    connection.sendall(LANGUAGE.encode(message))
+class Line(NamedTuple):
+    """A connection that has authenticated, and its seals."""
 
+    connection: socket.socket
+    seals: Seals
 
-def hear(connection: socket.socket, kind: type[T], limit: int = LIMIT) -> T:
-    """The next message, which is of this kind.  Raises Nonsense where something else comes, EOFError at the end,
-    OSError.
-    """
-    message = hear_any(connection, limit)
-    if isinstance(message, Refusal):
-        raise Nonsense(f"it is refused: {message.why[:200]}")
-    if not isinstance(message, kind):
-        raise Nonsense(f"a {type(message).__name__} where it should be a {kind.__name__}")
-    return message
+    def say(self, message: object) -> None:
+        """Send a message.  Raises OSError."""
+        frame = LANGUAGE.encode(message)
+        self.connection.sendall(frame + self.seals.out.of(frame))
 
+    def hear(self, kind: type[T], limit: int = LIMIT) -> T:
+        """The next message, which is of this kind.  Raises Nonsense where something else comes, EOFError at the end,
+        OSError.
+        """
+        message = self.hear_any(limit)
+        if isinstance(message, Refusal):
+            raise Nonsense(f"it is refused: {message.why[:200]}")
+        if not isinstance(message, kind):
+            raise Nonsense(f"a {type(message).__name__} where it should be a {kind.__name__}")
+        return message
 
-def hear_any(connection: socket.socket, limit: int) -> object:
-    """The next message, of whatever kind, and of at most ``limit`` bytes.  Raises as :func:`hear`."""
-    size = LANGUAGE.size(exactly(connection, HEAD.size), limit)
-    message = size if isinstance(size, Unreadable) else LANGUAGE.message(bytes(exactly(connection, size)))
-    if isinstance(message, Unreadable):
-        raise Nonsense(str(message)[:200])
-    return message
+    def hear_any(self, limit: int) -> object:
+        """The next message, of whatever kind, and of at most ``limit`` bytes.  Raises as :meth:`hear`."""
+        head = exactly(self.connection, HEAD.size)
+        size = LANGUAGE.size(head, limit)
+        if isinstance(size, Unreadable):
+            raise Nonsense(str(size)[:200])
+        body, seal = exactly(self.connection, size), exactly(self.connection, SEAL)
+        if not self.seals.into.fits(head + body, seal):
+            raise Nonsense("a message that does not fit its seal: somebody on the way has changed it, or sent it again")
+        message = LANGUAGE.message(bytes(body))
+        if isinstance(message, Unreadable):
+            raise Nonsense(str(message)[:200])
+        return message
 
 
 def exactly(connection: socket.socket, length: int) -> bytearray:

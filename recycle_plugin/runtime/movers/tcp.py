@@ -15,53 +15,25 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
-from recycle_plugin.core.messages.encoding import HEAD, Language
 from recycle_plugin.core.messages.from_workers import Missing
-from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.authentication.door import Door
+from recycle_plugin.runtime.authentication.handshake import Port, Seal
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import Copy, Device, Tensors
 from recycle_plugin.runtime.movers.mover import OF_REPLAYS
+from recycle_plugin.runtime.movers.outbox import CONNECT_S, HELLO_S, Identity, Message, Outbox
+from recycle_plugin.runtime.movers.wire import DTYPES, Header, Nonsense, Sender, end, fill, listening_at, raw, receive
 from recycle_plugin.runtime.processes import forked
-from recycle_plugin.runtime.processes.accepting import NO_ROOM, PAUSE_S, Refusals
+from recycle_plugin.runtime.processes.accepting import NO_ROOM, Refusals
 
-T = TypeVar("T")
-LONGEST_HEADER = 1 << 20  # bytes; what says more is none of ours
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-CONNECT_S = 10.0  # how long a peer's listener, or this worker's own, may take to answer
-HELLO_S = 60.0  # how long who has connected may take to say who it is
 DEATH_S = 1.0  # how long the news may take that a peer whose connection broke is dead
 LINGER_S = 1.0  # how long what live peers still have to get may take
-
-
-@dataclass(frozen=True)
-class Sender:
-    """The first message on a connection: the address of its sender."""
-
-    address: str
-
-
-@dataclass(frozen=True)
-class Header:
-    """What comes before the bytes of a datum's tensors: the dtype and shape of each."""
-
-    datum: Datum
-    valid_from: int
-    tensors: tuple[tuple[str, tuple[int, ...]], ...]
-
-
-LANGUAGE = Language((Sender, Header))
-
-
-class Nonsense(ValueError):
-    """Something has arrived that is not the transport's; the message says what is wrong with it."""
 
 
 class Transport:
@@ -75,10 +47,11 @@ class Transport:
         self._failure: RecycleError | None = None  # of a copy
         self._arrived: deque[tuple[Datum, Tensors, int]] = deque()
         self._outboxes: dict[str, Outbox] = {}
-        self._listener = forked.own(socket.create_server(("", 0), backlog=1024))
+        self._listener = forked.own(listening_at(session.own_address, backlog=1024))
         self._accepted: set[socket.socket] = set()
         self._closed = threading.Event()
         self._refusals = Refusals(lambda text: session.note("warning", f"at worker {session.rank} {text}"))
+        self._door = Door(session.secret, Port.TENSORS, f"at worker {session.rank}", session.note_stranger)
         self._said_nonsense = False
         self._readers: dict[
             threading.Thread, str
@@ -95,7 +68,8 @@ class Transport:
         """
         self._check()
         if address not in self._outboxes:
-            self._outboxes[address] = Outbox(address, self.address, self._broke, self._emptied, self._failed)
+            own = Identity(self._session.secret, self.address)
+            self._outboxes[address] = Outbox(address, own, self._broke, self._emptied, self._failed)
         self._outboxes[address].send(Message(datum, valid_from, tensors, self._session.wait_timeout_s))
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
@@ -215,6 +189,8 @@ class Transport:
 
     def _accept(self) -> None:
         while not self._closed.is_set():
+            while not self._closed.is_set() and (pause_s := self._door.pause_s()):
+                self._closed.wait(pause_s)
             try:
                 connection, peer = self._listener.accept()
                 self._let_in(connection, peer)
@@ -223,11 +199,17 @@ class Transport:
                     self._closed.wait(self._refusals.pause_s(error))
 
     def _let_in(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+        with self._session.changed:
+            knocks, self._knocked = peer == self._knocked, None if peer == self._knocked else self._knocked
+            self._session.changed.notify_all()
+        if knocks:
+            connection.close()
+            return
         self._accepted.add(forked.own(connection))
+        self._door.comes(connection)
         reader = threading.Thread(target=self._read, args=(connection, peer), name="recycle: transport", daemon=True)
         with self._session.changed:
             self._readers[reader] = ""
-            self._knocked = None if peer == self._knocked else self._knocked
         try:
             reader.start()
         except (
@@ -245,32 +227,36 @@ class Transport:
 
     def _read(self, connection: socket.socket, peer: tuple[str, int]) -> None:
         """Deliver one peer's messages until it closes, breaks off in the middle of one, or says what is none."""
-        reader = threading.current_thread()
+        reader, seals = threading.current_thread(), self._door.lets_in(connection, peer)
         try:
-            connection.settimeout(HELLO_S)
-            sender = _receive_header(connection, Sender).address
-            connection.settimeout(None)
-            with self._session.changed:
-                self._readers[reader] = sender
-                self._session.changed.notify_all()
-            while True:
-                header = _receive_header(connection, Header)
-                tensors = tuple(self._receive_tensor(connection, dtype, shape) for dtype, shape in header.tensors)
-                self._deliver(sender, header.datum, header.valid_from, tensors)
+            if seals is not None:
+                self._read_on(connection, reader, seals.into)
         except Nonsense as nonsense:
             self._say_nonsense(peer, nonsense)
         except (OSError, EOFError):
             pass
         self._let_go(connection, reader)
 
+    def _read_on(self, connection: socket.socket, reader: threading.Thread, seal: Seal) -> None:
+        connection.settimeout(HELLO_S)
+        sender = receive(connection, Sender, seal).address
+        connection.settimeout(None)
+        with self._session.changed:
+            self._readers[reader] = sender
+            self._session.changed.notify_all()
+        while True:
+            header = receive(connection, Header, seal)
+            tensors = tuple(self._receive_tensor(connection, dtype, shape) for dtype, shape in header.tensors)
+            self._deliver(sender, header.datum, header.valid_from, tensors)
+
     def _say_nonsense(self, peer: tuple[str, int], nonsense: Nonsense) -> None:
-        """Warn of nonsense once: a scanner of ports comes more often."""
+        """Warn of nonsense once: whoever says it may go on."""
         if not self._said_nonsense:
             self._said_nonsense = True
             self._session.note(
                 "warning",
-                f"at worker {self._session.rank} a connection from {peer[0]}:{peer[1]} says what can't be understood: "
-                f"{nonsense}",
+                f"at worker {self._session.rank} a worker of this job, at {peer[0]}:{peer[1]}, says what can't be "
+                f"understood: {nonsense}",
             )
 
     def _receive_tensor(self, connection: socket.socket, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -278,7 +264,7 @@ class Transport:
             raise Nonsense(f"a tensor of {dtype[:80]!r}, which is no type")
         try:
             tensor = self._device.room(shape, DTYPES[dtype])
-            target = _bytes(tensor) if tensor.numel() else memoryview(b"")
+            target = raw(tensor) if tensor.numel() else memoryview(b"")
         except (
             RuntimeError,
             TypeError,
@@ -298,202 +284,3 @@ class Transport:
     def _emptied(self) -> None:
         with self._session.changed:
             self._session.changed.notify_all()
-
-
-class Message(NamedTuple):
-    """One datum to send; its ``tensors`` may still be on their way to host memory, for at most ``timeout_s``
-    seconds.
-    """
-
-    datum: Datum
-    valid_from: int
-    tensors: Copy
-    timeout_s: float
-
-    def parts(self) -> list[memoryview]:
-        """The pieces of memory that are written to the socket: the header, and each tensor's bytes."""
-        tensors = self.tensors.wait(self.timeout_s)
-        shapes = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
-        return [
-            memoryview(LANGUAGE.encode(Header(self.datum, self.valid_from, shapes))),
-            *(_bytes(tensor) for tensor in tensors if tensor.numel()),
-        ]
-
-
-class Outbox:
-    """The queue of messages to one peer.
-
-    What the socket does not take at once, or is not in host memory yet, waits for a thread, so that no sender ever
-    does.  A peer that cannot be reached any more is the coordinator's business: what was for it is dropped.
-
-    ``own`` is the sender's address.  ``tell(address, error)`` is called once when the connection breaks, with what was
-    wrong if that is known; ``emptied`` when nothing waits any more; ``failed`` with the error where something can't be
-    sent.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        own: str,
-        tell: Callable[[str, OSError | None], None],
-        emptied: Callable[[], None],
-        failed: Callable[[RecycleError], None],
-    ) -> None:
-        self._address, self._own, self._tell, self._emptied, self._failed = address, own, tell, emptied, failed
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        self._peer = (host, int(port))
-        self._changed = threading.Condition()
-        self._waiting: deque[Message | list[memoryview]] = deque()  # the latter, of one: what is left of it
-        self._connection: socket.socket | None = None
-        self.broken = False
-        self._closing = False
-        self._thread = threading.Thread(target=self._work, name="recycle: transport", daemon=True)
-        self._thread.start()
-
-    @property
-    def backlog(self) -> bool:
-        """Whether something waits, for a peer that may still take it."""
-        return bool(self._waiting) and not self.broken
-
-    def send(self, message: Message) -> None:
-        """Send a message now as far as the socket takes it, and queue the rest; it never blocks."""
-        with self._changed:
-            rest: Message | list[memoryview] = message
-            if self._connection is not None and not self._waiting and message.tensors.poll():
-                rest = self._send_now(self._parts(message))
-            if rest and not self.broken:
-                self._waiting.append(rest)
-                self._changed.notify()
-
-    def close(self, linger_s: float) -> None:
-        """Close the connection, after what is waiting has gone out if that takes no longer than ``linger_s``
-        seconds.
-        """
-        with self._changed:
-            self._closing = True
-            self._changed.wait_for(lambda: self.broken or not self._waiting, linger_s)
-            self._break_off()
-            if self._connection is not None:
-                end(self._connection)
-
-    def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
-        """Write what the socket takes at once; returns what is left."""
-        assert self._connection is not None, "nothing is sent before there is a connection"
-        try:
-            while parts:
-                sent = self._connection.sendmsg(parts, [], socket.MSG_DONTWAIT)
-                while parts and sent >= len(parts[0]):
-                    sent -= len(parts.pop(0))
-                if sent:
-                    parts[0] = parts[0][sent:]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._break_off()
-        return parts
-
-    def _work(self) -> None:
-        """Connect, then send what could not go at once."""
-        try:
-            connection = forked.own(self._connected())
-            connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(LANGUAGE.encode(Sender(self._own)))
-        except OSError as error:
-            with self._changed:
-                self._break_off(error)
-            self._emptied()
-            return
-        with connection:
-            with self._changed:
-                self._connection = connection
-            while (waiting := self._next()) is not None:
-                try:
-                    for part in self._parts(waiting):
-                        connection.sendall(part)
-                except OSError:
-                    waiting = None
-                with self._changed:
-                    self._waiting.popleft() if waiting is not None and self._waiting else self._break_off()
-                    self._changed.notify_all()
-                if not self._waiting:
-                    self._emptied()
-
-    def _connected(self) -> socket.socket:
-        """A connection to the peer; where there is no room for one here, it is tried again for a while."""
-        deadline = time.monotonic() + CONNECT_S
-        while True:
-            try:
-                return socket.create_connection(self._peer, CONNECT_S)
-            except OSError as error:
-                if error.errno not in NO_ROOM or self._closing or time.monotonic() >= deadline:
-                    raise
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing, PAUSE_S)
-
-    def _parts(self, waiting: Message | list[memoryview]) -> list[memoryview]:
-        """The pieces of a message, once it is on the host.
-
-        Where it does not get there, nothing comes behind it, and nobody is told that the peer is at fault.
-        """
-        if not isinstance(waiting, Message):
-            return waiting
-        try:
-            return waiting.parts()
-        except Exception as error:  # handed to the thread that trains, whatever it is
-            with self._changed:
-                self._closing = True
-                self._break_off()
-            self._failed(RecycleError(f"{waiting.datum} could not be sent: {error}"))
-            return []
-
-    def _next(self) -> Message | list[memoryview] | None:
-        """What is to be sent next; it stays in the queue meanwhile, so that nothing overtakes it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.broken or self._waiting)
-            return None if self.broken else self._waiting[0]
-
-    def _break_off(self, error: OSError | None = None) -> None:
-        if not self.broken and not self._closing:
-            self._tell(self._address, error)
-        self.broken = True
-        self._waiting.clear()
-        self._changed.notify_all()
-
-
-def _receive_header(connection: socket.socket, kind: type[T]) -> T:
-    """Read a header; raises Nonsense where something else comes."""
-    size = LANGUAGE.size(exactly(connection, HEAD.size), LONGEST_HEADER)
-    header = size if isinstance(size, Unreadable) else LANGUAGE.message(bytes(exactly(connection, size)))
-    if not isinstance(header, kind):
-        raise Nonsense(str(header)[:200])
-    return header
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host that has elements."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def exactly(connection: socket.socket, length: int) -> bytearray:
-    """Exactly ``length`` bytes; EOFError when the peer closes first."""
-    received = bytearray(length)
-    fill(connection, memoryview(received))
-    return received
-
-
-def fill(connection: socket.socket, target: memoryview) -> None:
-    """Read into all of ``target``; EOFError when the peer closes first."""
-    while target:
-        received = connection.recv_into(target, 0, socket.MSG_WAITALL)
-        if not received:
-            raise EOFError
-        target = target[received:]
-
-
-def end(connection: socket.socket) -> None:
-    """Shut a connection, which wakes whoever is blocked on it."""
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # not connected any more, or closed
-        pass

@@ -15,12 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.authentication.door import Door
+from recycle_plugin.runtime.authentication.handshake import Port
+from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.log import served
 from recycle_plugin.runtime.log.segment import Damaged, files, head
 from recycle_plugin.runtime.log.served import (
     LONGEST_QUESTION,
     PIECE_BYTES,
     Ask,
+    Line,
     Listed,
     Listing,
     Nonsense,
@@ -39,10 +43,13 @@ END_S = 1.0  # how long each thread may take to end
 class LogServer:
     """Serves the segments of ``run`` that are in ``folder``, which has this ``token``, at a free port of ``host``.
 
-    ``say`` gets a line on the first who does not ask as one asks here.  Raises RecycleError where it can't be.
+    ``secret``: the job's.  ``say`` gets a line on the first who does not ask as one asks here.  Raises RecycleError
+    where it can't be.
     """
 
-    def __init__(self, folder: Path, run: str, token: str, host: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, run: str, token: str, host: str, secret: Secret, say: Callable[[str], None]
+    ) -> None:
         if not folder.is_dir() or served.token_of(folder, run) != token:
             raise RecycleError(f"{folder} is not the folder here that the log of this host is in")
         self.folder, self._run, self.token = folder, run, token
@@ -57,6 +64,7 @@ class LogServer:
             raise RecycleError(f"{host}: nobody could come there for logs ({error.strerror})") from error
         self.address = f"tcp://{host}:{self._listener.getsockname()[1]}"
         self._refusals = Refusals(say)
+        self._door = Door(secret, Port.LOGS, f"at the logs in {folder}", lambda text, address, count: say(text))
         self._thread = threading.Thread(target=self._accept, name="recycle: logs", daemon=True)
         self._thread.start()
 
@@ -77,6 +85,8 @@ class LogServer:
 
     def _accept(self) -> None:
         while not self._closed.is_set():
+            while not self._closed.is_set() and (pause_s := self._door.pause_s()):
+                self._closed.wait(pause_s)
             try:
                 connection, peer = self._listener.accept()
                 self._let_in(connection, peer)
@@ -93,16 +103,18 @@ class LogServer:
                 connection.close()  # who means it comes again
                 return
             self._lines[connection] = thread
+        self._door.comes(connection)
         thread.start()
 
     def _serve(self, connection: socket.socket, peer: tuple) -> None:
         try:
             with connection:
-                connection.settimeout(HELLO_S)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._answer(connection)
+                if (seals := self._door.lets_in(connection, peer)) is not None:
+                    connection.settimeout(HELLO_S)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    self._answer(Line(connection, seals))
         except Nonsense as nonsense:
-            if not self._said:  # once: a scanner of ports comes more often
+            if not self._said:  # once: whoever asks may come more often
                 self._said = True
                 self._say(f"a connection from {peer[0]}:{peer[1]} asks for no log: {nonsense}")
         except (OSError, EOFError):
@@ -112,20 +124,20 @@ class LogServer:
 
     # --- what is served ------------------------------------------------------------------------------
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _answer(self, line: Line) -> None:
         """Answer one question after another.  Raises Nonsense, EOFError and OSError."""
         listed: dict[str, Path] = {}
         while True:
-            match served.hear_any(connection, LONGEST_QUESTION):
+            match line.hear_any(LONGEST_QUESTION):
                 case Ask(run, token) if (run, token) == (self._run, self.token):
                     listed, listing = self._there()
-                    served.say(connection, listing)
-                    connection.settimeout(IDLE_S)
+                    line.say(listing)
+                    line.connection.settimeout(IDLE_S)
                 case Want(name, offset, size) if name in listed and offset >= 0 and 0 < size <= PIECE_BYTES:
-                    self._give(connection, listed[name], offset, size)
+                    self._give(line, listed[name], offset, size)
                 case other:
                     why = f"{str(other)[:200]} is for nothing that is here"
-                    served.say(connection, Refusal(why))
+                    line.say(Refusal(why))
                     raise Nonsense(why)
 
     def _there(self) -> tuple[dict[str, Path], Listing]:
@@ -147,9 +159,9 @@ class LogServer:
         return self._runs[path.name]
 
     @staticmethod
-    def _give(connection: socket.socket, path: Path, offset: int, wanted: int) -> None:
+    def _give(line: Line, path: Path, offset: int, wanted: int) -> None:
         with path.open("rb") as file:
             size = max(0, min(wanted, file.seek(0, 2) - offset))
-            served.say(connection, Piece(size))
-            if size and connection.sendfile(file, offset, size) < size:  # it was cut meanwhile
+            line.say(Piece(size))
+            if size and line.connection.sendfile(file, offset, size) < size:  # it was cut meanwhile
                 raise EOFError

@@ -15,10 +15,10 @@ import sys
 def main(descriptor: int) -> None:
     """Host the store on the listening socket ``descriptor`` until SIGTERM, or until this process's parent is gone."""
     parent = os.getppid()
-    port = socket.socket(fileno=os.dup(descriptor)).getsockname()[1]
+    host, port = socket.socket(fileno=os.dup(descriptor)).getsockname()[:2]
     from torch.distributed import TCPStore
 
-    store = TCPStore("0.0.0.0", port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
+    store = TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
     while os.getppid() == parent:  # the supervisor ends this process; this is for the case that it could not
         signal.sigtimedwait({signal.SIGTERM}, 1.0)
     del store

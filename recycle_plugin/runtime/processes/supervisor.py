@@ -18,12 +18,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TypeVar
 
 from recycle_plugin.core.coordinator.output import Event
-from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_coordinator import (
     Fence,
     Lease,
@@ -49,10 +49,14 @@ from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.errors import CutOff, RecycleError
 from recycle_plugin.observability.console import Announcer
 from recycle_plugin.observability.exporter import Exporter
-from recycle_plugin.runtime.control import supervisor_heartbeat
-from recycle_plugin.runtime.control.connections import InLoop, InProcess
+from recycle_plugin.runtime.authentication.datagrams import SealedDatagrams
+from recycle_plugin.runtime.authentication.handshake import Stranger
+from recycle_plugin.runtime.authentication.secret import AT, NoSecret, SecretFile
+from recycle_plugin.runtime.control.connections import InProcess, Way
 from recycle_plugin.runtime.control.coordinator import Coordinator
+from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.operator_access import OperatorAccess
+from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatSender
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.guard import Pipe
 from recycle_plugin.runtime.processes.log_server import LogServer
@@ -68,10 +72,13 @@ GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job
 HEARTBEAT_S = 0.5  # between two signs of the worker's life
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
+ANOTHER_PORT = "start the launcher with --master_port and a free one"
 ANOTHER_ADDRESS = (
     "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's for all "
     "others"
 )
+ANYWHERE = "0.0.0.0"
+KEEP_S = 3600.0  # between two looks after the secret's file
 JOIN_S = 10.0  # how long one that joins tries to reach the coordinator
 NOBODY = -1  # the rank of one that has none yet
 END_S = 15.0  # how long a worker that was told to end may take
@@ -121,6 +128,10 @@ class Supervisor:
         self._rank = int(environment.get("RANK", NOBODY)) if place.rank is None else place.rank
         self._incarnation = place.incarnation  # of the worker, or of the next one
         self._address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+        self._secret = SecretFile.of(environment)
+        self._way = Way(self._address, self._secret)
+        self._heartbeats: HeartbeatSender | None = None
+        self._datagrams: SealedDatagrams | None = None  # of the last connection that the coordinator has answered on
         self._hosted = hosted
         self._over: asyncio.Future[int]  # the code that the job ends with, once there is a connection
         self._control: InLoop
@@ -161,7 +172,10 @@ class Supervisor:
     async def _connect(self) -> InLoop:
         if self._hosted is not None:
             return InLoop(self._hosted.connect())
-        return await InLoop.connect(self._address, CONNECT_S if self._worker is None else RESUME_S)
+        try:
+            return await InLoop.connect(self._way, CONNECT_S if self._worker is None else RESUME_S)
+        except Stranger as stranger:
+            raise ConnectionError(f"{stranger}: {ANOTHER_PORT}") from stranger
 
     async def _placed(self) -> int:
         """The worker's rank, which depends on where all the others are."""
@@ -187,6 +201,7 @@ class Supervisor:
         if not isinstance(welcome, Welcome):
             why = f" ({self._control.broken})" if self._control.broken else ""
             raise ConnectionError("{}:{} answers, but is no coordinator{}: {}".format(*self._address, why, advice))
+        self._datagrams = self._control.datagrams
         return welcome
 
     async def _supervise(self) -> int:
@@ -196,9 +211,7 @@ class Supervisor:
                 self._welcome = await self._joined(gone)
             else:
                 self._control = await self._connect()
-                self._welcome = await self._welcomed(
-                    self._hello, "start the launcher with --master_port and a free one"
-                )
+                self._welcome = await self._welcomed(self._hello, ANOTHER_PORT)
             return await self._listening(gone)
         finally:
             gone.cancel()
@@ -217,6 +230,8 @@ class Supervisor:
             serving.cancel()
             await asyncio.wait({serving})
             self._control.close()
+            if self._heartbeats is not None:
+                self._heartbeats.close()
 
     # --- a seat that was lost --------------------------------------------------------------------
 
@@ -235,7 +250,9 @@ class Supervisor:
         advice = "write the address and port of the job's master behind --join"
         while True:
             try:
-                self._control = await InLoop.connect(self._address, JOIN_S)
+                self._control = await InLoop.connect(self._way, JOIN_S)
+            except Stranger as stranger:
+                raise ConnectionError(f"{stranger}: {advice}") from stranger
             except ConnectionError as error:
                 raise ConnectionError(
                     "nothing answers at {}:{} ({}): {}, and see whether the job still runs".format(
@@ -270,6 +287,7 @@ class Supervisor:
                 "MASTER_PORT": str(self._welcome.store_port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours, every rank is its client
                 "RECYCLE_COORDINATOR": f"{host}:{port}",
+                AT: str(self._secret.path),
             }
         )
 
@@ -405,21 +423,18 @@ class Supervisor:
         """Tell the coordinator now and then that the worker's process is there, and whether it runs; over a network
         also by datagram.
         """
-        datagrams = await supervisor_heartbeat.connect(self._control.there) if self._control.there else None
         on_disk_s = 0.0  # it has waited for a disk, or for memory that is on one: that is work too
-        try:
-            while not self._over.done():
-                state, cpu_s = life_of(worker.pid)
-                on_disk_s += HEARTBEAT_S * (state == "D")
-                used_s = None if cpu_s is None else cpu_s + on_disk_s
-                message = SupervisorHeartbeat(self._rank, state == "T", used_s, incarnation=self._incarnation)
-                self._tell(message)
-                if datagrams is not None:
-                    datagrams.sendto(encode(message))
-                await asyncio.sleep(HEARTBEAT_S)
-        finally:
-            if datagrams is not None:
-                datagrams.close()
+        if self._heartbeats is None and self._control.there is not None:
+            self._heartbeats = await HeartbeatSender.to(self._control.there)
+        while not self._over.done():
+            state, cpu_s = life_of(worker.pid)
+            on_disk_s += HEARTBEAT_S * (state == "D")
+            used_s = None if cpu_s is None else cpu_s + on_disk_s
+            message = SupervisorHeartbeat(self._rank, state == "T", used_s, incarnation=self._incarnation)
+            self._tell(message)
+            if self._heartbeats is not None and self._datagrams is not None:
+                self._heartbeats.send(message, self._datagrams)
+            await asyncio.sleep(HEARTBEAT_S)
 
     def _fence(self) -> None:
         """Kill the worker: whoever goes on does so without it, and it must not wake up."""
@@ -463,7 +478,7 @@ class Supervisor:
                     server = None
                 if server is None:
                     place = Path(folder.path), self._welcome.job_id, folder.token, folder.host
-                    server = await asyncio.to_thread(LogServer, *place, self._warn)
+                    server = await asyncio.to_thread(LogServer, *place, self._secret.read(), self._warn)
                 self._tell(LogsServed(self._rank, server.token, server.address))
         except RecycleError as error:
             self._warn(f"nobody else can have the logs of rank {self._rank}: {error}")
@@ -494,6 +509,7 @@ class Supervisor:
             await self._control.receive(RESUME_S), Welcome
         ):
             return False
+        self._datagrams = self._control.datagrams
         if self._exited is not None and not self._answered.is_set():
             self._tell(self._exited)
         return True
@@ -512,14 +528,17 @@ class Hosted:
         access: OperatorAccess,
         announcer: Announcer,
         exporter: Exporter,
+        secret: SecretFile,
     ) -> None:
         self._coordinator = coordinator
         self._store = store
         self._access = access
         self._announcer = announcer
         self._exporter = exporter
+        self._secret = secret
         self._closing = False
         self._watching = asyncio.create_task(self._watch_store())
+        self._keeping = asyncio.create_task(self._keep_secret())
 
     @classmethod
     async def start(
@@ -530,12 +549,14 @@ class Hosted:
         told: Callable[[Event], None] = lambda event: None,
         stop: int | None = None,
     ) -> Hosted:
-        """Start the coordinator and the store's process; raises BadMaster where the port of ``address`` is taken.
+        """Start the coordinator and the store's process, and make the job's secret.  Raises BadMaster where the port of
+        ``address`` is taken, and NoSecret.
 
         ``told`` gets all events, as the user does; ``stop`` is the process that ends the job at SIGTERM, where it is
         not this one.
         """
-        listener = socket.create_server(("", 0), backlog=4096)
+        file, here = SecretFile.of(environment | {"MASTER_PORT": str(address[1])}), _own_address(address[0])
+        secret, listener = file.make(), socket.create_server((here, 0), backlog=4096)
         announcer = Announcer(stop or os.getpid())
 
         def say(event: Event, now: float) -> None:
@@ -546,15 +567,15 @@ class Hosted:
             exporter.take(event, now)
 
         exporter = Exporter(lambda event: say(event, time.time()))
-        access = OperatorAccess.to(address)
-        coordinator = Coordinator(ranks, listener.getsockname()[1], say, access.token)
+        access = OperatorAccess(address, secret)
+        coordinator = Coordinator(ranks, listener.getsockname()[1], say, secret)
         try:
-            await coordinator.start("0.0.0.0", address[1])
+            await coordinator.start(here, address[1], file.put)
         except OSError as error:
-            raise BadMaster(
-                f"master port {address[1]} cannot be used ({error.strerror}): start the launcher with --master_port "
-                "and a free one"
-            ) from error
+            raise BadMaster(f"master port {address[1]} cannot be used ({error.strerror}): {ANOTHER_PORT}") from error
+        if here == ANYWHERE:
+            text = f"{address[0]} is no address of this host, so coordinator and store listen at all of its addresses"
+            say(Event("warning", text), time.time())
         os.set_inheritable(listener.fileno(), True)
         store = await spawn(
             "recycle_plugin.runtime.processes.store_host",
@@ -563,7 +584,7 @@ class Hosted:
             keep_fd=listener.fileno(),
         )
         listener.close()
-        return cls(coordinator, store, access, announcer, exporter)
+        return cls(coordinator, store, access, announcer, exporter, file)
 
     def connect(self) -> InProcess:
         """A connection to the coordinator from within this process."""
@@ -595,6 +616,8 @@ class Hosted:
             {self._watching}, timeout=STORE_S
         )  # one that was forked from a stopped process is never heard of
         self._watching.cancel()
+        self._keeping.cancel()
+        self._secret.remove()
         folder = self._announcer.folder if self._announcer.wants_report else None
         if folder is not None:
             self._announcer.say(Event("report", f"{folder / 'report.html'} is being written"), time.time())
@@ -603,6 +626,12 @@ class Hosted:
         self._exporter.close()
         if folder is not None:
             _begin_report(folder)
+
+    async def _keep_secret(self) -> None:
+        """Have the secret's file stay where it is, for workers that are still to come."""
+        while await pause(KEEP_S):
+            with suppress(NoSecret):  # as long as nobody comes, nobody misses it
+                self._secret.put()
 
     async def _watch_store(self) -> None:
         """Fail the job where the store's process ends: without it workers could not find each other, and would wait for
@@ -645,6 +674,19 @@ def _resolved(host: str) -> str:
         ) from error
 
 
+def _own_address(master: str) -> str:
+    """The address at which the master's host listens: the one that all others reach, or ANYWHERE where that is none of
+    its own, as behind an address that is translated.
+    """
+    address = _resolved(master)
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return ANYWHERE
+    return address
+
+
 def life_of(pid: int) -> tuple[str, float | None]:
     """The state of a process, a letter as ps has it, and its seconds of CPU time.
 
@@ -682,7 +724,12 @@ def supervise(
         place = await Guarded.take(line)
         if place is None:
             return 1
-        return await Supervisor(command, environment, placement(command), place, joins=joins).run()
+        try:
+            return await Supervisor(command, environment, placement(command), place, joins=joins).run()
+        except NoSecret:  # which is so for all of this host
+            if environment.get("LOCAL_RANK", "0") == "0":
+                raise
+            return 1
 
     return _in_one_line(run)
 
@@ -740,7 +787,7 @@ def _in_one_line(run: Callable[[], Coroutine[None, None, int]]) -> int:
         return asyncio.run(run())
     except asyncio.CancelledError:  # told to end before there was anything to end
         return 1
-    except (BadMaster, ConnectionError) as error:
+    except (BadMaster, NoSecret, ConnectionError) as error:
         print(f"recycle: error: {error}", file=sys.stderr, flush=True)
         return 1
     except NotSeated as found:

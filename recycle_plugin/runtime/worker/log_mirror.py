@@ -17,9 +17,11 @@ from pathlib import Path
 
 from recycle_plugin import folders
 from recycle_plugin.core.messages.from_coordinator import LogsAt
+from recycle_plugin.runtime.authentication.handshake import Port, call
+from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.log import served
 from recycle_plugin.runtime.log.segment import NAME
-from recycle_plugin.runtime.log.served import PIECE_BYTES, Ask, Listed, Listing, Nonsense, Piece, Want
+from recycle_plugin.runtime.log.served import PIECE_BYTES, Ask, Line, Listed, Listing, Nonsense, Piece, Want
 from recycle_plugin.runtime.processes import forked
 
 ANSWER_S = 10.0  # how long who serves may take for an answer
@@ -33,15 +35,17 @@ def mirror_in(folder: Path, rank: int) -> Path:
 
 class Mirror:
     """A mirror in ``folder``, which it makes, and empties of what a process before has left, of the segments of ``run``
-    that are ``at`` others.  It looks for more every ``look_s`` seconds.  Raises NotSaved.
+    that are ``at`` others, who know the job's ``secret``.  It looks for more every ``look_s`` seconds.  Raises
+    NotSaved.
 
     ``moved``: when something has come last, on the monotonic clock.
     """
 
-    def __init__(self, folder: Path, run: str, at: Collection[LogsAt], look_s: float) -> None:
+    def __init__(self, folder: Path, run: str, at: Collection[LogsAt], secret: Secret, look_s: float) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folders.make(folder)
         self.folder, self.moved = folder, time.monotonic()
+        self._secret = secret
         self._run, self._look_s, self._closed = run, look_s, threading.Event()
         self._faults: dict[str, str] = {}  # by token, what is wrong with what is there
         self._connections: dict[str, socket.socket] = {}  # by token
@@ -81,13 +85,15 @@ class Mirror:
         """Fetch all that is there, and what comes, until it is enough.  Raises OSError, EOFError and Nonsense."""
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         with forked.own(socket.create_connection((host, int(port)), ANSWER_S)) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._connections[at.token] = connection
+            line = Line(connection, call(connection, self._secret, Port.LOGS))
+            connection.settimeout(ANSWER_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while not self._closed.is_set():
-                served.say(connection, Ask(self._run, at.token))
-                for listed in sorted(served.hear(connection, Listing).segments, key=_oldest):
+                line.say(Ask(self._run, at.token))
+                for listed in sorted(line.hear(Listing).segments, key=_oldest):
                     if self._is_wanted(at, listed):
-                        self._fetch(connection, listed)
+                        self._fetch(line, listed)
                 self._faults.pop(at.token, None)
                 self._closed.wait(self._look_s)
 
@@ -98,19 +104,19 @@ class Mirror:
             raise Nonsense(f"{listed.name[:80]!r} is no segment's name")
         return int(match[1]) in at.ranks
 
-    def _fetch(self, connection: socket.socket, listed: Listed) -> None:
+    def _fetch(self, line: Line, listed: Listed) -> None:
         """Fetch what a segment has grown by.  Behind a torn record it may have been cut: then all of it comes again."""
         path = self.folder / listed.name
         have = path.stat().st_size if path.exists() else 0
         with path.open("ab" if have <= listed.size else "wb") as file:
             while (have := file.tell()) < listed.size and not self._closed.is_set():
-                served.say(connection, Want(listed.name, have, min(PIECE_BYTES, listed.size - have)))
-                size = served.hear(connection, Piece).size
+                line.say(Want(listed.name, have, min(PIECE_BYTES, listed.size - have)))
+                size = line.hear(Piece).size
                 if size > PIECE_BYTES:
                     raise Nonsense(f"a piece of {size} bytes, and at most {PIECE_BYTES} were wanted")
                 if size <= 0:
                     return  # it was cut, or let go
-                file.write(served.exactly(connection, size))
+                file.write(served.exactly(line.connection, size))
                 file.flush()
                 self.moved = time.monotonic()
 

@@ -131,7 +131,9 @@ class LoggedWork:
         try:
             own = token_of(self.folder, session.job_id)
             if others := [each for each in self.elsewhere if each.token != own]:
-                self._mirror = Mirror(mirror_in(self.folder, session.rank), session.job_id, others, LOOK_S)
+                self._mirror = Mirror(
+                    mirror_in(self.folder, session.rank), session.job_id, others, session.secret, LOOK_S
+                )
         except NotSaved as error:
             raise CantReplay(f"others' logs can't be had: {error}") from error
         return JobLogs(self.folder, session.job_id, LOOK_S, self._mirror)

@@ -43,6 +43,7 @@ from recycle_plugin.core.worker.training_loop import DataEnded, StepProgram
 from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.observability.trace import TraceFile
+from recycle_plugin.runtime.authentication.secret import check_heeded
 from recycle_plugin.runtime.catch_up.transfers import Transfers
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
@@ -120,6 +121,7 @@ class Trainer:
         self._operations = operations = Operations(
             session, self._stage, self._stepping, self.feed.batch, self._applied, framework.beside_sums
         )
+        check_heeded(settings.secret_file, os.environ)
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._log = StageLog(session, framework, settings.log, self.run_dir) if settings.log is not None else None
         first = framework.shard == 0  # which does what one does for a seat

@@ -1,0 +1,81 @@
+"""Datagrams of those whose connection has authenticated: each has a number and a seal, and counts once.
+
+Datagrams are lost, and overtake each other: behind the highest number that has come a window of WINDOW numbers says
+which of them have been there.  Keys are those of a connection's handshake, so that none of before counts.
+"""
+
+from __future__ import annotations
+
+import hmac
+from struct import Struct
+
+from recycle_plugin.runtime.authentication.handshake import SEAL, Stranger
+
+HEAD = Struct(">8sQ")  # whose key it is, and the datagram's number
+WINDOW = 1024
+LONGEST = 1 << 10  # bytes of one
+
+
+def _name(key: bytes) -> bytes:
+    return hmac.digest(key, b"name", "sha256")[:8]
+
+
+class SealedDatagrams:
+    """Makes the datagrams of one connection, whose ``key`` for them is in its Seals."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key, self._name, self._number = key, _name(key), 0
+
+    def sealed(self, message: bytes) -> bytes:
+        """The next datagram, with ``message`` in it."""
+        self._number += 1
+        head = HEAD.pack(self._name, self._number)
+        return head + message + hmac.digest(self.key, head + message, "sha256")[:SEAL]
+
+
+class _Window:
+    """Which numbers have come, from one end."""
+
+    def __init__(self) -> None:
+        self._highest, self._seen = 0, 1  # bit n: the n-th before the highest
+
+    def takes(self, number: int) -> bool:
+        """Whether ``number`` is new, and is not too far behind; from then on it has come."""
+        ahead = number - self._highest
+        if ahead > 0:
+            self._seen = (self._seen << min(ahead, WINDOW) | 1) & ((1 << WINDOW) - 1)
+            self._highest = number
+            return True
+        if -ahead >= WINDOW or self._seen >> -ahead & 1:
+            return False
+        self._seen |= 1 << -ahead
+        return True
+
+
+class DatagramDoor:
+    """Lets the datagrams of known ends in; each end has a ``who``, and the last two keys that were given for it count:
+    what was sent under the one before may still be under way.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[bytes, ...]] = {}  # the last one first
+        self._known: dict[bytes, tuple[int, bytes, _Window]] = {}
+
+    def expect(self, who: int, key: bytes) -> None:
+        """Take the datagrams of ``who`` under ``key`` from now on."""
+        names = (_name(key), *self._names.get(who, ()))
+        self._known[names[0]] = who, key, _Window()
+        for name in names[2:]:
+            del self._known[name]
+        self._names[who] = names[:2]
+
+    def opened(self, data: bytes) -> tuple[int, bytes] | None:
+        """Who has sent it, and its message; None where it was here before, as the network itself may have it.  Raises
+        Stranger where it is nobody's who is known.
+        """
+        name, number = HEAD.unpack_from(data) if HEAD.size + SEAL <= len(data) <= LONGEST else (b"", 0)
+        who, key, window = self._known.get(name, (0, b"", None))
+        body, seal = data[:-SEAL], data[-SEAL:]
+        if window is None or not hmac.compare_digest(hmac.digest(key, body, "sha256")[:SEAL], seal):
+            raise Stranger("a datagram that nobody of this job has sealed")
+        return (who, body[HEAD.size :]) if window.takes(number) else None

@@ -1,0 +1,197 @@
+"""A job's secret, by which its processes know each other, and the file in which it travels.
+
+Rank 0's host makes it.  The file has mode 0600, so that whoever can read it is the job's own user: nothing else has the
+secret, no command line, no environment variable, no log and no message.
+
+On one host the file is in a folder of the user's own, under the master's port.  On several hosts all have to see it,
+and only the user knows where that is.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from recycle_plugin.errors import RecycleError
+
+SETTING = "RECYCLE_SECRET_FILE"  # the environment's variable by which the user says where the file is
+AT = "RECYCLE_SECRET_AT"  # the same, as supervisors tell it to their workers
+OWN = 0o600  # nobody else reads it, or writes it
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+SHORTEST = 32  # characters
+LONGEST = 4096
+KEY_BYTES = 32
+SHARED = "a file in a folder that all hosts share"
+WHERE = (
+    f"set recycle.secret_file, in the config that --deepspeed_config names, or {SETTING} on every host, to {SHARED}; "
+    "the job makes it"
+)
+
+
+class NoSecret(RecycleError):
+    """The job's secret is not there, or is none; the message says what to do."""
+
+
+class NotThere(NoSecret):
+    """There is no file with a secret, or not yet."""
+
+
+class Known(Protocol):
+    """What has a job's secret: a file, or the secret itself."""
+
+    @property
+    def there(self) -> bool:
+        """Whether it can be read by now."""
+
+    def read(self) -> Secret:
+        """The secret.  Raises NotThere, or NoSecret where what is there is none."""
+
+
+class Secret:
+    """A job's secret: what has been ``shared``, a text of at least 32 characters, which goes into files of mode 0600
+    and nowhere else.
+    """
+
+    __slots__ = ("_key", "shared")
+
+    def __init__(self, shared: str) -> None:
+        self.shared = shared
+        self._key = hmac.digest(shared.encode(), b"recycle_plugin: the key of a job", "sha256")
+
+    def derived(self, what: bytes) -> bytes:
+        """The 32 bytes that only those who know the secret can make of ``what``."""
+        return hmac.digest(self._key, what, "sha256")
+
+    there = True
+
+    def read(self) -> Secret:
+        """The secret itself, for who may have to wait for it (Known)."""
+        return self
+
+    def __repr__(self) -> str:
+        return "Secret(…)"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a job's secret is not written down")
+
+
+class SecretFile:
+    """The file at ``path`` that has a job's secret.
+
+    ``given``: the user has named the path, so that what is there already is not this job's to change.
+    """
+
+    def __init__(self, path: Path, given: bool) -> None:
+        self.path, self._given = path.absolute(), given
+        self._secret: Secret | None = None
+        self._made = ""  # what this process has put there
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> SecretFile:
+        """The file of the job whose place ``environment`` describes.  Raises NoSecret where that is on several hosts,
+        and nothing says where the file is.
+        """
+        if named := environment.get(SETTING):
+            return cls(Path(named).expanduser(), True)
+        ranks = int(environment.get("WORLD_SIZE", "1"))
+        if ranks > int(environment.get("LOCAL_SIZE", ranks)):
+            raise NoSecret(f"this job is on several hosts, and its secret would not get to all of them: {WHERE}")
+        return cls.at(int(environment["MASTER_PORT"]))
+
+    @classmethod
+    def at(cls, port: int) -> SecretFile:
+        """The file of a job on this host whose master listens at ``port``, where the user names none."""
+        return cls(Path("/tmp", f"recycle-{os.geteuid()}", f"{socket.gethostname()}-{port}"), False)
+
+    @classmethod
+    def of_worker(cls, environment: Mapping[str, str]) -> SecretFile:
+        """The file that a worker's supervisor names to it."""
+        return cls(Path(environment[AT]), True)
+
+    def make(self) -> Secret:
+        """The secret, which is made anew where the user has not put one there; :meth:`put` writes it.  Raises
+        NoSecret.
+        """
+        if not (self._given and self.there):
+            self._made = secrets.token_hex(KEY_BYTES)
+            self._secret = Secret(self._made)
+        return self.read()
+
+    def put(self) -> None:
+        """Write what was made, and again from time to time: what nobody touches for days is removed from many a
+        system's temporary folder.  Where the user has named no folder, it has to be nobody else's.  Raises NoSecret.
+        """
+        if not self._made:
+            return
+        folder = self.path.parent
+        try:
+            folder.mkdir(mode=0o700, parents=self._given, exist_ok=True)
+            status = folder.lstat()
+            own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS
+            if not (self._given or own):
+                raise NoSecret(f"{folder} is not this user's alone, and the job's secret is to be in it: remove it")
+            write_own(self.path, self._made)
+        except OSError as error:
+            raise NoSecret(f"the job's secret can't be written to {self.path} ({error.strerror}): {WHERE}") from None
+
+    def remove(self) -> None:
+        """Remove the file that :meth:`make` has made: the job is over."""
+        if self._made:
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
+
+    @property
+    def there(self) -> bool:
+        """Whether there is a file.  It may be that of a job before until this one's master listens."""
+        return self._secret is not None or self.path.exists()
+
+    def read(self) -> Secret:
+        """The secret, which is read once.  Raises NotThere, or NoSecret where what is there is none."""
+        if self._secret is None:
+            try:
+                self._secret = Secret(_checked(self.path))
+            except FileNotFoundError:
+                raise NotThere(
+                    f"its secret is not at {self.path}; where this is not the master's host, {WHERE}"
+                ) from None
+            except OSError as error:
+                raise NoSecret(f"the job's secret at {self.path} can't be read ({error.strerror})") from None
+        return self._secret
+
+
+def check_heeded(setting: str | None, environment: Mapping[str, str]) -> None:
+    """Raise NoSecret where the setting ``secret_file`` has come too late for the launcher to heed it."""
+    if setting and SETTING not in environment:
+        raise NoSecret(
+            "recycle.secret_file says where processes find each other's secret, which they had to know before this "
+            "config was there: put it into a file, and name that on the script's command line with "
+            f"--deepspeed_config; or set {SETTING}"
+        )
+
+
+def write_own(path: Path, text: str) -> None:
+    """Write a file that nobody but this user reads, in place of what was there.  Raises OSError."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.unlink(missing_ok=True)
+    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWN), "w") as file:
+        file.write(text)
+    unfinished.replace(path)
+
+
+def _checked(path: Path) -> str:
+    """The text of a file that only its own user can read.  Raises OSError, and NoSecret where it is none."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), errors="replace") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & OTHERS:
+            raise NoSecret(f"{path} can't be the job's secret: it has to be a file of this user's, of mode 0600")
+        text = file.read(LONGEST).strip()
+    if len(text) < SHORTEST:
+        raise NoSecret(f"{path} has {len(text)} characters, and the job's secret has at least {SHORTEST}")
+    return text

@@ -1,0 +1,206 @@
+"""What is to be sent to one peer over TCP (runtime/movers/tcp.py): a queue, and a thread for what can't go at once."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.authentication.handshake import Port, Seal, call
+from recycle_plugin.runtime.authentication.secret import Secret
+from recycle_plugin.runtime.devices.port import Copy
+from recycle_plugin.runtime.movers.wire import LANGUAGE, Header, Sender, end, raw
+from recycle_plugin.runtime.processes import forked
+from recycle_plugin.runtime.processes.accepting import NO_ROOM, PAUSE_S
+
+CONNECT_S = 10.0  # how long a peer's listener may take to be reached
+HELLO_S = 60.0  # how long the peer may take to say who it is: it may be stopped for a while
+
+
+class Identity(NamedTuple):
+    """Who sends: the job's secret, and the sender's own address."""
+
+    secret: Secret
+    address: str
+
+
+class Message(NamedTuple):
+    """One datum to send; its ``tensors`` may still be on their way to host memory, for at most ``timeout_s``
+    seconds.
+    """
+
+    datum: Datum
+    valid_from: int
+    tensors: Copy
+    timeout_s: float
+
+    def parts(self, seal: Seal) -> list[memoryview]:
+        """The pieces of memory that are written to the socket: the header and its ``seal``, and each tensor's bytes."""
+        tensors = self.tensors.wait(self.timeout_s)
+        shapes = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
+        header = LANGUAGE.encode(Header(self.datum, self.valid_from, shapes))
+        return [
+            memoryview(header + seal.of(header)),
+            *(raw(tensor) for tensor in tensors if tensor.numel()),
+        ]
+
+
+class Outbox:
+    """The queue of messages to one peer.
+
+    What the socket does not take at once, or is not in host memory yet, waits for a thread, so that no sender ever
+    does.  A peer that cannot be reached any more is the coordinator's business: what was for it is dropped.
+
+    ``own`` says who sends.  ``tell(address, error)`` is called once when the connection breaks, with what was
+    wrong if that is known; ``emptied`` when nothing waits any more; ``failed`` with the error where something can't be
+    sent.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        own: Identity,
+        tell: Callable[[str, OSError | None], None],
+        emptied: Callable[[], None],
+        failed: Callable[[RecycleError], None],
+    ) -> None:
+        self._address, self._own, self._tell, self._emptied, self._failed = address, own, tell, emptied, failed
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._peer = (host, int(port))
+        self._changed = threading.Condition()
+        self._waiting: deque[Message | list[memoryview]] = deque()  # the latter, of one: what is left of it
+        self._opening: socket.socket | None = None  # a connection that is still to authenticate
+        self._connection: socket.socket | None = None
+        self._seal: Seal  # of what is sent, once there is a connection
+        self.broken = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="recycle: transport", daemon=True)
+        self._thread.start()
+
+    @property
+    def backlog(self) -> bool:
+        """Whether something waits, for a peer that may still take it."""
+        return bool(self._waiting) and not self.broken
+
+    def send(self, message: Message) -> None:
+        """Send a message now as far as the socket takes it, and queue the rest; it never blocks."""
+        with self._changed:
+            rest: Message | list[memoryview] = message
+            if self._connection is not None and not self._waiting and message.tensors.poll():
+                rest = self._send_now(self._parts(message))
+            if rest and not self.broken:
+                self._waiting.append(rest)
+                self._changed.notify()
+
+    def close(self, linger_s: float) -> None:
+        """Close the connection, after what is waiting has gone out if that takes no longer than ``linger_s``
+        seconds.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.wait_for(lambda: self.broken or not self._waiting, linger_s)
+            self._break_off()
+            if self._opening is not None:
+                end(self._opening)
+
+    def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
+        """Write what the socket takes at once; returns what is left."""
+        assert self._connection is not None, "nothing is sent before there is a connection"
+        try:
+            while parts:
+                sent = self._connection.sendmsg(parts, [], socket.MSG_DONTWAIT)
+                while parts and sent >= len(parts[0]):
+                    sent -= len(parts.pop(0))
+                if sent:
+                    parts[0] = parts[0][sent:]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._break_off()
+        return parts
+
+    def _work(self) -> None:
+        """Connect, then send what could not go at once."""
+        try:
+            connection = self._opened()
+        except OSError as error:
+            with self._changed:
+                self._break_off(error)
+            self._emptied()
+            return
+        with connection:
+            with self._changed:
+                self._connection = connection
+            while (waiting := self._next()) is not None:
+                try:
+                    for part in self._parts(waiting):
+                        connection.sendall(part)
+                except OSError:
+                    waiting = None
+                with self._changed:
+                    self._waiting.popleft() if waiting is not None and self._waiting else self._break_off()
+                    self._changed.notify_all()
+                if not self._waiting:
+                    self._emptied()
+
+    def _opened(self) -> socket.socket:
+        """A connection on which both ends know who the other is.  Raises OSError."""
+        connection = self._opening = forked.own(self._connected())
+        try:
+            if self._closing:
+                raise ConnectionAbortedError
+            self._seal = call(connection, self._own.secret, Port.TENSORS, HELLO_S).out
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            hello = LANGUAGE.encode(Sender(self._own.address))
+            connection.sendall(hello + self._seal.of(hello))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _connected(self) -> socket.socket:
+        """A connection to the peer; where there is no room for one here, it is tried again for a while."""
+        deadline = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                return socket.create_connection(self._peer, CONNECT_S)
+            except OSError as error:
+                if error.errno not in NO_ROOM or self._closing or time.monotonic() >= deadline:
+                    raise
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, PAUSE_S)
+
+    def _parts(self, waiting: Message | list[memoryview]) -> list[memoryview]:
+        """The pieces of a message, once it is on the host.
+
+        Where it does not get there, nothing comes behind it, and nobody is told that the peer is at fault.
+        """
+        if not isinstance(waiting, Message):
+            return waiting
+        try:
+            return waiting.parts(self._seal)
+        except Exception as error:  # handed to the thread that trains, whatever it is
+            with self._changed:
+                self._closing = True
+                self._break_off()
+            self._failed(RecycleError(f"{waiting.datum} could not be sent: {error}"))
+            return []
+
+    def _next(self) -> Message | list[memoryview] | None:
+        """What is to be sent next; it stays in the queue meanwhile, so that nothing overtakes it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.broken or self._waiting)
+            return None if self.broken else self._waiting[0]
+
+    def _break_off(self, error: OSError | None = None) -> None:
+        if not self.broken and not self._closing:
+            self._tell(self._address, error)
+        self.broken = True
+        self._waiting.clear()
+        self._changed.notify_all()

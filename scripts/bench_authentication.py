@@ -1,0 +1,134 @@
+#!/usr/bin/env python
+"""What it costs that processes of a job prove to know its secret.
+
+scripts/bench_authentication.py                        # 8 and 256 connections to a coordinator, until each is welcomed
+scripts/bench_authentication.py --connections 1024 --rounds 20
+scripts/bench_step.py change --checkout DIR            # a step, against a checkout from before it
+
+Rounds with handshake and seals alternate with rounds without: there both ends take the same keys at once, and no
+message has a seal.  Everything is in one process, so that the times are of both ends' work and of no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+from unittest.mock import patch
+
+from recycle_plugin.core.messages.from_coordinator import Welcome
+from recycle_plugin.core.messages.from_workers import Hello
+from recycle_plugin.experiments.bench_scripts import script
+from recycle_plugin.runtime.authentication.door import Door
+from recycle_plugin.runtime.authentication.handshake import Seal, Seals
+from recycle_plugin.runtime.authentication.secret import Secret
+from recycle_plugin.runtime.control import connections
+from recycle_plugin.runtime.control.connections import SocketControl, Way, connect
+from recycle_plugin.runtime.control.coordinator import Coordinator
+from recycle_plugin.runtime.processes.descriptors import provide
+
+SECRET = Secret("of a benchmark, which nobody need guess")
+PATIENCE_S = 60.0
+CALLERS = 8  # threads that connect at the same time, each one connection after the other
+
+
+def main(arguments: list[str]) -> int:
+    found = parser().parse_args(arguments)
+    provide(2 * max(found.connections))
+    measured = {count: compared(count, found.rounds) for count in found.connections}
+    for count, times in measured.items():
+        on, off = (median(times[kind]) for kind in ("with", "without"))
+        low, _, high = quantiles(sorted(a / b for a, b in zip(times["with"], times["without"])), n=4)
+        each_us = (on - off) / count * 1e6
+        print(
+            f"{count:>5} connections: {on * 1000:.1f} ms with, {off * 1000:.1f} ms without, "
+            f"{on / off:.2f} times as long (quartiles of the ratios {low:.2f} to {high:.2f}); "
+            f"{each_us:.0f} us each, both ends"
+        )
+    found.out.mkdir(parents=True, exist_ok=True)
+    (found.out / "authentication.json").write_text(json.dumps(measured, indent=1))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--connections", type=int, nargs="+", default=[8, 256], metavar="N")
+    made.add_argument("--rounds", type=int, default=15, help="of each kind")
+    made.add_argument("--out", type=Path, default=Path("runs/bench_authentication"), metavar="DIR")
+    return made
+
+
+def compared(count: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round, after one of each kind that does not count."""
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    for number in range(rounds + 1):
+        for kind, found in times.items():
+            with authenticated(kind == "with"):
+                took = asyncio.run(started(count))
+            if number:
+                found.append(took)
+    return times
+
+
+async def started(count: int) -> float:
+    """Seconds until ``count`` supervisors are welcomed by a coordinator that has just begun to listen."""
+    coordinator = Coordinator(count, 1, lambda event, now: None, SECRET)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    await coordinator.start("127.0.0.1", port)
+    way, loop = Way(("127.0.0.1", port), SECRET), asyncio.get_running_loop()
+    with ThreadPoolExecutor(CALLERS) as callers:
+        began = time.perf_counter()
+        controls = await asyncio.gather(*(loop.run_in_executor(callers, welcomed, way, rank) for rank in range(count)))
+        took = time.perf_counter() - began
+    await coordinator.close()
+    for control in controls:
+        control.close()
+    return took
+
+
+def welcomed(way: Way, rank: int) -> SocketControl:
+    control = connect(way, PATIENCE_S)
+    control.send(Hello(rank, "supervisor", 1, "h"), PATIENCE_S)
+    welcome = control.receive(PATIENCE_S)
+    if not isinstance(welcome, Welcome):
+        raise SystemExit(f"bench_authentication: connection {rank} was not welcomed: {control.broken}")
+    return control
+
+
+class NoSeal(Seal):
+    """Seals that cost nothing, and fit whatever comes."""
+
+    def of(self, message: bytes | bytearray) -> bytes:
+        return bytes(16)
+
+    def fits(self, message: bytes | bytearray, seal: bytes | bytearray) -> bool:
+        return True
+
+
+@contextmanager
+def authenticated(it_is: bool) -> Iterator[None]:
+    """Inside of this context connections authenticate, or do not."""
+    none = Seals(NoSeal(b""), NoSeal(b""), b"")
+
+    async def lets_in(door: Door, connection: socket.socket, peer: tuple) -> Seals:
+        door._proved(connection)
+        return none
+
+    if it_is:
+        yield
+        return
+    with patch.object(Door, "lets_in_loop", lets_in), patch.object(connections, "call", lambda *given: none):
+        yield
+
+
+if __name__ == "__main__":
+    script(main)

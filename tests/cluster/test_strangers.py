@@ -1,0 +1,189 @@
+"""Somebody on the network who does not know a job's secret, and everything that the job's own words could be used for.
+
+The frames are those of a process of the job, said to the ports at which it listens, while it trains.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recycle_plugin.core.messages.encoding import HEAD, encode
+from recycle_plugin.core.messages.from_operators import AskLeave
+from recycle_plugin.core.messages.from_workers import Exited, Hello, Leaving, SupervisorHeartbeat, Terminate
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.runtime.authentication.secret import SecretFile
+from recycle_plugin.runtime.movers.wire import LANGUAGE, Header, Sender
+from tests.support.cluster import Run
+from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training, hold
+
+PATIENCE_S = 20.0
+JUNK = 300 << 20  # bytes
+WORKER, SUPERVISOR = Hello(2, "worker", 4711, "elsewhere"), Hello(2, "supervisor", 4711, "elsewhere")
+CONTROL: dict[str, bytes] = {
+    "a Hello": encode(WORKER),
+    "the end of a worker": encode(WORKER) + encode(Exited(0, -9, 0.0)) + encode(Exited(3, -9, 0.0)),
+    "a supervisor, and the end of its worker": encode(SUPERVISOR) + encode(Exited(2, -9, 0.0)),
+    "a wrong type": encode(WORKER) + encode(SupervisorHeartbeat(2, "no flag")),  # type: ignore[arg-type]
+    "a rank that there is not": encode(Hello(99, "worker", 1, "elsewhere")),
+    "an operator": encode(Hello(-1, "operator", 1, "elsewhere")) + encode(AskLeave("0.1")),
+    "a planned leave": encode(WORKER) + encode(Leaving(0, "I say so")),
+    "the job's end": encode(SUPERVISOR) + encode(Terminate(2, "I say so", "elsewhere")),
+    "another protocol": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+}
+
+
+def told(port: int, said: bytes, host: str = "127.0.0.1", patience_s: float = PATIENCE_S) -> bytes:
+    """What a port answers to ``said``, until it hangs up or takes no more."""
+    answer = b""
+    with socket.create_connection((host, port), PATIENCE_S) as stranger, suppress(ConnectionError):
+        stranger.settimeout(patience_s)
+        stranger.sendall(said)
+        try:
+            stranger.shutdown(socket.SHUT_WR)
+        except OSError as gone:  # it has been hung up on already
+            if gone.errno != errno.ENOTCONN:
+                raise
+        while came := stranger.recv(1 << 16):
+            answer += came
+    return answer
+
+
+def say(host: str, port: int, said: bytes) -> None:
+    """The same to a port that may be Gloo's, which does not hang up."""
+    with suppress(TimeoutError, OSError):
+        told(port, said, host, patience_s=2.0)
+
+
+def listeners(pid: int) -> Iterator[tuple[str, int]]:
+    for each in psutil.Process(pid).net_connections("tcp"):
+        if each.status == psutil.CONN_LISTEN:
+            yield each.laddr.ip, each.laddr.port
+
+
+def forged(step: int) -> bytes:
+    """Activations of every micro-batch of a step, of the right shape, that nobody has computed."""
+    data = [Datum("act", 0, MicroBatch(replica, index), step) for replica in (0, 1) for index in (0, 1)]
+    tensor = struct.pack("<512f", *[1e3] * 512)
+    heads = [LANGUAGE.encode(Header(datum, 1 << 40, (("float32", (1, 32, 16)),))) for datum in data]
+    return LANGUAGE.encode(Sender("tcp://10.0.0.1:1")) + b"".join(head + tensor for head in heads)
+
+
+def junk() -> bytes:
+    """A large tensor for a step that is far away."""
+    datum = Datum("act", 0, MicroBatch(0, 0), 1 << 20)
+    head = LANGUAGE.encode(Header(datum, 0, (("uint8", (JUNK,)),)))
+    return LANGUAGE.encode(Sender("tcp://10.0.0.1:1")) + head + bytes(JUNK)
+
+
+def held_bytes(run: Run) -> int:
+    return sum(psutil.Process(pid).memory_info().rss for pid in run.pids().values())
+
+
+@pytest.fixture
+def attacked(launch, reference, tmp_path) -> Callable[[Callable[[Run], None]], Run]:
+    """Lets a job that trains meet an attack; it has to train what it trains alone, to the bit."""
+
+    def meet(attack: Callable[[Run], None]) -> Run:
+        run = launch("recycle.progress_timeout_s=100", script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(hold(tmp_path)))
+        after_step(run, 2)
+        attack(run)
+        (tmp_path / "go").touch()
+        result = run.finish()
+        assert_same_training(result, reference())
+        assert result.losses == reference().losses
+        assert "Traceback" not in result.output and "never retrieved" not in result.output, result.output[-6000:]
+        kinds = {event["event"] for event in result.events}
+        assert not kinds & {"late", "suspected", "leaving", "terminate", "operator", "spare", "error"}, kinds
+        return run
+
+    return meet
+
+
+@pytest.mark.plain_too(deepspeed=False)
+def test_nobody_at_the_coordinators_port_is_believed(attacked):
+    def attack(run: Run) -> None:
+        for said in CONTROL.values():
+            assert told(run.port, said) == b""
+        with socket.socket(type=socket.SOCK_DGRAM) as stranger:
+            for rank in range(4):
+                beat = encode(SupervisorHeartbeat(rank, True, 0.0))
+                for said in (beat, bytes(16) + beat + bytes(16)):
+                    stranger.sendto(said, ("127.0.0.1", run.port))
+
+    run = attacked(attack)
+    told_of = [event for event in run.events() if event["event"] == "stranger"]
+    assert [event["count"] for event in told_of] == [1, 10] and {event["address"] for event in told_of} == {"127.0.0.1"}
+    assert told_of[0]["text"].startswith("at the coordinator what comes from 127.0.0.1:")
+
+
+@pytest.mark.plain_too(deepspeed=False)
+def test_no_strangers_tensor_is_trained_on_or_kept(attacked):
+    """Neither one of the next step nor one of a step that is far away; all that listens in a worker is tried."""
+
+    def attack(run: Run) -> None:
+        before = held_bytes(run)
+        ports = [place for pid in run.pids().values() for place in listeners(pid)]
+        assert len(ports) >= 4
+        for host, port in ports:
+            for step in (STEPS - 2, STEPS - 1, STEPS):
+                say(host, port, forged(step))
+        for host, port in ports:
+            say(host, port, junk())
+        assert held_bytes(run) - before < JUNK / 10
+
+    run = attacked(attack)
+    told_of = [event["text"] for event in run.events() if event["event"] == "stranger"]
+    assert {text.partition(" what comes")[0] for text in told_of} == {f"at worker {rank}" for rank in range(4)}
+
+
+@pytest.mark.plain_too(deepspeed=False)
+def test_random_bytes_at_what_is_torchs_end_no_worker(attacked):
+    """The store and Gloo know nobody: what is said there must not end or hang anybody."""
+
+    def attack(run: Run) -> None:
+        for host, port in [*listeners(run.store_pid()), *(p for pid in run.pids().values() for p in listeners(pid))]:
+            for said in (os.urandom(400), bytes(64), b"\xff" * 64, HEAD.pack(b"RP", 0, 0)):
+                with socket.create_connection((host, port), PATIENCE_S) as stranger, suppress(ConnectionError):
+                    stranger.sendall(said)
+
+    attacked(attack)
+
+
+@pytest.mark.plain_too(deepspeed=False)
+def test_the_secret_is_in_files_of_its_users_and_nowhere_else(attacked, tmp_path):
+    found: dict[str, str] = {}
+
+    def attack(run: Run) -> None:
+        file = SecretFile.at(run.port)
+        found["secret"], found["path"] = file.path.read_text(), str(file.path)
+        assert file.path.stat().st_mode & 0o777 == 0o600 and file.path.parent.stat().st_mode & 0o777 == 0o700
+        own = run.folder / "operator.json"
+        assert found["secret"] in own.read_text() and own.stat().st_mode & 0o777 == 0o600
+        told(run.port, encode(WORKER))
+        processes = [psutil.Process(run.launcher.pid), *map(psutil.Process, run.forked())]
+        assert len(processes) >= 6
+        for process in processes:
+            for what in ("cmdline", "environ"):
+                assert found["secret"].encode() not in Path(f"/proc/{process.pid}/{what}").read_bytes()
+        for host, port in listeners(run.launcher.pid):
+            assert host == "127.0.0.1" and port
+        for pid in (*run.pids().values(), run.store_pid()):
+            assert {host for host, _ in listeners(pid)} == {"127.0.0.1"}
+
+    run = attacked(attack)
+    assert not Path(found["path"]).exists() and not (run.folder / "operator.json").exists()
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert any(path.name == "events.jsonl" for path in files)
+    for path in files:
+        assert found["secret"].encode() not in path.read_bytes(), path

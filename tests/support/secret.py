@@ -1,0 +1,43 @@
+"""The secret of the jobs that tests play themselves, and how they prove to know it."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+from recycle_plugin.runtime.authentication.handshake import HANDSHAKE_S, Port, Seals, answer, call
+from recycle_plugin.runtime.authentication.secret import Secret, write_own
+from recycle_plugin.runtime.control.connections import Way
+
+SHARED = "a secret that all tests know, and nobody else"
+SECRET = Secret(SHARED)
+PATIENCE_S = 30.0
+
+
+def way(address: tuple[str, int]) -> Way:
+    return Way(tuple(address[:2]), SECRET)
+
+
+def written(path) -> str:
+    """The path of a file that has it, as processes are told of."""
+    write_own(path, SHARED)
+    return str(path)
+
+
+def called(address: tuple[str, int] | str, port: Port) -> tuple[socket.socket, Seals]:
+    """A connection to a port of a job, on which both ends have authenticated."""
+    if isinstance(address, str):
+        host, _, number = address.removeprefix("tcp://").rpartition(":")
+        address = host, int(number)
+    connection = socket.create_connection(address, PATIENCE_S)
+    seals = call(connection, SECRET, port)
+    connection.settimeout(PATIENCE_S)
+    return connection, seals
+
+
+def answered(connection: socket.socket, port: Port, timeout_s: float = HANDSHAKE_S) -> Seals:
+    """The seals of a connection to a port that the test plays."""
+    seals = answer(connection, SECRET, port, timeout_s)
+    with suppress(OSError):
+        connection.settimeout(PATIENCE_S)
+    return seals
