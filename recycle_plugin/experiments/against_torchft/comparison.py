@@ -88,7 +88,7 @@ def deadline_s(folder: Path) -> float | None:
 
 
 def medians(rounds: Sequence[Mapping]) -> dict[str, float | str | None]:
-    """Of each figure the median of the rounds that have it; of an outcome how often it was which."""
+    """The median of each figure over the rounds that have it; of an outcome how often it was so."""
     found: dict[str, float | str | None] = {}
     for name in rounds[0]:
         values = [value for each in rounds if (value := each[name]) is not None]
