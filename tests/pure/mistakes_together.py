@@ -32,15 +32,6 @@ class Crossed(Mixed):
         return self._roster.peers(stage, 1 - shard)
 
 
-@mistake("half a seat is admitted")
-def half_a_seat(monkeypatch) -> None:
-    monkeypatch.setattr(Joining, "_whole", lambda self, newcomers: list(newcomers))
-    joining = lambda self, seat: any(member.joining for member in self.group(seat))
-    monkeypatch.setattr(
-        Roster, "working", property(lambda self: frozenset(seat for seat in self.seats if not joining(self, seat)))
-    )
-
-
 @mistake("hashes of all shards of a stage are compared with each other")
 def hashes_of_all_shards(monkeypatch) -> None:
     compare, mismatches, add_hash = Joining._compare, Joining.mismatches, Joining.add_hash
