@@ -46,6 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--soak", type=float, default=0, metavar="MINUTES", help="go on losing workers for that long (default: one job)"
     )
     parser.addoption(
+        "--fuzz-seconds",
+        type=int,
+        default=20,
+        metavar="N",
+        help="say made-up bytes to a job's ports for that long (default 20; for a real search 600)",
+    )
+    parser.addoption(
         "--models",
         type=int,
         default=100,

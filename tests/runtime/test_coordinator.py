@@ -350,3 +350,39 @@ def test_a_supervisor_that_comes_again_takes_its_place():
             await asyncio.wait_for(coordinator.all_gone(0.0), PATIENCE_S)
 
     asyncio.run(play())
+
+
+def test_nobody_says_what_is_anothers_to_say_though_it_knows_the_secret():
+    """Neither a worker of others, or what supervisors say, nor a supervisor of other ranks' workers; it is counted, and
+    what is one's own to say still counts.
+    """
+    said = []
+    exited = Exited(2, -9, 0.0)
+    of_others = [Left(2, planned=True), Left(1, incarnation=1), Stepped(2, 0, 1), exited, Exited(1, -9, 0.0)]
+    of_others += [Ready(member(2), 0, job()), Terminate(1, "I say so")]
+
+    async def play() -> None:
+        async with four_workers(said) as (coordinator, workers):
+            supervisors = [Player(coordinator, rank, "supervisor") for rank in (1, 2)]
+            for supervisor in supervisors:
+                await supervisor.hear(Welcome)
+            for message in of_others:
+                workers[1].send(message)
+            for message in (exited, Terminate(2, "I say so"), Left(1)):
+                supervisors[0].send(message)
+            while counted(said) != 10:
+                await asyncio.sleep(0.01)
+            assert not {event.kind for event in said} & {"lost", "leaving", "left", "terminate", "end", "late"}
+            supervisors[1].send(exited)
+            workers[2].close()
+            assert 2 not in [each.rank for each in (await workers[0].hear(Generation)).members]
+            for supervisor in supervisors:
+                supervisor.close()
+
+    asyncio.run(asyncio.wait_for(play(), 3 * PATIENCE_S))
+    first = next(event for event in said if event.kind == "stranger")
+    assert "the worker of rank 1 says what is another's to say, Left(rank=2" in first.text
+
+
+def counted(said: list) -> int:
+    return max((event.details["count"] for event in said if event.kind == "stranger"), default=0)

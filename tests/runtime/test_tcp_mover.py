@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recycle_plugin.core.messages.encoding import HEAD
-from recycle_plugin.core.messages.from_coordinator import Generation
+from recycle_plugin.core.messages.from_coordinator import Committed, Generation
 from recycle_plugin.core.messages.from_workers import Missing, Note
+from recycle_plugin.core.vocabulary.commit_rule import AHEAD
 from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member
@@ -288,3 +290,27 @@ def test_whatever_bytes_come_the_next_connection_is_heard(pair, coordinator, mon
     assert Inbox(receiver).wait(act(1))[0].item() == 1
     (note,) = coordinator.hear(Note)
     assert note.text.startswith("at worker 1 a worker of this job, at peer:1, says what can't be understood: ")
+
+
+def test_what_is_for_a_step_that_nobody_can_have_come_to_is_refused_before_there_is_room_for_it(pair, coordinator):
+    """... and that is said once.  What is committed moves the bound on."""
+    receiver = pair[1]
+    host, _, port = receiver.address.removeprefix("tcp://").rpartition(":")
+
+    def hears(step: int) -> bool:
+        """Whether what a peer sends for ``step`` arrives; else it is hung up on."""
+        with socket.create_connection((host, int(port)), 30) as peer:
+            head = Header(act(0, step), 0, (("uint8", (3,)),))
+            peer.sendall(said(call(peer, SECRET, Port.TENSORS), Sender("tcp://peer:1"), head) + bytes(3))
+            peer.shutdown(socket.SHUT_WR)
+            peer.settimeout(30)
+            with suppress(ConnectionResetError):  # it has not read all
+                assert peer.recv(1) == b""
+        return [datum for datum, *_ in receiver.arrivals()] == [act(0, step)]
+
+    assert hears(AHEAD) and not hears(AHEAD + 1) and not hears(1 << 40)
+    coordinator.tell(Committed(7))
+    receiver._session.wait("the commit", lambda: receiver._session.committed == 7 or None)
+    assert hears(7 + AHEAD) and not hears(8 + AHEAD)
+    (note,) = coordinator.hear(Note)
+    assert note.text.endswith(f"{act(0, AHEAD + 1)}, while step 0 is the last one committed")

@@ -23,6 +23,15 @@ def unstarted(committed: int) -> int:
     return committed + AHEAD
 
 
+def is_reached(step: int, committed: int) -> bool:
+    """Whether a peer may have something of ``step`` for a worker that knows ``committed`` to be committed.
+
+    Who starts step c+3 has applied c+2, and knew c+1 to be committed; so the other one has applied that, and knew c to
+    be committed.
+    """
+    return step <= committed + AHEAD
+
+
 class StepMachine:
     """The step counts of one worker: ``stepped`` steps are applied here, and ``committed`` steps stay for good."""
 

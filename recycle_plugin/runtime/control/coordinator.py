@@ -32,6 +32,7 @@ from recycle_plugin.core.messages.from_coordinator import (
     Over,
     Placed,
     Refused,
+    Restart,
     RunFolder,
     Seated,
     Welcome,
@@ -48,6 +49,7 @@ from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.control.connections import Control, InProcess
 from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.in_loop import InLoop
+from recycle_plugin.runtime.control.speakers import Speakers
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatListener
 
 LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
@@ -85,6 +87,7 @@ class Coordinator:
         self._supervised: dict[
             int, tuple[str, int]
         ] = {}  # by rank: host and process of the supervisor that its worker is started by
+        self._speakers = Speakers(self._supervised)
         self._former: dict[
             tuple[int, str, int], InLoop | None
         ] = {}  # by rank, host and process: supervisors whose rank was given away, and that wait for the job's end
@@ -209,7 +212,7 @@ class Coordinator:
         worker = self._greet(hello, control)
         if self._membership.ended is not None:  # it comes too late: the job has ended meanwhile
             control.send(self._membership.ended)
-        await self._hear(hello, control)
+        await self._hear(hello, control, worker)
         self._workers.pop(worker, None)
         self._worker_closed(worker)
 
@@ -221,9 +224,11 @@ class Coordinator:
         if self._last_word is not None:
             control.send(self._last_word)
         who = hello.rank, hello.host, hello.pid
+        known = self._supervised.setdefault(hello.rank, who[1:])
+        self._speakers.comes(hello.rank)
         if who in self._former:
             await self._keep_former(who, hello, control)
-        elif self._supervised.setdefault(hello.rank, who[1:]) != who[1:]:
+        elif known != who[1:]:
             control.send(
                 Over(1)
             )  # of a launcher that was started twice, whose worker is turned away: it knows nothing of the first one's
@@ -324,12 +329,19 @@ class Coordinator:
         self._act(turned_away)
         return worker
 
-    async def _hear(self, hello: Hello, control: InLoop) -> None:
-        """Take all messages until the connection is broken."""
+    async def _hear(self, hello: Hello, control: InLoop, worker: WorkerId | None = None) -> None:
+        """Take all messages until the connection is broken, but those that are another's to say; from ``worker``, or
+        from a supervisor.
+        """
         try:
             while (message := await control.receive(LISTEN_S)) is not None or control.broken is None:
-                if message is not None:
+                if message is None:
+                    continue
+                if self._speakers.may_say(hello, worker, message):
                     self._take(message)
+                else:
+                    why = f"the {hello.role} of {named(hello.rank)} says what is another's to say, {str(message)[:80]}"
+                    self._door.refuses(control.there or ("this process", 0), why)
         except Exception as error:
             self.fail(f"the coordinator met an error of its own ({error!r})")
             raise
@@ -428,6 +440,8 @@ class Coordinator:
             control.send(frame)
         if isinstance(whom, Joiner) and isinstance(message, Seated):
             self._seat(whom.number, message.rank)
+        if isinstance(message, Restart):
+            self._speakers.starts(message.worker)
         if isinstance(message, Over):
             self._last_word = message
             self._over.set()

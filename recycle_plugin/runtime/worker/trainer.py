@@ -606,6 +606,8 @@ class Trainer:
         if self._asked:
             return
         self._asked, session, log = True, self._session, self._log
+        if self._newcomer is None:  # of whom the others are told, and it of them
+            session.rewind(self.step)
         address, shard = self._transport.address, self._framework.shard
         member = Member(session.rank, self.seat, address, session.host, session.incarnation, shard)
         session.heartbeats.start(lease_s(self._settings.deadlines))
