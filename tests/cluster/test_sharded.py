@@ -225,6 +225,15 @@ def test_no_sample_is_trained_twice_where_scripts_skip_by_the_data_cursor(start,
     assert len(trained) == len(set(trained)) == RANKS * 2 * (LONG + 20)
 
 
+def test_the_data_cursor_is_known_where_all_who_are_left_have_come_back_themselves(start):
+    """The others have the sum of the step in which the second replica is lost."""
+    faults = ["kill 0.0 after 0REDUCE@25"]
+    result = start(stage=1, kills=[[2, 7, "backward"]], faults=faults, held=[HELD, 28], steps=LONG + 20)
+    ended_well(result)
+    assert {each["rank"] for each in result.of("rejoined")} == set(range(RANKS))
+    assert {rank: result.records[rank]["cursor"] >= 24 * 2 for rank in (0, 1)} == {0: True, 1: True}
+
+
 def test_scripts_that_all_end_in_the_middle_of_a_step_end_the_job_as_in_stock(start):
     result = start(stage=3, stops=dict.fromkeys(map(str, range(RANKS)), 7))
     assert result.code == 0 and not result.of("error") + result.of("warning"), result.output[-6000:]

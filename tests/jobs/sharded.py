@@ -225,7 +225,7 @@ def main() -> None:
     losses: list[float] = []
     times = [time.monotonic()]
     of_step: list[int] = []
-    draws = engine.data_cursor if job["replicas"] else first * job["accumulation"]
+    draws = cursor = engine.data_cursor if job["replicas"] else first * job["accumulation"]
     global calls
     while engine.global_steps < job["steps"]:
         if engine.global_steps + 1 in job["held"] and not of_step:
@@ -271,6 +271,7 @@ def main() -> None:
         "losses": losses,
         "used": used,
         "first": first,
+        "cursor": cursor,
         "met": met,
         "weights": weights(engine),
         "surprises": surprises,

@@ -68,6 +68,13 @@ class PushedWorker(Worker):
 
     script: Script
 
+    @property
+    def places(self) -> dict[str, Place]:
+        """Nothing: no plain iterator is read, whose place would have to be found out after a loss; what was said of the
+        last step that was applied stays.
+        """
+        return {}
+
     def place_behind(self, step: int) -> Place:
         """The place in this seat's data behind ``step``, the last one that is applied."""
         return Place(read=self.script.given)
