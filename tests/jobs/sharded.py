@@ -204,6 +204,25 @@ def refusing() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def set_rates(engine) -> None:
+    """Set the rates of the next step."""
+    step = engine.global_steps + 1
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 1e-2 / step * job["factors"].get(str(step), 1.0)
+
+
+def between_steps(engine, dtype: torch.dtype, draws: int) -> None:
+    """Do what the job is to do behind a step that was applied, with so many micro-batches drawn."""
+    if job["averages"]:
+        engine.eval()
+        with torch.no_grad():
+            recycle_plugin.mean(engine(*(each.to(engine.device, dtype) for each in sample(0))), None)
+        engine.train()
+    if engine.global_steps in job["saves"]:
+        with refusing() if job["refuse"] else nullcontext():
+            engine.save_checkpoint(str(FOLDER / "saved"), client_state={"drawn": draws})
+
+
 def main() -> None:
     torch.manual_seed(5)
     dist.all_gather_into_tensor = dying(dist.all_gather_into_tensor)
@@ -237,8 +256,7 @@ def main() -> None:
         else:
             number = given[str(engine.global_steps + 1)][str(RANK)][len(of_step)]
         if job["rates"] == "script" and not of_step:
-            for group in engine.optimizer.param_groups:
-                group["lr"] = 1e-2 / (1 + engine.global_steps) * job["factors"].get(str(engine.global_steps + 1), 1.0)
+            set_rates(engine)
         calls += 1
         before = engine.global_steps
         loss = engine(*(each.to(engine.device, dtype) for each in sample(number)))
@@ -253,15 +271,8 @@ def main() -> None:
         boundary = engine.is_gradient_accumulation_boundary()
         engine.step()
         surprises += boundary != (engine.global_steps > before)
-        if engine.global_steps > before and job["averages"]:
-            engine.eval()
-            with torch.no_grad():
-                recycle_plugin.mean(engine(*(each.to(engine.device, dtype) for each in sample(0))), None)
-            engine.train()
-        if engine.global_steps > before and engine.global_steps in job["saves"]:
-            with refusing() if job["refuse"] else nullcontext():
-                engine.save_checkpoint(str(FOLDER / "saved"), client_state={"drawn": draws})
         if engine.global_steps > before:
+            between_steps(engine, dtype, draws)
             used[engine.global_steps], of_step = of_step, []
             times.append(time.monotonic())
     record = {
