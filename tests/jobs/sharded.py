@@ -242,7 +242,6 @@ def main() -> None:
     surprises = 0
     used: dict[int, list[int]] = {}
     losses: list[float] = []
-    times = [time.monotonic()]
     of_step: list[int] = []
     draws = cursor = engine.data_cursor if job["replicas"] else first * job["accumulation"]
     global calls
@@ -274,7 +273,6 @@ def main() -> None:
         if engine.global_steps > before:
             between_steps(engine, dtype, draws)
             used[engine.global_steps], of_step = of_step, []
-            times.append(time.monotonic())
     record = {
         "rank": RANK,
         "pid": os.getpid(),
@@ -286,7 +284,6 @@ def main() -> None:
         "met": met,
         "weights": weights(engine),
         "surprises": surprises,
-        "times": times,
         "steps": engine.global_steps,
     }
     (FOLDER / "losses").mkdir(exist_ok=True, parents=True)
