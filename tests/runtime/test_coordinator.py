@@ -19,6 +19,7 @@ from recycle_plugin.core.messages.from_coordinator import (
     Generation,
     Lease,
     Over,
+    Restart,
     Resume,
     RunFolder,
     Welcome,
@@ -33,6 +34,7 @@ from recycle_plugin.core.messages.from_workers import (
     SupervisorHeartbeat,
     SurvivorReport,
     Terminate,
+    Through,
 )
 from recycle_plugin.runtime.authentication.handshake import Port, Stranger, call
 from recycle_plugin.runtime.authentication.secret import Secret
@@ -40,6 +42,7 @@ from recycle_plugin.runtime.control.connections import SocketControl, Way, conne
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.processes.accepting import PAUSE_S
+from tests.pure.test_replay import logging
 from tests.support.descriptors import none_left
 from tests.support.membership import job, member
 from tests.support.secret import SECRET, way
@@ -98,6 +101,12 @@ async def four_workers(said: list):
 
 def address_of(coordinator: Coordinator) -> tuple[str, int]:
     return coordinator._entrance._listener.getsockname()
+
+
+async def heard(kind: str, said: list) -> None:
+    """Returns once the coordinator has said such an event."""
+    while all(event.kind != kind for event in said):
+        await asyncio.sleep(0)
 
 
 def warnings(said: list) -> list[str]:
@@ -348,6 +357,39 @@ def test_a_supervisor_that_comes_again_takes_its_place():
             for each in (other, second, third):
                 each.close()
             await asyncio.wait_for(coordinator.all_gone(0.0), PATIENCE_S)
+
+    asyncio.run(play())
+
+
+def test_it_stays_for_a_supervisor_that_may_start_another_in_the_place_of_a_lost_worker():
+    """Between the break of a worker's connection and the word of its end nobody knows whether it can be reached, and
+    the others, among them rank 0's supervisor, may have gone.
+    """
+    said = []
+
+    async def play() -> None:
+        async with four_workers(said) as (coordinator, workers):
+            coordinator._membership = logging()  # of such a job, in which a stage that nobody holds is replayed
+            supervisors = [Player(coordinator, rank, "supervisor") for rank in range(4)]
+            for rank, supervisor in enumerate(supervisors):
+                await supervisor.hear(Welcome)
+                if rank < 2:
+                    workers[rank].send(Through(rank))
+                    workers[rank].send(Left(rank, 0, step=2))
+                if rank < 3:
+                    workers[rank].close()
+                    supervisor.send(Exited(rank, -9 * (rank == 2), 0.0))
+                    await supervisor.hear(Lease)
+                    supervisor.close()
+            gone = asyncio.create_task(coordinator.all_gone(PATIENCE_S))
+            workers[3].close()
+            await asyncio.wait_for(heard("recovery", said), PATIENCE_S)
+            supervisors[3].send(Exited(3, -9, 0.0))
+            assert (await supervisors[3].hear(Restart, Over)).rank == 3
+            assert not gone.done()
+            coordinator.fail("it has to end")
+            supervisors[3].close()
+            await asyncio.wait_for(gone, PATIENCE_S)
 
     asyncio.run(play())
 

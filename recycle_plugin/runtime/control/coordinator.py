@@ -386,12 +386,13 @@ class Coordinator:
     @property
     def _awaited(self) -> set[int]:
         """Ranks whose supervisors are still to say goodbye: also one that was killed, whose worker runs, since another
-        takes its place; and those of which it is still to be found out whether the worker has left or was lost.
+        takes its place; and those of which it is still to be found out whether the worker has left or was lost.  A lost
+        worker that can't be reached is awaited for as long as the job may need another in its place.
         """
         killed = (self._supervised.keys() & self._come) - self._ended - self._membership.empty
         asked = {worker.rank for worker in self._exits}
         former = {who[0] for who, control in self._former.items() if control is not None}
-        gone = {worker.rank for worker in self._membership.unreachable}
+        gone = {worker.rank for worker in self._membership.unreachable} if self._over.is_set() else set()
         return (self._supervisors.keys() | killed | asked | former) - gone
 
     def _see_who_is_gone(self) -> None:
@@ -445,6 +446,7 @@ class Coordinator:
         if isinstance(message, Over):
             self._last_word = message
             self._over.set()
+            self._see_who_is_gone()
 
     def _controls(self, whom: Whom) -> list[InLoop]:
         if whom == SUPERVISORS:
