@@ -45,6 +45,14 @@ def rejected(result) -> list[int]:
     return [event["step"] for event in result.of("rejected")]
 
 
+def to_reject(result) -> int:
+    """A step that is rejected behind one that is not: whose rejection finds nobody at a gate of :func:`late_norm`, which
+    waits for a step that a rejection on its way keeps from beginning.
+    """
+    steps = rejected(result)
+    return next(step for step in steps if 1 < step < STEPS and step - 1 not in steps)
+
+
 def test_without_a_failure_it_is_bit_for_bit_what_waiting_gives(reference, clipped, validate):
     result, waited = reference(*validate), reference(*clipped)
     assert 0 < len(rejected(result)) < STEPS, "the limit has to divide the steps"
@@ -67,7 +75,7 @@ def late_norm(folder, step: int) -> dict:
 
 @pytest.mark.parametrize("undo", ("snapshot", "host_snapshot", "inverse"))
 def test_what_was_computed_with_rejected_weights_counts_nowhere(launch, reference, clipped, validate, tmp_path, undo):
-    step = rejected(reference(*validate))[1]
+    step = to_reject(reference(*validate))
     wrap = json.dumps(late_norm(tmp_path, step))
     result = launch(
         *validate, f"recycle.undo={undo}", "recycle.trace=true", script=WRAPPED, RECYCLE_TEST_WRAP=wrap
@@ -77,7 +85,7 @@ def test_what_was_computed_with_rejected_weights_counts_nowhere(launch, referenc
 
 
 def test_it_would_show(launch, reference, clipped, validate, tmp_path):
-    step = rejected(reference(*validate))[1]
+    step = to_reject(reference(*validate))
     wrap = json.dumps(late_norm(tmp_path, step) | {"name": "keep_rejected"})
     result = launch(*validate, script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
     assert difference(result, reference(*clipped)).exceeds(10)
@@ -97,9 +105,10 @@ def test_it_would_show(launch, reference, clipped, validate, tmp_path):
     ),
 )
 def test_a_failure_around_a_rejection(launch, reference, clipped, validate, tmp_path, kill):
-    steps = rejected(reference(*validate))
-    step = steps[1]
-    fault = kill.format(step=step, next=step + 1, recovery=3)  # the start, the first rejection, this one
+    fault_free = reference(*validate)
+    step = to_reject(fault_free)
+    recovery = rejected(fault_free).index(step) + 2  # the start is the first, then each rejection
+    fault = kill.format(step=step, next=step + 1, recovery=recovery)
     wrap = json.dumps(late_norm(tmp_path, step)) if "after 0F" in kill else ""
     more = {"script": WRAPPED, "RECYCLE_TEST_WRAP": wrap} if wrap else {}
     result = launch(*validate, faults(fault), **more).finish()
