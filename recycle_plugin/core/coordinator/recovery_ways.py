@@ -283,7 +283,8 @@ def _back(course: Course, stages: Sequence[int], why: str) -> tuple[Way, Way]:
     """The ways that begin at a checkpoint: of ``stages``, unless there is a ``why`` not, and of everybody."""
     behind = course.logs.behind(course.committed)
     if behind is None:
-        return no("replay", why), no("reload", "no checkpoint is known to be durable")
+        kept = "of the last checkpoint nobody has noted how far it is behind, which jobs with a log do"
+        return no("replay", why), no("reload", kept if course.ending.checkpoint else "no checkpoint was saved")
     times, sharing = times_of(course), sharing_of(course, stages)
     step = step_of(times.work, groups(stages), sharing)
     return replay(times, step, behind, sharing.helpers, why), reload(times, behind)

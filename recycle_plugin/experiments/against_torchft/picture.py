@@ -13,9 +13,9 @@ PANELS = (
     ("kill", "stall_s", "SIGKILL: healthy peers stall, s"),
     ("term", "stall_s", "SIGTERM: healthy peers stall, s"),
     ("stop", "stall_s", "SIGSTOP: healthy peers stall, s"),
-    ("kill", "join_s", "ready to train until it contributes, s"),
-    ("kill", "joining_worst", "longest healthy step while another joins, in usual ones"),
-    (FAULT_FREE, "overhead_s", "added to each step without a fault, s"),
+    ("kill", "join_s", "from ready to train to contributing, s"),
+    ("kill", "joining_worst", "longest healthy step in a join (usual: 1)"),
+    (FAULT_FREE, "overhead_s", "added to each fault-free step, s"),
 )  # strike, figure, title
 COLOURS = {"recycle": ("#1f6fb5", "#5aa2da"), "torchft": ("#e07b39", "#f0b48c")}  # the plain ones, and with a change
 INK, GRID, POINT = "#22303c", "#d5dbe1", "#22303c"
