@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from recycle_plugin import planner
-from recycle_plugin.core.coordinator import attendance
+from recycle_plugin.core.coordinator import attendance, departures
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.complaints import Complaints
 from recycle_plugin.core.coordinator.course import Course
@@ -183,7 +183,7 @@ def deaf(monkeypatch) -> None:
 def committed_by_one(monkeypatch) -> None:
     def step(self, stepped, now, out) -> None:
         for number in range(self.committed + 1, stepped.step + 1):
-            self._commit(number, now, out)
+            self.commit(number, now, out)
 
     monkeypatch.setattr(Course, "step", step)
 
@@ -205,7 +205,7 @@ def lost_heard(monkeypatch) -> None:
 
 @mistake("whoever goes while the membership changes is waited for", seen=819)
 def gone_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(Course, "_await_without", lambda self, member, early, now, out: None)
+    monkeypatch.setattr(departures, "await_without", lambda course, member, early, now, out: None)
 
 
 @mistake("what is said of a committed step counts", seen=2)
@@ -639,9 +639,11 @@ def committed_after_failure(monkeypatch) -> None:
 @mistake("whoever is gone without a goodbye once its leave holds is looked for among the members", seen=249)
 def departed_looked_for(monkeypatch) -> None:
     monkeypatch.setattr(
-        Course,
-        "_depart",
-        lambda self, worker, out: self.attendance.lose(self.roster.member(worker), Cause.DIED, "is gone", 0.0, out),
+        departures,
+        "depart",
+        lambda course, worker, out: course.attendance.lose(
+            course.roster.member(worker), Cause.DIED, "is gone", 0.0, out
+        ),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recycle_plugin.core.coordinator import course
+from recycle_plugin.core.coordinator import course, departures, ends
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.places import Places
@@ -232,9 +232,9 @@ def no_need(monkeypatch) -> None:
     after_loss = Course._after_loss
 
     def changed(self, member, now, out):
-        if self._through:
-            self._await_without(member, False, now, out)
-            self._finish_if_empty(out)
+        if self.ending.through(self.committed):
+            departures.await_without(self, member, False, now, out)
+            ends.finish_if_empty(self, out)
         else:
             after_loss(self, member, now, out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from recycle_plugin.core.coordinator import stalls
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.failure_detector import FailureDetector, Suspicion
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
@@ -31,15 +32,15 @@ def suspicion_is_eviction(monkeypatch) -> None:
 
 @mistake("nobody sees that everybody waits", seen=585)
 def nobody_sees_a_standstill(monkeypatch) -> None:
-    monkeypatch.setattr(Course, "_see_standstill", lambda self, now, out: None)
+    monkeypatch.setattr(stalls, "see_standstill", lambda course, now, out: None)
 
 
 @mistake("where everybody waits, the job ends at once", seen=585)
 def a_standstill_is_the_end(monkeypatch) -> None:
-    real = Course._see_standstill
+    real = stalls.see_standstill
 
-    def ends(self: Course, now: float, out: object) -> None:
-        self._stood_still = self.committed
-        real(self, now, out)
+    def ends(course: Course, now: float, out: object) -> None:
+        course.stood_still = course.committed
+        real(course, now, out)
 
-    monkeypatch.setattr(Course, "_see_standstill", ends)
+    monkeypatch.setattr(stalls, "see_standstill", ends)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recycle_plugin.core.coordinator.course import UNEVEN_S
+from recycle_plugin.core.coordinator.departures import UNEVEN_S
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS

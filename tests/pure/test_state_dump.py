@@ -133,10 +133,10 @@ def test_what_cannot_be_written_down_is_named(value, said):
 
 def test_what_two_share_is_named():
     membership = started()
-    membership.course._barriers.also = membership.course.steps
+    membership.course.barriers.also = membership.course.steps
     with pytest.raises(
         TypeError,
-        match=r"Membership\.course\._barriers\.also and Membership\.course\.steps are one object, and would be two",
+        match=r"Membership\.course\.barriers\.also and Membership\.course\.steps are one object, and would be two",
     ):
         dump(membership)
 

@@ -20,63 +20,56 @@ The facts, and the rules on them alone, are in parts that know nothing of each o
 steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who waits at which barrier
 (core/coordinator/barriers.py), where plain iterators stand (core/coordinator/places.py), what logs have
 (core/coordinator/logs.py), who takes the seat of a lost one (core/coordinator/vacancies.py), how far those are who come
-back (core/coordinator/joining.py).  What the latter lead to is in core/coordinator/returns.py, how a stage that has
-nobody comes back in core/coordinator/replays.py, and which way a loss goes, with what that costs, in
-core/coordinator/recovery_ways.py.
+back (core/coordinator/joining.py).
+
+Here is what holds them together: generations, steps, barriers, plans for a change, deaths.  What follows from these has
+a module for each subject: how all go on once they have reported (core/coordinator/resuming.py), which replicas
+contribute to a step (core/coordinator/contributing.py), who leaves (core/coordinator/departures.py), who comes back
+(core/coordinator/returns.py), who does nothing (core/coordinator/stalls.py), how the job ends
+(core/coordinator/ends.py), how a stage that has nobody comes back (core/coordinator/replays.py), and which way a loss
+goes, with what that costs (core/coordinator/recovery_ways.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-
-from recycle_plugin.core.coordinator import goodbyes, offline, recovery_ways, replays, returns
+from recycle_plugin.core.coordinator import departures, ends, goodbyes, offline, replays, returns, stalls
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.ending import Ending
-from recycle_plugin.core.coordinator.failure_detector import Suspicion
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.log_places import LogPlaces
 from recycle_plugin.core.coordinator.logs import Logs
-from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
-from recycle_plugin.core.coordinator.places import Places, ended_iterators
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.places import Places
 from recycle_plugin.core.coordinator.recovery_times import RecoveryTimes
-from recycle_plugin.core.coordinator.regrouping import Regrouping, Reports
+from recycle_plugin.core.coordinator.regrouping import Regrouping
 from recycle_plugin.core.coordinator.replica_check import Mismatch
 from recycle_plugin.core.coordinator.slow_replicas import SlowReplicas
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.suspicions import Suspicions
 from recycle_plugin.core.coordinator.throughput_floor import ThroughputFloor
-from recycle_plugin.core.coordinator.vacancies import OVER, Vacancies
-from recycle_plugin.core.coordinator.wait_graph import records, shown, wait_graph
-from recycle_plugin.core.messages.activity import WAITS
-from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Resume
+from recycle_plugin.core.coordinator.vacancies import Vacancies
+from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
 from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
     CheckpointLoaded,
     Exited,
     Heartbeat,
-    Leaving,
-    Left,
-    OutOfData,
     Resized,
     Stepped,
-    SurvivorReport,
     Unguarded,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
-from recycle_plugin.core.vocabulary.dataflow import unpack
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.evaluation_route import ended_at
-from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import ends_before
 from recycle_plugin.core.vocabulary.log_boundaries import at_start, stage_hosts
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
-UNEVEN_S = 3.0  # for so long who is through with its own part of a step may wait for scripts that end in it too
 EARLY = (
     ", and nothing is lost yet: start the job again; where nobody has killed it, "
     "see by dmesg on its host whether that ran out of memory, and give its workers more, or make the model smaller"
@@ -101,10 +94,10 @@ class Course:
         self.batches = StepBatches.full(0)  # whose micro-batches each step has, once the job is known
         self.drops: dict[int, offline.Drops] = {}  # by replica, of those that were slow once
         self.unsaid: dict[int, list[Member]] = {}  # by stage, who is lost, and it was not said yet which way that goes
-        self._barriers = Barriers()
-        self._throughput_floor = ThroughputFloor()
+        self.barriers = Barriers()
+        self.throughput_floor = ThroughputFloor()
+        self.stood_still = -1  # behind which commit all have regrouped since everybody waited
         self._suspicions = Suspicions()
-        self._stood_still = -1  # behind which commit all have regrouped since everybody waited
 
     @property
     def roster(self) -> Roster:
@@ -136,7 +129,7 @@ class Course:
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
         slow_replicas = SlowReplicas(job.unit == "replica" and job.slow is not None)
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards, slow_replicas)
-        self._throughput_floor = ThroughputFloor(job.max_slowdown)
+        self.throughput_floor = ThroughputFloor(job.max_slowdown)
         names = {rank: named(rank, seat) for rank, seat in roster.seats_by_rank().items()}
         hosts = roster.hosts_by_rank()
         units = [tuple(member.rank for member in unit) for unit in job.domain.units(roster)]
@@ -146,7 +139,7 @@ class Course:
     def resize(self, message: Resized, out: CoordinatorOutput) -> None:
         """Takes another number of micro-batches.  The first worker who says it says it for all."""
         if self.attendance.resize(message.micro_batches):
-            self._throughput_floor.resize(message.full_us)
+            self.throughput_floor.resize(message.full_us)
             self.logs.resized(self.committed + 1)
             out.say(
                 "batch",
@@ -171,177 +164,15 @@ class Course:
             roster = self.attendance.roster = self.joining.called_off(self.roster)
         self.regrouping.publish(roster, from_step, cause, now, slowness, out)
 
-    def report(self, message: SurvivorReport, now: float, out: CoordinatorOutput) -> None:
-        """Takes in a survivor's report, and goes on once everybody has reported who still can."""
-        self.attendance.failure_detector.ran(message.worker)
-        returns.enter(self, message, out)
-        if self.regrouping.add(message):
-            self._end_if_stranded(out)
-            self._complete(now, out)
-
-    def overdue(self, seconds: float, out: CoordinatorOutput) -> None:
-        """Ends the job if ``seconds`` after a regrouping began somebody has not reported, who is not to wait."""
-        if self.logs.waits_since is not None or self.ending.finishing:
-            return
-        why = self.regrouping.overdue(self.attendance.left, seconds)
-        if why is not None:
-            self.end(why, out)
-
-    def _complete(self, now: float, out: CoordinatorOutput) -> None:
-        """Goes on if everybody has reported who still can, or ends the job where the reports contradict each other."""
-        reports = self.regrouping.complete(self.roster)
-        if reports is None:
-            return
-        contradiction = reports.contradiction()
-        if contradiction is not None:
-            self.end(contradiction, out)
-        else:
-            self._go_on(reports, now, out)
-
-    def _go_on(self, reports: Reports, now: float, out: CoordinatorOutput) -> None:
-        generation, held = reports.generation, reports.holdings
-        if reports.loaded:
-            returns.loaded(self, out)
-            self.logs.rewind()
-            self.steps.rewind(reports.counts[0], out)
-            self.attendance.failure_detector.rewind(reports.counts[0])
-            self.places.rewind()
-        committed, norm, rejected = self.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)
-        self.regrouping.agreed(generation)
-        before, batches = self.batches, self._batches_behind(committed, reports)
-        of_each = {step: (before if step <= committed else batches).of(step) for step in self.steps.unfinished}
-        self.places.agree(reports, self.committed, of_each, self.attendance.micro_batches)
-        if committed > self.committed:
-            self._commit(committed, now, out)
-        self.batches = batches
-        if batches.replicas != before.replicas:
-            self._say_batches(out)
-        self.attendance.agreed(generation.roster)
-        returns.come_in_force(self, out)
-        self.attendance.failure_detector.regrouped()
-        self.steps.resume(self.roster, committed)
-        self.logs.resume(committed, held, self.roster.workers)
-        places = {str(replica): place for replica, place in self.places.known(reports).items()}
-        ended, unfilled = ended_iterators(reports), self.places.unfilled(reports, committed)
-        if unfilled:
-            self._drop(unfilled, out)
-        data = (
-            reports.held_draws,
-            tuple(sorted(reports.placed)),
-            places,
-            {str(one): ended[one] for one in ended},
-            unfilled,
-        )
-        decided = self.batches if self._shrinks else None
-        out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, *data, decided))
-        if self.batches.void:
-            assert self.job is not None, "a job that trains has begun"
-            self.steps.without(self.batches, self.job.micro_batches, out)
-        share = self.batches.share(committed + 1)
-        throughput = self._throughput_floor.throughput(reports.slowest.period_us, share)
-        if self.unsaid:
-            recovery_ways.say_rerouted(self, now - generation.at, throughput, out)
-        self._say_resume(reports, committed, throughput, now, out)
-        self._end_if_too_slow(throughput, out)
-        returns.compare(self, now, out)
-        self.plan_change(now, out)
-        self._compare_replicas(now, out)
-
     @property
-    def _pushed(self) -> bool:
+    def pushed(self) -> bool:
+        """Whether scripts call forwards, backwards and steps themselves."""
         return self.job is not None and self.job.pushed
 
     @property
-    def _shrinks(self) -> bool:
+    def shrinks(self) -> bool:
+        """Whether who is lost takes its part of each step's batch along, and nobody else does its work."""
         return self.job is not None and self.job.policy.shrinks
-
-    def _batches_behind(self, committed: int, reports: Reports) -> StepBatches:
-        """The decision which replicas the steps behind ``committed`` have, and what becomes of what the lost have
-        contributed to those that were begun (core/vocabulary/step_batches.py).
-        """
-        if not self._shrinks:
-            return self.batches
-        assert self.job is not None, "a job that trains has begun"
-        held = {Seat.parse(seat): unpack(packed) for seat, packed in reports.holdings.items()}
-        whole = self.job.policy.replicas(self.attendance.view(reports.generation.roster))
-        return self.batches.changed(whole, committed, held, self.job.stages)
-
-    def _say_batches(self, out: CoordinatorOutput) -> None:
-        batches, first = self.batches, self.committed + 1
-        kept = sorted(map(int, batches.of_steps))
-        step = kept[-1] + 1 if kept else first
-        share = batches.share(step)
-        text = f"from step {step} on {share} contribute"
-        if not share.whole:
-            text += (
-                f": sums are divided by what they contribute, and each step is applied with {share.rate_factor:.3g} of "
-                "its learning rate"
-            )
-        if kept:
-            text += f"; step {' and '.join(map(str, kept))} has what was lost too, in all its sums"
-        elif batches.void:
-            text += f"; what was lost is in no sum of step {batches.void}"
-        out.say(
-            "contributing",
-            text,
-            step=step,
-            contributed=list(batches.replicas),
-            replicas=batches.total,
-            rate_factor=round(share.rate_factor, 6),
-            kept=kept,
-            void=batches.void,
-        )
-
-    def _drop(self, step: int, out: CoordinatorOutput) -> None:
-        self.steps.leave_out(step)
-        out.say(
-            "data",
-            f"all iterators have ended, and step {step} can't be filled: what they had left for it is dropped, and "
-            "every script hears so by a StopIteration",
-            step=step,
-            unfilled=True,
-        )
-
-    def out_of_data(self, message: OutOfData, now: float, out: CoordinatorOutput) -> None:
-        """Takes in that a worker has nothing to draw for a step: all meet, and others give more, or the data has
-        ended.
-        """
-        member = self.roster.member(message.worker)
-        if member is not None and self.holds(message.generation) and not self.ending.failed:
-            self.regroup(f"{member.seat} has no data for step {message.step}", now, out)
-
-    def _say_resume(
-        self, reports: Reports, committed: int, throughput: float, now: float, out: CoordinatorOutput
-    ) -> None:
-        slowest, ahead = reports.slowest, max(reports.counts) - committed
-        out.say(
-            "resume",
-            f"{len(self.roster)} workers go on with step {committed + 1}" + "; some have applied it" * bool(ahead),
-            generation=reports.generation.number,
-            committed=committed,
-            ahead=ahead,
-            regroup_s=round(now - reports.generation.at, 4),
-            digest=slowest.digest,
-            timings=slowest.timings,
-            throughput=throughput,
-            period_us=slowest.period_us,
-            bound_us=slowest.bound_us,
-        )
-
-    def _end_if_too_slow(self, throughput: float, out: CoordinatorOutput) -> None:
-        reason = self._throughput_floor.reason(throughput)
-        if reason is None or self.ending.ended is not None:
-            return
-        self.end_planned(reason, out, TRY_AGAIN)
-        assert self.ending.ended is not None, "a planned end has its step at once"
-        last = self.ending.ended.step - 1
-        out.say(
-            "throughput_floor",
-            f"{reason}: the job ends with a checkpoint of step {last} and exit code {TRY_AGAIN}",
-            throughput=throughput,
-            step=last,
-            code=TRY_AGAIN,
-        )
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -353,14 +184,15 @@ class Course:
         self.places.stepped(message, member.seat.replica)
         before = self.committed
         for step in self.steps.apply(message, self.roster.workers):
-            self._commit(step, now, out)
-        self._compare_replicas(now, out)
+            self.commit(step, now, out)
+        self.compare_replicas(now, out)
         self._rebalance(now, out)
         if self.committed > before:
             offline.drop(self, now, out)
             offline.bring_back(self, now, out)
 
-    def _commit(self, step: int, now: float, out: CoordinatorOutput) -> None:
+    def commit(self, step: int, now: float, out: CoordinatorOutput) -> None:
+        """Commits ``step``: what it has changed stays."""
         self.attendance.failure_detector.committed(step, now)
         self.steps.commit(step, self.roster, now, out, self.batches)
         self.batches = self.batches.committed(step)
@@ -369,7 +201,7 @@ class Course:
         self.places.commit(step)
         self.joining.tell(self.steps.recorded, step, self.places.known(), out)
 
-    def _compare_replicas(self, now: float, out: CoordinatorOutput) -> None:
+    def compare_replicas(self, now: float, out: CoordinatorOutput) -> None:
         """Gives up whoever differs from a majority as if it had died; what it has contributed since it was right is in
         everybody's state alike, and stays.  Without a majority nobody knows which state to go on with, and the job
         ends.
@@ -380,7 +212,7 @@ class Course:
     def act_on_mismatch(self, mismatch: Mismatch, now: float, out: CoordinatorOutput) -> None:
         """Gives up who differs, or ends the job where nobody knows who is right."""
         if not mismatch.majority:
-            self.end(f"{mismatch}. {self.ending.safe_point}", out)
+            ends.end(self, f"{mismatch}. {self.ending.safe_point}", out)
             return
         for worker in mismatch.workers:
             self.give_up(worker, Cause.DIFFERS, str(mismatch), now, out)
@@ -405,11 +237,11 @@ class Course:
         Where scripts push, one that comes back is not awaited before it is given work: its script is at the others'
         step only then.
         """
-        self._end_if_stranded(out)
+        ends.end_if_stranded(self, out)
         if message.generation != self.regrouping.in_force or self.regrouping.at_once is not None:
             return None
-        awaited = self.roster.at_work if self._pushed else self.roster.workers
-        return self._barriers.arrive(
+        awaited = self.roster.at_work if self.pushed else self.roster.workers
+        return self.barriers.arrive(
             message.worker, message.generation, place, values, awaited, not self.attendance.outnumbered
         )
 
@@ -425,24 +257,6 @@ class Course:
             self.joining.tell(self.steps.recorded, self.committed, self.places.known(), out)
 
     # --- leaving ---------------------------------------------------------------------------------
-
-    def leave(self, wishes: Collection[Leaving], now: float, out: CoordinatorOutput) -> None:
-        """Takes in that members want to leave, or are to, and plans for it."""
-        if self.ending.ended is not None or self.ending.finishing:
-            return
-        news = [each.worker for each in self._with_their_units(wishes) if self.attendance.announce(each, out)]
-        for worker in news:
-            self.vacancies.stay_away(worker.rank, out)
-        if news:
-            self.plan_change(now, out)
-
-    def _with_their_units(self, wishes: Collection[Leaving]) -> Iterator[Leaving]:
-        """The wishes, and for each those that are of the same unit: nobody takes part in it without the others."""
-        for wish in wishes:
-            member = self.roster.member(wish.worker)
-            yield wish
-            for other in self.attendance.together(member) if member is not None else ():
-                yield Leaving(other.rank, wish.reason, incarnation=other.incarnation)
 
     def plan_change(self, now: float, out: CoordinatorOutput) -> None:
         """Announces a generation without those who leave, and with those who come back, for a step that nobody can
@@ -460,7 +274,7 @@ class Course:
         empty = self.attendance.view(stay).empty_stages()
         if empty:
             why = f"stage {empty[0]} would have no worker left"
-            self.end_planned(why, out, TRY_AGAIN, self.attendance.why_leaving)
+            ends.end_planned(self, why, out, TRY_AGAIN, self.attendance.why_leaving)
             return
         changes = {
             "planned leave of": {member.seat for member in stay.leaves(self.roster)},
@@ -470,103 +284,12 @@ class Course:
         cause = "; ".join(f"{what} {', '.join(map(str, sorted(seats)))}" for what, seats in changes.items() if seats)
         self.regroup(cause, now, out, from_step=unstarted(self.committed))
 
-    def goodbye(self, message: Left, now: float, out: CoordinatorOutput) -> None:
-        """Takes in that a worker has left: as planned, or since its script is through."""
-        worker, member = message.worker, self.roster.member(message.worker)
-        self.joining.forget(worker)
-        early = message.planned and not self._through
-        if early:
-            self.vacancies.left(worker)
-            self.log_places.ended(worker, self.committed)
-        if member is not None and not message.planned and self.ending.ended is None:
-            self._script_ended(member, message.step, now, out)
-        self.attendance.leave(worker)
-        if member is not None and not early:
-            self.attendance.through.add(member.seat.stage)
-        if early and member is not None:
-            self._leave_with(member, out)
-        self.ending.goodbye(message.code, member is not None and not early)
-        if self.attendance.started and not self.ending.failed:
-            planned = early or self.ending.ended is not None
-            out.say(
-                "left",
-                f"{self.attendance.named(worker.rank)} has left after step {self.committed}" + " as planned" * planned,
-                rank=worker.rank,
-            )
-        self._await_without(member, early, now, out)
-        self._finish_if_empty(out)
-
-    def _leave_with(self, member: Member, out: CoordinatorOutput) -> None:
-        """Counts on nobody any more who is of one unit with ``member``, which has left as planned: they are about to
-        do so.  Who was told meanwhile that it is to go on can't, and is ended.
-        """
-        for other in self.attendance.together(member)[1:]:
-            self.attendance.await_goodbye(other.worker)
-            if self.regrouping.counts_on(other.worker):
-                self.attendance.fence(other.worker, f"{member} has left, and they go as one", out)
-
     def heartbeat(self, message: Heartbeat, out: CoordinatorOutput) -> None:
         """Takes in a worker's heartbeat, and answers it with a lease."""
         out.tell(message.worker, self.attendance.failure_detector.heartbeat(message))
         member = self.roster.member(message.worker)
-        if member is not None and not self._pushed:
-            self._compare_scripts(member, message.step, out)
-
-    def _script_ended(self, member: Member, step: int, now: float, out: CoordinatorOutput) -> None:
-        """Notes that the script of ``member`` has ended after ``step``: the others' have to do so too, or they would
-        wait for it, or go on without its data.  Costs one look at each worker.
-        """
-        self.ending.scripts_end(member, step)
-        if self._pushed:
-            self._send_away_without_work(now, out)
-            return
-        self._compare_scripts(member, step, out)
-        for other in self.roster:
-            last = self.attendance.failure_detector.last(other.worker)
-            if last is not None:
-                self._compare_scripts(other, last.step, out)
-
-    def _send_away_without_work(self, now: float, out: CoordinatorOutput) -> None:
-        """Ends newcomers that have entered, and would wait for a step that does not come: scripts that push end."""
-        for newcomer in self.joining:
-            worker = newcomer.member.worker
-            if worker in self.roster.workers:
-                self.joining.forget(worker)
-                self.attendance.leave(worker)
-                returns.tell_away(newcomer, OVER, out)
-                self._await_without(newcomer.member, False, now, out)
-
-    def _see_uneven(self, out: CoordinatorOutput) -> None:
-        """Ends the job where somebody waits in a step that a script which has ended was to contribute to.  Scripts that
-        push may all end in the middle of one, and then nobody waits.  Costs one look at each member.
-        """
-        if not (self._pushed and self.ending.finishing):
-            return
-        detector = self.attendance.failure_detector
-        for member in self.roster:
-            at, _, for_s = detector.doing(member.worker)
-            last = detector.last(member.worker)
-            if last is not None and at == WAITS and for_s > UNEVEN_S:
-                self._compare_scripts(member, last.step, out)
-
-    def _compare_scripts(self, member: Member, step: int, out: CoordinatorOutput) -> None:
-        if not self.ending.failed and (uneven := self.ending.uneven(member, step)):
-            self.end(f"{uneven}. {self.ending.safe_point}", out)
-
-    def _await_without(self, member: Member | None, early: bool, now: float, out: CoordinatorOutput) -> None:
-        """Goes on without ``member``, which has gone before it could hear of the membership that the others may be
-        reporting for.
-        """
-        if member is None or not self.regrouping.counts_on(member.worker):
-            return
-        if not len(self.roster):
-            self.regrouping.stop()
-        elif not early:  # all steps are committed, and its report is not needed
-            self._complete(now, out)
-        elif empty := self._empty_stage():
-            self.end(empty, out, self._crash)
-        else:
-            self.regroup(f"planned leave of {member.seat}", now, out)
+        if member is not None and not self.pushed:
+            departures.compare_scripts(self, member, message.step, out)
 
     # --- dying -----------------------------------------------------------------------------------
 
@@ -603,55 +326,15 @@ class Course:
         self._suspicions.update(suspicions, self.attendance, out)
         for worker, suspicion in suspicions.items():
             if not self.ending.failed:
-                self._act_on(worker, suspicion, now, out)
-        self._see_standstill(now, out)
-        self._see_uneven(out)
+                stalls.act_on(self, worker, suspicion, now, out)
+        stalls.see_standstill(self, now, out)
+        departures.see_uneven(self, out)
         returns.call_off_late(self, now, out)
         replays.call_off_late(self, now, out)
         if cut_off := self.attendance.cut_off():
-            self._give_up_going_on(f"{cut_off}. {self.ending.safe_point}", out)
+            ends.give_up_going_on(self, f"{cut_off}. {self.ending.safe_point}", out)
         replays.see_gone(self, now, out)
         returns.tick(self, now, out)
-
-    def _act_on(self, worker: WorkerId, suspicion: Suspicion, now: float, out: CoordinatorOutput) -> None:
-        member, failure_detector = self.roster.member(worker), self.attendance.failure_detector
-        if member is not None and self.roster.is_last(member):
-            limit_s = failure_detector.deadlines.last_worker_timeout_s
-            if suspicion.for_s > limit_s and not replays.why_not(self, (member.seat.stage,)):
-                self.give_up(worker, suspicion.cause, f"{suspicion} (deadline {limit_s:.1f} s)", now, out)
-            elif suspicion.for_s > limit_s:
-                self.end(
-                    f"{member}, the last worker of stage {member.seat.stage}: {suspicion} (deadline {limit_s:.1f} s). "
-                    f"{self.ending.safe_point}. {self._say_waits(out)}",
-                    out,
-                )
-        elif suspicion.overdue:
-            failure_detector.has_cost(suspicion.work)
-            self.give_up(worker, suspicion.cause, f"{suspicion} (deadline {suspicion.limit_s:.1f} s)", now, out)
-
-    def _see_standstill(self, now: float, out: CoordinatorOutput) -> None:
-        """Acts where everybody waits.  Once it may be a message that was lost, and then all say again what they hold;
-        twice it is a mistake that nobody here can mend.
-        """
-        failure_detector = self.attendance.failure_detector
-        standstill_s = failure_detector.standstill_s
-        if self.halted or self.ending.failed or standstill_s <= failure_detector.stall_s:
-            return
-        why, waits = f"everybody waits for {standstill_s:.1f} s", self._say_waits(out)
-        if self._stood_still == self.committed:
-            self.end(
-                f"{why}, once more since step {self.committed} was committed. {self.ending.safe_point}. {waits}", out
-            )
-        else:
-            self._stood_still = self.committed
-            out.say("warning", f"{why}, and nobody does anything: all meet again. {waits}")
-            self.regroup("everybody waits", now, out)
-
-    def _say_waits(self, out: CoordinatorOutput) -> str:
-        """Says who waits for whom, as text and as data; returns the text."""
-        edges = wait_graph(self.roster, self.attendance.failure_detector)
-        out.say("wait_graph", shown(edges), edges=records(edges))
-        return f"Who waits for whom: {shown(edges)}"
 
     def give_up(self, worker: WorkerId, cause: Cause, why: str, now: float, out: CoordinatorOutput) -> None:
         """Fences a worker that may be alive, and takes it for lost, unless it has gone with another one meanwhile."""
@@ -680,7 +363,8 @@ class Course:
             self.attendance.lost.add(worker)
             crash = self.attendance.crash([worker])
             killed = not crash and not by_itself
-            self.end(
+            ends.end(
+                self,
                 f"{crash or f'{self.attendance.named(worker.rank)}: {how}'} before training started{EARLY * killed}",
                 out,
                 killed=worker.rank if killed else None,
@@ -688,7 +372,7 @@ class Course:
         elif (newcomer := self.joining.get(worker)) is not None and member is None:
             returns.lose(self, newcomer, cause, how, now, out)
         elif member is None:
-            self._depart(worker, out)
+            departures.depart(self, worker, out)
         else:
             for each in self.attendance.lose(member, cause, how, at, out):
                 self.joining.forget(each.worker)
@@ -698,20 +382,6 @@ class Course:
                 self.vacancies.silent(member.rank)
             self._after_loss(member, now, out)
 
-    def _depart(self, worker: WorkerId, out: CoordinatorOutput) -> None:
-        """Removes a worker whose planned leave holds, and that is gone without the goodbye: nobody needs anything of it
-        any more.
-        """
-        self.attendance.leave(worker)
-        self.vacancies.left(worker)
-        self.log_places.ended(worker, self.committed)
-        out.say(
-            "left",
-            f"{self.attendance.named(worker.rank)} has left after step {self.committed} as planned, without a word",
-            rank=worker.rank,
-        )
-        self._finish_if_empty(out)
-
     def _after_loss(self, member: Member, now: float, out: CoordinatorOutput) -> None:
         """Goes on after the loss of ``member`` and of whoever was given up with it, or ends."""
         self.logs.lost(member)
@@ -719,14 +389,14 @@ class Course:
         if self.ending.finishing and self.attendance.crash([member.worker]):
             self.attendance.through.add(member.seat.stage)  # with that error the job ends
         if self.ending.finishing:
-            self._await_without(member, False, now, out)
+            departures.await_without(self, member, False, now, out)
             if self._is_missed(member):
                 self.go_on_without_stage(now, out)
-        elif self._empty_stage():
+        elif ends.empty_stage(self):
             self.go_on_without_stage(now, out)
         else:
             self.go_on_without(f"loss of {member.seat}", now, out)
-        self._finish_if_empty(out)
+        ends.finish_if_empty(self, out)
 
     def _is_missed(self, member: Member) -> bool:
         """Whether nobody else is left, or was, to do for a stage what scripts do behind the last step."""
@@ -739,7 +409,7 @@ class Course:
     def go_on_without_stage(self, now: float, out: CoordinatorOutput) -> None:
         """Waits until the stages that have nobody are replayed, or ends where they can't be."""
         if not replays.after_loss(self, now, out):
-            self._give_up_going_on(self._empty_stage(), out, self._crash)
+            ends.give_up_going_on(self, ends.empty_stage(self), out, ends.crash(self))
 
     def go_on_without(self, cause: str, now: float, out: CoordinatorOutput) -> None:
         """Goes on if those left are enough, which the news of a death that is known can make them."""
@@ -757,86 +427,3 @@ class Course:
         come to take part.
         """
         return self.ending.ended is not None or (self.ending.finishing and self.logs.waits_since is None)
-
-    @property
-    def _through(self) -> bool:
-        """Whether all steps up to a planned end are committed."""
-        return self.ending.through(self.committed)
-
-    def end_planned(self, reason: str, out: CoordinatorOutput, code: int = 0, cause: str = "") -> None:
-        """Ends the job after a step that all come to.  ``cause``: what has led to that.
-
-        Where guards were killed, that is taken for it, and the script does not know: there is to be a checkpoint.
-        """
-        guards = ", ".join(
-            f"the guard of rank {worker.rank}, process {pid}, was killed"
-            for worker, pid in sorted(self.attendance.unguarded.items())
-        )
-        if guards:
-            reason, code = f"{reason}, after {guards}", TRY_AGAIN
-        if self.attendance.started:
-            self.ending.plan(self.committed, reason, code, out, cause)
-        else:
-            self.end(reason, out)
-
-    def end(self, reason: str, out: CoordinatorOutput, cause: str = "", killed: int | None = None) -> None:
-        """Ends the job at once: nobody can go on.  ``killed``: a rank whose worker was killed before there was a run
-        folder to say so in.
-        """
-        self.regrouping.stop()
-        self.ending.fail(reason, out, cause, killed)
-        self.vacancies.close(out)
-
-    def _empty_stage(self) -> str:
-        """The reason why those left can't go on, if a stage has nobody; else empty."""
-        empty = self.attendance.empty_stages()
-        undone = f", and what its script does after step {self.committed}, the last one, is not done"
-        what = undone * self.ending.finishing
-        return f"stage {empty[0]} has no live worker left{what}. {self.ending.safe_point}" if empty else ""
-
-    @property
-    def _crash(self) -> str:
-        """The errors with which the scripts of those have ended who are missing in a stage that is empty."""
-        empty = self.attendance.empty_stages()
-        return self.attendance.crash_in(empty[0]) if empty else ""
-
-    def end_without_stage(self, why: str, out: CoordinatorOutput, cause: str = "") -> None:
-        """Ends the job as failed, for a stage that nobody is left in: at once, or where scripts are through already,
-        once they all are.
-        """
-        if not self.ending.finishing:
-            self.end(why, out, cause)
-            return
-        self.logs.waits_since = None
-        self.ending.undone = self.ending.undone or why
-        self._finish_if_empty(out)
-
-    def _give_up_going_on(self, why: str, out: CoordinatorOutput, cause: str = "") -> None:
-        """Ends the job, unless all steps up to a planned end are committed.  Then this is no failure: who does nothing
-        with the others any more just goes.
-
-        But who still waits for them would wait in vain.
-        """
-        if not self._through:
-            self.end_without_stage(why, out, cause)
-        elif not self.ending.stranded:
-            self.ending.stranded = why
-            wanted = self.regrouping.wanted or self._barriers.waiting(self.regrouping.in_force)
-            self.regrouping.stop()
-            if wanted:
-                self._end_if_stranded(out)
-
-    def _end_if_stranded(self, out: CoordinatorOutput) -> None:
-        if self.ending.stranded:
-            self.end(self.ending.stranded, out)
-
-    def _finish_if_empty(self, out: CoordinatorOutput) -> None:
-        awaited = self.logs.waits_since is not None
-        if not len(self.roster) and self.attendance.started and not (self.ending.failed or awaited):
-            self.steps.sum_up(out)
-            if self.ending.undone:
-                self.end(self.ending.undone, out)
-                return
-            returns.send_away(self, OVER, out)
-            self.ending.finish(self.committed, self.attendance.crash_after(self.committed), out)
-            self.vacancies.close(out)

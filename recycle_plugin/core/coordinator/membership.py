@@ -19,7 +19,16 @@ from __future__ import annotations
 from dataclasses import asdict
 from math import isfinite
 
-from recycle_plugin.core.coordinator import goodbyes, operating, replays, returns
+from recycle_plugin.core.coordinator import (
+    contributing,
+    departures,
+    ends,
+    goodbyes,
+    operating,
+    replays,
+    resuming,
+    returns,
+)
 from recycle_plugin.core.coordinator.complaints import Complaints
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.enrolment import Enrolment, weak_points
@@ -145,9 +154,9 @@ class Membership:
             case StateHash():
                 returns.state_hash(self.course, message, now, out)
             case SurvivorReport():
-                self.course.report(message, now, out)
+                resuming.report(self.course, message, now, out)
             case OutOfData():
-                self.course.out_of_data(message, now, out)
+                contributing.out_of_data(self.course, message, now, out)
             case Stepped():
                 self.course.step(message, now, out)
             case Contribution():
@@ -163,11 +172,11 @@ class Membership:
             case Fingerprint():
                 self.course.steps.add_fingerprint(message)
             case Leaving():
-                self.course.leave([message], now, out)
+                departures.leave(self.course, [message], now, out)
             case Through():
                 goodbyes.through(self.course, message, out)
             case Left():
-                self.course.goodbye(message, now, out)
+                departures.goodbye(self.course, message, now, out)
             case Exited():
                 self.course.died(message, now, out)
             case Unguarded():
@@ -181,7 +190,7 @@ class Membership:
             case Terminate():
                 self._terminate(message, out)
             case Fatal():
-                self.course.end(message.text, out)
+                ends.end(self.course, message.text, out)
             case Crashed():
                 self.course.attendance.crashed(message, out)
             case Note():
@@ -264,7 +273,7 @@ class Membership:
     def fail(self, text: str) -> CoordinatorOutput:
         """Ends the job, since nobody can go on, for a reason that is no worker's."""
         out = CoordinatorOutput()
-        self.course.end(text, out)
+        ends.end(self.course, text, out)
         return out
 
     def connection_lost(self, worker: WorkerId, now: float) -> CoordinatorOutput:
@@ -287,7 +296,7 @@ class Membership:
     def regroup_overdue(self, seconds: float) -> CoordinatorOutput:
         """Handles that the deadline of a regrouping, ``seconds``, has passed."""
         out = CoordinatorOutput()
-        self.course.overdue(seconds, out)
+        resuming.overdue(self.course, seconds, out)
         return out
 
     # --- joining ---------------------------------------------------------------------------------
@@ -318,7 +327,7 @@ class Membership:
             case Through():
                 goodbyes.through(self.course, message, out)
             case SurvivorReport():
-                self.course.report(message, now, out)
+                resuming.report(self.course, message, now, out)
             case Unguarded():
                 self.course.unguarded(message, out)
             case Heartbeat():
@@ -355,7 +364,7 @@ class Membership:
             return
         contradiction = self._enrolment.contradiction()
         if contradiction is not None:
-            self.course.end(contradiction, out)
+            ends.end(self.course, contradiction, out)
             return
         self._begin(ready.job, ready.stepped, now, out)
 
@@ -383,7 +392,7 @@ class Membership:
             table=[row._asdict() for row in job.deadlines.table],
         )
         for kind, text, details, refused in weak_points(job, roster, shape):
-            self.course.end(text, out) if refused else out.say(kind, text, **details)
+            ends.end(self.course, text, out) if refused else out.say(kind, text, **details)
         if self.ended is None:
             if self.course.logs.some:
                 out.tell(WORKERS, self.course.logs.told)
@@ -402,7 +411,8 @@ class Membership:
         """
         validation, safe_point = self.course.steps.validation, self.course.ending.safe_point
         if validation.hopeless(norm):
-            self.course.end(
+            ends.end(
+                self.course,
                 f"the gradient norm of step {step} is {norm}. {safe_point}; to skip such steps set recycle.nonfinite "
                 'to "skip"',
                 out,
@@ -438,7 +448,8 @@ class Membership:
         elif doubted is not None:
             self.course.give_up(doubted, Cause.LINK, f"{why}, for the {tries}th time", now, out)
         else:
-            self.course.end(
+            ends.end(
+                self.course,
                 f"{why}, {tries} times, and nobody in it is lost: see to the network between their hosts, "
                 f"or let GLOO_SOCKET_IFNAME name the interface that connects them. {self.course.ending.safe_point}",
                 out,
@@ -487,7 +498,7 @@ class Membership:
             else ""
         )
         out.say("terminate", f"{who}{message.reason}: the job ends at the next commit")
-        self.course.end_planned(f"{who}{message.reason}", out)
+        ends.end_planned(self.course, f"{who}{message.reason}", out)
 
     def _note(self, note: Note, out: CoordinatorOutput) -> None:
         if note.kind == "checkpoint":

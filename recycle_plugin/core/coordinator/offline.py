@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from recycle_plugin.core.coordinator import departures
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.restarts import starts_in_a_row
 from recycle_plugin.core.coordinator.slow_replicas import WORTH, SlowReplica, load_without
@@ -89,7 +90,7 @@ def drop(course: Course, now: float, out: CoordinatorOutput) -> None:
         due=drops.due,
     )
     why = f"replica {slow.replica} is slow"
-    course.leave([Leaving(each.rank, why, incarnation=each.incarnation) for each in members], now, out)
+    departures.leave(course, [Leaving(each.rank, why, incarnation=each.incarnation) for each in members], now, out)
 
 
 def bring_back(course: Course, now: float, out: CoordinatorOutput) -> None:

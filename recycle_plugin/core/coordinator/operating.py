@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from recycle_plugin.core.coordinator import departures
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import Answer
@@ -111,6 +112,8 @@ def _cannot_go(members: Collection[Member], course: Course) -> str:
 
 
 def _go(members: Collection[Member], why: str, course: Course, now: float, out: CoordinatorOutput) -> Answer:
-    course.leave([Leaving(member.rank, why, incarnation=member.incarnation) for member in members], now, out)
+    departures.leave(
+        course, [Leaving(member.rank, why, incarnation=member.incarnation) for member in members], now, out
+    )
     who = " and ".join(map(str, members))
     return Answer(f"{who} leave{'s' * (len(members) == 1)} at the next commit", True)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from recycle_plugin.core.coordinator import replay_deadlines
+from recycle_plugin.core.coordinator import ends, replay_deadlines
 from recycle_plugin.core.coordinator.joining import Newcomer, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.recovery_ways import say_of_stages
@@ -309,7 +309,8 @@ def unreplayable(course: Course, message: Unreplayable, now: float, out: Coordin
     if message.lacks is None or message.lacks in tried or course.ending.finishing:
         say_of_stages(course, [stage], message.why, out, lacks=message.lacks)
         empty = ", ".join(map(str, course.attendance.empty_stages()))
-        course.end_without_stage(
+        ends.end_without_stage(
+            course,
             f"stage {empty} has no live worker left, and stage {stage} can't be replayed: {message.why}. "
             f"{course.ending.safe_point}",
             out,
@@ -345,7 +346,8 @@ def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
     patience = replay_deadlines.patience(course, empty)
     if now - since <= patience.end_s:
         return
-    course.end_without_stage(
+    ends.end_without_stage(
+        course,
         f"stage {', '.join(map(str, empty))} has no live worker left, and nothing was heard for "
         f"{patience.end_s:.0f} s of who was to replay it: {patience}. {course.ending.safe_point}",
         out,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from recycle_plugin.core.coordinator import replays
+from recycle_plugin.core.coordinator import ends, replays
 from recycle_plugin.core.coordinator.enrolment import unlike
 from recycle_plugin.core.coordinator.joining import Newcomer, Phase
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
@@ -225,18 +225,5 @@ def loaded(course: Course, out: CoordinatorOutput) -> None:
     """Takes in that all members go on from a checkpoint.  Who has entered is one of them and has loaded it too, so that
     it is the others' equal (their states' fingerprints are compared at that); the others can't come to that state.
     """
-    send_away(course, "a checkpoint was loaded", out)
+    ends.send_away(course, "a checkpoint was loaded", out)
     course.joining.loaded()
-
-
-def send_away(course: Course, why: str, out: CoordinatorOutput) -> None:
-    """Ends all newcomers that are no members: there is nothing left that they could take part in, or another state."""
-    for newcomer in course.joining:
-        if newcomer.member.worker not in course.roster.workers:
-            course.joining.forget(newcomer.member.worker)
-            tell_away(newcomer, why, out)
-
-
-def tell_away(newcomer: Newcomer, why: str, out: CoordinatorOutput) -> None:
-    """Ends a newcomer that nobody counts on any more, without an error."""
-    out.tell(newcomer.member.worker, End(0, f"{why}, and this worker was coming back", failed=False))

@@ -1,0 +1,81 @@
+"""The course of a step's contributions: which replicas those that follow a loss have, and what is to be done where data
+ends.
+
+What becomes of the gradients that the lost have contributed is in core/vocabulary/step_batches.py, and where plain
+iterators stand core/coordinator/places.py knows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.regrouping import Reports
+from recycle_plugin.core.messages.from_workers import OutOfData
+from recycle_plugin.core.vocabulary.dataflow import unpack
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.step_batches import StepBatches
+
+if TYPE_CHECKING:
+    from recycle_plugin.core.coordinator.course import Course
+
+
+def batches_behind(course: Course, committed: int, reports: Reports) -> StepBatches:
+    """The decision which replicas the steps behind ``committed`` have, and what becomes of what the lost have
+    contributed to those that were begun (core/vocabulary/step_batches.py).
+    """
+    if not course.shrinks:
+        return course.batches
+    assert course.job is not None, "a job that trains has begun"
+    held = {Seat.parse(seat): unpack(packed) for seat, packed in reports.holdings.items()}
+    whole = course.job.policy.replicas(course.attendance.view(reports.generation.roster))
+    return course.batches.changed(whole, committed, held, course.job.stages)
+
+
+def say_batches(course: Course, out: CoordinatorOutput) -> None:
+    """Says which replicas contribute to the steps to come, and to those that were begun."""
+    batches, first = course.batches, course.committed + 1
+    kept = sorted(map(int, batches.of_steps))
+    step = kept[-1] + 1 if kept else first
+    share = batches.share(step)
+    text = f"from step {step} on {share} contribute"
+    if not share.whole:
+        text += (
+            f": sums are divided by what they contribute, and each step is applied with {share.rate_factor:.3g} of "
+            "its learning rate"
+        )
+    if kept:
+        text += f"; step {' and '.join(map(str, kept))} has what was lost too, in all its sums"
+    elif batches.void:
+        text += f"; what was lost is in no sum of step {batches.void}"
+    out.say(
+        "contributing",
+        text,
+        step=step,
+        contributed=list(batches.replicas),
+        replicas=batches.total,
+        rate_factor=round(share.rate_factor, 6),
+        kept=kept,
+        void=batches.void,
+    )
+
+
+def leave_out(course: Course, step: int, out: CoordinatorOutput) -> None:
+    """Leaves out a step that can't be filled, since all iterators have ended."""
+    course.steps.leave_out(step)
+    out.say(
+        "data",
+        f"all iterators have ended, and step {step} can't be filled: what they had left for it is dropped, and "
+        "every script hears so by a StopIteration",
+        step=step,
+        unfilled=True,
+    )
+
+
+def out_of_data(course: Course, message: OutOfData, now: float, out: CoordinatorOutput) -> None:
+    """Takes in that a worker has nothing to draw for a step: all meet, and others give more, or the data has
+    ended.
+    """
+    member = course.roster.member(message.worker)
+    if member is not None and course.holds(message.generation) and not course.ending.failed:
+        course.regroup(f"{member.seat} has no data for step {message.step}", now, out)
