@@ -60,10 +60,10 @@ def storages(tensors: Iterable[torch.Tensor], where: torch.device, seen: set[int
 def by_kind(trainer: Trainer) -> dict[str, int]:
     """Bytes of all tensors of this process, by what they are for; what is in two places counts in the first."""
     gc.collect()
-    framework, stepping = trainer._framework, trainer._stepping
+    framework, stepping = trainer._framework, trainer._parts.stepping
     masters = [] if framework.masters is None else framework.masters.parameters
     every = [*framework.model.module.parameters(), *masters]
-    sums = [trainer._store.get(datum) for datum in trainer._store if datum.kind in ("reduced", "tied")]
+    sums = [trainer._parts.store.get(datum) for datum in trainer._parts.store if datum.kind in ("reduced", "tied")]
     kinds: dict[str, Any] = {
         "weights": list(framework.model.module.parameters()),
         "masters": masters,

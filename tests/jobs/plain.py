@@ -2,7 +2,7 @@
 ``topology.replicas=2 steps=20 recycle.undo=inverse …``.
 
 ``device=standin``: on the stand-in accelerator (tests/support/standin).  RECYCLE_TEST_WRAP: as for gpt.py, those of
-wrappers.py and plain_wrappers.py.  RECYCLE_TEST_CHECKPOINT: as for checkpoint.py, but for ``module_only``.
+wrappers/ and plain_wrappers.py.  RECYCLE_TEST_CHECKPOINT: as for checkpoint.py, but for ``module_only``.
 ``data``, ``layer``, ``wrong``: what is refused.
 """
 

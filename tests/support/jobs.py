@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.cluster import ROOT, Result, Run
 
 TRAIN = "scripts/train_gpt.py"
-WRAPPED = "tests/jobs/gpt.py"  # the same, changed from outside: see tests/jobs/wrappers.py
+WRAPPED = "tests/jobs/gpt.py"  # the same, changed from outside: see tests/jobs/wrappers/
 CHECKPOINT = "tests/jobs/checkpoint.py"  # the same, with checkpoints and evaluations on the way
 COUNT = "tests/jobs/count.py"  # counts by the weights how often each sample is used
 STEPS = 20
@@ -78,7 +78,7 @@ def faults(*texts: str) -> str:
 
 
 def held(folder: Path, step: int, until: str) -> dict:
-    """The change to a job (tests/jobs/wrappers.py) by which nobody begins ``step`` before the test has made the file
+    """The change to a job (tests/jobs/wrappers/) by which nobody begins ``step`` before the test has made the file
     ``until`` in ``folder``.
     """
     return {"name": "gate", "folder": str(folder), "before": f"0F0.0@{step}", "until": "", "by": [until]}
@@ -93,7 +93,7 @@ def after_step(run: Run, step: int) -> None:
 
 
 def hold(folder: Path) -> dict[str, object]:
-    """The change (tests/jobs/wrappers.py) by which the job does not end before there is the file ``folder``/go."""
+    """The change (tests/jobs/wrappers/) by which the job does not end before there is the file ``folder``/go."""
     return {"name": "gate", "folder": str(folder), "before": f"0F0.0@{STEPS - 2}", "until": "", "by": ["go"]}
 
 

@@ -42,6 +42,8 @@ class OnJoin:
     def state(self) -> bytes:
         """What the script hands over here; an error of its function's is the newcomer's business, and not this
         worker's.
+
+        Called between two steps that are committed, in the thread that trains, at the lowest live rank of the stage.
         """
         written = io.BytesIO()
         try:
@@ -52,7 +54,10 @@ class OnJoin:
         return written.getvalue()
 
     def joined(self, step: int, state: bytes) -> None:
-        """Hand over ``state``, from a peer's script, after ``step``.  Raises RecycleError where it can't be."""
+        """Hand over ``state``, from a peer's script, after ``step``.  Raises RecycleError where it can't be.
+
+        Called in a newcomer, in the thread that trains, before its first step.
+        """
         found: dict[str, Any] = {"states": [None] * len(self._given)}
         if self.wants_state:
             nothing = {"error": "it is gone, and nothing has come"}

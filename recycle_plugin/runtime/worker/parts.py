@@ -1,0 +1,236 @@
+"""The parts with which a worker trains its stage: what computes, keeps, moves and applies it, made once, in the order
+in which they need each other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.messages.from_workers import Fingerprint, StateHash
+from recycle_plugin.core.vocabulary.blocks import Blocks
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.faults import FaultScript
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.worker.step_store import Retention, StepStore
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.observability.trace import TraceFile
+from recycle_plugin.runtime.authentication.secret import check_heeded
+from recycle_plugin.runtime.catch_up.transfers import Transfers
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.movers.batches import Tensors
+from recycle_plugin.runtime.movers.tcp import Transport
+from recycle_plugin.runtime.stage.block_sums import BlockSums
+from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
+from recycle_plugin.runtime.stage.gradients import Contributions, Gradients
+from recycle_plugin.runtime.stage.operations import Operations
+from recycle_plugin.runtime.stage.randomness import key, keyed_torch
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights
+from recycle_plugin.runtime.stage.stage import Stage
+from recycle_plugin.runtime.state.background_hash import BackgroundHash
+from recycle_plugin.runtime.state.fingerprint import fingerprint
+from recycle_plugin.runtime.state.surroundings import AsStarted
+from recycle_plugin.runtime.state.undo import NoUndo
+from recycle_plugin.runtime.worker.changed_state import stage_state, stage_units
+from recycle_plugin.runtime.worker.companion import CompanionMachine
+from recycle_plugin.runtime.worker.feed import Feed
+from recycle_plugin.runtime.worker.job_record import check_faults
+from recycle_plugin.runtime.worker.machine import PushedMachine, TorchMachine
+from recycle_plugin.runtime.worker.on_join import OnJoin
+from recycle_plugin.runtime.worker.ports import Framework
+from recycle_plugin.runtime.worker.pushed_stage import PushedStage
+from recycle_plugin.runtime.worker.scaling import LossScale
+from recycle_plugin.runtime.worker.scripted import ScriptedStage
+from recycle_plugin.runtime.worker.stage_log import StageLog
+from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
+from recycle_plugin.runtime.worker.tiers import AsMade, Host
+from recycle_plugin.settings.schema import Settings
+
+
+class Parts:
+    """What a worker that holds a seat trains it with, as ``framework`` has built it.
+
+    ``feed``: where micro-batches come from; ``state``: all that a step changes; ``run_dir``: the run folder;
+    ``companion``: what replays the stage along with a lost one, once there is a loop and where there is a log.  Raises
+    RecycleError for settings that the framework, or the machine, can't follow.
+    """
+
+    def __init__(self, session: Session, settings: Settings, framework: Framework) -> None:
+        self.session, self.settings, self.framework = session, settings, framework
+        self.topology, self.seat, session.shard = framework.topology, framework.seat, framework.shard
+        check_faults(settings, self.topology)
+        model = framework.model
+        assert not isinstance(settings.pinned_bytes, str), "a checked size is a number"
+        model.device.budget(settings.pinned_bytes, self._short_of_pinned)
+        if settings.exact:
+            model.device.repeatable()
+        self.as_started = AsStarted(model.module)
+        blocks = BlockSums(framework.parameters, self.blocks()) if settings.exact else None
+        self.stage = self._make_stage(blocks)
+        self.transport = Transport(session, model.device)
+        self.store = self._make_store()
+        rests = settings.batch == "shrink"
+        self.feed = Feed(session, self.store, model.first or model.last, framework.next_batch, self._hand_on, rests)
+        scale = LossScale(framework.scaler)
+        self.state = stage_state(framework, self.stage, scale, self.feed.iterator_data)
+        self.hash = BackgroundHash(self.state, self._tell_hash)
+        self.stepping = self._make_stepping(blocks, scale)
+        self.operations = Operations(
+            session, self.stage, self.stepping, self.feed.batch, self._applied, framework.beside_sums
+        )
+        check_heeded(settings.secret_file, os.environ)
+        self.run_dir = settings.run_dir or f"runs/{session.job_id}"
+        self.log = StageLog(session, framework, settings.log, self.run_dir) if settings.log is not None else None
+        first = framework.shard == 0  # which does what one does for a seat
+        self.trace = (
+            TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace * first else None
+        )
+        self.on_join = OnJoin()
+        self.world = self._make_world(first)
+        self.companion: CompanionMachine | None = None
+
+    def _make_store(self) -> StepStore:
+        settings, tied = self.settings, bool(self.topology.tie(self.seat.stage))
+        assert not isinstance(settings.keep_bytes, str), "a checked size is a number"
+        kept = Retention(budget=settings.keep_bytes), (AsMade(), Host(self.framework.model.device))
+        return StepStore(self.seat, self.topology.stages, tied, *kept)
+
+    def _make_world(self, first: bool) -> TorchMachine:
+        session, framework = self.session, self.framework
+        world = (TorchMachine if framework.pushed is None else PushedMachine)(
+            session,
+            self.transport,
+            self.operations,
+            self.settings.fault_script(self.seat, session.incarnation) if first else FaultScript((), self.seat),
+            self.transfers,
+            self.hash,
+            stage_units(framework, self.state, self.gradients),
+            self.trace.add if self.trace is not None else lambda span: None,
+            self.stepping.prepare,
+            self.on_join.state,
+        )
+        if framework.pushed is not None:
+            assert isinstance(world, PushedMachine), "of a script that pushes"
+            world.script, session.pushed = framework.pushed.script, True
+        return world
+
+    def _make_stage(self, blocks: BlockSums | None) -> Stage | ScriptedStage | PushedStage:
+        framework, model = self.framework, self.framework.model
+        if framework.pushed is not None:
+            return framework.pushed
+        randomness = partial(self.randomness, self.seat.stage, framework.forward)
+        if framework.compute is not None:
+            if blocks is not None:
+                raise RecycleError(
+                    "recycle.exact with a backward that the script calls: its sums are not cut into blocks yet; leave "
+                    "recycle.exact out"
+                )
+            return ScriptedStage(model, framework.compute, randomness, partial(self.session.note, "warning"))
+        deferred = DeferredWeights(model.module) if self.settings.split_backward else None
+        return Stage(
+            model,
+            deferred,
+            randomness,
+            blocks,
+            framework.masters,
+            self._say_fused,
+            partial(self.session.note, "warning"),
+        )
+
+    def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:
+        framework, parameters = self.framework, self.framework.parameters
+        self.contributions = Contributions(parameters, blocks, framework.model.device)
+        gradients = self.gradients = Gradients(framework.buckets, self.store, parameters, blocks, framework.tied)
+        elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.stage}
+        clipping = Clipping(self.store, parameters, framework.norm or TrueNorm(elsewhere), framework.clipping)
+        undo = undo_record(self.settings.undo, self.state, gradients) if framework.pushed is None else NoUndo()
+        units = partial(stage_units, framework, self.state, gradients)
+        interface, device = self.settings.transfer_interface, framework.model.device
+        self.transfers = Transfers(self.session, self.seat.stage, interface, device, units)
+        return Stepping(
+            framework.optimizer,
+            self.stage,
+            parameters,
+            gradients,
+            clipping,
+            scale,
+            undo,
+            self.session,
+            self.hash.wait,
+        )
+
+    def blocks(self) -> Blocks:
+        """The blocks of micro-batches in which sums are made, where they are exact."""
+        return self.settings.policy(False, self.topology.stages).blocks(self.topology)
+
+    def _hand_on(self, datum: Datum, batch: Tensors, taker: Seat) -> None:
+        self.world.transfer(datum, batch, taker, self.store.valid_from)
+
+    def randomness(
+        self,
+        stage: int,
+        forward: Callable[[int, int], AbstractContextManager],
+        micro_batch: MicroBatch,
+        step: int,
+        half: str,
+    ) -> AbstractContextManager:
+        """The context in which a micro-batch of ``stage``, whose forwards draw by ``forward``, draws."""
+        if self.settings.rng == "stream":
+            return nullcontext()
+        seed = key(self.settings.seed, step, micro_batch, stage, half)
+        return (
+            keyed_torch(seed, self.framework.model.device)
+            if half
+            else forward(seed, self.framework.cursor.before(step) + micro_batch.index)
+        )
+
+    def _short_of_pinned(self, size: int) -> None:
+        self.session.note(
+            "warning",
+            f"recycle.pinned_bytes {self.settings.pinned_bytes}, or what the machine lets one pin, is used up at seat "
+            f"{self.seat}, and {size} bytes more were asked for: from now on copies from and to the accelerator keep "
+            "this worker waiting; raise it (ulimit -l and a container's limits too), or lower recycle.keep_bytes",
+            seat=str(self.seat),
+        )
+
+    def _say_fused(self, names: tuple[str, ...]) -> None:
+        self.session.note(
+            "fused",
+            f"the backward of {', '.join(names)} on stage {self.seat.stage} is not split any more: "
+            "a forward differentiates by its parameters, or twice through it, or they have hooks; "
+            "the numbers are stock's, with less to overlap",
+            stage=self.seat.stage,
+            layers=names,
+        )
+
+    def _applied(self, step: int) -> None:
+        if (norm := self.framework.judged()) is not None:
+            self.store.put(Datum("norm", self.seat.stage, None, step), norm)
+        every = self.settings.check_replicas
+        along = self.companion is not None and self.companion.at_work  # the others have done so long ago
+        if every and not along and step % every == 0:
+            self.say_fingerprint(step)
+
+    def say_fingerprint(self, step: int) -> None:
+        """Send the state's hash, for the coordinator to compare it with those of the other replicas."""
+        session = self.session
+        with session.heartbeats.at(ELSEWHERE, "the hash of its state"):
+            copies = {weight.name: fingerprint(weight.parameter) for weight in self.framework.tied}
+            session.send(Fingerprint(session.rank, step, self.state.digest(), copies))
+
+    def _tell_hash(self, step: int, digest: str) -> None:
+        """Send the hash that the coordinator has asked for, from the thread that has computed it."""
+        session = self.session
+        session.send(StateHash(session.rank, step, digest))
+        with session.changed:
+            session.changed.notify_all()
+
+    def resize(self, micro_batches: int) -> None:
+        """Count on so many micro-batches a replica from now on."""
+        self.topology = replace(self.topology, micro_batches=micro_batches)
+        self.stage.resize(micro_batches, self.blocks() if self.settings.exact else None)

@@ -1,0 +1,32 @@
+"""The trainer of this process, and waits: what other changes to a job use."""
+
+from __future__ import annotations
+
+import time
+
+from recycle_plugin.runtime.worker.trainer import Trainer
+
+DEADLINE_S = 150.0
+POLL_S = 0.002
+TRAINERS: list[Trainer] = []  # of this process: one, once it is made
+
+
+def _note_trainer() -> None:
+    make = Trainer.__init__
+
+    def changed(self: Trainer, *given: object) -> None:
+        TRAINERS.append(self)
+        make(self, *given)
+
+    Trainer.__init__ = changed
+
+
+_note_trainer()
+
+
+def wait_until(ready, what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not ready():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {what} within {DEADLINE_S:.0f} s")
+        time.sleep(POLL_S)
