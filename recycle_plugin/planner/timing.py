@@ -133,53 +133,31 @@ def evaluate(
 
     ``synchronous``, ``step``: planner.flat.Problem's.
     """
-    ends, trial = np.empty((3, worker.size), np.int64), np.empty(order.size, np.int64)
+    ends = np.empty((3, worker.size), np.int64)
     release = np.zeros(stages, np.int64)
+    how = (order, stages, ranks, worker, spend, forward_lag, backward_lag)
     if synchronous:
         release[:] = step
-        _, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends)
+        _, lasts = run(*how, release, starts, ends)
         period = flushed(lasts, reduce, tie, after, step)
         return period if period < below else -1
     left = np.array([max(8, OPERATIONS_SETTLED // max(1, order.size))])  # less than needed only for very large orders
-    best = settle(
-        order,
-        stages,
-        ranks,
-        worker,
-        spend,
-        forward_lag,
-        backward_lag,
-        reduce,
-        tie,
-        after,
-        below - 1,
-        release,
-        starts,
-        ends,
-        left,
-    )
-    if best <= least:
-        return best
+    best = settle(*how, reduce, tie, after, below - 1, release, starts, ends, left)
+    return best if best <= least else shortened(how, (reduce, tie, after), least, best, release, starts, ends, left)
+
+
+@compiled
+def shortened(how, barriers, least, best, release, starts, ends, left):
+    """The least period of an order whose template of period ``best`` has these ``starts``, which are overwritten, and
+    this ``release``.
+
+    ``how``: the first arguments of :func:`run`; ``barriers``: ``reduce``, ``tie`` and ``after`` of :func:`settle`.
+    """
+    trial = np.empty(starts.size, np.int64)
     low, probe = least - 1, least  # low: too short
     while best - low > 1 + (least >> 11) and left[0]:
         further = release.copy()
-        found = settle(
-            order,
-            stages,
-            ranks,
-            worker,
-            spend,
-            forward_lag,
-            backward_lag,
-            reduce,
-            tie,
-            after,
-            probe,
-            further,
-            trial,
-            ends,
-            left,
-        )
+        found = settle(*how, *barriers, probe, further, trial, ends, left)
         if found < 0:
             low = probe
         else:
