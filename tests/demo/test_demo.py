@@ -48,16 +48,36 @@ def processes_that_name(text: str) -> list[str]:
     return [line for line in lines if text in line]
 
 
-def test_demo(warm, tmp_path, capsys):
-    out = tmp_path / "a folder"
-    code = main(["demo", "--out", str(out), "--steps", str(STEPS)])
+def demo(out: Path, capsys, *asked: str) -> tuple[str, dict]:
+    """What the demo says, and its report: it has passed, the losses are those without the kill, and nobody was started
+    anew who had survived.
+    """
+    code = main(["demo", "--out", str(out), *asked])
     said = capsys.readouterr().out
     assert code == 0, said
     found = json.loads((out / "report.json").read_text())
-    assert all(key in found for key in ASKED_FOR) and found["passed"]
+    assert found["passed"] and found["max_loss_difference"] <= 5e-6 and found["survivors_restarted"] == 0
+    return said, found
+
+
+def back_at(found: dict, seat: str) -> dict:
+    """What the report says of the return of ``seat``, which was killed in the run's first fifth."""
+    assert [(one["seat"], one["instruction"]) for one in found["killed"]] == [
+        (seat, f"1F{seat[0]}.1@{STEPS_BACK // 5}")
+    ]
+    back = found["rejoined"]
+    assert back["seat"] == seat and STEPS_BACK // 5 < back["step"] < STEPS_BACK
+    assert back["bytes"] == STATE_BYTES
+    assert found["step_s_after"] > back["step_s_since"] > 0, "the others did its work too meanwhile"
+    return back
+
+
+def test_demo(warm, tmp_path, capsys):
+    out = tmp_path / "a folder"
+    said, found = demo(out, capsys, "--steps", str(STEPS))
+    assert all(key in found for key in ASKED_FOR)
     assert found["topology"] == {"replicas": 2, "stages": 2, "micro_batches": 4} and found["steps"] == STEPS
     assert [(one["seat"], one["instruction"]) for one in found["killed"]] == [("0.1", "1F0.1@5")]
-    assert found["max_loss_difference"] <= 5e-6 and found["survivors_restarted"] == 0
     assert 0 < found["detection_s"] + found["regroup_s"] < found["stall_s"]
     assert found["step_s_before"] > 0 and found["step_s_after"] > 0 and found["predicted_ratio"] > 1
     assert "fault: kill 0.1 before 1F0.1@5" in said and "lost: seat 0.1" in said and "passed" in said
@@ -75,17 +95,9 @@ def test_demo(warm, tmp_path, capsys):
 def test_the_demo_of_a_return(warm, tmp_path, capsys):
     """Of emulated layers: the losses are those without the kill, also the newcomer's, and nobody else was started."""
     out = tmp_path / "back"
-    code = main(["demo", "--out", str(out), "--scenario", "rejoin", "--steps", str(STEPS_BACK)])
-    said = capsys.readouterr().out
-    assert code == 0, said
-    found = json.loads((out / "report.json").read_text())
-    assert found["passed"] and found["max_loss_difference"] <= 5e-6 and found["survivors_restarted"] == 0
-    assert [(one["seat"], one["instruction"]) for one in found["killed"]] == [("0.1", f"1F0.1@{STEPS_BACK // 5}")]
-    back = found["rejoined"]
-    assert back["seat"] == "0.1" and STEPS_BACK // 5 < back["step"] < STEPS_BACK
+    said, found = demo(out, capsys, "--scenario", "rejoin", "--steps", str(STEPS_BACK))
+    back = back_at(found, "0.1")
     assert back["start_up_s"] > 0 and 0 < back["catch_up_s"] < back["away_s"] and back["peer_step_ratio"] > 0
-    assert back["bytes"] == STATE_BYTES
-    assert found["step_s_after"] > back["step_s_since"] > 0, "one worker did the work of two meanwhile"
     assert "rejoined: seat 0.1" in said and "the lost worker came back" in said
     picture_opens(out / "gantt.png")
     assert (out / "throughput.png").read_bytes().startswith(b"\x89PNG")
@@ -98,16 +110,9 @@ def test_the_demo_of_a_return(warm, tmp_path, capsys):
 def test_the_demo_of_a_whole_replica(warm, tmp_path, capsys):
     """Its other worker goes with the killed one and comes with it; the others train its part, to the same losses."""
     out = tmp_path / "whole"
-    code = main(["demo", "--out", str(out), "--scenario", "replica", "--steps", str(STEPS_BACK)])
-    said = capsys.readouterr().out
-    assert code == 0, said
-    found = json.loads((out / "report.json").read_text())
-    assert found["passed"] and found["max_loss_difference"] <= 5e-6 and found["survivors_restarted"] == 0
-    assert [(one["seat"], one["instruction"]) for one in found["killed"]] == [("1.1", f"1F1.1@{STEPS_BACK // 5}")]
+    said, found = demo(out, capsys, "--scenario", "replica", "--steps", str(STEPS_BACK))
+    back_at(found, "1.1")
     assert found["gone_along"] == ["1.0"] and [one["seat"] for one in found["survivors"]] == ["0.0", "0.1"]
-    back = found["rejoined"]
-    assert back["seat"] == "1.1" and STEPS_BACK // 5 < back["step"] < STEPS_BACK
-    assert back["bytes"] == STATE_BYTES and found["step_s_after"] > back["step_s_since"] > 0
     assert found["predicted_ratio"] > 1.5, "one replica has the work of two meanwhile"
     assert "it is given up with seat 1.1" in said and "rejoined: seat 1.0" in said and "rejoined: seat 1.1" in said
     assert "the lost replica came back" in said
@@ -119,11 +124,7 @@ def test_the_demo_of_a_whole_replica(warm, tmp_path, capsys):
 def test_the_demo_of_a_stage_that_nobody_is_left_in(warm, tmp_path, capsys):
     """All others wait for its replay with what they have, and the losses are those without the kill."""
     out = tmp_path / "stage"
-    code = main(["demo", "--out", str(out), "--scenario", "stage", "--steps", str(STEPS_STAGE)])
-    said = capsys.readouterr().out
-    assert code == 0, said
-    found = json.loads((out / "report.json").read_text())
-    assert found["passed"] and found["max_loss_difference"] <= 5e-6 and found["survivors_restarted"] == 0
+    said, found = demo(out, capsys, "--scenario", "stage", "--steps", str(STEPS_STAGE))
     assert found["topology"] == {"replicas": 1, "stages": 4, "micro_batches": 8}
     assert [one["seat"] for one in found["killed"]] == ["0.1"] and len(found["survivors"]) == 3
     assert found["recovered_by"] == "replay" and found["helpers"] == 3

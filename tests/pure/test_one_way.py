@@ -300,6 +300,66 @@ def test_a_kind_of_device_is_named_in_one_module() -> None:
     assert "cpu" in found.pop(DEVICES) and found == NAMED
 
 
+RUN_OF_CORE = {
+    "attendance",
+    "barriers",
+    "blocks",
+    "catching_up",
+    "checkpoint_saving",
+    "commit_rule",
+    "complaints",
+    "contributing",
+    "contributions",
+    "control_view",
+    "course",
+    "dataflow",
+    "departures",
+    "ending",
+    "ends",
+    "enrolment",
+    "evaluation",
+    "executor",
+    "failure_detector",
+    "faults",
+    "filled_stage",
+    "iterator_data",
+    "iterator_draws",
+    "joining",
+    "membership",
+    "newcomer",
+    "output",
+    "plan",
+    "program",
+    "of_worker",
+    "from_coordinator",
+    "from_workers",
+    "logs",
+    "replay",
+    "replays",
+    "goodbyes",
+    "step_batches",
+    "step_log",
+    "recorded",
+    "recovery_plan",
+    "regrouping",
+    "restarts",
+    "resuming",
+    "roster",
+    "serving",
+    "stalls",
+    "step_figures",
+    "step_ledger",
+    "step_store",
+    "step_validation",
+    "stopwatch",
+    "straggler_detector",
+    "throughput_floor",
+    "training_loop",
+    "worker",
+}
+RUN_OF_PLANNER = {"forwards", "lower", "recovery_order", "make"}
+
+
 def test_the_campaign_runs_what_trains() -> None:
     """The production modules that run in it: everything between a message and an instruction's numbers."""
     ran = set()
@@ -314,67 +374,11 @@ def test_the_campaign_runs_what_trains() -> None:
     finally:
         sys.setprofile(None)
     core = {name.rpartition(".")[2] for name in ran if name.startswith("recycle_plugin.core.")}
-    assert core >= {
-        "attendance",
-        "barriers",
-        "blocks",
-        "catching_up",
-        "checkpoint_saving",
-        "commit_rule",
-        "complaints",
-        "contributing",
-        "contributions",
-        "control_view",
-        "course",
-        "dataflow",
-        "departures",
-        "ending",
-        "ends",
-        "enrolment",
-        "evaluation",
-        "executor",
-        "failure_detector",
-        "faults",
-        "filled_stage",
-        "iterator_data",
-        "iterator_draws",
-        "joining",
-        "membership",
-        "newcomer",
-        "output",
-        "plan",
-        "program",
-        "of_worker",
-        "from_coordinator",
-        "from_workers",
-        "logs",
-        "replay",
-        "replays",
-        "goodbyes",
-        "step_batches",
-        "step_log",
-        "recorded",
-        "recovery_plan",
-        "regrouping",
-        "restarts",
-        "resuming",
-        "roster",
-        "serving",
-        "stalls",
-        "step_figures",
-        "step_ledger",
-        "step_store",
-        "step_validation",
-        "stopwatch",
-        "straggler_detector",
-        "throughput_floor",
-        "training_loop",
-        "worker",
-    }
+    assert core >= RUN_OF_CORE
     planner = {
         name.removeprefix("recycle_plugin.planner.") for name in ran if name.startswith("recycle_plugin.planner.")
     }
-    assert planner >= {"forwards", "lower", "recovery_order", "make"}
+    assert planner >= RUN_OF_PLANNER
     assert not any(name.startswith(("recycle_plugin.runtime", "recycle_plugin.adapters")) for name in ran), (
         "which need torch, and do what core tells them"
     )

@@ -25,7 +25,8 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.gloo import GlooLink
 from tests.support.calls import CALLS, LOST, Call
 from tests.support.not_calls import NOT_CALLS
-from tests.support.scenario import DIED, Script, run, run_stock
+from tests.support.results import DIED
+from tests.support.scenario import Script, run, run_stock
 
 PAGE = Path(__file__).parents[2] / "recycle_plugin" / "docs" / "collectives.md"
 COLUMNS = ("nobody lost", "somebody lost", "lost in it")

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from recycle_plugin.errors import RecycleError
-from tests.support.scenario import DIED, Script, run
+from tests.support.results import DIED
+from tests.support.scenario import Script, run
 
 RANKS, LOST = 4, 3
 

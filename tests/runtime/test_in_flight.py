@@ -16,7 +16,8 @@ import torch.distributed as dist
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import RecycleError
-from tests.support.scenario import DIED, WAIT_S, Script, run
+from tests.support.results import DIED
+from tests.support.scenario import WAIT_S, Script, run
 
 LARGE = 1 << 18  # 1 MiB: more than the system's buffers hold, and as much as is kept for others
 

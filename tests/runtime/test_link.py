@@ -37,10 +37,10 @@ from recycle_plugin.runtime.collectives.link import (
     ReduceScatter,
     Send,
 )
+from tests.support.results import DIED, result_of
 from tests.support.threads_link import Meeting, ThreadsLink
 
 LONG_S, SHORT_S = 60.0, 0.2  # what must not pass, and what must
-DIED = "died"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 SIZES = (0, 1, 1000, 1 << 18)
 
@@ -130,14 +130,6 @@ def over_gloo(scenario: Callable, members: int) -> list[Any]:
         for process in started:
             process.kill()
             process.join(LONG_S)
-
-
-def result_of(reading: Any) -> Any:
-    assert reading.poll(2 * LONG_S), "a member does not come to an end"
-    try:
-        return reading.recv()
-    except EOFError:
-        return DIED
 
 
 def between_threads(scenario: Callable, members: int) -> list[Any]:

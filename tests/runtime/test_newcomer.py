@@ -22,7 +22,8 @@ from recycle_plugin.runtime.collectives.link import Handle
 from recycle_plugin.runtime.collectives.startup import MOST, OF_MODELS, Startup
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
-from tests.support.scenario import DIED, LONG_S, WAIT_S, Script, result_of
+from tests.support.results import DIED, result_of
+from tests.support.scenario import LONG_S, WAIT_S, Script
 from tests.support.secret import SECRET, way
 
 from .conftest import FakeCoordinator, generation

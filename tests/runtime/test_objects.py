@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as checkpoint
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.group import MemberGroup
-from tests.support.scenario import DIED, Script, run
+from tests.support.results import DIED
+from tests.support.scenario import Script, run
 
 
 def lost_between(script: Script) -> Any:

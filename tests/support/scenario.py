@@ -20,11 +20,11 @@ from recycle_plugin.adapters.deepspeed.entry import Plugin
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
 from tests.runtime.conftest import FakeCoordinator, generation
+from tests.support.results import result_of
 from tests.support.secret import SECRET, way
 
 LONG_S = 30.0
 WAIT_S = 15.0  # of the workers: where they would wait for ever, they say so
-DIED = "died"
 IMPORTED = ["torch", "recycle_plugin.runtime.collectives.calls", "tests.support.calls", "tests.support.scenario"]
 
 
@@ -130,11 +130,3 @@ def _of_all(
         for process in started:
             process.kill()
             process.join(LONG_S)
-
-
-def result_of(reading: Any) -> Any:
-    assert reading.poll(3 * LONG_S), "a rank does not come to an end"
-    try:
-        return reading.recv()
-    except EOFError:
-        return DIED
