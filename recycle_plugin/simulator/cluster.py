@@ -51,9 +51,12 @@ from recycle_plugin.simulator.pushed_machine import PushedMachine
 from recycle_plugin.simulator.pushed_script import PushedScript
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 from recycle_plugin.simulator.script import Died, Script
+from recycle_plugin.simulator.shared_planner import SharedPlanner
 from recycle_plugin.simulator.simulated_log import SimulatedLog
+from recycle_plugin.simulator.simulated_spec import DEADLINES
 from recycle_plugin.simulator.simulated_state import Pipe
-from recycle_plugin.simulator.simulated_worker import DEADLINES, Holding, SharedPlanner, SimulatedMachine, Sum
+from recycle_plugin.simulator.simulated_sums import Sum
+from recycle_plugin.simulator.simulated_worker import Holding, SimulatedMachine
 
 WORKER, SECOND, SUPERVISOR, DATA, SHARES = (
     "worker",

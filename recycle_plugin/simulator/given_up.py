@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.simulator.simulated_log import FULL
-from recycle_plugin.simulator.simulated_worker import SILENCE_S
+from recycle_plugin.simulator.simulated_spec import SILENCE_S
 
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster

@@ -21,7 +21,7 @@ from recycle_plugin.simulator.message_delays import FAIR, STORMY, UNEVEN
 from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
 from recycle_plugin.simulator.seeded_replicas import with_pushing
 from recycle_plugin.simulator.seeded_slow import with_slow_replicas
-from recycle_plugin.simulator.simulated_worker import DEADLINES, SILENCE_S
+from recycle_plugin.simulator.simulated_spec import DEADLINES, SILENCE_S
 
 LONG = 25  # steps, each with a pause, in which a host is taken for gone, and for some time after that
 APART = ("cut", "deafened", "walled", "unfenced")
