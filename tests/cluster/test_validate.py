@@ -46,8 +46,8 @@ def rejected(result) -> list[int]:
 
 
 def to_reject(result) -> int:
-    """A step that is rejected behind one that is not: whose rejection finds nobody at a gate of :func:`late_norm`, which
-    waits for a step that a rejection on its way keeps from beginning.
+    """A step that is rejected behind one that is not: whose rejection finds nobody at a gate of :func:`late_norm`,
+    which waits for a step that a rejection on its way keeps from beginning.
     """
     steps = rejected(result)
     return next(step for step in steps if 1 < step < STEPS and step - 1 not in steps)
