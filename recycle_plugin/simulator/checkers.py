@@ -57,7 +57,7 @@ class Watcher:
         )
         self.reference = Reference(given.shape, weights, given.clip, given.policy.block, given.shards, given.by_hand)
         self._samples = Samples(given.shape, given.epoch, given.lengths, self.say) if given.iterators else None
-        self._ledger = Ledger(self.say) if given.pushes else None
+        self._ledger = Ledger(self.say, given.policy.shrinks) if given.pushes else None
         self._shrinks = given.policy.shrinks
         self._contributed: dict[tuple[int, int], frozenset[int]] = {}  # by stage and step, the replicas in the last sum
         self._once_gone: set[int] = set()  # replicas

@@ -2,7 +2,8 @@
 :mod:`recycle_plugin.simulator.checkers`.
 
 Each step has as many samples, no sample is in two of them, the processes of a replica have trained the same, and
-whatever a script whose process lives has trained is in a step: nothing is drawn in vain but what it has at hand.
+whatever a script whose process lives has trained is in a step: nothing is drawn in vain but what it has at hand, and
+nothing is left out where a replica comes back.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ Composition = Mapping[MicroBatch, tuple[Sample, WorkerId]]  # with whose script 
 
 
 class Ledger:
-    """The samples of one job.  ``say`` is told each violation, in words."""
+    """The samples of one job.  ``say`` is told each violation, in words; ``shrinks``: batches do, so that it is known
+    of each step how many of its samples are of a lost replica.
+    """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, say: Callable[[str], None], shrinks: bool = False) -> None:
+        self._say, self._shrinks = say, shrinks
         self._drawn: dict[WorkerId, int] = {}  # the number of the last one
         self._last_run: dict[WorkerId, int] = {}  # the same
         self._ran: dict[WorkerId, dict[tuple[int, MicroBatch], Sample]] = defaultdict(dict)
@@ -39,6 +42,8 @@ class Ledger:
         last = self._drawn.get(process)
         if last is not None and (sample.number != last + 1 or self._last_run.get(process) != last):
             self._say(f"seat {worker.seat} draws {sample}, and has not trained the one before")
+        if last is None and sample.number > 1 and sample._replace(number=sample.number - 1) not in self._used:
+            self._say(f"seat {worker.seat} begins with {sample}, and nobody has trained the one before")
         self._drawn[process] = sample.number
 
     def ran(self, worker: Any, step: int, micro_batch: MicroBatch, sample: Sample) -> None:
@@ -91,7 +96,8 @@ class Ledger:
         for micro_batch, (sample, process) in here.items():
             if micro_batch not in first or first[micro_batch][0] != sample:
                 self._say(f"micro-batch {micro_batch} of step {step} is {sample} on one rank, and not on the other")
-            if process not in live:  # whoever follows it may not know of that, and draw the sample once more
+            if process not in live and not self._shrinks:
+                # whoever follows it may not know of that, and draw the sample once more
                 self._uncounted.add(sample)
             elif sample in self._uncounted:
                 self._uncounted.remove(sample)

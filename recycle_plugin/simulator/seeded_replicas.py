@@ -14,13 +14,14 @@ from recycle_plugin.simulator.message_delays import FAIR, STORMY, UNEVEN
 from recycle_plugin.simulator.scenario import Scenario, Trouble
 
 PUSHES = 0.1  # of all jobs
+SHRINKS = 0.3  # of these
 AROUND = (*((Op.REDUCE, "after"),) * 3, (Op.REDUCE, "before"), (Op.STEP, "before"), (Op.STEP, "after"))
 NO_LINES = tuple(kind for kind in KINDS if kind not in ("drop", "delay"))  # nothing crosses from stage to stage
 
 
 def with_pushing(given: Scenario, random: Random) -> Scenario:
     """Puts a job of sharded replicas in the place of one in ten without a slow replica; in three of five lost ones come
-    back, and in half of the others scripts save.
+    back, in half of the others scripts save, and in three of ten batches shrink.
     """
     if given.slow is not None or random.random() >= PUSHES:
         return given
@@ -55,7 +56,7 @@ def with_pushing(given: Scenario, random: Random) -> Scenario:
     )
     job = _with_returns(job, random) if random.random() < 0.6 else _with_saves(job, random)
     means = tuple((step, "evaluate") for step in range(1, job.steps + 1) if random.random() < 0.3)
-    return replace(job, between=means + job.between)
+    return replace(job, between=means + job.between, policy=replace(policy, shrinks=random.random() < SHRINKS))
 
 
 def _with_saves(job: Scenario, random: Random) -> Scenario:

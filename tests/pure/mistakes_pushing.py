@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from recycle_plugin.core.coordinator.places import Places
 from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.core.worker.pushed import Need, PushedWorker, Script
 from recycle_plugin.simulator import arithmetic
@@ -16,7 +18,7 @@ from recycle_plugin.simulator.simulated_worker import SimulatedMachine
 from tests.pure.mistakes import changed, changed_recovery_plans, mistake
 
 
-@mistake("a script's boundary does not move when a replica is lost", seen=13)
+@mistake("a script's boundary does not move when a replica is lost", seen=22)
 def boundary_stays(monkeypatch) -> None:
     def own(recovery):
         kept = {
@@ -113,3 +115,18 @@ def run_before_is_lost(monkeypatch) -> None:
         return before(self, program)
 
     changed(monkeypatch, PushedWorker, "execute", execute)
+
+
+@mistake("what a script has given to a step counts for the one before, where the membership changes between", seen=833)
+def given_since_counts(monkeypatch) -> None:
+    monkeypatch.setattr(PushedWorker, "place_behind", lambda self, step: Place(read=self.script.given))
+
+
+@mistake("what a lost replica has given to a smaller step that has it is drawn once more", seen=447)
+def whole_is_forgotten(monkeypatch) -> None:
+    monkeypatch.setattr(Places, "count_whole", lambda self, reports, batches, micro_batches: None)
+
+
+@mistake("where a replica stands in its data is not asked for when the membership changes", seen=66)
+def places_not_asked_for(monkeypatch) -> None:
+    monkeypatch.setattr(PushedWorker, "places", property(lambda self: {}))

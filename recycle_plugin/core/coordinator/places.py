@@ -69,8 +69,8 @@ class Places:
         self, reports: Reports, committed: int, batches: Mapping[int, tuple[int, ...]], micro_batches: int
     ) -> None:
         """Takes in what members report that go on together, ``committed`` being the last step so far.  ``batches``: of
-        each of the next two, the replicas that contribute ``micro_batches`` each.  Costs time in proportion to the
-        batches that they hold.
+        each of the next two, the replicas that contribute ``micro_batches`` each, where iterators are read.  Costs time
+        in proportion to the batches that they hold.
         """
         for seat, report in reports.placed.items():
             for name, place in report.places.items():
@@ -84,6 +84,19 @@ class Places:
         for number, replicas in batches.items():
             self._count_draws(reports, number, replicas, micro_batches, placed)
         self._placed = placed
+
+    def count_whole(self, reports: Reports, batches: Mapping[int, tuple[int, ...]], micro_batches: int) -> None:
+        """Takes in that each of the replicas which ``batches`` names for a step has given it all its ``micro_batches``,
+        where scripts draw for themselves and for nobody else: also one that was lost before it could say so.  A step
+        that has part of them only has none of them (core/vocabulary/step_batches.py).
+        """
+        placed, behind = {seat.replica for seat in reports.placed}, dict(self._kept)
+        for number in sorted(batches):
+            step = self._of(number)
+            for replica in set(batches[number]).difference(placed, step.said):
+                before = behind.get(replica, Place())
+                step.said[replica] = Place(before.iterator, before.read + micro_batches)
+            behind |= step.said
 
     def known(self, reports: Reports | None = None) -> dict[int, Place]:
         """The places, as far as they are known: those behind the last committed step, or with ``reports`` where they

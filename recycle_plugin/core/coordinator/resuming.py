@@ -61,7 +61,10 @@ def _go_on(course: Course, reports: Reports, now: float, out: CoordinatorOutput)
     course.regrouping.agreed(generation)
     before, batches = course.batches, contributing.batches_behind(course, committed, reports)
     of_each = {step: (before if step <= committed else batches).of(step) for step in course.steps.unfinished}
-    course.places.agree(reports, course.committed, of_each, course.attendance.micro_batches)
+    micro_batches = course.attendance.micro_batches
+    course.places.agree(reports, course.committed, {} if course.pushed else of_each, micro_batches)
+    if course.pushed and course.shrinks:
+        course.places.count_whole(reports, of_each, micro_batches)
     if committed > course.committed:
         course.commit(committed, now, out)
     course.batches = batches

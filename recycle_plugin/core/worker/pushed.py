@@ -41,13 +41,15 @@ class Need(Enum):
 class Script:
     """Where the script is.  ``gives``: it has a micro-batch at hand; ``closes``: a step may end in the call that it is
     in; ``left``: micro-batches that this worker has not begun yet of the program that it runs; ``given``: how many it
-    has run so far, and those that held its seat before it in steps that were committed.
+    has run so far, and those that held its seat before it in steps that were committed; ``behind``: the last applied
+    step, and how many were given when it was applied.
     """
 
     gives: bool = False
     closes: bool = False
     left: int = 0
     given: int = 0
+    behind: tuple[int, int] = (0, 0)
 
     def lacks(self, instruction: Instruction) -> Need | None:
         """What the script has to do before ``instruction`` can begin; None where that is nothing."""
@@ -70,14 +72,17 @@ class PushedWorker(Worker):
 
     @property
     def places(self) -> dict[str, Place]:
-        """Nothing: no plain iterator is read, whose place would have to be found out after a loss; what was said of the
-        last step that was applied stays.
-        """
-        return {}
+        """The place in this seat's data behind the last applied step, by that step's number."""
+        step = self._steps.stepped
+        return {str(step): self.place_behind(step)}
 
     def place_behind(self, step: int) -> Place:
-        """The place in this seat's data behind ``step``, the last one that is applied."""
-        return Place(read=self.script.given)
+        """The place in this seat's data behind ``step``, the last one that is applied; what the script has given to the
+        next one since does not count.
+        """
+        if self.script.behind[0] != step:  # it is being applied
+            self.script.behind = step, self.script.given
+        return Place(read=self.script.behind[1])
 
     def skip_to(self, place: Place) -> None:
         """Counts on from where who held this seat before has come to."""

@@ -53,7 +53,9 @@ class PushedCalls:
 
     def loaded(self) -> None:
         """Count on from a checkpoint, before the first step, as if nobody had been lost before it."""
-        self._stage.script.given = self._trainer.step * self._trainer.topology.micro_batches
+        step, script = self._trainer.step, self._stage.script
+        script.given = step * self._trainer.topology.micro_batches
+        script.behind = step, script.given
 
     def end(self) -> None:
         """Let this worker go: its script is through, in the middle of a step perhaps, which nobody finishes then."""
