@@ -19,6 +19,7 @@ from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LIMIT, Language
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.runtime.authentication.handshake import ANSWER, MAGIC, NONCE, Port
+from recycle_plugin.runtime.catch_up import listener
 from recycle_plugin.runtime.catch_up import wire as state
 from recycle_plugin.runtime.catch_up.listener import StateListener
 from recycle_plugin.runtime.catch_up.rate import Rate
@@ -27,6 +28,7 @@ from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.log import served
 from recycle_plugin.runtime.movers import wire as tensors
 from recycle_plugin.runtime.movers.tcp import Transport
+from recycle_plugin.runtime.processes import log_server
 from recycle_plugin.runtime.processes.log_server import LogServer
 from tests.support.secret import SECRET, called
 
@@ -137,7 +139,10 @@ def test_strangers_leave_nothing_behind(listening):
     until(as_before, "the end of the strangers' connections and threads")
 
 
-def test_what_is_longer_than_it_may_be_is_refused_by_its_head(listening):
+def test_what_is_longer_than_it_may_be_is_refused_by_its_head(listening, monkeypatch):
+    """... and not by the deadline for the rest of it."""
+    for module in (listener, log_server):
+        monkeypatch.setattr(module, "HELLO_S", 10 * PATIENCE_S)
     connection, _ = called(listening.address, listening.port)
     with connection:
         connection.sendall(HEAD.pack(b"RP", listening.language.version, listening.longest + 1))
