@@ -131,6 +131,11 @@ class Watcher:
         """Takes in that another process comes in the place of a worker's, and has counted nothing."""
         self._counted.pop(worker.held, None)
 
+    def arrived(self, worker: Any, datum: Datum) -> None:
+        """Takes in that a peer's ``datum`` has come, which a mover must not take for one that nobody can have yet."""
+        if not worker.control_view.may_come(datum.step):
+            self.say(f"seat {worker.seat} would refuse {datum}, which a peer has sent")
+
     def sent(self, worker: Any) -> None:
         """Takes in that a worker has sent a boundary tensor, so that others may have to go."""
         store = worker.store

@@ -413,6 +413,7 @@ class Cluster:
                     if datum.step <= worker.control_view.committed
                     else ProtocolRule.OLD_GENERATION
                 ] += 1
+            self.watcher.arrived(worker, datum)
             worker.deliver(datum, value, valid_from)
             self.wake(worker)
 

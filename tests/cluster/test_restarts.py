@@ -78,3 +78,4 @@ def test_another_host_takes_the_seat_of_one_whose_guard_was_killed(plain_server,
         assert [process.wait(PATIENCE_S) for process in joined] == [0, 0]
     assert result.code == 128 + signal.SIGKILL
     assert_same_training(replace(result, code=0), reference(), {result.seat_of(2)})
+    assert not result.of("stranger"), "all that the one that has joined says of its worker is its own to say"

@@ -8,9 +8,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import socket
 import struct
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,8 +29,10 @@ from recycle_plugin.runtime.movers.wire import LANGUAGE, Header, Sender
 from tests.support.cluster import Run
 from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training, hold
 
+Place = tuple[str, int]
 PATIENCE_S = 20.0
 JUNK = 300 << 20  # bytes
+CONNECTIONS = 100
 WORKER, SUPERVISOR = Hello(2, "worker", 4711, "elsewhere"), Hello(2, "supervisor", 4711, "elsewhere")
 CONTROL: dict[str, bytes] = {
     "a Hello": encode(WORKER),
@@ -59,16 +63,39 @@ def told(port: int, said: bytes, host: str = "127.0.0.1", patience_s: float = PA
     return answer
 
 
-def say(host: str, port: int, said: bytes) -> None:
-    """The same to a port that may be Gloo's, which does not hang up."""
-    with suppress(TimeoutError, OSError):
-        told(port, said, host, patience_s=2.0)
-
-
-def listeners(pid: int) -> Iterator[tuple[str, int]]:
+def listeners(pid: int) -> Iterator[Place]:
     for each in psutil.Process(pid).net_connections("tcp"):
         if each.status == psutil.CONN_LISTEN:
             yield each.laddr.ip, each.laddr.port
+
+
+def letting_in(places: Iterable[Place], within_s: float = 1.0) -> list[Place]:
+    """Of places where somebody listens those where strangers get a connection: at Gloo's they get none once its members
+    are connected.
+    """
+    tried: dict[socket.socket, Place] = {}
+    for place in places:
+        stranger = socket.socket()
+        stranger.setblocking(False)
+        stranger.connect_ex(place)
+        tried[stranger] = place
+    waiting, until = set(tried), time.monotonic() + within_s
+    while waiting and (left_s := until - time.monotonic()) > 0:
+        waiting -= set(select.select((), waiting, (), left_s)[1])
+    found = [
+        place
+        for stranger, place in tried.items()
+        if stranger not in waiting and not stranger.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    ]
+    for stranger in tried:
+        stranger.close()
+    return found
+
+
+def gloos(run: Run) -> set[Place]:
+    """The places where a job's workers listen and let no stranger in."""
+    places = {place for pid in run.pids().values() for place in listeners(pid)}
+    return places.difference(letting_in(places))
 
 
 def forged(step: int) -> bytes:
@@ -133,13 +160,13 @@ def test_no_strangers_tensor_is_trained_on_or_kept(attacked):
 
     def attack(run: Run) -> None:
         before = held_bytes(run)
-        ports = [place for pid in run.pids().values() for place in listeners(pid)]
-        assert len(ports) >= 4
+        ports = letting_in(place for pid in run.pids().values() for place in listeners(pid))
+        assert len(ports) == 4
         for host, port in ports:
             for step in (STEPS - 2, STEPS - 1, STEPS):
-                say(host, port, forged(step))
+                told(port, forged(step), host)
         for host, port in ports:
-            say(host, port, junk())
+            told(port, junk(), host)
         assert held_bytes(run) - before < JUNK / 10
 
     run = attacked(attack)
@@ -148,14 +175,39 @@ def test_no_strangers_tensor_is_trained_on_or_kept(attacked):
 
 
 @pytest.mark.plain_too(deepspeed=False)
-def test_random_bytes_at_what_is_torchs_end_no_worker(attacked):
-    """The store and Gloo know nobody: what is said there must not end or hang anybody."""
+def test_random_bytes_at_torchs_store_end_nobody_and_it_keeps_no_connection(attacked):
+    """The store knows nobody: what is said there must not end or hang anybody."""
 
     def attack(run: Run) -> None:
-        for host, port in [*listeners(run.store_pid()), *(p for pid in run.pids().values() for p in listeners(pid))]:
-            for said in (os.urandom(400), bytes(64), b"\xff" * 64, HEAD.pack(b"RP", 0, 0)):
-                with socket.create_connection((host, port), PATIENCE_S) as stranger, suppress(ConnectionError):
+        store = psutil.Process(run.store_pid())
+        before, half_open = store.num_fds(), []
+        (place,) = listeners(store.pid)
+        for said in (os.urandom(400), bytes(64), b"\xff" * 64, HEAD.pack(b"RP", 0, 0), b""):
+            for number in range(CONNECTIONS):
+                stranger = socket.create_connection(place, PATIENCE_S)
+                half_open.append(stranger)
+                with suppress(ConnectionError):
                     stranger.sendall(said)
+                if number % 2:
+                    stranger.close()
+        for stranger in half_open:
+            stranger.close()
+        run.wait_for(lambda: store.num_fds() <= before, "end of the strangers' connections to the store", PATIENCE_S)
+
+    attacked(attack)
+
+
+@pytest.mark.plain_too(deepspeed=False)
+def test_gloo_lets_nobody_in_once_its_members_are_connected(attacked):
+    """It would keep the descriptor of whoever has come, and end its worker where none is left."""
+
+    def attack(run: Run) -> None:
+        workers = [psutil.Process(pid) for pid in run.pids().values()]
+        before, closed = [worker.num_fds() for worker in workers], gloos(run)
+        assert len(closed) >= len(workers)
+        for _ in range(CONNECTIONS):
+            letting_in(closed, 0.0)
+        assert [worker.num_fds() for worker in workers] == before
 
     attacked(attack)
 
@@ -171,14 +223,12 @@ def test_the_secret_is_in_files_of_its_users_and_nowhere_else(attacked, tmp_path
         own = run.folder / "operator.json"
         assert found["secret"] in own.read_text() and own.stat().st_mode & 0o777 == 0o600
         told(run.port, encode(WORKER))
-        processes = [psutil.Process(run.launcher.pid), *map(psutil.Process, run.forked())]
+        processes = [*map(psutil.Process, (*run.guards(), *run.forked()))]
         assert len(processes) >= 6
         for process in processes:
             for what in ("cmdline", "environ"):
                 assert found["secret"].encode() not in Path(f"/proc/{process.pid}/{what}").read_bytes()
-        for host, port in listeners(run.launcher.pid):
-            assert host == "127.0.0.1" and port
-        for pid in (*run.pids().values(), run.store_pid()):
+        for pid in (*run.pids().values(), run.store_pid(), run.coordinator_pid()):
             assert {host for host, _ in listeners(pid)} == {"127.0.0.1"}
 
     run = attacked(attack)

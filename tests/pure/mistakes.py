@@ -31,7 +31,7 @@ from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, goes_to
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
-from recycle_plugin.core.worker import training_loop
+from recycle_plugin.core.worker import control_view, training_loop
 from recycle_plugin.core.worker import worker as core_worker
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
@@ -663,6 +663,12 @@ def waits_for_the_end(monkeypatch) -> None:
     monkeypatch.setattr(ControlView, "lose_coordinator", lambda self: self.end is None and lose(self))
 
 
+@mistake("movers take a step that others may have begun for one that nobody has", seen=2)
+def bound_too_low(monkeypatch) -> None:
+    reached = control_view.is_reached
+    monkeypatch.setattr(control_view, "is_reached", lambda step, committed, *more: reached(step, committed - 1, *more))
+
+
 # --- by a schedule of their own: no seed of the first 2,000 brings them about ----------------------------
 
 
@@ -673,6 +679,14 @@ def believed_of_many(monkeypatch) -> None:
         return before(self, member, source, *given)._replace(doubted=source.worker)
 
     changed(monkeypatch, Complaints, "_weigh", weigh)
+
+
+def evaluations_bound_too_low(monkeypatch) -> None:
+    """Movers take an evaluation that others may have begun for one that nobody has."""
+    reached = control_view.is_reached
+    monkeypatch.setattr(
+        control_view, "is_reached", lambda step, committed, evaluated: reached(step, committed, evaluated - 1)
+    )
 
 
 def void_is_not_heard_again(monkeypatch) -> None:

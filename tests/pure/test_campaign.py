@@ -32,7 +32,13 @@ from tests.pure import (  # noqa: F401  add their own
     mistakes_suspicion,
     mistakes_together,
 )
-from tests.pure.mistakes import MISTAKES, SEEN, believed_of_many, void_is_not_heard_again
+from tests.pure.mistakes import (
+    MISTAKES,
+    SEEN,
+    believed_of_many,
+    evaluations_bound_too_low,
+    void_is_not_heard_again,
+)
 
 FOUND_WITHIN = 2000  # seeds, by every mistake, and every rule is needed in one; most need a few
 RARE = (65, 114, 123, 147, 166, 236, 262, 302, 359, 585, 690, 1623)  # whose failures need rules that few others do
@@ -289,6 +295,15 @@ def test_who_knows_that_all_is_committed_at_a_planned_end_reports_for_no_change(
     mistakes_between.reports_for_a_change_that_nobody_needs(monkeypatch)
     said = campaign.run("x", two_that_go_at_a_planned_end()).violations
     assert any(text.startswith("the job has failed at its planned end, with all steps committed") for text in said)
+
+
+def test_movers_refuse_nothing_of_an_evaluation_that_a_peer_can_have_sent(monkeypatch) -> None:
+    """Of evaluations in a row, where the word that one is over comes late to some."""
+    costs, thrice = CostModel.uniform(2, 5_000, 5_000, 5_000, 500), ((1, "evaluate"),) * 3
+    given = Scenario(Topology(2, 2, 2), costs, Policy(), 3, between=thrice, torn=4, weather=UNEVEN)
+    assert not campaign.run("x", given).violations
+    evaluations_bound_too_low(monkeypatch)
+    assert any("would refuse act" in text and "step -2" in text for text in campaign.run("x", given).violations)
 
 
 # --- mistakes that it has to find ---------------------------------------------------------------------

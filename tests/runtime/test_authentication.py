@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import socket
 import threading
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def test_what_the_job_makes_is_read_by_its_own_user_alone_and_goes_with_it(tmp_p
     assert file.path.stat().st_mode & 0o777 == 0o600 and list(file.path.parent.iterdir()) == [file.path]
     assert SecretFile(file.path, True).read().derived(b"x") == made.derived(b"x")
     file.path.unlink()
-    file.put()
+    file.keep()
     assert SecretFile(file.path, True).read().derived(b"x") == made.derived(b"x"), "as before"
     file.remove()
     assert not file.path.exists()
@@ -66,6 +67,34 @@ def test_one_that_the_user_has_put_there_is_used_and_stays(tmp_path):
     assert path.read_text() == "y" * 40 + "\n"
 
 
+def test_what_another_job_with_the_same_path_has_put_there_is_neither_replaced_nor_removed(tmp_path):
+    """Where this one's was removed meanwhile, by who empties the folder."""
+    file, other = (SecretFile(tmp_path / "secret", True) for _ in range(2))
+    file.make()
+    file.put()
+    file.path.unlink()
+    theirs = other.make()
+    other.put()
+    file.keep()
+    file.remove()
+    assert SecretFile(file.path, True).read().derived(b"x") == theirs.derived(b"x")
+    other.remove()
+    assert not file.path.exists()
+
+
+def test_where_there_is_no_room_for_it_nothing_is_left_and_that_is_said(tmp_path):
+    file = SecretFile(tmp_path / "secret", True)
+    file.make()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(NoSecret, match=r"can't be written to .*secret \(File too large\): set recycle.secret_file"):
+            file.put()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+
+
 def odd(path: Path, how: str) -> None:
     if how == "a folder":
         path.mkdir()
@@ -78,11 +107,11 @@ def odd(path: Path, how: str) -> None:
     if how == "a pipe":
         os.mkfifo(path, 0o600)
         return
-    path.write_text("x" * (5 if how == "short" else 64))
+    path.write_text("x" * {"short": 3, "empty": 0}.get(how, 64))
     path.chmod(0o640 if how == "others read it" else 0o600)
 
 
-@pytest.mark.parametrize("how", ("a folder", "a link", "a pipe", "short", "others read it"))
+@pytest.mark.parametrize("how", ("a folder", "a link", "a pipe", "short", "empty", "others read it"))
 def test_what_is_no_secret_is_refused_by_name(tmp_path, how):
     odd(tmp_path / "secret", how)
     with pytest.raises(NoSecret, match=re.escape(str(tmp_path / "secret"))) as refused:

@@ -36,11 +36,13 @@ from recycle_plugin.core.messages.from_workers import (
     Terminate,
     Through,
 )
+from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.runtime.authentication.handshake import Port, Stranger, call
 from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.control.connections import SocketControl, Way, connect
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.in_loop import InLoop
+from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatSender
 from recycle_plugin.runtime.processes.accepting import PAUSE_S
 from tests.pure.test_replay import logging
 from tests.support.descriptors import none_left
@@ -426,5 +428,57 @@ def test_nobody_says_what_is_anothers_to_say_though_it_knows_the_secret():
     assert "the worker of rank 1 says what is another's to say, Left(rank=2" in first.text
 
 
+async def comes(coordinator: Coordinator, hello: Hello) -> tuple[SocketControl, HeartbeatSender]:
+    """A supervisor over the network, and what sends its datagrams."""
+    control = await asyncio.to_thread(connect, way(address_of(coordinator)), PATIENCE_S)
+    control.send(hello)
+    assert isinstance(await asyncio.to_thread(control.receive, PATIENCE_S), Welcome)
+    port = coordinator._heartbeats.transport.get_extra_info("sockname")
+    return control, await HeartbeatSender.to(port)
+
+
+async def hears(control: SocketControl, kind: type) -> object:
+    while not isinstance(message := await asyncio.to_thread(control.receive, PATIENCE_S), kind):
+        assert message is not None, f"no {kind} came: {control.broken}"
+    return message
+
+
+def test_a_datagram_counts_where_its_sender_could_say_the_same_over_its_connection():
+    """Not of other ranks, and of a seat that was given to another host's supervisor not of the process that this one
+    starts, though the former one's key is still known.
+    """
+    said, taken = [], []
+
+    async def play() -> None:
+        async with four_workers(said) as (coordinator, workers):
+            receive = coordinator._membership.receive
+            coordinator._membership.receive = lambda message, now: taken.append(message) or receive(message, now)
+            former, its = await comes(coordinator, Hello(2, "supervisor", 50, "h"))
+            workers[2].close()
+            former.send(Exited(2, -9, 0.0))
+            await workers[0].hear(Generation)
+            joined, others = await comes(coordinator, Hello(-1, "joining", 51, "elsewhere", waits=True))
+            assert (await hears(joined, Restart)).worker == WorkerId(2, 1)
+            forged = [(its, former, 2, 1), (its, former, 1, 0), (others, joined, 2, 0), (others, joined, 1, 0)]
+            own = [(its, former, 2, 0), (others, joined, 2, 1)]
+            for sender, control, rank, incarnation in (*forged * 3, *own):
+                beat = SupervisorHeartbeat(rank, True, cpu_s=float(control is joined), incarnation=incarnation)
+                sender.send(beat, control.datagrams)
+            while len(beats()) < 2 or counted(said) < 10:
+                await asyncio.sleep(0.01)
+            for sender, control in ((its, former), (others, joined)):
+                sender.close()
+                control.close()
+
+    def beats() -> list[SupervisorHeartbeat]:
+        return [each for each in taken if isinstance(each, SupervisorHeartbeat)]
+
+    asyncio.run(asyncio.wait_for(play(), 3 * PATIENCE_S))
+    assert {(each.worker, each.cpu_s) for each in beats()} == {(WorkerId(2, 0), 0.0), (WorkerId(2, 1), 1.0)}
+    first = next(event for event in said if event.kind == "stranger")
+    assert "says what is another's to say, SupervisorHeartbeat(rank=2" in first.text
+
+
 def counted(said: list) -> int:
+    """How many were refused, as far as that is said: at the first, the tenth and so on."""
     return max((event.details["count"] for event in said if event.kind == "stranger"), default=0)

@@ -51,8 +51,15 @@ def complaints() -> list[str]:
 
 
 @pytest.fixture
-def server(folder, complaints) -> Iterator[LogServer]:
-    made = LogServer(folder, RUN, token_of(folder, RUN), HERE, SECRET, complaints.append)
+def strangers() -> list[tuple[str, str, int]]:
+    return []
+
+
+@pytest.fixture
+def server(folder, complaints, strangers) -> Iterator[LogServer]:
+    made = LogServer(
+        folder, RUN, token_of(folder, RUN), HERE, SECRET, complaints.append, lambda *said: strangers.append(said)
+    )
     yield made
     made.close()
 
@@ -172,7 +179,7 @@ def test_the_line_of_who_asks_otherwise_ends_and_is_said_once(server, folder, co
         assert asked(connection, server), "others are served all the same"
 
 
-def test_who_does_not_know_the_secret_is_not_answered(server, folder, complaints) -> None:
+def test_who_does_not_know_the_secret_is_not_answered(server, folder, complaints, strangers) -> None:
     written(folder, 1, 1).close()
     asks = served.LANGUAGE.encode(Ask(RUN, server.token))
     for _ in range(2):
@@ -180,16 +187,17 @@ def test_who_does_not_know_the_secret_is_not_answered(server, folder, complaints
             connection.sendall(asks)
             with pytest.raises((EOFError, ConnectionError)):
                 served.exactly(connection, 1)
-    until(lambda: complaints, "complaint")
-    (complaint,) = complaints
-    assert "what comes from 127.0.0.1:" in complaint and f"it begins with {asks[:4]!r}" in complaint
+    until(lambda: strangers, "word of it")
+    ((text, address, count),) = strangers
+    assert text.startswith(f"at the logs in {folder} what comes from 127.0.0.1:") and not complaints
+    assert f"it begins with {asks[:4]!r}" in text and (address, count) == (HERE, 1)
 
 
 def test_a_folder_that_is_not_this_hosts_is_served_by_nobody(folder, tmp_path) -> None:
     """A supervisor on another host finds another folder under the same path."""
     for place in (folder, tmp_path / "missing"):
         with pytest.raises(RecycleError, match="is not the folder here"):
-            LogServer(place, RUN, "a token of another folder", HERE, SECRET, print)
+            LogServer(place, RUN, "a token of another folder", HERE, SECRET, print, print)
 
 
 def test_all_who_see_a_folder_find_the_same_token(folder, tmp_path) -> None:
@@ -208,7 +216,7 @@ def test_all_who_see_a_folder_find_the_same_token(folder, tmp_path) -> None:
 
 def test_it_ends_while_somebody_is_served(folder) -> None:
     written(folder, 1, 1).close()
-    server = LogServer(folder, RUN, token_of(folder, RUN), HERE, SECRET, print)
+    server = LogServer(folder, RUN, token_of(folder, RUN), HERE, SECRET, print, print)
     with line(server) as connection:
         asked(connection, server)
         server.close()

@@ -13,6 +13,7 @@ from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatListene
 KEY = b"of a connection of the supervisor of rank 3"
 MANY = 50
 LAST = SupervisorHeartbeat(3, False)
+HELLO = Hello(3, "supervisor", 1, "h")
 
 
 def heard(expected: dict[int, bytes], sent: list[bytes]) -> tuple[list[object], list[str]]:
@@ -22,11 +23,11 @@ def heard(expected: dict[int, bytes], sent: list[bytes]) -> tuple[list[object], 
         taken, refused, arrived = [], [], asyncio.Event()
         listener = await HeartbeatListener.listen(
             ("127.0.0.1", 0),
-            lambda message: (taken.append(message), message == LAST and arrived.set()),
+            lambda hello, message, sender: (taken.append(message), message == LAST and arrived.set()),
             lambda sender, why: refused.append(str(why)),
         )
         for rank, key in expected.items():
-            listener.expect(rank, SealedDatagrams(key))
+            listener.expect(rank, HELLO, SealedDatagrams(key))
         address = listener.transport.get_extra_info("sockname")
         loop = asyncio.get_running_loop()
         line, _ = await loop.create_datagram_endpoint(asyncio.DatagramProtocol, remote_addr=address)
@@ -48,7 +49,7 @@ def sealed(key: bytes = KEY, count: int = 1, message: Callable[[int], object] = 
 
 
 def test_heartbeats_get_through_and_nothing_else_does():
-    """Neither a stranger's, nor one of another rank, nor what is none."""
+    """Neither a stranger's, nor what is none; whose a heartbeat may be is tried in test_coordinator.py."""
     mine = SealedDatagrams(KEY)
     first = SupervisorHeartbeat(3, True)
     sent = [
@@ -56,7 +57,6 @@ def test_heartbeats_get_through_and_nothing_else_does():
         encode(first),  # as it was once said
         *sealed(b"a key of nobody's"),
         mine.sealed(encode(Hello(3, "worker", 1, "h"))),
-        mine.sealed(encode(SupervisorHeartbeat(2, True))),
         mine.sealed(b"no message"),
         bytearray(mine.sealed(encode(first)))[:-1] + b"x",
         mine.sealed(encode(first)),
@@ -64,7 +64,9 @@ def test_heartbeats_get_through_and_nothing_else_does():
     ]
     taken, refused = heard({3: KEY, 2: b"of the supervisor of rank 2"}, sent)
     assert taken == [first, LAST]
-    assert refused == ["a datagram that nobody of this job has sealed"] * 4
+    nobodys, no_heartbeat = "a datagram that nobody of this job has sealed", "says by datagram what is no heartbeat"
+    assert refused[:3] == [nobodys] * 3 and refused[5:] == [nobodys]
+    assert refused[3:5] == [f"the supervisor of rank 3 {no_heartbeat}"] * 2
 
 
 def test_each_counts_once_in_whatever_order_they_come():
@@ -90,11 +92,13 @@ def test_of_a_supervisors_connections_the_last_two_count():
     async def exchange() -> None:
         taken, refused = [], []
         listener = await HeartbeatListener.listen(
-            ("127.0.0.1", 0), taken.append, lambda sender, why: refused.append(why)
+            ("127.0.0.1", 0),
+            lambda hello, message, sender: taken.append(message),
+            lambda sender, why: refused.append(why),
         )
         keys = [b"the first", b"the second", b"the third"]
         for key in keys:
-            listener.expect(3, SealedDatagrams(key))
+            listener.expect(3, HELLO, SealedDatagrams(key))
         for key in keys:
             listener.datagram_received(sealed(key)[0], ("h", 1))
         listener.close()

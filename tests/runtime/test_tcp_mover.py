@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recycle_plugin.core.messages.encoding import HEAD
-from recycle_plugin.core.messages.from_coordinator import Committed, Generation
+from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Committed, Generation, Recorded
 from recycle_plugin.core.messages.from_workers import Missing, Note
-from recycle_plugin.core.vocabulary.commit_rule import AHEAD
+from recycle_plugin.core.vocabulary.commit_rule import AHEAD, EVALUATIONS_AHEAD
+from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member
@@ -292,13 +294,18 @@ def test_whatever_bytes_come_the_next_connection_is_heard(pair, coordinator, mon
     assert note.text.startswith("at worker 1 a worker of this job, at peer:1, says what can't be understood: ")
 
 
-def test_what_is_for_a_step_that_nobody_can_have_come_to_is_refused_before_there_is_room_for_it(pair, coordinator):
-    """... and that is said once.  What is committed moves the bound on."""
-    receiver = pair[1]
+def test_what_is_for_a_step_that_nobody_can_have_come_to_is_refused_before_there_is_room_for_it(
+    pair, coordinator, monkeypatch
+):
+    """... and that is said once.  What is said to be committed moves the bound on, and evaluations have their own."""
+    receiver, rooms = pair[1], []
+    session, room = receiver._session, receiver._device.room
+    monkeypatch.setattr(receiver, "_device", Rooms(rooms, room))
     host, _, port = receiver.address.removeprefix("tcp://").rpartition(":")
 
     def hears(step: int) -> bool:
         """Whether what a peer sends for ``step`` arrives; else it is hung up on."""
+        rooms.clear()
         with socket.create_connection((host, int(port)), 30) as peer:
             head = Header(act(0, step), 0, (("uint8", (3,)),))
             peer.sendall(said(call(peer, SECRET, Port.TENSORS), Sender("tcp://peer:1"), head) + bytes(3))
@@ -306,11 +313,33 @@ def test_what_is_for_a_step_that_nobody_can_have_come_to_is_refused_before_there
             peer.settimeout(30)
             with suppress(ConnectionResetError):  # it has not read all
                 assert peer.recv(1) == b""
-        return [datum for datum, *_ in receiver.arrivals()] == [act(0, step)]
+        come = [datum for datum, *_ in receiver.arrivals()] == [act(0, step)]
+        assert come == bool(rooms)
+        return come
 
-    assert hears(AHEAD) and not hears(AHEAD + 1) and not hears(1 << 40)
-    coordinator.tell(Committed(7))
-    receiver._session.wait("the commit", lambda: receiver._session.committed == 7 or None)
-    assert hears(7 + AHEAD) and not hears(8 + AHEAD)
+    def heard(message: object, known: Callable[[], int], value: int) -> None:
+        coordinator.tell(message)
+        session.wait("the coordinator's word", lambda: known() == value or None)
+
+    far = AHEAD + 1, 1 << 40, -EVALUATIONS_AHEAD - 1, -(1 << 40)
+    assert hears(AHEAD) and hears(-EVALUATIONS_AHEAD) and not any(map(hears, far))
+    heard(Committed(7), lambda: session.committed, 7)
+    assert hears(7 + AHEAD) and not hears(8 + AHEAD) and not hears(-EVALUATIONS_AHEAD - 1)
+    heard(BarrierPassed(end_of(4), {}, 0), lambda: session.evaluated, 4)
+    assert hears(-4 - EVALUATIONS_AHEAD) and not hears(-5 - EVALUATIONS_AHEAD) and not hears(8 + AHEAD)
+    heard(Recorded(1, (), 5, (0.5, 0.5), 0), lambda: session.evaluated, 6)
+    assert hears(-6 - EVALUATIONS_AHEAD) and not hears(-7 - EVALUATIONS_AHEAD)
     (note,) = coordinator.hear(Note)
-    assert note.text.endswith(f"{act(0, AHEAD + 1)}, while step 0 is the last one committed")
+    known = "step 0 is the last one committed, evaluation 0 the last one that is over"
+    assert note.text.endswith(f"{act(0, AHEAD + 1)}, while {known}")
+
+
+class Rooms(NamedTuple):
+    """A device that notes for what there was room."""
+
+    made: list
+    make: Callable[..., torch.Tensor]
+
+    def room(self, *what: object) -> torch.Tensor:
+        self.made.append(what)
+        return self.make(*what)

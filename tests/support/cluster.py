@@ -288,6 +288,20 @@ class Run:
         """Of a warm run, the processes of the store and of workers."""
         return self._server.forked() - {self.launcher.pid}
 
+    def guards(self) -> list[int]:
+        """The processes that outlive workers: the launcher's, and where it is DeepSpeed's those that it has started."""
+        launcher = psutil.Process(self.launcher.pid)
+        return [launcher.pid, *(child.pid for child in launcher.children(recursive=True))]
+
+    def coordinator_pid(self) -> int:
+        """The one of these that has the master's port."""
+        (pid,) = (
+            pid
+            for pid in self.guards()
+            if self.port in {each.laddr.port for each in psutil.Process(pid).net_connections("tcp") if not each.raddr}
+        )
+        return pid
+
     def store_pid(self) -> int:
         """The process of the job's key-value store, once all workers have said who they are."""
         (pid,) = self.forked() - set(self.pids().values())

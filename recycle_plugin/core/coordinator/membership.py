@@ -63,6 +63,7 @@ from recycle_plugin.core.messages.from_workers import (
     Serving,
     StateHash,
     Stepped,
+    StrangersAtLogs,
     SupervisorHeartbeat,
     SurvivorReport,
     Terminate,
@@ -216,6 +217,8 @@ class Membership:
                 replays.unreplayable(self.course, message, now, out)
             case LogsServed():
                 self.course.log_places.served(message)
+            case StrangersAtLogs():
+                out.say("stranger", message.text, address=message.address, count=message.count)
 
     def greet(self, worker: WorkerId, host: str) -> CoordinatorOutput:
         """Handles that a process on ``host`` has connected as ``worker``; if it can't take part, it hears so before it

@@ -151,6 +151,18 @@ class LogsServed:
 
 
 @dataclass(frozen=True)
+class StrangersAtLogs:
+    """To a port of the supervisor of ``rank`` somebody has come from ``address``, for the ``count``-th time, who does
+    not belong to the job, as ``text`` says.
+    """
+
+    rank: int
+    text: str
+    address: str
+    count: int
+
+
+@dataclass(frozen=True)
 class StateHash(OfWorker):
     """A hash of a worker's state after ``step``, which the coordinator has asked for."""
 

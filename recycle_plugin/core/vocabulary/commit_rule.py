@@ -10,6 +10,7 @@ Whoever is ahead stays so, unless work has to be run again on the parameters bef
 from __future__ import annotations
 
 AHEAD = 3  # from the last step that is said to be committed to the first one that nobody can have started
+EVALUATIONS_AHEAD = 2  # from the last evaluation that is said to be over to the last one that anybody can have begun
 
 
 def unstarted(committed: int) -> int:
@@ -23,13 +24,15 @@ def unstarted(committed: int) -> int:
     return committed + AHEAD
 
 
-def is_reached(step: int, committed: int) -> bool:
-    """Whether a peer may have something of ``step`` for a worker that knows ``committed`` to be committed.
+def is_reached(step: int, committed: int, evaluated: int) -> bool:
+    """Whether a peer may have something of ``step`` for a worker that knows step ``committed`` to be committed, and
+    evaluation ``evaluated`` to be over.  An evaluation's step is negative.
 
     Who starts step c+3 has applied c+2, and knew c+1 to be committed; so the other one has applied that, and knew c to
-    be committed.
+    be committed.  Who begins evaluation e+2 has passed the barrier at the end of e+1; so the other one has come there,
+    and had passed the one at the end of e, or was told of both before it became a member.
     """
-    return step <= committed + AHEAD
+    return step <= committed + AHEAD if step >= 0 else -step <= evaluated + EVALUATIONS_AHEAD
 
 
 class StepMachine:

@@ -23,7 +23,9 @@ from recycle_plugin.core.messages.from_coordinator import (
     Serve,
 )
 from recycle_plugin.core.messages.from_workers import Durable, Replaying, Serving
+from recycle_plugin.core.vocabulary.commit_rule import is_reached
 from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.evaluation_route import ended_at
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.worker.executor import Interrupted
@@ -52,8 +54,8 @@ class ControlView:
     has come to its stage too, and waits for that.
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
-    adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force,
-    ``changed_behind`` that at which the members were others last,
+    adopted, ``committed`` the last step said to be committed, ``evaluated`` the last evaluation said to be over,
+    ``since`` that at which ``generation`` came in force, ``changed_behind`` that at which the members were others last,
     ``news`` how commits were said, and ``recorded`` what a newcomer's script was told, for whoever takes them from
     there, ``end`` the job's; ``departed``: the others go on without this worker, since it was to leave; ``newcomer``:
     it has come back to a job that had started; ``may_go``: its script is through, and nobody needs it; ``shard``: which
@@ -65,7 +67,7 @@ class ControlView:
         self.rank, self.incarnation, self.shard = rank, incarnation, 0
         self.generation: Generation | None = None
         self.pending: Generation | None = None
-        self.committed = self.durable = 0
+        self.committed = self.durable = self.evaluated = 0
         self.logged: frozenset[int] | None = None
         self.since = self.changed_behind = 0
         self.news: deque[tuple[Generation | None, Committed]] = deque(maxlen=UNREAD)
@@ -159,9 +161,11 @@ class ControlView:
             case Recorded():
                 self.recorded.append(message)
                 self.committed, self.present = max(self.committed, message.committed), True
+                self.evaluated = max(self.evaluated, message.evaluation + len(message.evaluations) - 1)
                 self.place, self._unfilled = message.place, message.unfilled
             case BarrierPassed():
                 self._barriers_passed[message.place] = message
+                self.evaluated = max(self.evaluated, ended_at(message.place) or 0)
             case Serving():
                 self._sources.append(message)
             case Serve():
@@ -268,6 +272,10 @@ class ControlView:
     def is_committed(self, step: int) -> bool | None:
         """True if ``step`` is committed, or None as long as that is not known."""
         return True if self.committed >= step else None
+
+    def may_come(self, step: int) -> bool:
+        """Whether a peer may have something of ``step``, negative for an evaluation, by what is known here."""
+        return is_reached(step, self.committed, self.evaluated)
 
     def collected(self, step: int, name: str) -> dict | None:
         """The complete set of contributions ``name`` of ``step``, until a later one is committed: after a failure it

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hmac
 from struct import Struct
+from typing import Generic, TypeVar
 
 from recycle_plugin.runtime.authentication.handshake import SEAL, Stranger
 
+Sender = TypeVar("Sender")
 HEAD = Struct(">8sQ")  # whose key it is, and the datagram's number
 WINDOW = 1024
 LONGEST = 1 << 10  # bytes of one
@@ -52,30 +54,30 @@ class _Window:
         return True
 
 
-class DatagramDoor:
-    """Lets the datagrams of known ends in; each end has a ``who``, and the last two keys that were given for it count:
-    what was sent under the one before may still be under way.
+class DatagramDoor(Generic[Sender]):
+    """Lets datagrams in under known keys, each of which is a sender's; of each place the last two keys count: what was
+    sent under the one before may still be under way.
     """
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[bytes, ...]] = {}  # the last one first
-        self._known: dict[bytes, tuple[int, bytes, _Window]] = {}
+        self._names: dict[int, tuple[bytes, ...]] = {}  # by place, the last one first
+        self._known: dict[bytes, tuple[Sender, bytes, _Window]] = {}
 
-    def expect(self, who: int, key: bytes) -> None:
-        """Take the datagrams of ``who`` under ``key`` from now on."""
-        names = (_name(key), *self._names.get(who, ()))
-        self._known[names[0]] = who, key, _Window()
+    def expect(self, place: int, sender: Sender, key: bytes) -> None:
+        """Take the datagrams of ``sender``, who has this ``place`` now, under ``key``."""
+        names = (_name(key), *self._names.get(place, ()))
+        self._known[names[0]] = sender, key, _Window()
         for name in names[2:]:
             del self._known[name]
-        self._names[who] = names[:2]
+        self._names[place] = names[:2]
 
-    def opened(self, data: bytes) -> tuple[int, bytes] | None:
+    def opened(self, data: bytes) -> tuple[Sender, bytes] | None:
         """Who has sent it, and its message; None where it was here before, as the network itself may have it.  Raises
         Stranger where it is nobody's who is known.
         """
         name, number = HEAD.unpack_from(data) if HEAD.size + SEAL <= len(data) <= LONGEST else (b"", 0)
-        who, key, window = self._known.get(name, (0, b"", None))
         body, seal = data[:-SEAL], data[-SEAL:]
-        if window is None or not hmac.compare_digest(hmac.digest(key, body, "sha256")[:SEAL], seal):
+        known = self._known.get(name)
+        if known is None or not hmac.compare_digest(hmac.digest(known[1], body, "sha256")[:SEAL], seal):
             raise Stranger("a datagram that nobody of this job has sealed")
-        return (who, body[HEAD.size :]) if window.takes(number) else None
+        return (known[0], body[HEAD.size :]) if known[2].takes(number) else None

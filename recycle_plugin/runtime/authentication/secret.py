@@ -125,9 +125,7 @@ class SecretFile:
         return self.read()
 
     def put(self) -> None:
-        """Write what was made, and again from time to time: what nobody touches for days is removed from many a
-        system's temporary folder.  Where the user has named no folder, it has to be nobody else's.  Raises NoSecret.
-        """
+        """Write what was made.  Where the user has named no folder, it has to be nobody else's.  Raises NoSecret."""
         if not self._made:
             return
         folder = self.path.parent
@@ -141,11 +139,25 @@ class SecretFile:
         except OSError as error:
             raise NoSecret(f"the job's secret can't be written to {self.path} ({error.strerror}): {WHERE}") from None
 
+    def keep(self) -> None:
+        """Write it once more, from time to time: what nobody touches for days is removed from many a system's temporary
+        folder.  What another job with the same path has put there stays.  Raises NoSecret.
+        """
+        if self._made and (self._is_own or not self.path.exists()):
+            self.put()
+
     def remove(self) -> None:
-        """Remove the file that :meth:`make` has made: the job is over."""
-        if self._made:
+        """Remove what :meth:`put` has put there, if that is what is there: the job is over."""
+        if self._is_own:
             with suppress(OSError):
                 self.path.unlink(missing_ok=True)
+
+    @property
+    def _is_own(self) -> bool:
+        try:
+            return bool(self._made) and _checked(self.path) == self._made
+        except (OSError, NoSecret):
+            return False
 
     @property
     def there(self) -> bool:
@@ -180,9 +192,13 @@ def write_own(path: Path, text: str) -> None:
     """Write a file that nobody but this user reads, in place of what was there.  Raises OSError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.unlink(missing_ok=True)
-    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWN), "w") as file:
-        file.write(text)
-    unfinished.replace(path)
+    try:
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWN), "w") as file:
+            file.write(text)
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def _checked(path: Path) -> str:

@@ -20,7 +20,7 @@ from typing import Protocol
 from recycle_plugin.core.messages.encoding import LIMIT, Frames, encode
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.runtime.authentication.datagrams import SealedDatagrams
-from recycle_plugin.runtime.authentication.handshake import HANDSHAKE_S, SEAL, Port, Seals, Stranger, call
+from recycle_plugin.runtime.authentication.handshake import SEAL, Port, Seals, Stranger, call
 from recycle_plugin.runtime.authentication.secret import Known, NoSecret, NotThere
 from recycle_plugin.runtime.processes import forked
 
@@ -255,7 +255,7 @@ class Way:
                     raise
                 time.sleep(RETRY_S)
         try:
-            left_s = max(RETRY_S, min(HANDSHAKE_S, deadline - time.monotonic()))
+            left_s = max(RETRY_S, deadline - time.monotonic())  # others may wait before this one to be let in
             return forked.own(connection), call(connection, self.known.read(), Port.CONTROL, left_s)
         except (OSError, NoSecret):
             connection.close()

@@ -38,7 +38,7 @@ from recycle_plugin.core.messages.from_coordinator import (
     Welcome,
 )
 from recycle_plugin.core.messages.from_operators import Ask
-from recycle_plugin.core.messages.from_workers import Exited, Hello, Left, Ready, Terminate
+from recycle_plugin.core.messages.from_workers import Exited, Hello, Left, Ready, SupervisorHeartbeat, Terminate
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.placement import spread
@@ -109,7 +109,7 @@ class Coordinator:
 
         ``claimed`` is called once the port is this job's, before anybody can connect to it.
         """
-        self._heartbeats = await HeartbeatListener.listen((host, port), self._take, self._door.refuses)
+        self._heartbeats = await HeartbeatListener.listen((host, port), self._take_datagram, self._door.refuses)
         try:
             self._entrance = Entrance(host, port, self._door, self._answer, self._warn)
             claimed()
@@ -235,7 +235,7 @@ class Coordinator:
             while await control.receive(LISTEN_S) is not None or control.broken is None:
                 pass  # it goes once it has read that
         else:
-            self._expect_heartbeats(hello.rank, control)
+            self._expect_heartbeats(hello.rank, hello, control)
             for rank, incarnation in self._membership.unreachable:
                 if rank == hello.rank:  # who was to see to it may have gone before it could
                     control.send(Fence(rank, "the others have gone on without it", incarnation=incarnation))
@@ -246,10 +246,10 @@ class Coordinator:
             await self._hear(hello, control)
             self._supervisor_closed(control)
 
-    def _expect_heartbeats(self, rank: int, control: InLoop) -> None:
+    def _expect_heartbeats(self, rank: int, hello: Hello, control: InLoop) -> None:
         """Let the supervisor's datagrams count, those of its connections before too."""
         if self._heartbeats is not None:
-            self._heartbeats.expect(rank, control.datagrams)
+            self._heartbeats.expect(rank, hello, control.datagrams)
 
     def _supervisor_closed(self, control: InLoop) -> None:
         for rank in [rank for rank, its in self._supervisors.items() if its is control]:
@@ -302,7 +302,7 @@ class Coordinator:
         self._former.pop((rank, hello.host, hello.pid), None)
         self._supervised[rank] = hello.host, hello.pid
         self._supervisors[rank] = control
-        self._expect_heartbeats(rank, control)
+        self._expect_heartbeats(rank, hello, control)
 
     async def _keep_former(self, who: tuple[int, str, int], hello: Hello, control: InLoop) -> None:
         self._former[who] = control
@@ -337,11 +337,7 @@ class Coordinator:
             while (message := await control.receive(LISTEN_S)) is not None or control.broken is None:
                 if message is None:
                     continue
-                if self._speakers.may_say(hello, worker, message):
-                    self._take(message)
-                else:
-                    why = f"the {hello.role} of {named(hello.rank)} says what is another's to say, {str(message)[:80]}"
-                    self._door.refuses(control.there or ("this process", 0), why)
+                self._take_of(hello, worker, message, control.there or ("this process", 0))
         except Exception as error:
             self.fail(f"the coordinator met an error of its own ({error!r})")
             raise
@@ -366,6 +362,17 @@ class Coordinator:
             places = [self._placing[place] for place in range(self._ranks)]
             for rank, (_, each) in zip(spread([host for host, _ in places]), places):
                 each.send(Placed(rank))
+
+    def _take_of(self, hello: Hello, worker: WorkerId | None, message: object, sender: tuple) -> None:
+        """Take a message that has come from ``sender``, host and port, if it is its own to say."""
+        if self._speakers.may_say(hello, worker, message):
+            self._take(message)
+        else:
+            why = f"the {hello.role} of {named(hello.rank)} says what is another's to say, {str(message)[:80]}"
+            self._door.refuses(sender, why)
+
+    def _take_datagram(self, hello: Hello, heartbeat: SupervisorHeartbeat, sender: tuple) -> None:
+        self._take_of(hello, None, heartbeat, sender)
 
     def _take(self, message: object) -> None:
         if isinstance(message, Exited):

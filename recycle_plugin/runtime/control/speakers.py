@@ -9,6 +9,7 @@ from recycle_plugin.core.messages.from_workers import (
     Hello,
     LogsServed,
     Ready,
+    StrangersAtLogs,
     SupervisorHeartbeat,
     Terminate,
     Unguarded,
@@ -16,7 +17,7 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
-OF_SUPERVISORS = (Exited, Unguarded, SupervisorHeartbeat, LogsServed, Terminate)
+OF_SUPERVISORS = (Exited, Unguarded, SupervisorHeartbeat, LogsServed, StrangersAtLogs, Terminate)
 
 
 class Speakers:

@@ -2,7 +2,8 @@
 
 After a break in the network a connection's next try may be as far away as the break was long, and its host would be
 given up although it is back; a datagram gets through as soon as anything does.  It is sealed under a key of the
-supervisor's last connection, so that nobody else's counts, and none that was recorded.
+supervisor's last connection, so that nobody else's counts, and none that was recorded; and it counts only where the
+supervisor could say the same over that connection (runtime/control/speakers.py).
 """
 
 from __future__ import annotations
@@ -11,38 +12,38 @@ import asyncio
 from collections.abc import Callable
 
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.from_workers import SupervisorHeartbeat
+from recycle_plugin.core.messages.from_workers import Hello, SupervisorHeartbeat
 from recycle_plugin.runtime.authentication.datagrams import DatagramDoor, SealedDatagrams
 from recycle_plugin.runtime.authentication.handshake import Stranger
 
+Take = Callable[[Hello, SupervisorHeartbeat, tuple], None]
+Refuse = Callable[[tuple, OSError | str], None]
+
 
 class HeartbeatListener(asyncio.DatagramProtocol):
-    """Calls ``take`` with each heartbeat of a supervisor that is known, of its own rank; ``refuses`` gets the sender of
-    everything else, host and port, and why it changes nothing.
+    """Calls ``take`` with each heartbeat of a supervisor that is known, and with the Hello of the connection under
+    whose key it has come; ``refuses`` gets the sender of everything else, host and port, and why it changes nothing.
     """
 
-    def __init__(self, take: Callable[[SupervisorHeartbeat], None], refuses: Callable[[tuple, Stranger], None]) -> None:
+    def __init__(self, take: Take, refuses: Refuse) -> None:
         self._take, self._refuses = take, refuses
-        self._door = DatagramDoor()
+        self._door: DatagramDoor[Hello] = DatagramDoor()
         self.transport: asyncio.DatagramTransport
 
     @classmethod
-    async def listen(
-        cls,
-        address: tuple[str, int],
-        take: Callable[[SupervisorHeartbeat], None],
-        refuses: Callable[[tuple, Stranger], None],
-    ) -> HeartbeatListener:
+    async def listen(cls, address: tuple[str, int], take: Take, refuses: Refuse) -> HeartbeatListener:
         """Listen at ``address`` until :meth:`close`.  Raises OSError when the port is taken."""
         loop = asyncio.get_running_loop()
         transport, made = await loop.create_datagram_endpoint(lambda: cls(take, refuses), local_addr=address)
         made.transport = transport
         return made
 
-    def expect(self, rank: int, datagrams: SealedDatagrams | None) -> None:
-        """Take those of the supervisor of ``rank`` from now on, whose last connection has sealed ``datagrams``."""
+    def expect(self, rank: int, hello: Hello, datagrams: SealedDatagrams | None) -> None:
+        """Take those of the supervisor of ``rank`` from now on, whose last connection began with ``hello``, and has
+        sealed ``datagrams``.
+        """
         if datagrams is not None:
-            self._door.expect(rank, datagrams.key)
+            self._door.expect(rank, hello, datagrams.key)
 
     def close(self) -> None:
         """Listen no more."""
@@ -55,9 +56,13 @@ class HeartbeatListener(asyncio.DatagramProtocol):
         except Stranger as stranger:
             self._refuses(sender, stranger)
             return
-        message = decode(opened[1]) if opened is not None else None
-        if opened is not None and isinstance(message, SupervisorHeartbeat) and message.rank == opened[0]:
-            self._take(message)
+        if opened is None:
+            return
+        hello, message = opened[0], decode(opened[1])
+        if isinstance(message, SupervisorHeartbeat):
+            self._take(hello, message, sender)
+        else:
+            self._refuses(sender, f"the supervisor of rank {hello.rank} says by datagram what is no heartbeat")
 
 
 class HeartbeatSender:

@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 
 from recycle_plugin.core.messages.from_workers import Missing
-from recycle_plugin.core.vocabulary.commit_rule import is_reached
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.authentication.door import Door
@@ -247,8 +246,9 @@ class Transport:
             self._session.changed.notify_all()
         while True:
             header = receive(connection, Header, seal)
-            if not is_reached(header.datum.step, self._session.committed):
-                raise Nonsense(f"{header.datum}, while step {self._session.committed} is the last one committed")
+            if not self._session.may_come(header.datum.step):
+                known = f"step {self._session.committed} is the last one committed, evaluation "
+                raise Nonsense(f"{header.datum}, while {known}{self._session.evaluated} the last one that is over")
             tensors = tuple(self._receive_tensor(connection, dtype, shape) for dtype, shape in header.tensors)
             self._deliver(sender, header.datum, header.valid_from, tensors)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.authentication.door import Door
+from recycle_plugin.runtime.authentication.door import Door, Say
 from recycle_plugin.runtime.authentication.handshake import Port
 from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.log import served
@@ -43,12 +43,12 @@ END_S = 1.0  # how long each thread may take to end
 class LogServer:
     """Serves the segments of ``run`` that are in ``folder``, which has this ``token``, at a free port of ``host``.
 
-    ``secret``: the job's.  ``say`` gets a line on the first who does not ask as one asks here.  Raises RecycleError
-    where it can't be.
+    ``secret``: the job's.  ``say`` gets a line on the first who does not ask as one asks here, and ``count`` what a
+    Door says of strangers.  Raises RecycleError where it can't be.
     """
 
     def __init__(
-        self, folder: Path, run: str, token: str, host: str, secret: Secret, say: Callable[[str], None]
+        self, folder: Path, run: str, token: str, host: str, secret: Secret, say: Callable[[str], None], count: Say
     ) -> None:
         if not folder.is_dir() or served.token_of(folder, run) != token:
             raise RecycleError(f"{folder} is not the folder here that the log of this host is in")
@@ -64,7 +64,7 @@ class LogServer:
             raise RecycleError(f"{host}: nobody could come there for logs ({error.strerror})") from error
         self.address = f"tcp://{host}:{self._listener.getsockname()[1]}"
         self._refusals = Refusals(say)
-        self._door = Door(secret, Port.LOGS, f"at the logs in {folder}", lambda text, address, count: say(text))
+        self._door = Door(secret, Port.LOGS, f"at the logs in {folder}", count)
         self._thread = threading.Thread(target=self._accept, name="recycle: logs", daemon=True)
         self._thread.start()
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.messages.from_coordinator import (
@@ -41,6 +41,7 @@ from recycle_plugin.core.messages.from_workers import (
     Hello,
     LogFolder,
     LogsServed,
+    StrangersAtLogs,
     SupervisorHeartbeat,
     Terminate,
     Unguarded,
@@ -470,6 +471,11 @@ class Supervisor:
         Threads do so; they begin in one that no signal comes to, and a slow disk keeps nothing else waiting.
         """
         server: LogServer | None = None
+        loop = asyncio.get_running_loop()
+
+        def say_stranger(*said: Any) -> None:
+            loop.call_soon_threadsafe(self._tell, StrangersAtLogs(self._rank, *said))
+
         try:
             while True:
                 folder = await self._folders.get()
@@ -478,7 +484,7 @@ class Supervisor:
                     server = None
                 if server is None:
                     place = Path(folder.path), self._welcome.job_id, folder.token, folder.host
-                    server = await asyncio.to_thread(LogServer, *place, self._secret.read(), self._warn)
+                    server = await asyncio.to_thread(LogServer, *place, self._secret.read(), self._warn, say_stranger)
                 self._tell(LogsServed(self._rank, server.token, server.address))
         except RecycleError as error:
             self._warn(f"nobody else can have the logs of rank {self._rank}: {error}")
@@ -631,7 +637,7 @@ class Hosted:
         """Have the secret's file stay where it is, for workers that are still to come."""
         while await pause(KEEP_S):
             with suppress(NoSecret):  # as long as nobody comes, nobody misses it
-                self._secret.put()
+                self._secret.keep()
 
     async def _watch_store(self) -> None:
         """Fail the job where the store's process ends: without it workers could not find each other, and would wait for
