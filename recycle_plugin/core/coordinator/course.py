@@ -104,12 +104,19 @@ class Course:
         self._barriers = Barriers()
         self._throughput_floor = ThroughputFloor()
         self._suspicions = Suspicions()
+        self._resized_in = -1  # the generation in which somebody has planned for another batch size last
+        self._lacked: dict[WorkerId, int] = {}  # how often each had nothing to draw, since the last commit
         self._stood_still = -1  # behind which commit all have regrouped since everybody waited
 
     @property
     def roster(self) -> Roster:
         """The members."""
         return self.attendance.roster
+
+    def speaker(self, worker: WorkerId) -> Member | None:
+        """The member, or the newcomer, that ``worker`` is; None for anybody else."""
+        newcomer = self.joining.get(worker)
+        return newcomer.member if newcomer is not None else self.roster.member(worker)
 
     @property
     def committed(self) -> int:
@@ -144,7 +151,12 @@ class Course:
         self.joining = Joining(max(map(len, units)), job.domain)
 
     def resize(self, message: Resized, out: CoordinatorOutput) -> None:
-        """Takes another number of micro-batches.  The first worker who says it says it for all."""
+        """Takes another number of micro-batches.  The first worker who says it says it for all: all have passed a
+        barrier before, behind the last commit.  Said again, of that generation or an older one, it is no news.
+        """
+        if not self.logs.passed or message.generation <= self._resized_in:
+            return
+        self._resized_in = message.generation
         if self.attendance.resize(message.micro_batches):
             self._throughput_floor.resize(message.full_us)
             self.logs.resized(self.committed + 1)
@@ -188,9 +200,15 @@ class Course:
             self.end(why, out)
 
     def _complete(self, now: float, out: CoordinatorOutput) -> None:
-        """Goes on if everybody has reported who still can, or ends the job where the reports contradict each other."""
+        """Goes on if everybody has reported who still can.  Where the reports contradict each other, those go that
+        contradict most of the others, or the job ends.
+        """
         reports = self.regrouping.complete(self.roster)
         if reports is None:
+            return
+        for worker, why in reports.odd.items():
+            self.give_up(worker, Cause.CONFUSED, why, now, out)
+        if reports.odd:
             return
         contradiction = reports.contradiction()
         if contradiction is not None:
@@ -304,10 +322,17 @@ class Course:
 
     def out_of_data(self, message: OutOfData, now: float, out: CoordinatorOutput) -> None:
         """Takes in that a worker has nothing to draw for a step: all meet, and others give more, or the data has
-        ended.
+        ended.  More often than all others together could need between two commits it is the worker that goes round in
+        circles.
         """
         member = self.roster.member(message.worker)
-        if member is not None and self.holds(message.generation) and not self.ending.failed:
+        if member is None or not self.holds(message.generation) or self.ending.failed:
+            return
+        self._lacked[member.worker] = self._lacked.get(member.worker, 0) + 1
+        if self._lacked[member.worker] > len(self.attendance.seats) + 1:
+            why = f"it has no data for step {message.step}, {self._lacked[member.worker]} times, whatever others give"
+            self.give_up(member.worker, Cause.CONFUSED, why, now, out)
+        else:
             self.regroup(f"{member.seat} has no data for step {message.step}", now, out)
 
     def _say_resume(
@@ -350,7 +375,8 @@ class Course:
         member = self.roster.member(message.worker)
         if member is None or self.halted or self.ending.failed:
             return
-        self.places.stepped(message, member.seat.replica)
+        if message.step > self.committed:
+            self.places.stepped(message, member.seat.replica)
         before = self.committed
         for step in self.steps.apply(message, self.roster.workers):
             self._commit(step, now, out)
@@ -364,6 +390,7 @@ class Course:
         self.attendance.failure_detector.committed(step, now)
         self.steps.commit(step, self.roster, now, out, self.batches)
         self.batches = self.batches.committed(step)
+        self._lacked.clear()
         self.logs.passed.clear()
         self.vacancies.committed(step)
         self.places.commit(step)
@@ -550,7 +577,8 @@ class Course:
                 self._compare_scripts(member, last.step, out)
 
     def _compare_scripts(self, member: Member, step: int, out: CoordinatorOutput) -> None:
-        if not self.ending.failed and (uneven := self.ending.uneven(member, step)):
+        begun = step < unstarted(self.committed)  # what nobody can be at is no news of a script
+        if begun and not self.ending.failed and (uneven := self.ending.uneven(member, step)):
             self.end(f"{uneven}. {self.ending.safe_point}", out)
 
     def _await_without(self, member: Member | None, early: bool, now: float, out: CoordinatorOutput) -> None:
@@ -581,8 +609,10 @@ class Course:
 
     def unguarded(self, message: Unguarded, out: CoordinatorOutput) -> None:
         """Notes that the process that the launcher had started for a rank is gone: some launchers end the job for that,
-        others go on without it.
+        others go on without it.  Of a process that nobody knows it is no news.
         """
+        if not self._is_known(message.worker):
+            return
         self.attendance.unguarded[message.worker] = message.pid
         self.vacancies.unguarded(message.worker)
         out.say(
@@ -592,6 +622,13 @@ class Course:
             rank=message.rank,
             pid=message.pid,
         )
+
+    def _is_known(self, worker: WorkerId) -> bool:
+        """Whether ``worker`` takes part, is to, or has, as far as there is anything to take part in."""
+        if not self.attendance.started:
+            return not worker.incarnation
+        has = worker in self.roster.workers or worker in self.attendance.lost
+        return has or self.vacancies.is_newcomer(worker)
 
     def tick(self, now: float, out: CoordinatorOutput) -> None:
         """Lets time pass, which may show who is stopped or stuck, that nobody does anything, or that those left are cut
