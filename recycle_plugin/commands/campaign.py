@@ -54,6 +54,12 @@ def add(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="3 replicas of 2 ranks, whose scripts run their own loops: the same where a replica comes back",
     )
+    parser.add_argument(
+        "--confused",
+        action="store_true",
+        help="in each of these random jobs a worker or two say, beside what they have to, what is valid and wrong: "
+        "old, another's, out of turn, of what there is not",
+    )
     parser.add_argument("--kill", metavar="FAULT", help="only this one of these kinds of jobs, with its story")
     parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default 0)")
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="every N-th of these instants (default 1)")
@@ -77,13 +83,15 @@ def run(found: argparse.Namespace) -> int:
     input.
     """
     from recycle_plugin import planner
-    from recycle_plugin.simulator import campaign, seeded
+    from recycle_plugin.simulator import campaign
 
     if found.kill is not None and (found.seed, found.seeds) != (None, None):
         raise ValueError(
             "--kill is one of --every-instant, --every-return, --every-replay, --every-shrink or --every-push: leave "
             "out --seed and --seeds"
         )
+    if found.confused and (found.kill is not None or found.every_instant or any(_kinds(found).values())):
+        raise ValueError("--confused is for random jobs, those of --seeds and --seed: leave out the other")
     seeds = 300 if found.seeds is None else found.seeds
     if (
         seeds < 1
@@ -95,20 +103,16 @@ def run(found: argparse.Namespace) -> int:
         raise ValueError("--seeds, --stride and --jobs: at least 1; --first and --seed: not negative")
     planner.warm()
     if found.seed is not None:
-        return _story(campaign.run(f"--seed {found.seed}", seeded.scenario(found.seed)))
-    kinds = {
-        campaign.RETURN: found.every_return,
-        campaign.REPLAY: found.every_replay,
-        campaign.SHRINK: found.every_shrink,
-        campaign.PUSH: found.every_push,
-    }
-    instants = next((kind for kind, asked in kinds.items() if asked), campaign.LOSS)
+        return _story((campaign.run_confused if found.confused else campaign.run_seed)(found.seed))
+    instants = next((kind for kind, asked in _kinds(found).items() if asked), campaign.LOSS)
     if found.kill is not None:
         return _story(instants.run(found.kill))
     if found.every_instant or instants is not campaign.LOSS:
         report = campaign.every_instant(instants, found.stride, found.jobs)
     else:
-        report = campaign.campaign(range(found.first, found.first + seeds), found.jobs)
+        report = (campaign.confused if found.confused else campaign.campaign)(
+            range(found.first, found.first + seeds), found.jobs
+        )
     if found.json:
         wrong = [
             {"replay": f"recycle campaign {one.name}", "faults": one.faults, "what": one.violations}
@@ -133,6 +137,18 @@ def run(found: argparse.Namespace) -> int:
         if report.violations:
             print(_drawn(report.violations[0]))
     return 1 if report.violations else 0
+
+
+def _kinds(found: argparse.Namespace) -> dict[Any, bool]:
+    """Which kinds of jobs were asked for in which workers are killed around each instruction."""
+    from recycle_plugin.simulator import campaign
+
+    return {
+        campaign.RETURN: found.every_return,
+        campaign.REPLAY: found.every_replay,
+        campaign.SHRINK: found.every_shrink,
+        campaign.PUSH: found.every_push,
+    }
 
 
 def _story(outcome) -> int:

@@ -30,11 +30,21 @@ from recycle_plugin.simulator.checkers import Watcher
 from recycle_plugin.simulator.cluster import Cluster, redone_share
 from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario
-from recycle_plugin.simulator.seeded import scenario
+from recycle_plugin.simulator.seeded import scenario, with_confusion
 
 WEIGHTS = (3, 5, 7, 11, 13, 17)
 LIMIT_US = 90_000 * MILLISECOND  # everybody has ended by then: longer than all deadlines in a row
-HARMLESS = ("kill", "stall", "mute", "deaf", "leave", "end", "rude", "again")  # no tensor is lost, or late, by these
+HARMLESS = (
+    "kill",
+    "stall",
+    "mute",
+    "deaf",
+    "leave",
+    "end",
+    "rude",
+    "again",
+    "confused",
+)  # no tensor is lost, or late, by these
 
 
 @dataclass(frozen=True)
@@ -160,6 +170,16 @@ def campaign(seeds: Iterable[int], jobs: int = 1) -> CampaignReport:
 def run_seed(seed: int) -> ScenarioOutcome:
     """Runs the scenario of ``seed``."""
     return run(f"--seed {seed}", scenario(seed))
+
+
+def confused(seeds: Iterable[int], jobs: int = 1) -> CampaignReport:
+    """Runs the scenarios of all ``seeds``, each with a confused worker, shared among ``jobs`` processes."""
+    return _report(run_confused, seeds, jobs)
+
+
+def run_confused(seed: int) -> ScenarioOutcome:
+    """Runs the scenario of ``seed`` with a confused worker."""
+    return run(f"--confused --seed {seed}", with_confusion(seed))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ on their order; and they have applied one gradient in each stage, clipped by one
 sums depend on their order and nothing keeps it, there is no fault-free run to compare with, and replicas are compared
 with each other.  No worker keeps more than its budget.  All are told the same losses of an evaluation, those of the
 committed weights; a checkpoint that has its name is whole, and nobody goes on before it has.  Nobody healthy is given
-up.
+up, and who comes back does so with all that come as one with it.  Where a worker is confused (simulator/confusion.py)
+it costs itself alone, and nobody else is taken for that.
 
 Progress, at the end: all troubles being over, every live worker has trained every step up to the planned end, with the
 fault-free losses, and of each stage somebody's script has come to its end, unless the job has ended for a reason that
@@ -25,8 +26,9 @@ from typing import Any
 
 from recycle_plugin.core.coordinator.output import WORKERS
 from recycle_plugin.core.messages.contributions import LOSS
-from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Collected, End, Resume
+from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Collected, End, Generation, Resume
 from recycle_plugin.core.messages.from_workers import Unreplayable
+from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
@@ -59,6 +61,7 @@ class Watcher:
         self._samples = Samples(given.shape, given.epoch, given.lengths, self.say) if given.iterators else None
         self._ledger = Ledger(self.say, given.policy.shrinks) if given.pushes else None
         self._shrinks = given.policy.shrinks
+        self._shards, self._by_replica = given.shards, given.unit == "replica"
         self._contributed: dict[tuple[int, int], frozenset[int]] = {}  # by stage and step, the replicas in the last sum
         self._once_gone: set[int] = set()  # replicas
         if not (given.iterators or given.pushes or self._shrinks):
@@ -198,6 +201,8 @@ class Watcher:
             self._told = {key: told for key, told in self._told.items() if key[0] < message.unfilled}
         elif isinstance(message, BarrierPassed) and self._samples is not None and (step := ends_before(message.place)):
             self._ended_before = step
+        elif isinstance(message, Generation):
+            self._whole(message)
         elif isinstance(message, Collected):
             key = message.step, message.name
             if whom == WORKERS and key in self._told:
@@ -216,6 +221,14 @@ class Watcher:
             and self._end - 1 not in self._pauses
         ):
             self.say(f"the job has failed at its planned end, with all steps committed: {message.reason}")
+
+    def _whole(self, generation: Generation) -> None:
+        """Checks that whoever comes back in ``generation`` does so with all that come as one with it."""
+        there = Counter(member.seat for member in generation.members)
+        for seat in sorted({member.seat for member in generation.members if member.joining}):
+            unit = [Seat(seat.replica, stage) for stage in range(self.shape.stages)] if self._by_replica else [seat]
+            if any(there[each] < self._shards for each in unit):
+                self.say(f"generation {generation.number} has a part of seat {seat}, which comes back whole")
 
     def fenced(self, cluster: Any, rank: int, why: str) -> None:
         """Takes in that the worker of ``rank`` is fenced, on suspicion, or for what it has done.
@@ -430,6 +443,7 @@ class Watcher:
         if ended is not None and ended.failed and not may_end:
             self.say(f"the job has ended although it could go on: {ended.reason}")
         self._rightly_given_up(cluster)
+        self._confused_alone(cluster)
         if not cluster.scenario.logs_apart and any(event.kind == "log_gone" for _, event in cluster.events):
             self.say("logs are taken to be gone that are in a folder which others see too")
         if ended is None:
@@ -489,9 +503,26 @@ class Watcher:
                 min(seat for seat in lost if seat.replica == replica) for replica in {seat.replica for seat in lost}
             }
             lost -= {seat for seat in lost if seat.replica in {each.replica for each in deaf}}
+        lost -= {cluster.workers[rank].seat for rank in cluster.confusion.ranks}
         healthy = list(map(str, sorted(lost - deaf)))
         if cluster.deafened and len(healthy) > (not all(cluster.deafened.values())):
             self.say(f"seats {', '.join(healthy)} were given up, since another hears nobody")
+
+    def _confused_alone(self, cluster: Any) -> None:
+        """Checks that nobody is taken for confused who is not, and that where nothing else is wrong nobody else is
+        lost, nor the job ended, but with those that are given up as one.
+        """
+        confused = cluster.confusion.ranks
+        lost = {event.details["rank"]: event.details["cause"] for _, event in cluster.events if event.kind == "lost"}
+        for rank, cause in lost.items():
+            if cause == Cause.CONFUSED.value and rank not in confused:
+                self.say(f"seat {cluster.workers[rank].seat} is taken for confused, and is not")
+        scenario = cluster.scenario
+        if scenario.faults or scenario.heavy or any(each.kind != "confused" for each in scenario.troubles):
+            return
+        for rank, cause in lost.items():
+            if rank not in confused and cause != Cause.TOGETHER.value:
+                self.say(f"seat {cluster.workers[rank].seat} is lost, and another one was confused")
 
     def _of_what_stayed(self, step: int, losses: Mapping[str, int]) -> Mapping[str, int]:
         """The losses without micro-batches whose batch was lost with all that was computed with it, after their loss

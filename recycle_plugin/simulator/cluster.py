@@ -24,6 +24,7 @@ from typing import Any
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event, SupervisorOf
+from recycle_plugin.core.coordinator.speakers import Speakers
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, Restart
@@ -31,6 +32,7 @@ from recycle_plugin.core.messages.from_workers import (
     Exited,
     Fatal,
     Heartbeat,
+    Hello,
     Leaving,
     Logged,
     SupervisorHeartbeat,
@@ -45,6 +47,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.lockstep import Word
 from recycle_plugin.core.worker.training_loop import LEAVE
+from recycle_plugin.simulator.confusion import Confusion
 from recycle_plugin.simulator.exercised import Exercised, ProtocolRule
 from recycle_plugin.simulator.message_delays import CLOSE, MessageDelays
 from recycle_plugin.simulator.pushed_machine import PushedMachine
@@ -116,6 +119,10 @@ class Cluster:
         self.hits: Counter[tuple[str, Op]] = Counter()  # kind of trouble, and what the worker was at
         self.exercised = Exercised()
         self.lines = MessageDelays(scenario.weather, scenario.torn)
+        self.confusion = Confusion(scenario.torn)
+        self.speakers = Speakers({rank: (f"host{rank}", 0) for rank in self.workers})
+        for rank in self.workers:
+            self.speakers.comes(rank)
         self._in_seats = MessageDelays(CLOSE, scenario.torn)
         self._inbox: deque[Callable[[], None]] = deque()  # what the coordinator has not read yet
         self._stalled_until, self._reloads = 0, Random(f"reloads in {scenario.torn}")
@@ -224,8 +231,28 @@ class Cluster:
 
     def tell_coordinator(self, rank: int, message: object, by: str = WORKER) -> None:
         """Sends a message from ``rank`` to the coordinator.  ``by``: on whose connection."""
-        if rank not in self.cut:
-            self.travel((by, "there", rank), partial(self._at_coordinator, partial(self._receive, rank, message)))
+        if rank in self.cut:
+            return
+        worker = self.workers[rank].control_view.worker
+        self._say(rank, message, by, worker)
+        for supervisors, word in (
+            self.confusion.beside(worker, message, self.membership, self.now) if by == WORKER else ()
+        ):
+            wrong = partial(self._say, rank, word, SUPERVISOR if supervisors else WORKER, worker)
+            self.later(self.confusion.delay(), wrong)
+
+    def _say(self, rank: int, message: object, by: str, worker: WorkerId) -> None:
+        """Has ``message`` travel to the coordinator on a connection ``by``, that of ``worker``'s process if it is
+        one's.
+        """
+        role, process = ("supervisor", None) if by == SUPERVISOR else ("worker", worker)
+        if by == SECOND:
+            process = WorkerId(rank, SECOND_PROCESS)
+        hello = Hello(rank, role, 0, f"host{rank}", worker.incarnation)
+        self.travel(
+            (by, "there", rank),
+            partial(self._at_coordinator, partial(self._hear, rank, message, hello, process)),
+        )
 
     def _at_coordinator(self, happen: Callable[[], None]) -> None:
         """Has the coordinator do something: one thing after the other, and nothing while it is stalled."""
@@ -239,6 +266,13 @@ class Cluster:
                 self.membership = load(json.loads(json.dumps(dump(self.membership))))
                 self.exercised[ProtocolRule.RELOADED] += 1
             self._inbox.popleft()()
+
+    def _hear(self, rank: int, message: object, hello: Hello, worker: WorkerId | None) -> None:
+        """Gives a message to the coordinator, unless it is another's to say."""
+        if self.speakers.may_say(hello, worker, message):
+            self._receive(rank, message)
+        else:
+            self.exercised[ProtocolRule.REFUSED_WORD] += 1
 
     def _receive(self, rank: int, message: object) -> None:
         """Gives a message to the coordinator.  What is under way goes down with the host that it comes from."""
@@ -296,6 +330,8 @@ class Cluster:
         elif worker.alive:
             self.exercised.delivered(message, worker.control_view, worker.store)
             worker.control_view.take(End(0, message.reason, True) if isinstance(message, Fence) else message)
+            for old in self.confusion.again(worker.rank, message, self.now):
+                worker.control_view.take(old)
             self.wake(worker)
 
     @staticmethod
@@ -312,6 +348,8 @@ class Cluster:
             self.travel((SUPERVISOR, "back", message.rank), partial(self._kill_fenced, message.worker))
 
     def _tell_supervisor(self, rank: int, message: object) -> None:
+        if isinstance(message, Restart):
+            self.speakers.starts(message.worker)
         if isinstance(message, Restart) and rank not in self.cut:
             wait = partial(self.later, int(message.after_s * 1e6), partial(self._restart, message))
             self.travel((SUPERVISOR, "back", rank), wait)
@@ -458,6 +496,9 @@ class Cluster:
             case "leave" | "end":
                 for rank in ranks:
                     self._ask(trouble.kind, rank)
+            case "confused":
+                for rank in ranks:
+                    self.confusion.begin(rank, self.now + trouble.for_us)
 
     def _ask(self, kind: str, rank: int) -> None:
         """Sends SIGTERM to a worker, or to its supervisor."""

@@ -24,6 +24,7 @@ from recycle_plugin.core.messages.from_workers import (
     Stepped,
     SurvivorReport,
 )
+from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
@@ -111,6 +112,8 @@ class ProtocolRule(str, Enum):
     GIVEN_AGAIN = "a micro-batch that a script had given was asked for again"
     HEARD_BETWEEN = "a script met a change of the membership between two of its steps"
     PUSHED_RETURNED = "a replica came back to scripts with loops of their own"
+    REFUSED_WORD = "a word that is another's to say was refused"
+    CONFUSED = "a worker that said what can't be was given up"
     RELOADED = "the coordinator's state was written down and read again"
 
 
@@ -185,6 +188,7 @@ class Exercised(Counter[ProtocolRule]):
             self[ProtocolRule.LAST_SPARED] += event.kind == "suspected" and "it is the last worker" in event.text
             self[ProtocolRule.NO_PROOF] += event.kind == "suspected" and "which has cost a worker already" in event.text
             self[ProtocolRule.STOOD_STILL] += event.text.startswith("everybody waits")
+            self[ProtocolRule.CONFUSED] += event.kind == "lost" and event.details["cause"] == Cause.CONFUSED.value
             self[ProtocolRule.DEAF] += event.kind == "lost" and "does not hear itself" in event.text
             self[ProtocolRule.SHRUNK] += event.kind == "committed" and "contributed" in event.details
             self[ProtocolRule.KEPT_WHOLE] += event.kind == "contributing" and bool(event.details["kept"])

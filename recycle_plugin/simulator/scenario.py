@@ -25,7 +25,8 @@ class Trouble:
     stall (the coordinator reads nothing); mute, deaf (what the worker says to the coordinator, or the other way, is
     held up); host (the worker's host is lost whole, with its supervisor, and its log where it is on a disk of that
     host's own); rude (it dies where it should say goodbye); again (a second process of its rank asks to take part, and
-    goes); swallow (as drop, and nobody who misses anything says so); and what is asked for: leave (a worker is to go),
+    goes); confused (beside what it has to say the worker says what is valid and wrong, simulator/confusion.py); swallow
+    (as drop, and nobody who misses anything says so); and what is asked for: leave (a worker is to go),
     end (the job is).
     """
 

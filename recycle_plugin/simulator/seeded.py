@@ -19,6 +19,7 @@ from recycle_plugin.planner import lowered, plan
 from recycle_plugin.simulator.drawn_troubles import CALM_US, SETTLED_US, add_trouble, costs_of
 from recycle_plugin.simulator.message_delays import FAIR, STORMY, UNEVEN
 from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
+from recycle_plugin.simulator.seeded_confused import confused, with_confused_workers
 from recycle_plugin.simulator.seeded_replicas import with_pushing
 from recycle_plugin.simulator.seeded_slow import with_slow_replicas
 from recycle_plugin.simulator.simulated_spec import DEADLINES, SILENCE_S
@@ -80,11 +81,20 @@ def scenario(seed: int) -> Scenario:
         ("units", _with_units),
         ("slow replicas", with_slow_replicas),
         ("pushes", with_pushing),
+        ("confusion", with_confused_workers),
     ):
         job = change(
             job, Random(f"{name} in {seed}")
         )  # each of its own, so that the rest of a seed's job is what it was before there were such
     return job
+
+
+def with_confusion(seed: int) -> Scenario:
+    """The scenario of ``seed`` with a confused worker; in every second one without any other trouble."""
+    given = scenario(seed)
+    random = Random(f"confused in {seed}")
+    calm = replace(given, troubles=(), faults=(), heavy=()) if random.random() < 0.5 else given
+    return confused(calm, random)
 
 
 def _with_weather(given: Scenario, random: Random) -> Scenario:

@@ -255,6 +255,17 @@ def reports_for_a_change_that_nobody_needs(monkeypatch) -> None:
     monkeypatch.setattr(TrainingLoop, "_await_commit", await_commit)
 
 
+def waits_for_a_change_that_nobody_needs(monkeypatch) -> None:
+    """The coordinator does, at a planned end."""
+
+    def give_up_going_on(self, why, out, cause=""):
+        if not self._through:
+            self.end_without_stage(why, out, cause)
+        self.ending.stranded = why
+
+    monkeypatch.setattr(Course, "_give_up_going_on", give_up_going_on)
+
+
 @mistake("a change that is planned makes a worker forget where the one before goes on", seen=91)
 def forgotten(monkeypatch) -> None:
     monkeypatch.setattr(ControlView, "_is_certain", lambda self, pending: self.interruption() is not None)

@@ -40,7 +40,7 @@ def drawn_again(monkeypatch) -> None:
     changed(monkeypatch, PushedMachine, "compute", compute)
 
 
-@mistake("what a script has run last is counted for the next micro-batch too, behind a failure", seen=13)
+@mistake("what a script has run last is counted for the next micro-batch too, behind a failure", seen=22)
 def counted_for_the_next(monkeypatch) -> None:
     def compute(self, before, instruction, have, boundary_only):
         given, last = self.given, getattr(self, "_last", self.given)

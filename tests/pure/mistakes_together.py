@@ -32,6 +32,15 @@ class Crossed(Mixed):
         return self._roster.peers(stage, 1 - shard)
 
 
+def half_a_seat_is_admitted(monkeypatch) -> None:
+    """Who comes back does not wait for the other shards of its seat."""
+    monkeypatch.setattr(Joining, "_whole", lambda self, newcomers: list(newcomers))
+    joining = lambda self, seat: any(member.joining for member in self.group(seat))
+    monkeypatch.setattr(
+        Roster, "working", property(lambda self: frozenset(seat for seat in self.seats if not joining(self, seat)))
+    )
+
+
 @mistake("hashes of all shards of a stage are compared with each other")
 def hashes_of_all_shards(monkeypatch) -> None:
     compare, mismatches, add_hash = Joining._compare, Joining.mismatches, Joining.add_hash

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Committed, End, Generation, Over, Resume
 from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
@@ -18,7 +19,7 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
-from tests.support.membership import agree, resumed, said, started, step
+from tests.support.membership import agree, holds, resumed, said, started, step
 
 
 def arrive(membership, generation: int, ranks, place: str = "here") -> list[BarrierPassed]:
@@ -118,7 +119,7 @@ def test_everybody_goes_on_from_a_checkpoint_earlier_or_later(loaded):
         assert membership.receive(CheckpointLoaded(rank, 0), 0.0).messages == []
     (generation,) = said(membership.receive(CheckpointLoaded(3, 0), 0.0), Generation)
     for rank in range(4):
-        out = membership.receive(SurvivorReport(rank, 1, loaded, "plan", {"params": f"of rank {rank}"}, {}, True), 0.0)
+        out = membership.receive(SurvivorReport(rank, 1, loaded, "plan", holds(rank), {}, True), 0.0)
     assert resumed(out) == [(generation.number, loaded)] and not said(out, Committed)
     assert step(membership, 1, loaded + 1) == [Committed(loaded + 1)]
 
@@ -129,21 +130,32 @@ def test_a_death_while_loading_changes_nothing_of_that():
     membership.receive(CheckpointLoaded(0, 0), 0.0)
     membership.receive(Exited(2, -9, 0.0), 0.0)
     for rank in (0, 1, 3):
-        out = membership.receive(SurvivorReport(rank, 1, 7, "plan", {"params": f"of rank {rank}"}, {}, True), 0.0)
+        out = membership.receive(SurvivorReport(rank, 1, 7, "plan", holds(rank), {}, True), 0.0)
     assert resumed(out) == [(1, 7)]
     assert step(membership, 1, 8, [0, 1, 3]) == [Committed(8)]
 
 
-@pytest.mark.parametrize("others", ((8, True), (7, False)))
+@pytest.mark.parametrize("others", ((8, True), (0, False)))
 def test_different_checkpoints_end_the_job(others):
     membership = started()
     for rank in range(4):
         membership.receive(CheckpointLoaded(rank, 0), 0.0)
     for rank in range(4):
-        stepped, loaded = others if rank == 3 else (7, True)
+        stepped, loaded = others if rank > 1 else (7, True)
         out = membership.receive(SurvivorReport(rank, 1, stepped, "plan", {}, {}, loaded), 0.0)
     (end,) = said(out, End)
     assert end.failed and "checkpoints of different steps" in end.reason and not said(out, Resume)
+
+
+def test_who_has_loaded_another_checkpoint_than_most_goes():
+    membership = started()
+    for rank in range(4):
+        membership.receive(CheckpointLoaded(rank, 0), 0.0)
+    for rank in range(4):
+        out = membership.receive(SurvivorReport(rank, 1, 8 if rank == 3 else 7, "plan", {}, {}, True), 0.0)
+    (lost,) = [event for event in out.events if event.kind == "lost"]
+    assert lost.details["rank"] == 3 and lost.details["cause"] == "confused" and membership.ended is None
+    assert "it has loaded a checkpoint of step 8, and most others a checkpoint of step 7" in lost.text
 
 
 def test_a_checkpoint_cannot_be_loaded_in_the_middle_of_a_step():
@@ -184,25 +196,36 @@ def test_sigterm_to_everything_at_once_ends_the_job_as_planned(first):
 # --- another batch size -----------------------------------------------------------------------------
 
 
+def meet(membership: Membership, generation: int) -> None:
+    """All come to a barrier, behind which they plan for another size."""
+    for rank in range(4):
+        membership.receive(BarrierReached(rank, generation, "set_train_batch_size()", {}), 0.0)
+
+
 def test_all_plan_for_another_batch_size_before_anybody_goes_on():
     membership = started()
     step(membership, 0, 1)
+    assert not membership.receive(Resized(0, 0, 5, 20, 77), 0.0).events, "they have not met"
+    meet(membership, 0)
     outs = [membership.receive(Resized(rank, 0, 5, 20, 77), 0.0) for rank in range(4)]
     assert [bool(said(out, Generation)) for out in outs] == [False, False, False, True]
     (event,) = [event for out in outs for event in out.events if event.kind == "batch"]
     assert event.details == {"step": 2, "batch": 20, "micro_batches": 5}
     for rank in range(4):
-        out = membership.receive(SurvivorReport(rank, 1, 1, "plan", {"params": f"of rank {rank}"}, {}, False, 154), 0.0)
+        out = membership.receive(SurvivorReport(rank, 1, 1, "plan", holds(rank), {}, False, 154), 0.0)
     assert resumed(out) == [(1, 1)] and step(membership, 1, 2) == [Committed(2)]
+    meet(membership, 1)
+    assert not membership.receive(Resized(0, 0, 1, 4, 77), 0.0).events, "that is what it has said before"
 
 
 def test_a_death_meanwhile_leaves_the_new_size_to_the_others():
     """They have met, so that each of them plans for it; the throughput is that of its own plan with everybody there."""
     membership = started()
     step(membership, 0, 1)
+    meet(membership, 0)
     membership.receive(Exited(2, -9, 0.0), 0.0)
     for rank in (0, 1, 3):
         assert not said(membership.receive(Resized(rank, 0, 5, 20, 77), 0.0), Generation)
-        out = membership.receive(SurvivorReport(rank, 1, 1, "plan", {"params": f"of rank {rank}"}, {}, False, 154), 0.0)
+        out = membership.receive(SurvivorReport(rank, 1, 1, "plan", holds(rank), {}, False, 154), 0.0)
     assert resumed(out) == [(1, 1)] and membership.course.attendance.view(membership.roster).topology.micro_batches == 5
     assert membership.course.throughput_floor.throughput(154) == 0.5

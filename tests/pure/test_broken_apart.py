@@ -51,7 +51,8 @@ def test_the_smaller_side_commits_nothing_and_ends_with_a_line():
     played.first_step()
     for rank in (1, 2, 3):
         played.outs.append(played.membership.connection_lost(WorkerId(rank), played.now))
-    assert not any(said(played.membership.receive(Stepped(0, number, 2), played.now), Committed) for number in range(4))
+    numbers = range(played.membership.generation + 1)
+    assert not any(said(played.membership.receive(Stepped(0, number, 2), played.now), Committed) for number in numbers)
     for rank in range(4):  # also where the report of a lost one was still under way
         assert not said(
             played.membership.receive(SurvivorReport(rank, played.membership.generation, 1, "plan"), played.now), Resume

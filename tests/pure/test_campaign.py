@@ -24,6 +24,7 @@ from recycle_plugin.simulator.reference import Reference
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 from tests.pure import (  # noqa: F401  add their own
     mistakes_between,
+    mistakes_confused,
     mistakes_joining,
     mistakes_pushing,
     mistakes_replay,
@@ -40,6 +41,7 @@ from tests.pure.mistakes import (
     void_is_not_heard_again,
 )
 
+CONFUSED_SEEDS = 8
 FOUND_WITHIN = 2000  # seeds, by every mistake, and every rule is needed in one; most need a few
 RARE = (65, 114, 123, 147, 166, 236, 262, 302, 359, 585, 690, 1623)  # whose failures need rules that few others do
 
@@ -306,6 +308,59 @@ def test_movers_refuse_nothing_of_an_evaluation_that_a_peer_can_have_sent(monkey
     assert any("would refuse act" in text and "step -2" in text for text in campaign.run("x", given).violations)
 
 
+def stage_lost_at_a_planned_end() -> Scenario:
+    """All is committed up to a planned end, and scripts do something of their own before they come to that.
+
+    Then 1.1 dies, for which the others are to meet, and before they do so 0.1 too, so that nobody can.
+    """
+    costs = CostModel.uniform(2, 5_000, 5_000, 5_000, 500)
+    calm = Scenario(Topology(2, 2, 2), costs, Policy(), 6, (Trouble("end", 1, (Seat(0, 0),)),), between=((2, "pause"),))
+    spans = campaign.run("x", calm).spans
+    stepped = {
+        span.seat: span.end_us for span in spans if span.instruction.op is Op.STEP and span.instruction.step == 2
+    }
+    longer = {Seat(0, 0): 10_000, Seat(1, 0): 30_000}  # so both take 45 s, and nobody is through while others meet
+    pauses = tuple(Trouble("slow", stepped[seat] - 1, (seat,), percent=percent) for seat, percent in longer.items())
+    first, second = (max(stepped.values()) + after * MILLISECOND for after in (5, 35))
+    dies = Trouble("kill", first, (Seat(1, 1),)), Trouble("kill", second, (Seat(0, 1),))
+    return replace(calm, troubles=(*calm.troubles, *pauses, *dies))
+
+
+def test_nobody_waits_at_a_planned_end_for_a_change_that_nobody_needs_any_more(monkeypatch) -> None:
+    outcome = campaign.run("x", stage_lost_at_a_planned_end())
+    assert not outcome.violations and sum(" lost: seat" in line for line in outcome.story) == 2
+    mistakes_between.waits_for_a_change_that_nobody_needs(monkeypatch)
+    said = campaign.run("x", stage_lost_at_a_planned_end()).violations
+    assert any(text.startswith("the job has failed at its planned end, with all steps committed") for text in said)
+
+
+def one_shard_later_than_the_other() -> Scenario:
+    """Seat 0.1, of two shards, comes back, and what the first of them says is held up when it has caught up."""
+    troubles = (
+        Trouble("kill", 300 * MILLISECOND, (Seat(0, 1),)),
+        Trouble("mute", 1_400 * MILLISECOND, (Seat(0, 1),), for_us=400 * MILLISECOND),
+    )
+    costs = CostModel.uniform(2, 5_000, 5_000, 5_000, 500)
+    return Scenario(Topology(2, 2, 2), costs, Policy(), 60, troubles, rejoin="always", shards=2)
+
+
+def test_a_seat_comes_back_when_all_its_shards_have_caught_up(monkeypatch) -> None:
+    outcome = campaign.run("x", one_shard_later_than_the_other())
+    assert not outcome.violations and outcome.exercised[ProtocolRule.SEAT_RETURNED] == 2
+    mistakes_together.half_a_seat_is_admitted(monkeypatch)
+    said = campaign.run("x", one_shard_later_than_the_other()).violations
+    assert any(text.endswith("has a part of seat 0.1, which comes back whole") for text in said)
+
+
+def test_confused_workers_cost_only_themselves() -> None:
+    """A few; more of them with ``recycle campaign --confused``."""
+    report = campaign.confused(range(CONFUSED_SEEDS))
+    assert not report.violations, "\n".join(
+        f"recycle campaign {one.name}: {one.violations}" for one in report.violations
+    )
+    assert report.exercised[ProtocolRule.REFUSED_WORD] and report.exercised[ProtocolRule.CONFUSED]
+
+
 # --- mistakes that it has to find ---------------------------------------------------------------------
 
 
@@ -315,6 +370,14 @@ def test_a_mistake_is_found(mistake, monkeypatch) -> None:
     MISTAKES[mistake](monkeypatch)
     said = (text for seed in (SEEN[mistake], *range(FOUND_WITHIN)) for text in found_by(seed))
     assert next(said, None) is not None
+
+
+@pytest.mark.parametrize("mistake", mistakes_confused.CONFUSED)
+def test_a_mistake_about_whose_word_counts_is_found(mistake, monkeypatch) -> None:
+    patch, seen = mistakes_confused.CONFUSED[mistake]
+    assert not campaign.run_confused(seen).violations
+    patch(monkeypatch)
+    assert campaign.run_confused(seen).violations
 
 
 def found_by(seed: int) -> list[str]:
@@ -361,6 +424,7 @@ def test_a_violation_prints_what_runs_it_again_and_the_grid(capsys, monkeypatch)
         ["--stride", "0", "--every-instant"],
         ["--seed", "-1"],
         ["--kill", "kill nobody"],
+        ["--confused", "--every-push"],
         ["--kill", "kill 0.0 before 0STEP@2", "--seed", "3"],
         ["--kill", "kill 0.0 before 0STEP@2", "--seeds", "3"],
     ),

@@ -46,6 +46,10 @@ def differs() -> Outputs:
         yield membership.receive(Stepped(rank, 0, 1), 0.0)
 
 
+def confused() -> Outputs:
+    yield started().receive(Stepped(LAST, 0, 9), 0.0)
+
+
 def link() -> Outputs:
     membership = started()
     for generation in range(3):
@@ -79,6 +83,7 @@ SAID = {
     Cause.DIED: [broken, dead],
     Cause.DIFFERS: [differs],
     Cause.LINK: [link],
+    Cause.CONFUSED: [confused],
     Cause.TOGETHER: [together],
     Cause.SILENT: [lambda: owing(lambda rank: None if rank == LAST else SupervisorHeartbeat(rank, False, 0.0))],
     Cause.STOPPED: [lambda: owing(lambda rank: SupervisorHeartbeat(rank, rank == LAST, 0.0))],

@@ -93,7 +93,7 @@ def test_who_reports_between_two_stops_was_not_stopped_for_the_sum_of_both():
     played.first_step()
     played.stopped = {1}
     played.live_for(DEADLINE_S - 1.0)
-    played.outs.append(played.membership.receive(SurvivorReport(1, 1, 1, "plan"), played.now))
+    played.outs.append(played.membership.receive(SurvivorReport(1, -1, 1, "plan"), played.now))
     played.live_for(DEADLINE_S - 1.0)
     assert not played.given_up()
     played.live_for(2.0)

@@ -25,7 +25,7 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
-from tests.support.membership import job, said
+from tests.support.membership import job, said, step
 
 SEAT, HALVES, STAYING = Seat(0, 1), (4, 5), (0, 1, 2, 3, 6, 7)
 BACK = [WorkerId(rank, 1) for rank in HALVES]
@@ -215,9 +215,8 @@ def test_who_leaves_takes_the_others_of_its_seat_along():
     membership = begun()
     (generation,) = said(membership.receive(Leaving(4, "SIGTERM"), 0.0), Generation)
     assert generation.from_step and generation.roster.ranks == {*STAYING}
-    for rank in range(8):
-        membership.receive(Stepped(rank, 0, 1), 0.0)
-        membership.receive(Stepped(rank, 0, 2), 0.0)
+    for number in (1, 2):
+        step(membership, 0, number, range(8))
     report(membership, 1, 2, [WorkerId(rank) for rank in STAYING])
     for rank in HALVES:
         membership.receive(Left(rank, planned=True), 0.0)

@@ -11,7 +11,7 @@ from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Collected, 
 from recycle_plugin.core.messages.from_workers import Exited, Leaving, Left, Ready, SurvivorReport, Terminate, Unguarded
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
-from tests.support.membership import agree, job, member, resumed, said, started, step
+from tests.support.membership import agree, holds, job, member, resumed, said, started, step
 
 
 def test_a_planned_leave_holds_from_a_step_that_nobody_can_have_started():
@@ -132,8 +132,8 @@ def test_a_death_while_the_others_say_goodbye_does_not_hold_them_up():
     membership.receive(Exited(3, -9, 0.0), 0.0)
     assert membership.regrouping == 1
     membership.receive(Left(0), 0.0)
-    membership.receive(SurvivorReport(1, 1, 1, "plan", {"params": "of rank 1"}), 0.0)
-    out = membership.receive(SurvivorReport(2, 1, 1, "plan", {"params": "of rank 2"}), 0.0)
+    membership.receive(SurvivorReport(1, 1, 1, "plan", holds(1)), 0.0)
+    out = membership.receive(SurvivorReport(2, 1, 1, "plan", holds(2)), 0.0)
     assert resumed(out) == [(1, 1)] and membership.regrouping is None
     for rank in (1, 2):
         out = membership.receive(Left(rank), 0.0)
@@ -146,7 +146,7 @@ def test_a_second_death_while_the_others_say_goodbye_does_not_hold_them_up_and_i
     step(membership, 0, 1)
     membership.receive(Exited(3, -9, 0.0), 0.0)
     membership.receive(Left(0), 0.0)
-    membership.receive(SurvivorReport(1, 1, 1, "plan", {"params": "of rank 1"}), 0.0)
+    membership.receive(SurvivorReport(1, 1, 1, "plan", holds(1)), 0.0)
     out = membership.connection_lost(WorkerId(2), 0.0)
     assert resumed(out) == [(1, 1)] and membership.regrouping is None
     assert not said(out, End)

@@ -24,6 +24,7 @@ from recycle_plugin.simulator import seeded
 from recycle_plugin.simulator.campaign import REPLAY, run
 from tests.pure.mistakes import changed
 from tests.pure.test_replay import Kept, logging, lose
+from tests.support import membership as played
 from tests.support.membership import agree, job, member, said
 
 # --- what the setting says ----------------------------------------------------------------------------
@@ -117,6 +118,8 @@ def test_all_are_told_what_to_log_before_they_begin_and_whenever_that_changes():
     assert said(out, LogOnly) == [LogOnly((0, 2))] and kinds.index(LogOnly) < kinds.index(Generation)
     assert membership.course.logs.boundaries == {0, 2}
     agree(membership, 0, dict.fromkeys(range(4), 0))
+    for number in range(1, 5):
+        played.step(membership, 0, number)
     assert said(membership.receive(durable(3, 0), 1.0), LogOnly) == [LogOnly((0,))]
     assert not said(membership.receive(durable(4, 0), 1.0), LogOnly)
 

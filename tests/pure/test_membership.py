@@ -206,12 +206,22 @@ def test_losses_that_are_said_again_after_a_failure_do_not_replace_the_complete_
 
 
 def test_different_plans_end_the_job():
+    membership = Membership(4)
+    for rank in range(4):
+        membership.receive(Ready(member(rank), 0, job()), 0.0)
+    for rank in range(4):
+        out = membership.receive(SurvivorReport(rank, 0, 0, "ab"[rank % 2]), 0.0)
+    (end,) = said(out, End)
+    assert end.failed and "different plans" in end.reason
+
+
+def test_who_has_made_another_plan_than_most_goes():
     membership = started()
     membership.receive(Exited(2, -9, 0.0), 0.0)
-    membership.receive(SurvivorReport(0, 1, 0, "a"), 0.0)
-    membership.receive(SurvivorReport(1, 1, 0, "b"), 0.0)
-    (end,) = said(membership.receive(SurvivorReport(3, 1, 0, "a"), 0.0), End)
-    assert end.failed and "different plans" in end.reason
+    for rank, plan in ((0, "a"), (1, "b"), (3, "a")):
+        out = membership.receive(SurvivorReport(rank, 1, 0, plan), 0.0)
+    assert [event.details["rank"] for event in out.events if event.kind == "lost"] == [1] and not said(out, Resume)
+    assert resumed(agree(membership, 2, {0: 0, 3: 0})) == [(2, 0)]
 
 
 def test_a_stage_without_workers_ends_the_job_and_names_the_checkpoint():

@@ -15,7 +15,7 @@ from recycle_plugin.core.messages.from_coordinator import Recorded
 from recycle_plugin.core.messages.from_workers import BarrierReached, CheckpointLoaded, Contribution, SurvivorReport
 from recycle_plugin.core.vocabulary.evaluation_route import end_of, ended_at
 from recycle_plugin.core.worker.control_view import ControlView
-from tests.support.membership import started, step
+from tests.support.membership import holds, started, step
 
 
 def heard(messages: list[Recorded]) -> tuple[dict[int, float], dict[int, float]]:
@@ -55,7 +55,7 @@ def test_a_checkpoint_that_is_loaded_while_they_train_is_said():
     assert [one.refused for one in membership.course.steps.recorded.told(1)] == [""]
     assert membership.generation == 1
     for rank in range(4):
-        membership.receive(SurvivorReport(rank, 1, 0, "plan", {"params": "x"}, loaded=True), 0.0)
+        membership.receive(SurvivorReport(rank, 1, 0, "plan", holds(rank), loaded=True), 0.0)
     (told,) = membership.course.steps.recorded.told(1)
     assert "the others have loaded a checkpoint while they trained" in told.refused and "(of step 0)" in told.refused
 

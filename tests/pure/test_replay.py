@@ -42,7 +42,7 @@ from recycle_plugin.core.worker.step_log import StepLog, StepRecord
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.simulator import campaign
 from recycle_plugin.simulator.scenario import MILLISECOND, Trouble
-from tests.support.membership import agree, job, member, said, started, step
+from tests.support.membership import agree, holds, job, member, said, started, step
 
 LIMIT_S = 100.0  # of tests/support/membership: wait_timeout_s
 LEFT, BACK = (0, 1), WorkerId(2, 1)  # stage 0; who comes back to stage 1, whose ranks are 2 and 3
@@ -103,7 +103,7 @@ def test_a_stage_that_nobody_holds_is_replayed_and_the_others_wait():
     assert not generation.roster.holding(Seat(0, 1)).joining
     assert [event.details["steps"] for event in out.events if event.kind == "replayed"] == [1]
     number = generation.number
-    membership.receive(SurvivorReport(2, number, 2, "plan", {"params": "of rank 2"}, incarnation=1), 1.0)
+    membership.receive(SurvivorReport(2, number, 2, "plan", holds(2), incarnation=1), 1.0)
     assert [each.committed for each in said(agree(membership, number, dict.fromkeys(LEFT, 2)), Resume)] == [2]
 
 

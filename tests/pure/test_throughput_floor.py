@@ -12,7 +12,7 @@ from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, End, Over
 from recycle_plugin.core.messages.from_workers import Exited, Left, Ready, SurvivorReport, Terminate
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
-from tests.support.membership import job, member, resumed, said, step
+from tests.support.membership import holds, job, member, resumed, said, step
 
 
 def report(
@@ -20,7 +20,7 @@ def report(
 ) -> CoordinatorOutput:
     for rank in ranks:
         out = membership.receive(
-            SurvivorReport(rank, generation, stepped, "plan", {"params": f"of rank {rank}"}, period_us=period_us), 0.0
+            SurvivorReport(rank, generation, stepped, "plan", holds(rank), period_us=period_us), 0.0
         )
     return out
 

@@ -59,17 +59,22 @@ def started(**more: object) -> Membership:
     return membership
 
 
+def holds(rank: int) -> dict[str, str]:
+    """What the worker of ``rank`` reports to hold, which nobody else does."""
+    return {"wgrad 0@1": f"0.{rank}"}
+
+
 def agree(membership: Membership, generation: int, stepped: dict[int, int]) -> CoordinatorOutput:
     """All of ``stepped`` report; the output of the last report."""
     for rank, count in stepped.items():
-        out = membership.receive(SurvivorReport(rank, generation, count, "plan", {"params": f"of rank {rank}"}), 0.0)
+        out = membership.receive(SurvivorReport(rank, generation, count, "plan", holds(rank)), 0.0)
     return out
 
 
 def resumed(out: CoordinatorOutput) -> list[tuple[int, int]]:
     """Generation and committed step of every Resume, which also carries what all members have reported."""
     found = said(out, Resume)
-    assert all(value["params"].startswith("of rank") for one in found for value in one.held.values())
+    assert all(value.keys() == holds(0).keys() for one in found for value in one.held.values())
     return [(one.generation, one.committed) for one in found]
 
 

@@ -113,10 +113,15 @@ class Attendance:
         return self.roster.without(self.leaving)
 
     @property
+    def shape(self) -> Topology:
+        """The job's topology, with as many micro-batches as steps have by now; AssertionError before the start."""
+        assert self._shape is not None
+        return self._shape
+
+    @property
     def micro_batches(self) -> int:
         """How many micro-batches each replica brings to a step."""
-        assert self._shape is not None
-        return self._shape.micro_batches
+        return self.shape.micro_batches
 
     def is_heard(self, message: object) -> bool:
         """Whether ``message`` counts.  What a worker says that is lost or came too late changes nothing: it may have
@@ -149,6 +154,10 @@ class Attendance:
     def seats(self) -> list[Seat]:
         """The seats of the job, in order."""
         return sorted(set(self._seats.values()))
+
+    def seat_of(self, rank: int) -> Seat | None:
+        """The seat of ``rank``; None before the start, and where the job has no such rank."""
+        return self._seats.get(rank)
 
     def is_gone(self, worker: WorkerId) -> bool:
         """Whether ``worker`` is gone, in whatever way; that it goes once more is no news."""

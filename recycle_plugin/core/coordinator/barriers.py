@@ -32,12 +32,17 @@ class Barriers:
         """Notes that ``worker`` has arrived at the barrier named ``place``.  Returns what all have brought along, if
         with this one every one of ``members`` is there, and they are ``enough`` to do anything; else None.
 
-        ``generation`` is in force: whoever has arrived anywhere in an earlier one arrives once more.  Costs time in
-        proportion to the members.
+        ``generation`` is in force: whoever has arrived anywhere in an earlier one arrives once more.  Nobody is at two
+        places: who arrives at another one is at that.  Costs time in proportion to the members, and to the places at
+        which some wait.
         """
         if generation != self._generation:
             self._generation = generation
             self._arrived.clear()
+        for other in [other for other, there in self._arrived.items() if other != place and worker in there]:
+            del self._arrived[other][worker]
+            if not self._arrived[other]:
+                del self._arrived[other]
         here = self._arrived.setdefault(place, {})
         here[worker] = values
         if not enough or members - here.keys():

@@ -8,6 +8,9 @@ exceptions:
 * The other goes where it has missed something from more workers than have missed something from this one: it is rather
   deaf than all of them dumb.
 * Who says that it does not hear itself goes before anybody else: all that waits, waits for it in the end.
+
+A collective does not say whose connection it is.  Where one fails again and again the job ends; but who can't finish
+one collective after the other goes itself.
 """
 
 from __future__ import annotations
@@ -43,9 +46,8 @@ class Complaints:
 
     def __init__(self) -> None:
         self._committed = 0
-        self._tries: dict[
-            tuple[WorkerId, WorkerId] | str, int
-        ] = {}  # by who misses something from whom, or by the collective that was not finished
+        self._pairs: dict[tuple[WorkerId, WorkerId], int] = {}  # by who misses something from whom
+        self._collectives: dict[tuple[WorkerId, str], int] = {}  # by who could not finish which
 
     def add(self, missing: Missing, roster: Roster, committed: int, holds: bool) -> Complaint | None:
         """Weighs a new complaint.  ``committed``: the last committed step; ``holds``: whether ``missing`` is of the
@@ -60,18 +62,27 @@ class Complaints:
             return None
         if committed != self._committed:
             self._committed = committed
-            self._tries.clear()
-        key = missing.what if source is None else (member.worker, source.worker)
-        self._tries[key] = self._tries.get(key, 0) + 1
-        if not holds:
-            return None
+            self._pairs.clear()
+            self._collectives.clear()
         if source is None:
-            return Complaint(f"{member} could not finish {missing.what}", self._tries[key], None)
-        return self._weigh(member, source, missing.what, roster)
+            return self._of_collective(member, missing.what)
+        pair = member.worker, source.worker
+        self._pairs[pair] = self._pairs.get(pair, 0) + 1
+        return self._weigh(member, source, missing.what, roster) if holds else None
+
+    def _of_collective(self, member: Member, what: str) -> Complaint:
+        key = member.worker, what
+        self._collectives[key] = self._collectives.get(key, 0) + 1
+        its = [collective for worker, collective in self._collectives if worker == member.worker]
+        why = f"{member} could not finish {what}"
+        if len(its) > TRIES:
+            return Complaint(f"{why}, and {len(its) - 1} other collectives", len(its), member.worker)
+        tries = sum(count for (_, collective), count in self._collectives.items() if collective == what)
+        return Complaint(why, tries, None)
 
     def _weigh(self, member: Member, source: Member, what: str, roster: Roster) -> Complaint:
         """Decides which of the two, or who else, is to be doubted, and how often there was reason to."""
-        pairs = {pair: tries for pair, tries in self._tries.items() if isinstance(pair, tuple)}
+        pairs = self._pairs
         why = f"{member} misses {what}" + f" from {source}" * (source != member)
         deaf = min((near for near, far in pairs if near == far and near in roster.workers), default=None)
         if deaf is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.regrouping import Reports
 from recycle_plugin.core.messages.from_workers import OutOfData
+from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.dataflow import unpack
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
@@ -73,9 +74,15 @@ def leave_out(course: Course, step: int, out: CoordinatorOutput) -> None:
 
 
 def out_of_data(course: Course, message: OutOfData, now: float, out: CoordinatorOutput) -> None:
-    """Takes in that a worker has nothing to draw for a step: all meet, and others give more, or the data has
-    ended.
+    """Takes in that a worker has nothing to draw for a step: all meet, and others give more, or the data has ended.
+    More often than all others together could need between two commits it is the worker that goes round in circles.
     """
     member = course.roster.member(message.worker)
-    if member is not None and course.holds(message.generation) and not course.ending.failed:
+    if member is None or not course.holds(message.generation) or course.ending.failed:
+        return
+    times = course.lacked[member.worker] = course.lacked.get(member.worker, 0) + 1
+    if times > len(course.attendance.seats) + 1:
+        why = f"it has no data for step {message.step}, {times} times, whatever others give"
+        course.give_up(member.worker, Cause.CONFUSED, why, now, out)
+    else:
         course.regroup(f"{member.seat} has no data for step {message.step}", now, out)

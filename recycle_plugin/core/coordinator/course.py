@@ -97,12 +97,19 @@ class Course:
         self.barriers = Barriers()
         self.throughput_floor = ThroughputFloor()
         self.stood_still = -1  # behind which commit all have regrouped since everybody waited
+        self.lacked: dict[WorkerId, int] = {}  # how often each had nothing to draw, since the last commit
         self._suspicions = Suspicions()
+        self._resized_in = -1  # the generation in which somebody has planned for another batch size last
 
     @property
     def roster(self) -> Roster:
         """The members."""
         return self.attendance.roster
+
+    def speaker(self, worker: WorkerId) -> Member | None:
+        """The member, or the newcomer, that ``worker`` is; None for anybody else."""
+        newcomer = self.joining.get(worker)
+        return newcomer.member if newcomer is not None else self.roster.member(worker)
 
     @property
     def committed(self) -> int:
@@ -137,7 +144,12 @@ class Course:
         self.joining = Joining(max(map(len, units)), job.domain)
 
     def resize(self, message: Resized, out: CoordinatorOutput) -> None:
-        """Takes another number of micro-batches.  The first worker who says it says it for all."""
+        """Takes another number of micro-batches.  The first worker who says it says it for all: all have passed a
+        barrier before, behind the last commit.  Said again, of that generation or an older one, it is no news.
+        """
+        if not self.logs.passed or message.generation <= self._resized_in:
+            return
+        self._resized_in = message.generation
         if self.attendance.resize(message.micro_batches):
             self.throughput_floor.resize(message.full_us)
             self.logs.resized(self.committed + 1)
@@ -181,7 +193,8 @@ class Course:
         member = self.roster.member(message.worker)
         if member is None or self.halted or self.ending.failed:
             return
-        self.places.stepped(message, member.seat.replica)
+        if message.step > self.committed:
+            self.places.stepped(message, member.seat.replica)
         before = self.committed
         for step in self.steps.apply(message, self.roster.workers):
             self.commit(step, now, out)
@@ -196,6 +209,7 @@ class Course:
         self.attendance.failure_detector.committed(step, now)
         self.steps.commit(step, self.roster, now, out, self.batches)
         self.batches = self.batches.committed(step)
+        self.lacked.clear()
         self.logs.passed.clear()
         self.vacancies.committed(step)
         self.places.commit(step)
@@ -304,8 +318,10 @@ class Course:
 
     def unguarded(self, message: Unguarded, out: CoordinatorOutput) -> None:
         """Notes that the process that the launcher had started for a rank is gone: some launchers end the job for that,
-        others go on without it.
+        others go on without it.  Of a process that nobody knows it is no news.
         """
+        if not self._is_known(message.worker):
+            return
         self.attendance.unguarded[message.worker] = message.pid
         self.vacancies.unguarded(message.worker)
         out.say(
@@ -315,6 +331,13 @@ class Course:
             rank=message.rank,
             pid=message.pid,
         )
+
+    def _is_known(self, worker: WorkerId) -> bool:
+        """Whether ``worker`` takes part, is to, or has, as far as there is anything to take part in."""
+        if not self.attendance.started:
+            return not worker.incarnation
+        has = worker in self.roster.workers or worker in self.attendance.lost
+        return has or self.vacancies.is_newcomer(worker)
 
     def tick(self, now: float, out: CoordinatorOutput) -> None:
         """Lets time pass, which may show who is stopped or stuck, that nobody does anything, or that those left are cut

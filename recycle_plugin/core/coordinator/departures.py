@@ -18,6 +18,7 @@ from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.vacancies import OVER
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_workers import Leaving, Left
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 if TYPE_CHECKING:
@@ -158,5 +159,6 @@ def compare_scripts(course: Course, member: Member, step: int, out: CoordinatorO
     """Ends the job where the script of ``member``, which is at ``step``, goes on behind the step that another one has
     ended after.
     """
-    if not course.ending.failed and (uneven := course.ending.uneven(member, step)):
+    begun = step < unstarted(course.committed)  # what nobody can be at is no news of a script
+    if begun and not course.ending.failed and (uneven := course.ending.uneven(member, step)):
         ends.end(course, f"{uneven}. {course.ending.safe_point}", out)

@@ -20,6 +20,7 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 NAMED = 3  # causes in a line: one signal may reach all supervisors
+MOST = 100  # causes that are counted
 
 
 class Ending:
@@ -75,7 +76,7 @@ class Ending:
         ``reason``.
         """
         why = reason + f" ({cause})" * bool(cause)
-        if why not in self.causes:
+        if why not in self.causes and len(self.causes) < MOST:
             self.causes.append(why)
         if self.ended is None:
             self.ended = End(unstarted(committed), reason, failed=False, code=code)

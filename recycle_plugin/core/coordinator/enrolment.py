@@ -46,11 +46,25 @@ class Enrolment:
         names = dict.fromkeys(name for want in wants.values() for name in want)
         differing = [name for name in names if len({str(want.get(name)) for want in wants.values()}) > 1]
         if not differing:
-            return None
+            return self._misplaced()
         found = "; ".join(
             f"{name} is {_by_value({rank: str(want.get(name)) for rank, want in wants.items()})}" for name in differing
         )
         return f"workers were started with different recycle settings or from different checkpoints: {found}"
+
+    def _misplaced(self) -> str | None:
+        """The reason why these can't be the workers of the job that they want: they don't hold its seats; else None."""
+        try:
+            shape, roster = next(iter(self._ready.values())).job.shape, self.roster
+        except ValueError as error:
+            return f"this is no job: {error}"
+        strange = sorted(roster.seats ^ set(shape.seats))
+        return (
+            f"seat {strange[0]} is {'held by nobody' if strange[0] in shape.seats else 'none of the job'}: workers "
+            "were started with another number of stages or replicas"
+            if strange
+            else None
+        )
 
 
 CHANGES = frozenset({"micro_batches", "batch"})  # while a job goes on

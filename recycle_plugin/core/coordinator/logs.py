@@ -76,8 +76,9 @@ class Logs:
         return True
 
     def broken(self, message: LogBroken, stage: int) -> None:
-        """Takes in that the log of a worker of ``stage`` lacks something."""
-        self._broken.append((message, stage))
+        """Takes in that the log of a worker of ``stage`` lacks something of a step; of each step once."""
+        if not any((each.worker, each.step) == (message.worker, message.step) for each, _ in self._broken):
+            self._broken.append((message, stage))
 
     def heard(self, message: Logged) -> None:
         """Takes in how much of a worker's log is on its disk."""

@@ -8,6 +8,7 @@ agree on before they start, and between them:
 * Barriers and complaints that belong to an older generation, or to one that has lost somebody, are dropped; what is
   said of a step is of that step, whoever is live, and the first complete word on it stays
   (core/messages/contributions.py).
+* What can't be is said by nobody who goes on with the others (core/coordinator/confused.py).
 * What all have to hear of at one step, a rejection, a checkpoint or another batch size, is a generation that holds at
   once.
 
@@ -30,6 +31,7 @@ from recycle_plugin.core.coordinator import (
     returns,
 )
 from recycle_plugin.core.coordinator.complaints import Complaints
+from recycle_plugin.core.coordinator.confused import why_confused
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.enrolment import Enrolment, weak_points
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput, Event
@@ -80,6 +82,17 @@ from recycle_plugin.core.vocabulary.describe import BROKEN
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 OF_STEPS = (StateHash, Stepped, Contribution, ComputeTime, Fingerprint)
+OF_RUNNING = (
+    *OF_STEPS,
+    SurvivorReport,
+    OutOfData,
+    BarrierReached,
+    CheckpointLoaded,
+    Resized,
+    Missing,
+    Through,
+    Durable,
+)  # nobody says so before the start
 
 
 class Membership:
@@ -142,7 +155,10 @@ class Membership:
     def receive(self, message: object, now: float) -> CoordinatorOutput:
         """Handles one message that arrived at ``now`` (seconds); returns what it leads to."""
         out = CoordinatorOutput()
-        if not self.course.attendance.is_heard(message):
+        if not self.course.attendance.is_heard(message) or (isinstance(message, OF_RUNNING) and not self.started):
+            return out
+        if isinstance(message, OfWorker) and (why := why_confused(message, self.course)):
+            self._give_up_confused(message.worker, why, now, out)
             return out
         if isinstance(message, OfWorker) and self.is_outside(message.worker) and not self._is_entering(message):
             self._hear_newcomer(message, now, out)
@@ -205,7 +221,7 @@ class Membership:
         match message:
             case Durable():
                 replays.durable(self.course, message, out)
-            case Logged():
+            case Logged() if message.step < unstarted(self.committed):
                 self.course.logs.heard(message)
             case LogBroken():
                 self._log_broken(message, out)
@@ -302,6 +318,13 @@ class Membership:
         resuming.overdue(self.course, seconds, out)
         return out
 
+    def _give_up_confused(self, worker: WorkerId, why: str, now: float, out: CoordinatorOutput) -> None:
+        """Sees to it that nobody goes on with a worker that says what can't be."""
+        if self.is_outside(worker):
+            self.course.attendance.fence(worker, why, out)  # its supervisor says when it is dead
+        elif self.ended is None or not self.ended.failed:
+            self.course.give_up(worker, Cause.CONFUSED, why, now, out)
+
     # --- joining ---------------------------------------------------------------------------------
 
     def _is_entering(self, message: OfWorker) -> bool:
@@ -347,20 +370,24 @@ class Membership:
                     traceback=message.trace,
                 )
             case Note():
-                if message.kind == "restored":
-                    self.course.recovery_times.loaded(message.details["seconds"])
+                if message.kind == "restored" and isinstance(seconds := message.details.get("seconds"), float | int):
+                    self.course.recovery_times.loaded(seconds)
                 out.events.append(Event(message.kind, message.text, {"rank": message.rank, **message.details}))
 
     def _enrol(self, ready: Ready, now: float, out: CoordinatorOutput) -> None:
         course, worker = self.course, ready.worker
+        if course.speaker(worker) is not None:
+            return  # it is there already
         if course.vacancies.is_newcomer(worker):
             course.recovery_times.ready(worker.rank, now, course.vacancies.due(worker), again=True)
             returns.begin(course, ready, out)
             course.log_places.ready(ready, out)
             return
-        if self.started or self._enrolment.is_stranger(ready.worker):
-            self._turn_away(ready.worker, ready.member.host, out)
+        if (self.started and self.is_outside(worker)) or self._enrolment.is_stranger(worker):
+            self._turn_away(worker, ready.member.host, out)
             return
+        if self.started:
+            return  # it was there
         course.recovery_times.ready(worker.rank, now)
         course.log_places.ready(ready, out)
         if not self._enrolment.add(ready) or self.ended is not None:
@@ -463,6 +490,8 @@ class Membership:
     def _log_broken(self, message: LogBroken, out: CoordinatorOutput) -> None:
         newcomer = self.course.joining.get(message.worker)
         member = self.roster.member(message.worker) if newcomer is None else newcomer.member
+        if not 0 < message.step < unstarted(self.committed):
+            return  # there is nothing of that
         if member is not None:
             self.course.logs.broken(message, member.seat.stage)
         out.say(
@@ -504,6 +533,6 @@ class Membership:
         ends.end_planned(self.course, f"{who}{message.reason}", out)
 
     def _note(self, note: Note, out: CoordinatorOutput) -> None:
-        if note.kind == "checkpoint":
-            self.course.ending.checkpoint = note.details["path"]
+        if note.kind == "checkpoint" and isinstance(path := note.details.get("path"), str):
+            self.course.ending.checkpoint = path
         out.events.append(Event(note.kind, note.text, {"rank": note.rank, **note.details}))

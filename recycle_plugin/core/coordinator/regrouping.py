@@ -10,6 +10,7 @@ together.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,25 @@ class Reports:
         }
         return {seat: joined(reports) for seat, reports in told.items() if reports}
 
+    @property
+    def odd(self) -> dict[WorkerId, str]:
+        """The workers that contradict most of the others, and how, in words; nobody where no most agree."""
+        told = {
+            worker: (report.digest, report.stepped if report.loaded else None)
+            for worker, report in self.by_worker.items()
+        }
+        usual, count = Counter(told.values()).most_common(1)[0]
+        if 2 * count <= len(told):
+            return {}
+        plan = f"it has made another plan for generation {self.generation.number} than most others"
+        return {
+            worker: plan
+            if digest != usual[0]
+            else f"it has loaded {_of_checkpoint(loaded)}, and most others {_of_checkpoint(usual[1])}"
+            for worker, (digest, loaded) in told.items()
+            if (digest, loaded) != usual
+        }
+
     def contradiction(self) -> str | None:
         """The reason why they can't go on together, or None."""
         digests = {report.digest for report in self.by_worker.values()}
@@ -87,6 +107,10 @@ class Reports:
         return None
 
 
+def _of_checkpoint(loaded: int | None) -> str:
+    return "no checkpoint" if loaded is None else f"a checkpoint of step {loaded}"
+
+
 class Regrouping:
     """The change to the newest generation.  ``generation``: the newest; ``in_force``: the last that all have agreed
     on.
@@ -96,6 +120,7 @@ class Regrouping:
         self.generation = -1
         self.in_force = -1
         self._awaiting: Generation | None = None
+        self._asked: frozenset[WorkerId] = frozenset()  # the members of the newest
         self._reports: dict[WorkerId, SurvivorReport] = {}
 
     @property
@@ -116,6 +141,7 @@ class Regrouping:
         """
         self.generation += 1
         self._awaiting = Generation(self.generation, tuple(roster), from_step, cause, now, slowness)
+        self._asked = frozenset(roster.workers)
         self._reports.clear()
         out.tell(WORKERS, self._awaiting)
 
@@ -129,9 +155,17 @@ class Regrouping:
         """Whether the report of ``worker`` is waited for, or was."""
         return self._awaiting is not None and worker in self._awaiting.roster.workers
 
+    def report(self, worker: WorkerId) -> SurvivorReport | None:
+        """What ``worker`` has reported for the newest generation; None where it has not."""
+        return self._reports.get(worker)
+
     def add(self, report: SurvivorReport) -> bool:
-        """Takes in a report; returns whether it is of the newest generation, and that has not come about."""
+        """Takes in a report; returns whether it is of the newest generation, which has not come about, and of one of
+        its members.
+        """
         if report.generation != self.generation or self.generation == self.in_force:
+            return False
+        if report.worker not in self._asked:
             return False
         self._reports[report.worker] = report
         return True

@@ -40,8 +40,11 @@ UNCOMPARED = "its stage's last worker was lost before their states were compared
 def durable(course: Course, message: Durable, out: CoordinatorOutput) -> None:
     """Takes in that a checkpoint is durable, and tells all, who let go what led to it.
 
-    While stages are replayed that waits: they all begin at one checkpoint, and need the logs from there on.
+    While stages are replayed that waits: they all begin at one checkpoint, and need the logs from there on.  One of a
+    step that is not committed, or no more since an earlier checkpoint was loaded, is none of this job's steps.
     """
+    if not 0 <= message.step <= course.committed:
+        return
     if course.logs.waits_since is not None:
         course.logs.held_back = message
         return

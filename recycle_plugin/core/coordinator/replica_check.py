@@ -7,12 +7,14 @@ of an arithmetic unit, or of the software.  It says nothing of who is right, so 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from recycle_plugin.core.messages.from_workers import Fingerprint
 from recycle_plugin.core.vocabulary.roster import Group, Member, Roster, WorkerId
+
+KEPT = 4  # steps: the last that is committed, two that may be applied by now, and that of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,25 @@ class Fingerprints:
 
     def __init__(self) -> None:
         self._said: dict[int, dict[WorkerId, Fingerprint]] = {}
+        self._steps: dict[int, deque[tuple[WorkerId, int]]] = {}  # by rank, whose fingerprints of which steps came last
 
     def add(self, message: Fingerprint) -> None:
-        """Takes one in.  A step that was taken back and applied again is hashed again: the last word counts."""
+        """Takes one in.  A step that was taken back and applied again is hashed again: the last word counts.  Of each
+        rank the last few steps are kept; of a checkpoint that all have loaded the step may be any.
+        """
+        said = self._steps.setdefault(message.rank, deque())
+        if (message.worker, message.step) not in said:
+            said.append((message.worker, message.step))
+        if len(said) > KEPT:
+            self._forget(*said.popleft())
         self._said.setdefault(message.step, {})[message.worker] = message
+
+    def _forget(self, worker: WorkerId, step: int) -> None:
+        """Drops what ``worker`` has said of ``step``, if that was not compared yet."""
+        if (said := self._said.get(step)) is not None:
+            said.pop(worker, None)
+            if not said:
+                del self._said[step]
 
     def committed(self, step: int, roster: Roster) -> Iterator[Mismatch]:
         """Compares what everybody who is alive has said of ``step``, which is committed, and of those before it.

@@ -14,6 +14,7 @@ from recycle_plugin.core.coordinator.places import ended_iterators
 from recycle_plugin.core.coordinator.regrouping import Reports
 from recycle_plugin.core.messages.from_coordinator import Resume
 from recycle_plugin.core.messages.from_workers import SurvivorReport
+from recycle_plugin.core.vocabulary.causes import Cause
 
 if TYPE_CHECKING:
     from recycle_plugin.core.coordinator.course import Course
@@ -38,9 +39,15 @@ def overdue(course: Course, seconds: float, out: CoordinatorOutput) -> None:
 
 
 def complete(course: Course, now: float, out: CoordinatorOutput) -> None:
-    """Goes on if everybody has reported who still can, or ends the job where the reports contradict each other."""
+    """Goes on if everybody has reported who still can.  Where the reports contradict each other, those go that
+    contradict most of the others, or the job ends.
+    """
     reports = course.regrouping.complete(course.roster)
     if reports is None:
+        return
+    for worker, why in reports.odd.items():
+        course.give_up(worker, Cause.CONFUSED, why, now, out)
+    if reports.odd:
         return
     contradiction = reports.contradiction()
     if contradiction is not None:

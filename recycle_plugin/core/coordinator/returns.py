@@ -38,6 +38,11 @@ def begin(course: Course, ready: Ready, out: CoordinatorOutput) -> None:
         out.tell(ready.worker, End(0, "the job is about to end, and nobody can join it any more", failed=False))
         return
     assert course.job is not None, "a newcomer comes to a job that has started"
+    if ready.member.seat != course.attendance.seat_of(ready.member.rank):
+        text = f"{ready.member} wants to come back with a seat that is not its rank's"
+        out.say("warning", text, rank=ready.member.rank, seat=str(ready.member.seat))
+        out.tell(ready.worker, End(0, text, failed=True))
+        return
     if other := unlike(course.job, ready.job):
         text = f"{ready.member} wants to come back with other settings: {other}; start it with those of the job"
         out.say("warning", text, rank=ready.member.rank, seat=str(ready.member.seat))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from recycle_plugin.core.messages.from_workers import ComputeTime
+from recycle_plugin.core.vocabulary.roster import WorkerId
 
 RECENT = 20  # steps, of which the median is what one takes: a loss, or a checkpoint, makes a few take longer
 
@@ -16,7 +18,7 @@ class StepFigures:
     """A sum of what workers say of a step; what a lost one has not said is not in it."""
 
     def __init__(self) -> None:
-        self._said: dict[int, list[ComputeTime]] = {}
+        self._said: dict[int, dict[WorkerId, ComputeTime]] = {}  # what each has computed in a step, all in all
         self._committed_at: float | None = None
         self._steps: deque[float] = deque(maxlen=RECENT)  # seconds
         self._work: dict[int, deque[int]] = {}  # by stage, what all its workers compute in a step
@@ -31,10 +33,15 @@ class StepFigures:
         return median(self._work[stage]) / 1e6 if stage in self._work else None
 
     def add(self, message: ComputeTime) -> None:
-        """Takes in how long a worker has computed in a step."""
-        self._said.setdefault(message.step, []).append(
-            message
-        )  # a step that is applied twice is spoken of twice, each time of what is new
+        """Takes in how long a worker has computed in a step.  One that is applied twice is spoken of twice, each time
+        of what is new.
+        """
+        said = self._said.setdefault(message.step, {})
+        before = said.get(message.worker)
+        spent_us, again_us = (before.spent_us, before.again_us) if before is not None else (0, 0)
+        said[message.worker] = replace(
+            message, spent_us=spent_us + message.spent_us, again_us=again_us + message.again_us
+        )
 
     def committed(self, step: int, live: Mapping[int, int], now: float) -> tuple[dict[str, float], dict[str, Any]]:
         """The figures of ``step``, as far as they are known, and more that only the log has; the messages behind them
@@ -47,7 +54,9 @@ class StepFigures:
         lost worker's, or on what they had computed before.  More: ``redone_s``, which is that time, in seconds of all
         workers together, and ``stage_bubbles``: the bubbles' share by stage, in their order.
         """
-        times = [time for told in [each for each in self._said if each <= step] for time in self._said.pop(told)]
+        times = [
+            time for told in [each for each in self._said if each <= step] for time in self._said.pop(told).values()
+        ]
         spent, again = (sum(getattr(time, name) for time in times) for name in ("spent_us", "again_us"))
         took = now - self._committed_at if self._committed_at is not None else 0.0
         self._committed_at = now

@@ -18,6 +18,7 @@ from recycle_plugin.core.coordinator.straggler_detector import StragglerDetector
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE, Contributions
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed
 from recycle_plugin.core.messages.from_workers import ComputeTime, Contribution, Fingerprint, Stepped
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.dataflow import unpack
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.recovery_plan import uninformed
@@ -58,7 +59,9 @@ class StepLedger:
     # --- what workers say --------------------------------------------------------------------------
 
     def add_compute_time(self, message: ComputeTime) -> None:
-        """Takes in how long a worker has computed in a step."""
+        """Takes in how long a worker has computed in a step that somebody may have begun; of others nobody asks."""
+        if not self.committed <= message.step < unstarted(self.committed):
+            return
         self.figures.add(message)
         self.slow_replicas.add(message)
         if self._rebalances:

@@ -89,6 +89,7 @@ class ControlView:
         self.replayed = 0
         self.expected = Expected("", 0.0)
         self._leaves_at = 0  # the step that this worker was to leave before, if it was
+        self._newest = self._resumed = -1  # the newest generation that it has heard of, and the newest to go on in
         self._next: Generation | None = None  # planned, and said before ``pending`` was adopted
         self._resume: Resume | None = None
         self._collected: dict[tuple[int, str], dict] = {}
@@ -125,7 +126,9 @@ class ControlView:
         return self.generation.number if self.generation else 0
 
     def take(self, message: object) -> None:
-        """Takes in one message of the coordinator's."""
+        """Takes in one message of the coordinator's; one of a membership that is over, or was heard before, is old."""
+        if self._is_old(message):
+            return
         if isinstance(message, Generation) and self.outside and self.worker not in message.roster.workers:
             self.pending = self._next = None  # the others go on, and have not waited for this worker
             self.called_off = self.called_off if message.from_step else message.number
@@ -187,6 +190,21 @@ class ControlView:
                 self.end = message
             case MayGo():
                 self.may_go = True
+
+    def _is_old(self, message: object) -> bool:
+        """Whether ``message`` is a generation, or the word to go on in one, no newer than the newest that this worker
+        has heard, or a commit that it knows.
+        """
+        match message:
+            case Generation():
+                old, self._newest = message.number <= self._newest, max(message.number, self._newest)
+                return old
+            case Resume():
+                old, self._resumed = message.generation <= self._resumed, max(message.generation, self._resumed)
+                return old
+            case Committed():
+                return message.step <= self.committed and not self.outside
+        return False
 
     def hears_end(self, step: int) -> bool:
         """Whether a newcomer's script is to hear now that the data had ended before ``step``; it hears it once each

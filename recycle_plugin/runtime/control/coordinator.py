@@ -24,6 +24,7 @@ from recycle_plugin.core.coordinator.output import (
     SupervisorOf,
     Whom,
 )
+from recycle_plugin.core.coordinator.speakers import Speakers
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_coordinator import (
     Answer,
@@ -49,7 +50,6 @@ from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.control.connections import Control, InProcess
 from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.in_loop import InLoop
-from recycle_plugin.runtime.control.speakers import Speakers
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatListener
 
 LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way

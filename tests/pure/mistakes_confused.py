@@ -1,0 +1,92 @@
+"""Mistakes about whose word counts, of when, and how often: what the campaign has to notice where workers are confused.
+
+As tests/pure/mistakes.py, with a registry of their own, since the jobs are others (``recycle campaign --confused``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from recycle_plugin.core.coordinator import membership
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.regrouping import Regrouping
+from recycle_plugin.core.coordinator.speakers import Speakers
+from recycle_plugin.core.messages.contributions import Contributions
+from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.worker.control_view import ControlView
+from tests.pure.mistakes import Patch
+
+CONFUSED: dict[str, tuple[Patch, int]] = {}
+
+
+def mistake(name: str, seen: int) -> Callable[[Patch], Patch]:
+    """``seen``: a seed that has shown it, with a confused worker; no other is tried."""
+
+    def register(patch: Patch) -> Patch:
+        CONFUSED[name] = patch, seen
+        return patch
+
+    return register
+
+
+@mistake("nobody looks at who says something", seen=6)
+def whoever_says_it(monkeypatch) -> None:
+    monkeypatch.setattr(Speakers, "may_say", lambda self, hello, worker, message: True)
+
+
+@mistake("a supervisor may speak of any worker", seen=6)
+def of_any_worker(monkeypatch) -> None:
+    may_say = Speakers.may_say
+    monkeypatch.setattr(
+        Speakers,
+        "may_say",
+        lambda self, hello, worker, message: worker is None or may_say(self, hello, worker, message),
+    )
+
+
+@mistake("all processes of a rank are one", seen=6)
+def no_incarnations(monkeypatch) -> None:
+    monkeypatch.setattr(OfWorker, "worker", property(lambda self: WorkerId(self.rank)))
+
+
+@mistake("a report of any generation is one of the newest", seen=14)
+def of_any_generation(monkeypatch) -> None:
+    add = Regrouping.add
+    monkeypatch.setattr(Regrouping, "add", lambda self, report: add(self, replace(report, generation=self.generation)))
+
+
+@mistake("what is said twice counts twice", seen=7)
+def counted_twice(monkeypatch) -> None:
+    add = Contributions.add
+
+    def added_up(self, message):
+        before = self._values.get((message.step, message.name), {}).get(message.shard, {})
+        values = {key: value + before.get(key, 0) for key, value in message.values.items()}
+        return add(self, replace(message, values=values))
+
+    monkeypatch.setattr(Contributions, "add", added_up)
+
+
+@mistake("what can't be is taken in", seen=9)
+def nobody_is_confused(monkeypatch) -> None:
+    monkeypatch.setattr(membership, "why_confused", lambda message, course: "")
+
+
+@mistake("who is there and says so again is a stranger", seen=7)
+def there_and_turned_away(monkeypatch) -> None:
+    enrol = Membership._enrol
+
+    def turned_away(self, ready, now, out):
+        if self.started and not self.course.vacancies.is_newcomer(ready.worker):
+            self._turn_away(ready.worker, ready.member.host, out)
+        else:
+            enrol(self, ready, now, out)
+
+    monkeypatch.setattr(Membership, "_enrol", turned_away)
+
+
+@mistake("a worker takes up a membership that is over", seen=6)
+def old_memberships(monkeypatch) -> None:
+    monkeypatch.setattr(ControlView, "_is_old", lambda self, message: False)
