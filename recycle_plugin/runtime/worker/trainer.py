@@ -645,7 +645,12 @@ class Trainer:
         gradients = self._gradients = Gradients(framework.buckets, self._store, parameters, blocks, framework.tied)
         elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.stage}
         clipping = Clipping(self._store, parameters, framework.norm or TrueNorm(elsewhere), framework.clipping)
-        undo = undo_record(self._settings.undo, self.state, gradients) if framework.pushed is None else NoUndo()
+        scripted = framework.pushed is not None or framework.compute is not None  # so there is one stage
+        undo = (
+            NoUndo()
+            if scripted and self._settings.clip != "validate"
+            else undo_record(self._settings.undo, self.state, gradients)
+        )
         units = partial(stage_units, framework, self.state, gradients)
         interface, device = self._settings.transfer_interface, framework.model.device
         self.transfers = Transfers(self._session, self.seat.stage, interface, device, units)
