@@ -91,7 +91,9 @@ class Settings(BaseModel):
         "snapshot",
         '"snapshot", "host_snapshot" or "inverse"',
         "what takes an uncommitted step back: an exact copy of what the step changes, made before each step; the same "
-        "in host memory, made while an accelerator computes; or the optimizer's rule turned round",
+        "in host memory, made while an accelerator computes; or the optimizer's rule turned round; where a script runs "
+        "forward and backward itself nothing is kept, since no step of a whole model is taken back, but with `clip` "
+        "validate",
     )
     exact: bool = setting(
         False,

@@ -34,12 +34,15 @@ from recycle_plugin.experiments.against_torchft.strikes import (
     Back,
     Shape,
     Struck,
+    _short_step,
     after,
     apart,
-    step_time,
+    in_turns,
     strike,
 )
+from recycle_plugin.experiments.measurements import TooShort
 from recycle_plugin.experiments.runs import RunFailed
+from recycle_plugin.experiments.turns import Window
 
 SHAPE = Shape(replicas=2, micro_batches=2, step_s=0.06, megabytes=6)
 
@@ -72,6 +75,17 @@ def test_a_step_that_was_ended_when_others_were_struck_is_no_step_while_they_are
     assert found.stall_s == pytest.approx(3.999) and found.joining == pytest.approx(1.5)
 
 
+def test_a_short_step_is_the_median_of_windows_and_counts_all_processes():
+    """Two ranks; a step that reaches into a window from before does not count."""
+    ends = (0.9, 1.1, 1.3, 5.0, 5.4, 5.8, 8.0, 8.2, 8.4)
+    log = [{"event": "step", "rank": rank, "time": at} for at in ends for rank in (0, 1)]
+    windows = [Window(1.0, 2.0, 0.2), Window(4.0, 6.0, 0.9), Window(7.5, 9.0, 0.6)]
+    step_s, cpu_s = _short_step(windows, log, Shape(2, 1, 0.1, 1))
+    assert step_s == pytest.approx(0.2) and cpu_s == pytest.approx(0.2)
+    with pytest.raises(TooShort, match="a window of 0.5 s has no whole step"):
+        _short_step([Window(2.0, 2.5, 0.1)], log, Shape(2, 1, 0.1, 1))
+
+
 def test_losses_are_compared_step_by_step_with_those_of_a_run_without_a_failure():
     log = [{"event": "step", "rank": 0, "time": at, "step": at, "loss": loss} for at, loss in ((1, 9.0), (2, 3.0))]
     losses = [[1.0, 1.0], [2.0, 6.0]]
@@ -101,7 +115,7 @@ def struck(stall_s: float, joining: float | None = None) -> dict:
 
 
 def overhead(seconds: float) -> dict[str, float]:
-    return {"plain_s": 0.03, "step_s": 0.03 + seconds, "overhead_s": seconds}
+    return {"plain_s": 0.03, "step_s": 0.03 + seconds, "overhead_s": seconds, "plain_cpu_s": 0.01, "cpu_s": 0.02}
 
 
 def rounds_of(ours_s: float, theirs_s: float, tuned_s: float) -> dict:
@@ -119,6 +133,11 @@ def test_a_promise_is_kept_where_the_median_is_within_its_limit():
     assert kept == [True] * 6
     assert [verdict.met for verdict in verdicts(rounds_of(0.6, 5.0, 0.5), 18.0)] == [False] * 3 + [True] * 3
     assert [verdict.met for verdict in verdicts({"kill": {OURS: [struck(0.4)]}}, None)][:4] == [None] * 4
+
+
+def test_a_rival_that_seems_to_cost_less_than_nothing_judges_nobody():
+    found = {FAULT_FREE: {OURS: [overhead(-0.004)], RELEASE: [overhead(-0.001)]}}
+    assert [verdict.met for verdict in verdicts(found, None)] == [None] * 6
 
 
 def test_the_table_says_what_was_measured_and_leaves_out_what_was_not():
@@ -221,7 +240,9 @@ def test_without_its_coordinator_a_job_ends(tmp_path, losses):
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-def test_the_same_model_trains_without_fault_tolerance(tmp_path):
+def test_the_same_model_trains_in_turns_without_fault_tolerance(tmp_path):
     side = own_sides()[0]
-    plain = [side.python, str(sides.LOOPS / "start.py"), "plain.py"]
-    assert step_time(plain, SHAPE, tmp_path / "plain", 5) >= SHAPE.step_s
+    plain = [side.python, str(sides.LOOPS / "start.py"), "plain.py"], None
+    found = in_turns({"plain": plain, "job": (side.command(2), side.settings)}, SHAPE, tmp_path, 2, 1.0)
+    assert min(each.step_s for each in found.values()) >= SHAPE.step_s
+    assert min(each.cpu_s for each in found.values()) > 0

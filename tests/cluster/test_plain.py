@@ -229,7 +229,7 @@ OF_A_REPLICA = (
 @pytest.mark.parametrize("more", ((), ("gradient_clipping=0.3", "recycle.undo=inverse", "kept=true")))
 def test_a_scripts_own_backward_survives_its_peers(launch: Launch, kill, more):
     """Three replicas, no pipeline: the same losses and weights as in one process, and each micro-batch is computed,
-    though its replica is gone.
+    though its replica is gone; without copies of what a step changes, since none is ever taken back.
     """
     result = launch(*more, *([faults(kill)] if kill else []), shape=Shape(3, 1, 2), script=LOOP).finish()
     assert result.code == 0 and {event["seat"] for event in result.of("lost")} == ({"1.0"} if kill else set()), (
@@ -239,6 +239,7 @@ def test_a_scripts_own_backward_survives_its_peers(launch: Launch, kill, more):
         assert (
             record["losses"] == pytest.approx(record["alone"]["losses"], abs=2e-6) and record["weights_differ"] < 2e-6
         )
+        assert record["undo_bytes"] == 0 and not any(event["undone"] for event in result.of("recovery_plan"))
     everything = {(step, replica, number) for step in range(4, 7) for replica in range(3) for number in range(2)}
     assert everything <= {tuple(each) for record in result.records.values() for each in record["computed"]}
 

@@ -262,7 +262,7 @@ def late_heard(monkeypatch) -> None:
     monkeypatch.setattr(Vacancies, "is_outside", lambda self, worker: False)
 
 
-@mistake("all processes of a rank are one worker", seen=1)
+@mistake("all processes of a rank are one worker", seen=6)
 def one_for_all(monkeypatch) -> None:
     monkeypatch.setattr(OfWorker, "worker", property(lambda self: WorkerId(self.rank)))
 
@@ -548,7 +548,7 @@ def sums_from_inputs(monkeypatch) -> None:
 # --- the store, and lowering ----------------------------------------------------------------------------
 
 
-@mistake("what is begun of the next step goes with a commit", seen=1)
+@mistake("what is begun of the next step goes with a commit", seen=16)
 def committed_too_far(monkeypatch) -> None:
     changed(
         monkeypatch,

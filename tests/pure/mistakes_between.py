@@ -133,7 +133,7 @@ def met_never(monkeypatch) -> None:
     )
 
 
-@mistake("who is lost since was at the meeting", seen=346)
+@mistake("who is lost since was at the meeting", seen=17)
 def met_without(monkeypatch) -> None:
     arrive = Barriers.arrive
     monkeypatch.setattr(Barriers, "arrive", lambda self, worker, generation, *given: arrive(self, worker, 0, *given))

@@ -134,6 +134,12 @@ def test_messages_come_in_their_order(ends):
     assert hear(ends.far, 300) == beats(300) and ends.far.receive() is None and ends.far.broken is None
 
 
+def test_what_another_one_follows_at_once_goes_along_with_that(ends):
+    first, second = beats(2)
+    assert ends.near.send(first, more=True) and ends.far.receive() is None
+    assert ends.near.send(second) and hear(ends.far, 2) == [first, second]
+
+
 def test_a_frame_that_is_made_once_may_be_sent_to_several(ends):
     frame = encode(Over(3))
     assert ends.near.send(frame) and ends.far.send(frame)

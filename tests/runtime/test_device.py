@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.devices import kinds
-from recycle_plugin.runtime.devices.host import CPU, Cpu, There, on_host
+from recycle_plugin.runtime.devices.host import CPU, LARGE, Cpu, There, on_host
 from recycle_plugin.runtime.devices.kinds import device_of, fetch
 from recycle_plugin.runtime.movers.batches import packed, unpacked
 from recycle_plugin.runtime.movers.tcp import Transport
@@ -54,6 +54,21 @@ def late():
 def there(device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Copies of ``tensors`` on it."""
     return device.from_host(tensors, "of a test", shared=False).wait(WAIT_S)
+
+
+# --- memory of the host ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_large_memory_of_the_host_is_as_any_other(dtype):
+    """It is written, viewed, outlives what was made of it first, and goes."""
+    numbers = LARGE // dtype.itemsize + 1
+    whole = CPU.room((numbers, 2), dtype)
+    end = whole.fill_(3.0)[-1]
+    assert whole.shape == (numbers, 2) and whole.dtype == dtype and whole.sum(dtype=torch.float64) == 6.0 * numbers
+    gone = weakref.ref(whole)
+    del whole
+    assert gone() is None and end.tolist() == [3.0, 3.0]
 
 
 # --- copies -----------------------------------------------------------------------------------------

@@ -55,6 +55,26 @@ def test_no_more_than_four_pieces_of_a_sum_are_under_way():
         assert 4 * PIECE < most <= 4 * PIECE * staging.UNDER_WAY, "several at once, and not all of them"
 
 
+def into(script: Script) -> tuple[bool, int, list[int]]:
+    """A mean of three parts, of which one is not contiguous, another is of two pieces and more."""
+    dist.all_reduce(script.value())
+    watch, numbers = Watch(), torch.arange(float(NUMBERS)) + script.rank
+    parts = [numbers[:40].view(4, 10).t(), numbers[40:47], numbers[47:]]
+    flat, kept = torch.full((NUMBERS,), -1.0), [part.clone() for part in parts]
+    lengths, finish = [], staging.Flight.finish
+    staging.Flight.finish = lambda *given: [lengths.append(int((flat != -1.0).sum())), finish(*given)]
+    dist.group.WORLD.sum_into(flat, parts, 0.5)
+    expected = torch.cat([part.reshape(-1) for part in parts]) - script.rank + 0.5
+    right = torch.equal(flat, expected) and all(map(torch.equal, parts, kept))
+    return right, watch.started, lengths
+
+
+def test_each_piece_of_a_sum_is_on_its_way_before_the_next_is_copied():
+    for right, started, lengths in run(into, 2):
+        assert right and started == 11 and lengths[0] < NUMBERS == lengths[-1]
+        assert lengths[0] == 547, "while four are under way, what the fifth needs, in parts of 100"
+
+
 def torn(script: Script) -> list[float]:
     """Rank 2 dies when it has begun four of eleven pieces; the others sum what they have once more."""
     Watch()

@@ -38,8 +38,11 @@ class StockBuckets:
         return self._engine.mpu.get_data_parallel_group()
 
     def all_reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The flat sum of ``gradients`` over the group, by DeepSpeed's ``allreduce_bucket``."""
-        return self._engine.allreduce_bucket(gradients, self.group)
+        """The flat sum of ``gradients`` over the group, by DeepSpeed's ``allreduce_bucket``, which sums a single one
+        in its own memory.
+        """
+        alone = len(gradients) == 1
+        return self._engine.allreduce_bucket([gradients[0].clone()] if alone else gradients, self.group)
 
     def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """One flat tensor that has all elements of ``tensors``."""

@@ -270,6 +270,10 @@ class ComputeTime(OfWorker):
     own_us: int | None = None
 
 
+AHEAD_OF_STEPPED = (ComputeTime,)
+"""What is said right before :class:`Stepped`, so that one packet can have both."""
+
+
 @dataclass(frozen=True)
 class Contribution(OfWorker):
     """A worker's part of named numbers of one step that everybody needs (losses by micro-batch, squared norms by

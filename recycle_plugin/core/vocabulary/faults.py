@@ -88,6 +88,11 @@ class FaultScript:
         self._pending = [fault for fault in faults if fault.seat == seat and fault.incarnation == incarnation]
         self._seen: dict[tuple[str, str], int] = {}
 
+    @property
+    def pending(self) -> bool:
+        """Whether any is still to strike."""
+        return bool(self._pending)
+
     def due(self, when: str, where: str) -> Fault | None:
         """The fault that strikes now, or None; it is then used up.  ``where``: the text form of the instruction or
         point that has been reached.

@@ -7,17 +7,20 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import median
+from typing import NamedTuple
 
 import psutil
 
 from recycle_plugin.experiments.against_torchft.sides import LOOPS, Side
 from recycle_plugin.experiments.measurements import TooShort
 from recycle_plugin.experiments.runs import JobRun, environment
+from recycle_plugin.experiments.turns import Window, take_turns
 from recycle_plugin.observability.run_history import read_events
 
 DEADLINE_S = 180.0  # of each wait in a run
@@ -28,6 +31,7 @@ AFTER = 6  # steps that show that a struck job goes on
 WATCHED_S = 150.0  # how long one is watched that does nothing
 STRIKES = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP, "coordinator": signal.SIGKILL}
 GOES_ON, ENDS, STANDS = "goes on", "ends", "stands still"
+Job = tuple[Sequence[str], Mapping | None]  # its command, and settings of the plugin's
 Times = list[tuple[float, float]]  # of steps: when they began and ended, in seconds since the epoch
 
 
@@ -186,11 +190,36 @@ def apart(
     return max(found, default=None)
 
 
-def step_time(command: Sequence[str], shape: Shape, folder: Path, steps: int, settings: Mapping | None = None) -> float:
-    """Seconds of a step of a job that nobody strikes, the median."""
-    with started(command, shape, folder, settings) as run:
-        await_steps(run, range(shape.replicas), 0.0, WARM_UP + steps, "steps that nobody disturbs")
-        return median(ended - began for began, ended in steps_of(log_of(run), range(shape.replicas)))
+class ShortStep(NamedTuple):
+    """A step that nobody disturbs: its seconds, and the processor seconds that all processes of the job take for it."""
+
+    step_s: float
+    cpu_s: float
+
+
+def in_turns(jobs: Mapping[str, Job], shape: Shape, folder: Path, pairs: int, window_s: float) -> dict[str, ShortStep]:
+    """A step of each of these jobs, which have the machine in turns, ``pairs`` windows each: medians over windows."""
+    with ExitStack() as stack:
+        runs = {}
+        for name, (command, settings) in jobs.items():
+            runs[name] = run = stack.enter_context(started(command, shape, folder / name, settings))
+            await_steps(run, range(shape.replicas), 0.0, WARM_UP, "steps before the first turn")
+            run.pause()
+        turns = take_turns(runs, pairs, window_s)
+        return {name: _short_step(turns[name], log_of(run), shape) for name, run in runs.items()}
+
+
+def _short_step(windows: Sequence[Window], log: Sequence[Mapping], shape: Shape) -> ShortStep:
+    """Medians over windows, from those of the steps within each.  Raises TooShort where one has none."""
+    found = []
+    for window in windows:
+        inside = [line for line in log if line["event"] == "step" and window.began <= line["time"] <= window.ended]
+        ends = [[line["time"] for line in inside if line["rank"] == rank] for rank in range(shape.replicas)]
+        took = [later - earlier for each in ends for earlier, later in pairwise(each)]
+        if not took:
+            raise TooShort(f"a window of {window.ended - window.began:.1f} s has no whole step")
+        found.append(ShortStep(median(took), window.cpu_s / (len(inside) / shape.replicas)))
+    return ShortStep(*(median(values) for values in zip(*found)))
 
 
 # --- a job and its log ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ when they are first used (runtime/collectives/in_flight.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -316,6 +316,15 @@ class MemberGroup(Several, dist.ProcessGroup):
         """Which of the live members this one is, and how many there are."""
         return self._flight.position[self._rank], len(self._flight.position)
 
+    def sum_into(self, flat: torch.Tensor, parts: Sequence[torch.Tensor], factor: float) -> None:
+        """Write to ``flat``, of one dimension, the sum over the live members of ``parts``, one behind the other, times
+        ``factor``.
+
+        All members give parts of the same sizes, which stay as they are.  After an interruption ``flat`` is not to be
+        read.
+        """
+        in_pieces(self._flight, Asked("all_reduce", _sum, [flat]), flat, parts, factor)
+
     def exchange(self, target: torch.Tensor, source: torch.Tensor, incoming: list[int], outgoing: list[int]) -> None:
         """Give each live member its part of ``source``, and write what comes from each to ``target``.
 
@@ -397,6 +406,10 @@ class MemberGroup(Several, dist.ProcessGroup):
 def _here(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``tensors`` in host memory."""
     return [tensor if on_host(tensor) else fetch(tensor, "what goes to other workers") for tensor in tensors]
+
+
+def _sum(held: list[torch.Tensor], place: Mapping[int, int]) -> AllReduce:
+    return AllReduce(held, dist.ReduceOp(dist.ReduceOp.SUM))
 
 
 def _is_mean(op: dist.ReduceOp) -> bool:

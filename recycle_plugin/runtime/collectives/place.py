@@ -11,7 +11,7 @@ import torch.distributed as dist
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.runtime.collectives.average import BACKEND
-from recycle_plugin.runtime.collectives.group import check_backend
+from recycle_plugin.runtime.collectives.group import MemberGroup, check_backend
 from recycle_plugin.runtime.control.session import Session
 
 
@@ -22,7 +22,7 @@ class Place:
     """
 
     seat: Seat
-    peers: dist.ProcessGroup
+    peers: MemberGroup
     shards: int = 1
     shard: int = 0
 

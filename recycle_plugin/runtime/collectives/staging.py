@@ -9,7 +9,7 @@ order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,15 +20,18 @@ from recycle_plugin.runtime.devices.host import on_host
 from recycle_plugin.runtime.devices.kinds import write
 from recycle_plugin.runtime.devices.pieces import on_the_host
 
+Parts = Sequence[torch.Tensor]
 UNDER_WAY = 4  # pieces in sums at a time; of an accelerator's as many are on the way down, all in pinned memory
 HOST_PIECE = 4 * SUM_PIECE  # numbers: in smaller pieces three and more members take longer than in one
 
 
-def in_pieces(flight: Flight, asked: Asked, flat: torch.Tensor) -> None:
+def in_pieces(flight: Flight, asked: Asked, flat: torch.Tensor, parts: Parts = (), factor: float = 1.0) -> None:
     """Do what is ``asked`` for with ``flat``, a tensor of one dimension, in place, with at most UNDER_WAY pieces under
     way.
 
-    Raises what the operation raises; an interruption leaves ``flat`` partly changed.
+    ``parts``: what is written to ``flat`` before, one behind the other; each piece goes on its way once it is there.
+    ``factor``: by which each result is multiplied, while the next pieces are under way.  Raises what the operation
+    raises; an interruption leaves ``flat`` partly changed.
     """
     under_way: deque[tuple[torch.Tensor, Call]] = deque()
 
@@ -38,9 +41,11 @@ def in_pieces(flight: Flight, asked: Asked, flat: torch.Tensor) -> None:
         under_way.popleft()
         if not on_host(piece):
             write(piece, call.held[0], asked.called)
+        if factor != 1.0:
+            piece.mul_(factor)
 
     try:
-        for piece, here in _cut(flat, asked.called):
+        for piece, here in _cut(flat, parts, asked.called):
             if len(under_way) == UNDER_WAY:
                 finish()
             under_way.append((piece, flight.begin(replace(asked, tensors=[here]), SUMS)))
@@ -51,10 +56,26 @@ def in_pieces(flight: Flight, asked: Asked, flat: torch.Tensor) -> None:
             flight.break_off(call)
 
 
-def _cut(flat: torch.Tensor, called: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The pieces of ``flat``, each where it is and in host memory."""
+def _cut(flat: torch.Tensor, parts: Parts, called: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The pieces of ``flat``, each where it is and in host memory, once ``parts`` are written to it."""
+    filled = _filled(flat, parts)
     if on_host(flat):
-        yield from ((piece, piece) for piece in flat.split(HOST_PIECE))
+        there = 0 if parts else flat.numel()
+        for end, piece in zip(range(HOST_PIECE, flat.numel() + HOST_PIECE, HOST_PIECE), flat.split(HOST_PIECE)):
+            while there < min(end, flat.numel()):
+                there = next(filled)
+            yield piece, piece
         return
+    deque(filled, maxlen=0)
     for piece, (here,) in zip(flat.split(SUM_PIECE), on_the_host((flat,), SUM_PIECE, called, UNDER_WAY), strict=True):
         yield piece, here
+
+
+def _filled(flat: torch.Tensor, parts: Parts) -> Iterator[int]:
+    """Writes ``parts`` to ``flat``; yields how many numbers are there."""
+    there = 0
+    for part in parts:
+        for some in part.detach().reshape(-1).split(HOST_PIECE):
+            flat[there : there + some.numel()].copy_(some)
+            there += some.numel()
+            yield there

@@ -64,11 +64,12 @@ class Control(Protocol):
         A peer's death breaks it once all that it has said is handed out, and so does what is no message.
         """
 
-    def send(self, message: object, timeout_s: float = 0.0) -> bool:
+    def send(self, message: object, timeout_s: float = 0.0, more: bool = False) -> bool:
         """Send a message; False where the other end has not taken all that was sent.
 
         That breaks the connection after ``timeout_s`` seconds; with 0 the rest is kept for :meth:`push`.  ``message``
         may also be the frame that core.messages.encoding.encode has made of one for several; raises what that does.
+        ``more``: another one follows at once, and it goes along with that.
         """
 
     def push(self) -> bool:
@@ -125,12 +126,12 @@ class _Framed:
         if self._seals is not None:
             self._unsent += self._seals.out.of(frame)
 
-    def send(self, message: object, timeout_s: float = 0.0) -> bool:
+    def send(self, message: object, timeout_s: float = 0.0, more: bool = False) -> bool:
         frame = message if isinstance(message, bytes) else encode(message)
         with self._sending:
             if not self._mute and self.broken is None:
                 self._add(frame)
-            return self._push(timeout_s)
+            return more or self._push(timeout_s)
 
     def push(self) -> bool:
         with self._sending:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Lease, Welcome
-from recycle_plugin.core.messages.from_workers import Hello, Leaving, Left, Note
+from recycle_plugin.core.messages.from_workers import AHEAD_OF_STEPPED, Hello, Leaving, Left, Note
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.control_view import ControlView
@@ -143,9 +143,9 @@ class Session(ControlView):
         Raises RecycleError in a fork of the worker.
         """
         self._refuse_forks()
-        if isinstance(message, OfWorker):
+        if isinstance(message, OfWorker) and message.incarnation != self.incarnation:
             message = replace(message, incarnation=self.incarnation)
-        self._control.send(message, SEND_S)
+        self._control.send(message, SEND_S, more=isinstance(message, AHEAD_OF_STEPPED))
 
     def note(self, kind: str, text: str, **details: object) -> None:
         """Say something to the user, through the coordinator."""

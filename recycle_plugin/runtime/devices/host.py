@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import NamedTuple
 
 import psutil
@@ -13,6 +15,7 @@ import torch
 from recycle_plugin.runtime.devices.port import Copy, DeviceEvent, DeviceMemory, Order, Tensors
 
 HOST = torch.device("cpu")  # where memory is that other processes, files and networks can be given
+LARGE = 1 << 25  # bytes: what malloc takes from the system, and gives back, each time
 
 
 class There(NamedTuple):
@@ -81,8 +84,20 @@ class Cpu:
         return There(tuple(tensor.detach().to(HOST, copy=not shared) for tensor in tensors))
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor in host memory."""
-        return torch.empty(shape, dtype=dtype, device=HOST)
+        """An uninitialised tensor in host memory.
+
+        A large one is in huge pages where the system has them: a fault for each page of 4 KiB takes several times as
+        long as what is then written there.
+        """
+        numbers = prod(shape)
+        if numbers * dtype.itemsize <= LARGE:
+            return torch.empty(shape, dtype=dtype, device=HOST)
+        memory = mmap.mmap(-1, numbers * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without them
+            pass
+        return torch.frombuffer(memory, dtype=dtype, count=numbers).view(*shape)
 
     def event(self, what: object) -> DeviceEvent:
         """An event that has happened now."""

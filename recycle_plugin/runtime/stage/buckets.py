@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
+
+from recycle_plugin.runtime.collectives.group import MemberGroup
+from recycle_plugin.runtime.devices.host import CPU, on_host
 
 BUCKET = 500_000_000  # numbers
 
@@ -16,14 +18,15 @@ class MeanBuckets:
     limit = BUCKET
     averages = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: MemberGroup) -> None:
         self.group = group
 
     def all_reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The flat mean of ``gradients`` over the group."""
-        flat = self.flatten(gradients)
-        dist.all_reduce(flat, group=self.group)
-        return flat.mul_(1.0 / self.group.size())
+        """The flat mean of ``gradients`` over the group, in memory of its own."""
+        numbers, one = sum(gradient.numel() for gradient in gradients), gradients[0]
+        flat = CPU.room([numbers], one.dtype) if on_host(one) else one.new_empty(numbers)
+        self.group.sum_into(flat, gradients, 1.0 / self.group.size())
+        return flat
 
     def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """One flat tensor that has all elements of ``tensors``."""

@@ -281,8 +281,7 @@ class Gradients:
             total = self._blocks.total([self._places[parameter] for parameter in bucket], owners, self._buckets.group)
             return total.mul_(1.0 / self._buckets.group.size()) if self._buckets.averages else total
         gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket]
-        alone = len(bucket) == 1  # "flattened" it would be the contribution itself
-        return self._buckets.all_reduce([gradients[0].clone()] if alone else gradients)
+        return self._buckets.all_reduce(gradients)
 
     def _taken_over(self, bucket: Parameters, step: int, holder: int) -> torch.Tensor:
         whole = self._whole(step)

@@ -260,6 +260,8 @@ class TorchMachine:
         """Let a fault strike that is due at a named point (one argument; core/vocabulary/faults.py), or before or after
         an instruction.
         """
+        if not self._faults.pending:
+            return
         fault = self._faults.due("at", when) if instruction is None else self._faults.due(when, str(instruction))
         if fault is not None:
             strike(fault, self._session)

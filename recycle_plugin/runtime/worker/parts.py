@@ -148,7 +148,8 @@ class Parts:
         gradients = self.gradients = Gradients(framework.buckets, self.store, parameters, blocks, framework.tied)
         elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.stage}
         clipping = Clipping(self.store, parameters, framework.norm or TrueNorm(elsewhere), framework.clipping)
-        undo = undo_record(self.settings.undo, self.state, gradients) if framework.pushed is None else NoUndo()
+        scripted = framework.compute is not None and self.settings.clip != "validate"  # so there is one stage
+        undo = NoUndo() if framework.pushed or scripted else undo_record(self.settings.undo, self.state, gradients)
         units = partial(stage_units, framework, self.state, gradients)
         interface, device = self.settings.transfer_interface, framework.model.device
         self.transfers = Transfers(self.session, self.seat.stage, interface, device, units)

@@ -80,10 +80,7 @@ class Buckets(Protocol):
         """The process group of the stage's workers."""
 
     def all_reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of ``gradients`` over the group, flat, divided where ``averages``.
-
-        It may be in the memory of a single gradient, and of none of several.
-        """
+        """The sum of ``gradients`` over the group, flat, divided where ``averages``; they stay as they are."""
 
     def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """One flat tensor that has all elements of ``tensors``."""

@@ -78,7 +78,10 @@ class ScriptedStage:
                 else gradients,
                 loss: value,
             }
-        contribute(self._parameters, [each if each is None else each.div_(self._scale) for each in have[stash]])
+        made = have[stash]
+        if self._scale != 1:
+            made = [each if each is None else each.div_(self._scale) for each in made]
+        contribute(self._parameters, made)
         return {grad: (), wgrad: None}
 
     def _first(self, step: int, one: MicroBatch) -> Computed:
