@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import socket
 import ssl
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 
 from recycle_plugin.cli import main
+from recycle_plugin.experiments.runs import environment, free_port
 from recycle_plugin.runtime.authentication.handshake import MAGIC
 from tests.cluster.test_rejoin import HELD, STEPS, assert_came_back
 from tests.cluster.test_strangers import CONTROL, PATIENCE_S, forged, listeners, told
@@ -18,6 +21,7 @@ from tests.support.certificates import authority, files
 from tests.support.cluster import Run
 from tests.support.jobs import WRAPPED, difference, faults, held
 
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 HANGUP_S = 5.0  # until a port is one of Gloo's, which does not hang up
 
 
@@ -77,3 +81,26 @@ def test_a_killed_worker_comes_back_and_the_weights_are_those_without_tls(launch
     assert {"at the coordinator", *(f"at worker {rank}" for rank in (0, 1, 2))} <= first.keys(), first
     assert "it does not speak TLS 1.3, which is set here" in first["at the coordinator"], first
     assert "Traceback" not in result.output, result.output[-6000:]
+
+
+@pytest.mark.parametrize(
+    "options, place", [(("--workers", "2"), {}), ((), ONE_RANK)], ids=("one host's", "a launcher's")
+)
+def test_the_config_is_heeded_before_the_script_runs(tmp_path, options, place):
+    """Here it names a key that is another certificate's: nothing is listened at, and one line says so."""
+    wrong = files("alpha")._replace(key=files("beta").key)
+    config, script = tmp_path / "ds_config.json", tmp_path / "train.py"
+    config.write_text(json.dumps({"recycle": {"tls": wrong._asdict()}}))
+    script.write_text("raise SystemExit('it was run')")
+    done = subprocess.run(
+        [sys.executable, "-m", "recycle_plugin.launch", *options, str(script), "--deepspeed_config", str(config)],
+        env=environment(MASTER_PORT=str(free_port()), **place),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"recycle: error: recycle.tls.key: {wrong.key} does not belong to {wrong.cert}; write the path of a PEM file "
+        "with the private key of recycle.tls.cert\n"
+    )

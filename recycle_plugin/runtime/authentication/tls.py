@@ -93,7 +93,7 @@ class Tls:
         self._calls, self._answers = (
             _context(files, kind) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
         )
-        self._answers.num_tickets = 0  # which nobody asks for, and a caller that only sends would not read
+        self._answers.num_tickets = 0  # nobody goes on with an earlier session
         self._try()
 
     @classmethod
