@@ -10,7 +10,7 @@ from recycle_plugin.errors import NoCredentials
 from recycle_plugin.runtime.authentication.tls import VARIABLES, Tls, TlsFiles
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SettingsError
-from tests.support.certificates import authority, encrypted, files
+from tests.support.certificates import authority, encrypted, files, weak
 
 BOTH = "extendedKeyUsage=serverAuth,clientAuth"
 ONE = "extendedKeyUsage=serverAuth"
@@ -45,7 +45,7 @@ def test_what_else_may_be_there(made):
 def wrong() -> dict[str, tuple[TlsFiles, str]]:
     """What is named, and what is said of it."""
     good, other, junk = files(), files("beta"), str(Path(__file__))
-    old, single = files(days=0), files(extensions=ONE)
+    old, single, short = files(days=0), files(extensions=ONE), weak()
     return {
         "no file": (
             good._replace(cert="/no/such.pem"),
@@ -56,6 +56,7 @@ def wrong() -> dict[str, tuple[TlsFiles, str]]:
         "no certificate": (good._replace(cert=good.key), f"cert: {good.key} has no certificate in PEM; {OF_CERT}"),
         "another's key": (good._replace(key=other.key), f"key: {other.key} does not belong to {good.cert}; {OF_KEY}"),
         "a certificate as key": (good._replace(key=good.cert), f"key: {good.cert} has no private key in PEM; {OF_KEY}"),
+        "a short key": (short, f"key: {short.key} can't be used with its certificate (EE_KEY_TOO_SMALL); {OF_KEY}"),
         "a passphrase": (
             good._replace(key=encrypted(good.key)),
             f"key: {encrypted(good.key)} is encrypted, and nobody is there to type its passphrase; "
@@ -80,7 +81,7 @@ def wrong() -> dict[str, tuple[TlsFiles, str]]:
 
 
 WRONG = ("no file", "a folder", "no ca", "no certificate", "another's key", "a certificate as key",
-         "a passphrase", "another ca", "expired", "for one end")  # fmt: skip
+         "a short key", "a passphrase", "another ca", "expired", "for one end")  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)

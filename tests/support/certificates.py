@@ -52,6 +52,13 @@ def files(host: str = "alpha", ca: str = "ca", days: int = 2, extensions: str = 
     return TlsFiles(str(certificate), str(key), str(signer))
 
 
+def weak() -> TlsFiles:
+    """A certificate that has signed itself, of a key that is too short for anybody to take it."""
+    made, key = (Path(_folder().name, f"weak.{kind}") for kind in ("pem", "key"))
+    _openssl("req", "-x509", "-newkey", "rsa:512", "-nodes", "-keyout", key, "-out", made, "-subj", "/CN=weak")
+    return TlsFiles(str(made), str(key), str(made))
+
+
 def encrypted(key: str) -> str:
     """The same key under a passphrase."""
     made = f"{key}.encrypted"

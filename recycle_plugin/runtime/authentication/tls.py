@@ -23,7 +23,9 @@ FILES = {
     "key": "the path of a PEM file with the private key of recycle.tls.cert",
     "ca": "the path of a PEM file with the certificate that has signed those of all hosts",
 }
+UNSIGNED = ("was not signed by recycle.tls.ca", "name one that was, or the ca that has signed it")
 WRONG = {
+    **dict.fromkeys((2, 7, 18, 19, 20, 21), UNSIGNED),
     9: ("is not valid yet, by this host's clock", "set the clock, or make a certificate that is valid now"),
     10: ("has expired, or recycle.tls.ca has", "make one that is valid as long as the job runs"),
     26: (
@@ -31,7 +33,7 @@ WRONG = {
         "make one whose extended key usage has serverAuth and clientAuth, or that has none",
     ),
 }  # by OpenSSL's number of what is wrong with a certificate
-UNSIGNED = ("was not signed by recycle.tls.ca", "name one that was, or the ca that has signed it")
+UNUSABLE = ("can't be used", "make another one")
 NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNSUPPORTED_PROTOCOL", "TLSV1_ALERT_PROTOCOL_VERSION"})
 
 
@@ -115,7 +117,7 @@ class Tls:
         except TlsFailure as failure:
             error = failure.__cause__
             code = error.verify_code if isinstance(error, ssl.SSLCertVerificationError) else 0
-            wrong, fix = WRONG.get(code, UNSIGNED)
+            wrong, fix = WRONG.get(code, UNUSABLE)
             raise NoCertificate("cert", f"{self.files.cert} {wrong} ({failure})", fix) from None
 
 
@@ -242,9 +244,9 @@ def _load_own(made: ssl.SSLContext, files: TlsFiles) -> None:
     try:
         made.load_cert_chain(files.cert, files.key, passphrase)
     except ssl.SSLError as error:
-        other = error.reason == "KEY_VALUES_MISMATCH"
-        wrong = f"does not belong to {files.cert}" if other else "has no private key in PEM"
-        raise NoCertificate("key", f"{files.key} {wrong}", f"write {FILES['key']}") from None
+        wrong = {"KEY_VALUES_MISMATCH": f"does not belong to {files.cert}", None: "has no private key in PEM"}
+        found = wrong.get(error.reason, f"can't be used with its certificate ({error.reason})")
+        raise NoCertificate("key", f"{files.key} {found}", f"write {FILES['key']}") from None
 
 
 def _failed(error: ssl.SSLError, parting: bytes = b"") -> TlsFailure:
