@@ -7,6 +7,10 @@ class RecycleError(RuntimeError):
     """Something that the user can mend; the message is one line and says how."""
 
 
+class NoCredentials(RecycleError):
+    """What a process of a job is to prove itself with is not there, or is none; the message says what to do."""
+
+
 class NotSaved(RecycleError, OSError):
     """A checkpoint could not be written, by one worker at least, and so by none.
 

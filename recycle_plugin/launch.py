@@ -81,30 +81,33 @@ def placement(command: list[str]) -> str:
         return DEFAULT
 
 
-def with_secret(environment: Mapping[str, str], command: list[str], joins: bool = False) -> dict[str, str]:
-    """The environment, with the path of the job's secret where that is to be another than on one host (secret_file in
-    runtime/authentication/secret.py), from the config file that the command line names.
+def with_credentials(environment: Mapping[str, str], command: list[str], joins: bool = False) -> dict[str, str]:
+    """The environment, with what the config file that the command line names says of how processes know each other: the
+    path of the job's secret where that is to be another than on one host (secret_file in
+    runtime/authentication/secret.py), and those of its TLS (tls.py beside it).
 
-    On several hosts that may be the run folder, and who ``joins`` finds it there.
+    On several hosts the secret may be in the run folder, and who ``joins`` finds it there.
     """
     from recycle_plugin.runtime.authentication.secret import SETTING
+    from recycle_plugin.runtime.authentication.tls import VARIABLES
 
     ranks = int(environment.get("WORLD_SIZE", "1"))
     several = joins or ranks > int(environment.get("LOCAL_SIZE", ranks))
     try:
         text = _config(command)
-        if not ('"secret_file"' in text or (several and '"run_dir"' in text)):
+        if not any(f'"{name}"' in text for name in ("secret_file", "tls", *["run_dir"] * several)):
             return dict(environment)
         from recycle_plugin.settings.wording import SECTION  # takes longer to import than all else
 
         section = json.loads(text).get(SECTION)
-        named, folder = section.get("secret_file"), section.get("run_dir")
+        named, folder, tls = section.get("secret_file"), section.get("run_dir"), section.get("tls") or {}
+        found = {VARIABLES[name]: str(path) for name, path in tls.items() if name in VARIABLES and path}
     except (IndexError, OSError, ValueError, AttributeError):
         return dict(environment)
     shared = Path(str(folder), "secret")
     if not named and folder and several and (shared.exists() or not joins):
         named = shared
-    return ({SETTING: str(named)} if named else {}) | dict(environment)
+    return found | ({SETTING: str(named)} if named else {}) | dict(environment)
 
 
 # --- on one host ---------------------------------------------------------------------------------------
@@ -188,7 +191,13 @@ def launch_here(arguments: list[str]) -> int:
     way = placement(asked.command)
     return one_host.main(
         one_host.Launcher(
-            asked.command, asked.workers, port, way, with_secret(os.environ, asked.command), imports, asked.one_device
+            asked.command,
+            asked.workers,
+            port,
+            way,
+            with_credentials(os.environ, asked.command),
+            imports,
+            asked.one_device,
         )
     )
 
@@ -292,13 +301,13 @@ def guard(command: list[str], environment: Mapping[str, str] | None = None, join
     def supervise(line: socket.socket) -> int:
         from recycle_plugin.runtime.processes import supervisor
 
-        described = with_secret(place, command, joins is not None)
+        described = with_credentials(place, command, joins is not None)
         return supervisor.supervise(command, described, placement, joins, line)
 
     def host(line: socket.socket) -> int:
         from recycle_plugin.runtime.processes import supervisor
 
-        return supervisor.host(with_secret(place, command), line)
+        return supervisor.host(with_credentials(place, command), line)
 
     return Guard(supervise, host if place.get("RANK") == "0" else None).hold()
 

@@ -1,16 +1,18 @@
 #!/usr/bin/env python
 """What the plugin costs while nothing fails, what its schedule gains, and whether its predictions hold.
 
-scripts/bench_step.py overhead     # gpt_tiny, 2x2, real compute: step time, and memory, against the stock engine's;
---bf16: both in bf16 scripts/bench_step.py change --checkout DIR   # the same job, five times, against the plugin as
-another checkout has it, installed there scripts/bench_step.py checkpoint   # the same job, with recycle.checkpoint
-against without scripts/bench_step.py throughput   # emulated F = I = W, PP=4 x DP=2, 8 micro-batches: throughput
-against stock 1F1B's scripts/bench_step.py prediction   # emulated, PP=4 x DP=3, 6 micro-batches: before and after one
-loss, against the plan
+* scripts/bench_step.py overhead: gpt_tiny, 2x2, real compute: step time, and memory, against the stock engine's;
+  --bf16: both in bf16
+* scripts/bench_step.py change --checkout DIR: the same job, five times, against the plugin as another checkout has it,
+  installed there
+* scripts/bench_step.py tls: the same, with recycle.tls against without
+* scripts/bench_step.py checkpoint: the same job, with recycle.checkpoint against without
+* scripts/bench_step.py throughput: emulated F = I = W, PP=4 x DP=2, 8 micro-batches: throughput against stock 1F1B's
+* scripts/bench_step.py prediction: emulated, PP=4 x DP=3, 6 micro-batches: before and after one loss, against the plan
 
-Targets: ratio of step times at most 1.05, with checkpoints 1.035, and after a change 1.02; throughput at least 1.15
-times, with no more micro-batches held than 1F1B holds at its first stage; predictions within 5%.  Every part writes
-JSON to --out.
+Targets: ratio of step times at most 1.05, with checkpoints 1.035, after a change 1.02, and with TLS 1.05; throughput at
+least 1.15 times, with no more micro-batches held than 1F1B holds at its first stage; predictions within 5%.  Every part
+writes JSON to --out.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.experiments.bench_scripts import DEADLINE_S, calibration, one_loss, run_part, script
+from recycle_plugin.experiments.bench_scripts import DEADLINE_S, calibration, certificate, one_loss, run_part, script
 from recycle_plugin.experiments.measurements import WARM_UP, Constants
 from recycle_plugin.experiments.runs import RunOutcome, TrainingRun
+from recycle_plugin.runtime.authentication.tls import TlsFiles
 from recycle_plugin.simulator import predict
 
-OVERHEAD, CHANGED, SAVING, GAIN, ERROR = 1.05, 1.02, 1.035, 1.15, 0.05
+OVERHEAD, CHANGED, ENCRYPTED, SAVING, GAIN, ERROR = 1.05, 1.02, 1.05, 1.035, 1.15, 0.05
 STARTED = 10  # both runs are past this step before they take turns
 QUIET_CORES = 0.4  # what others may use of the machine in a turn that counts as quiet
 PATIENCE_S = 15
@@ -98,6 +101,7 @@ class Kind(NamedTuple):
     overrides: list[str]
     plugin: bool = True
     checkout: Path | None = None
+    variables: Mapping[str, str] = {}
 
 
 def overhead(found: argparse.Namespace) -> dict:
@@ -125,19 +129,33 @@ def change(found: argparse.Namespace) -> dict:
     own, job = job_of(found)
     overrides = ["recycle.enabled=true", *own]
     kinds = {"before": Kind(overrides, checkout=found.checkout.resolve()), "plugin": Kind(overrides)}
+    return in_rounds(found, job, kinds, CHANGED)
+
+
+def tls(found: argparse.Namespace) -> dict:
+    """Round by round too; the certificate has signed itself, and all four workers show it."""
+    own, job = job_of(found)
+    overrides, (made, key) = ["recycle.enabled=true", *own], certificate(found.out.resolve() / "certificate")
+    files = TlsFiles(str(made), str(key), str(made))
+    kinds = {"without": Kind(overrides), "plugin": Kind(overrides, variables=files.variables)}
+    return in_rounds(found, job, kinds, ENCRYPTED)
+
+
+def in_rounds(found: argparse.Namespace, job: list[str], kinds: Mapping[str, Kind], target: float) -> dict:
+    """Both kinds of run side by side, several times: ratios of medians, and the median of these against the target."""
     rounds = []
     for number in range(found.rounds or 5):
-        rounds.append(compared(side_by_side(found.out / f"change{number}", job, kinds)[0], CHANGED))
+        rounds.append(compared(side_by_side(found.out / f"{found.part}{number}", job, kinds)[0], target))
     ratios = sorted(
         each[kind]["ratio"] for each in rounds for kind in ["quiet" if "quiet" in each else "any"] if kind in each
     )
-    met = bool(ratios) and median(ratios) <= CHANGED
+    met = bool(ratios) and median(ratios) <= target
     print(
         f"ratios of {len(ratios)} rounds: {', '.join(f'{ratio:.3f}' for ratio in ratios)}; median "
         f"{median(ratios or [float('nan')]):.3f}, "
-        f"target at most {CHANGED}: {verdict(met)}"
+        f"target at most {target}: {verdict(met)}"
     )
-    return {"rounds": rounds, "ratios": ratios, "target": CHANGED, "met": met}
+    return {"rounds": rounds, "ratios": ratios, "target": target, "met": met}
 
 
 def job_of(found: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -160,9 +178,10 @@ def side_by_side(
     """
     steps, memory, runs = {}, {}, {}
     with ExitStack() as stack:
-        for kind, (overrides, plugin, checkout) in kinds.items():
+        for kind, (overrides, plugin, checkout, variables) in kinds.items():
+            place = Path(f"{folder}-{kind}")
             runs[kind] = stack.enter_context(
-                TrainingRun(Path(f"{folder}-{kind}"), 4, [*job, *overrides], plugin=plugin, checkout=checkout)
+                TrainingRun(place, 4, [*job, *overrides], plugin=plugin, checkout=checkout, variables=variables)
             )
             runs[kind].wait_for(lambda: printed(runs[kind]) >= STARTED, f"step {STARTED}", DEADLINE_S)
             runs[kind].pause()
@@ -457,6 +476,7 @@ def verdict(met: bool) -> str:
 PARTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "overhead": overhead,
     "change": change,
+    "tls": tls,
     "checkpoint": checkpoint,
     "throughput": throughput,
     "prediction": prediction,

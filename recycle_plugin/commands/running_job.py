@@ -9,9 +9,10 @@ from pathlib import Path
 from recycle_plugin.core.messages.from_coordinator import Answer, RunFolder
 from recycle_plugin.core.messages.from_operators import Ask
 from recycle_plugin.core.messages.from_workers import Hello
+from recycle_plugin.errors import NoCredentials
 from recycle_plugin.observability.run_history import EVENTS, RunHistory
 from recycle_plugin.observability.run_summary import end
-from recycle_plugin.runtime.authentication.secret import NoSecret, SecretFile
+from recycle_plugin.runtime.authentication.secret import SecretFile
 from recycle_plugin.runtime.control.connections import SocketControl, Way, connect
 from recycle_plugin.runtime.control.operator_access import OperatorAccess
 
@@ -28,7 +29,7 @@ def folder_of(job: str) -> Path:
         return Path(job)
     try:
         control, folder = _connected(Way((host, int(port)), SecretFile.of(os.environ | {"MASTER_PORT": port})))
-    except (OSError, NoSecret) as error:
+    except (OSError, NoCredentials) as error:
         raise ValueError(f"{job} is no run folder, and nobody answers there: {error}") from None
     control.close()
     if not folder:
@@ -62,7 +63,7 @@ def ask(folder: Path, make: type[Ask], what: str) -> Answer:
 
 def _connected(way: Way) -> tuple[SocketControl, str]:
     """A connection to the coordinator at the end of the ``way``, and the run folder that it names.  Raises
-    ConnectionError, NoSecret.
+    ConnectionError, NoCredentials.
     """
     control = connect(way, CONNECT_S)
     control.send(Hello(-1, "operator", os.getpid(), socket.gethostname()), ANSWER_S)

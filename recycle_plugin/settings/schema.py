@@ -36,7 +36,14 @@ from recycle_plugin.settings.field_types import (
     Rejoin,
     setting,
 )
-from recycle_plugin.settings.sections import SECTIONS, CheckpointSettings, CostSettings, LogSettings, MetricsSettings
+from recycle_plugin.settings.sections import (
+    SECTIONS,
+    CheckpointSettings,
+    CostSettings,
+    LogSettings,
+    MetricsSettings,
+    TlsSettings,
+)
 from recycle_plugin.settings.wording import FAULT, SettingsError, explained, kind, shown
 
 _OF_A_PROFILE = "write the path of a file that recycle profile --out wrote"
@@ -323,6 +330,14 @@ class Settings(BaseModel):
         'an object such as {"port": 9400}, or null',
         "serve the job's numbers to Prometheus from the host of rank 0; null for no server",
     )
+    tls: TlsSettings | None = setting(
+        None,
+        'an object such as {"cert": "host.pem", "key": "host.key", "ca": "ca.pem"}, or null',
+        "encrypt what the job's processes say to each other, but for Gloo's sums and torch's store: each end shows a "
+        "certificate, and proves the job's secret inside; for which the section has to be in the file that "
+        "`--deepspeed_config` names on the command line; the environment's RECYCLE_TLS_CERT, RECYCLE_TLS_KEY and "
+        "RECYCLE_TLS_CA go before it; null for no TLS",
+    )
 
     @property
     def deadlines(self) -> Deadlines:
@@ -348,6 +363,8 @@ class Settings(BaseModel):
             raise SettingsError(*explained(error, cls, SECTIONS)) from None
         refuse_contradictions(settings)
         settings.profile()
+        if settings.tls is not None:
+            settings.tls.check()
         return settings
 
     def profile(self) -> Profile | None:

@@ -98,7 +98,7 @@ class _Recording:
         self._connection.sendall(data)
 
     def say(self, secret: Secret, port: Port, message: bytes) -> None:
-        seals = call(self, secret, port)  # type: ignore[arg-type]
+        seals = call(self, secret, port).seals  # type: ignore[arg-type]
         self.sendall(message + seals.out.of(message))
 
 

@@ -27,7 +27,7 @@ BELOW = {
     "simulator": {*CORE, "planner"},
     "render": {"core.vocabulary", "planner"},
     "observability": OBSERVES,
-    "settings": {"core.vocabulary", "core.messages", "planner", "simulator"},
+    "settings": {"core.vocabulary", "core.messages", "planner", "simulator", "runtime.authentication"},
     "runtime.authentication": {"errors"},
     "runtime.log": {*HALVES, "core.worker", "errors", "folders", "runtime.authentication"},
     "runtime": {*OBSERVES, "observability", "settings", "runtime.authentication", "runtime.log"},

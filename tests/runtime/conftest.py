@@ -44,7 +44,7 @@ class FakeCoordinator:
         """The next session of another process."""
         self._listener.settimeout(60)
         connection = self._listener.accept()[0]
-        self._answer(SocketControl(connection, answered(connection, Port.CONTROL)))
+        self._answer(SocketControl(answered(connection, Port.CONTROL)))
 
     def _answer(self, control: Control) -> None:
         self._controls.append(control)

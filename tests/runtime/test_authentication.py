@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin.launch import with_secret
+from recycle_plugin.launch import with_credentials
 from recycle_plugin.runtime.authentication import door as door_module
 from recycle_plugin.runtime.authentication.door import ADDRESSES, UNPROVED, Door
 from recycle_plugin.runtime.authentication.handshake import (
@@ -30,6 +30,7 @@ from recycle_plugin.runtime.authentication.handshake import (
     call,
 )
 from recycle_plugin.runtime.authentication.secret import SETTING, NoSecret, NotThere, Secret, SecretFile, check_heeded
+from recycle_plugin.runtime.authentication.tls import VARIABLES
 from tests.support.secret import SECRET
 
 PATIENCE_S = 30.0
@@ -149,20 +150,46 @@ ONE, SEVERAL = {"WORLD_SIZE": "4", "LOCAL_SIZE": "4"}, {"WORLD_SIZE": "4", "LOCA
         ({"run_dir": "r"}, ONE, False, None),
         ({"run_dir": "no folder"}, {}, True, None),
         ({"secret_file": "/s"}, SEVERAL | {SETTING: "/mine"}, False, "/mine"),
+        ({"secret_file": "/s", "tls": None}, ONE, False, "/s"),
     ],
 )
 def test_the_config_says_where_it_is_before_the_script_runs(tmp_path, section, place, joins, wanted):
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"recycle": section}))
-    found = with_secret(place, ["train.py", "--deepspeed_config", str(config)], joins)
+    found = with_credentials(place, ["train.py", "--deepspeed_config", str(config)], joins)
     assert found.get(SETTING) == wanted and found | {SETTING: ""} == place | {SETTING: ""}
 
 
+@pytest.mark.parametrize(
+    "section, place, wanted",
+    [
+        ({"tls": {"cert": "c", "key": "k", "ca": "a"}}, {}, {"cert": "c", "key": "k", "ca": "a"}),
+        ({"tls": {"cert": "c", "ca": "a"}}, {}, {"cert": "c", "ca": "a"}),
+        (
+            {"tls": {"cert": "c", "ca": "a"}},
+            {"cert": "mine", "key": "mine"},
+            {"cert": "mine", "key": "mine", "ca": "a"},
+        ),
+        ({"tls": "c"}, {}, {}),
+        ({"tls": None}, {}, {}),
+    ],
+)
+def test_the_config_says_too_what_tls_takes(tmp_path, section, place, wanted):
+    """What is wrong in it the supervisor says, which reads the files; and where it is no section at all, the worker."""
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"recycle": section}))
+    place, wanted = ({VARIABLES[name]: path for name, path in found.items()} for found in (place, wanted))
+    assert with_credentials(place, ["train.py", f"--deepspeed_config={config}"]) == wanted
+
+
 def test_a_setting_that_came_too_late_is_refused():
-    check_heeded(None, {})
-    check_heeded("/s", {SETTING: "/s"})
+    check_heeded(None, False, {})
+    check_heeded("/s", False, {SETTING: "/s"})
     with pytest.raises(NoSecret, match="--deepspeed_config; or set RECYCLE_SECRET_FILE"):
-        check_heeded("/s", {})
+        check_heeded("/s", False, {})
+    check_heeded(None, True, dict.fromkeys(VARIABLES.values(), "/t"))
+    with pytest.raises(NoSecret, match="--deepspeed_config; or set RECYCLE_TLS_CERT, RECYCLE_TLS_KEY, RECYCLE_TLS_CA"):
+        check_heeded(None, True, {SETTING: "/s", VARIABLES["ca"]: "/t"})
 
 
 # --- the handshake -------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ class Ends:
 
     def __init__(self, session, alone: bool = False, **given) -> None:
         self.session, self.changed, self.noted = session, threading.Condition(), []
+        self.secret = given.pop("secret", SECRET)  # of newcomers
         rate = Rate(lambda: alone, idle=lambda: 8.0)
         self.listener = StateListener(session, given.pop("interface", None), rate, **given)
         self.inlets: list[TcpInlet] = []
@@ -54,7 +55,7 @@ class Ends:
         return outlet, self.come(newcomer)
 
     def come(self, newcomer: WorkerId = NEWCOMER, job: str = "job") -> TcpInlet:
-        made = TcpInlet(self.listener.address, Arrival(job, newcomer), SECRET, self.changed, self.noted.append)
+        made = TcpInlet(self.listener.address, Arrival(job, newcomer), self.secret, self.changed, self.noted.append)
         self.inlets.append(made)
         return made
 
@@ -196,7 +197,7 @@ def test_a_frame_that_changes_breaks_the_line(ends):
         inlet = TcpInlet(address, Arrival("job", NEWCOMER), SECRET, ends.changed, noted.append)
         ends.inlets.append(inlet)
         with fake.accept()[0] as connection:
-            seal = answered(connection, Port.STATE).out
+            seal = answered(connection, Port.STATE).seals.out
             whole = bytearray(frame(mark(Marker(4)), seal)), bytearray(frame(mark(Marker(5)), seal))
             whole[1][-10] ^= 1
             connection.sendall(whole[0] + whole[1])
@@ -331,7 +332,7 @@ def test_without_a_descriptor_left_a_newcomer_waits_until_there_is_one(ends):
     with none_left(os.getpid()):
         connection.connect((host, int(port)))
     with connection:
-        seals = call(connection, SECRET, Port.STATE)
+        seals = call(connection, SECRET, Port.STATE).seals
         connection.settimeout(PATIENCE_S)
         connection.sendall(frame(Arrival("job", NEWCOMER), seals.out))
         assert receive(connection, Mark, seals.into) == mark(Marker(4))

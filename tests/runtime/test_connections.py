@@ -16,10 +16,12 @@ from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LIMIT, MAGIC, e
 from recycle_plugin.core.messages.from_coordinator import Lease, Over, Placed
 from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Note
 from recycle_plugin.runtime.authentication.handshake import Port
+from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.control import connections
 from recycle_plugin.runtime.control.connections import Control, Disconnected, InProcess, SocketControl, connect
 from recycle_plugin.runtime.control.in_loop import InLoop
-from tests.support.secret import answered, way
+from tests.support.certificates import tls_secret
+from tests.support.secret import SECRET, answered, way
 
 PATIENCE_S = 60.0
 HELLO = Hello(1, "worker", 2, "h")
@@ -44,7 +46,7 @@ class Ends:
         return b"".join(frame if seals is None else frame + seals.out.of(frame) for frame in frames)
 
 
-@pytest.fixture(params=("sockets", "in process"))
+@pytest.fixture(params=("sockets", "TLS", "in process"))
 def ends(request) -> Iterator[Ends]:
     before, made = files(), []
     answered: queue.Queue = queue.Queue()
@@ -53,11 +55,13 @@ def ends(request) -> Iterator[Ends]:
         made.append(end)
         answered.put(end)
 
-    if request.param == "sockets":
+    if request.param != "in process":
+        secret = SECRET if request.param == "sockets" else tls_secret()
         listener = socket.create_server(("127.0.0.1", 0))
-        accepting = threading.Thread(target=accept, args=(listener, answer))
+        accepting = threading.Thread(target=accept, args=(listener, answer, secret))
         accepting.start()
-        found = Ends(connect(way(listener.getsockname()), PATIENCE_S), answered, lambda: hang_up(listener, accepting))
+        near = connect(way(listener.getsockname(), secret), PATIENCE_S)
+        found = Ends(near, answered, lambda: hang_up(listener, accepting))
     else:
         refused: list[int] = []
         found = Ends(
@@ -70,11 +74,11 @@ def ends(request) -> Iterator[Ends]:
     assert files() <= before  # an earlier test's may have been closed meanwhile
 
 
-def accept(listener: socket.socket, answer: Callable[[Control], None]) -> None:
+def accept(listener: socket.socket, answer: Callable[[Control], None], secret: Secret) -> None:
     while True:
         try:
             connection = listener.accept()[0]
-            answer(SocketControl(connection, answered(connection, Port.CONTROL)))
+            answer(SocketControl(answered(connection, Port.CONTROL, secret=secret)))
         except OSError:  # it was shut
             return
 

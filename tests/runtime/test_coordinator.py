@@ -219,7 +219,7 @@ def test_a_moment_without_descriptors_makes_it_deaf_for_that_moment_and_says_so_
                         await asyncio.sleep(0.01)
                     await asyncio.sleep(2 * PAUSE_S)
                     assert len(said) == 1
-                control = InLoop(SocketControl(caller, await asyncio.to_thread(call, caller, SECRET, Port.CONTROL)))
+                control = InLoop(SocketControl(await asyncio.to_thread(call, caller, SECRET, Port.CONTROL)))
                 control.send(Hello(0, "supervisor", 1, "h"))
                 assert isinstance(await control.receive(PATIENCE_S), Welcome)
                 control.close()

@@ -303,7 +303,7 @@ class Odd(threading.Thread):
         while True:
             try:
                 with self._listener.accept()[0] as connection:
-                    self._answer(Line(connection, answered(connection, Port.LOGS)))
+                    self._answer(Line(*answered(connection, Port.LOGS)))
             except (EOFError, ConnectionError):
                 pass
             except OSError:

@@ -50,7 +50,7 @@ class Coordinator:
 
     async def accept(self) -> InLoop:
         connection, _ = await asyncio.wait_for(asyncio.get_running_loop().sock_accept(self.listener), PATIENCE_S)
-        far = InLoop(SocketControl(connection, await answer_in_loop(connection, SECRET, Port.CONTROL)))
+        far = InLoop(SocketControl(await answer_in_loop(connection, SECRET, Port.CONTROL)))
         hello = await far.receive(PATIENCE_S)
         assert isinstance(hello, Hello) and (hello.rank, hello.role) == (1, "supervisor"), (
             "the first message, whatever else is to be said"

@@ -164,7 +164,7 @@ def test_a_moment_without_descriptors_makes_nobody_deaf_and_is_said_once(pair, c
             peer.connect((host, int(port)))
             (note,) = coordinator.hear(Note)
             assert not receiver.hears()
-        peer.sendall(said(call(peer, SECRET, Port.TENSORS), Sender("tcp://peer:1"), Header(act(0), 7, ())))
+        peer.sendall(said(call(peer, SECRET, Port.TENSORS).seals, Sender("tcp://peer:1"), Header(act(0), 7, ())))
         assert [
             valid_from
             for _, _, valid_from in receiver._session.wait(
@@ -281,7 +281,7 @@ def test_whatever_bytes_come_the_next_connection_is_heard(pair, coordinator, mon
         with far:
             receiver._let_in(near, ("peer", 1))
             (reader,) = receiver._readers
-            seals = call(far, SECRET, Port.TENSORS)
+            seals = call(far, SECRET, Port.TENSORS).seals
             far.sendall(data(seals))
         reader.join(30)
         assert not reader.is_alive() and not receiver._readers and not receiver._accepted and not raised
@@ -308,7 +308,7 @@ def test_what_is_for_a_step_that_nobody_can_have_come_to_is_refused_before_there
         rooms.clear()
         with socket.create_connection((host, int(port)), 30) as peer:
             head = Header(act(0, step), 0, (("uint8", (3,)),))
-            peer.sendall(said(call(peer, SECRET, Port.TENSORS), Sender("tcp://peer:1"), head) + bytes(3))
+            peer.sendall(said(call(peer, SECRET, Port.TENSORS).seals, Sender("tcp://peer:1"), head) + bytes(3))
             peer.shutdown(socket.SHUT_WR)
             peer.settimeout(30)
             with suppress(ConnectionResetError):  # it has not read all

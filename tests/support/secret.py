@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 
-from recycle_plugin.runtime.authentication.handshake import HANDSHAKE_S, Port, Seals, answer, call
+from recycle_plugin.runtime.authentication.handshake import HANDSHAKE_S, Port, Proved, answer, call
 from recycle_plugin.runtime.authentication.secret import Secret, write_own
 from recycle_plugin.runtime.control.connections import Way
 
@@ -14,8 +14,8 @@ SECRET = Secret(SHARED)
 PATIENCE_S = 30.0
 
 
-def way(address: tuple[str, int]) -> Way:
-    return Way(tuple(address[:2]), SECRET)
+def way(address: tuple[str, int], secret: Secret = SECRET) -> Way:
+    return Way(tuple(address[:2]), secret)
 
 
 def written(path) -> str:
@@ -24,20 +24,19 @@ def written(path) -> str:
     return str(path)
 
 
-def called(address: tuple[str, int] | str, port: Port) -> tuple[socket.socket, Seals]:
+def called(address: tuple[str, int] | str, port: Port, secret: Secret = SECRET) -> Proved:
     """A connection to a port of a job, on which both ends have authenticated."""
     if isinstance(address, str):
         host, _, number = address.removeprefix("tcp://").rpartition(":")
         address = host, int(number)
-    connection = socket.create_connection(address, PATIENCE_S)
-    seals = call(connection, SECRET, port)
-    connection.settimeout(PATIENCE_S)
-    return connection, seals
+    proved = call(socket.create_connection(address, PATIENCE_S), secret, port)
+    proved.connection.settimeout(PATIENCE_S)
+    return proved
 
 
-def answered(connection: socket.socket, port: Port, timeout_s: float = HANDSHAKE_S) -> Seals:
-    """The seals of a connection to a port that the test plays."""
-    seals = answer(connection, SECRET, port, timeout_s)
+def answered(connection: socket.socket, port: Port, timeout_s: float = HANDSHAKE_S, secret: Secret = SECRET) -> Proved:
+    """A connection to a port that the test plays, once both ends have authenticated."""
+    proved = answer(connection, secret, port, timeout_s)
     with suppress(OSError):
-        connection.settimeout(PATIENCE_S)
-    return seals
+        proved.connection.settimeout(PATIENCE_S)
+    return proved

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from recycle_plugin.runtime.authentication.handshake import Port, Seals, Stranger, answer, answer_in_loop
+from recycle_plugin.runtime.authentication.handshake import Port, Proved, Stranger, answer, answer_in_loop
 from recycle_plugin.runtime.authentication.secret import Secret
 
 UNPROVED = 256  # connections at one port that are still to prove who they are
@@ -54,8 +54,8 @@ class Door:
         with self._lock:
             self._unproved[connection] = time.monotonic()
 
-    def lets_in(self, connection: socket.socket, peer: tuple) -> Seals | None:
-        """The seals of a connection that has proved to be from a process of this job; None for a stranger's.  Its
+    def lets_in(self, connection: socket.socket, peer: tuple) -> Proved | None:
+        """What goes on over a connection that has proved to be from a process of this job; None for a stranger's.  Its
         timeout is changed.
         """
         try:
@@ -66,7 +66,7 @@ class Door:
         finally:
             self._proved(connection)
 
-    async def lets_in_loop(self, connection: socket.socket, peer: tuple) -> Seals | None:
+    async def lets_in_loop(self, connection: socket.socket, peer: tuple) -> Proved | None:
         """The same in an event loop, for a connection that does not block."""
         try:
             return await answer_in_loop(connection, self._secret, self._port)

@@ -19,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from recycle_plugin.errors import RecycleError
+from recycle_plugin.errors import NoCredentials
+from recycle_plugin.runtime.authentication.tls import VARIABLES, Tls
 
 SETTING = "RECYCLE_SECRET_FILE"  # the environment's variable by which the user says where the file is
 AT = "RECYCLE_SECRET_AT"  # the same, as supervisors tell it to their workers
@@ -35,7 +36,7 @@ WHERE = (
 )
 
 
-class NoSecret(RecycleError):
+class NoSecret(NoCredentials):
     """The job's secret is not there, or is none; the message says what to do."""
 
 
@@ -56,13 +57,13 @@ class Known(Protocol):
 
 class Secret:
     """A job's secret: what has been ``shared``, a text of at least 32 characters, which goes into files of mode 0600
-    and nowhere else.
+    and nowhere else.  ``tls``: within what it is proved, None for plain connections.
     """
 
-    __slots__ = ("_key", "shared")
+    __slots__ = ("_key", "shared", "tls")
 
-    def __init__(self, shared: str) -> None:
-        self.shared = shared
+    def __init__(self, shared: str, tls: Tls | None = None) -> None:
+        self.shared, self.tls = shared, tls
         self._key = hmac.digest(shared.encode(), b"recycle_plugin: the key of a job", "sha256")
 
     def derived(self, what: bytes) -> bytes:
@@ -83,37 +84,38 @@ class Secret:
 
 
 class SecretFile:
-    """The file at ``path`` that has a job's secret.
+    """The file at ``path`` that has a job's secret, which is proved within ``tls``.
 
     ``given``: the user has named the path, so that what is there already is not this job's to change.
     """
 
-    def __init__(self, path: Path, given: bool) -> None:
-        self.path, self._given = path.absolute(), given
+    def __init__(self, path: Path, given: bool, tls: Tls | None = None) -> None:
+        self.path, self._given, self._tls = path.absolute(), given, tls
         self._secret: Secret | None = None
         self._made = ""  # what this process has put there
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> SecretFile:
-        """The file of the job whose place ``environment`` describes.  Raises NoSecret where that is on several hosts,
-        and nothing says where the file is.
+        """The file of the job whose place ``environment`` describes, and which names its TLS.  Raises NoSecret where
+        that is on several hosts, and nothing says where the file is; NoCertificate.
         """
+        tls = Tls.of(environment)
         if named := environment.get(SETTING):
-            return cls(Path(named).expanduser(), True)
+            return cls(Path(named).expanduser(), True, tls)
         ranks = int(environment.get("WORLD_SIZE", "1"))
         if ranks > int(environment.get("LOCAL_SIZE", ranks)):
             raise NoSecret(f"this job is on several hosts, and its secret would not get to all of them: {WHERE}")
-        return cls.at(int(environment["MASTER_PORT"]))
+        return cls.at(int(environment["MASTER_PORT"]), tls)
 
     @classmethod
-    def at(cls, port: int) -> SecretFile:
+    def at(cls, port: int, tls: Tls | None = None) -> SecretFile:
         """The file of a job on this host whose master listens at ``port``, where the user names none."""
-        return cls(Path("/tmp", f"recycle-{os.geteuid()}", f"{socket.gethostname()}-{port}"), False)
+        return cls(Path("/tmp", f"recycle-{os.geteuid()}", f"{socket.gethostname()}-{port}"), False, tls)
 
     @classmethod
     def of_worker(cls, environment: Mapping[str, str]) -> SecretFile:
-        """The file that a worker's supervisor names to it."""
-        return cls(Path(environment[AT]), True)
+        """The file that a worker's supervisor names to it.  Raises NoCertificate."""
+        return cls(Path(environment[AT]), True, Tls.of(environment))
 
     def make(self) -> Secret:
         """The secret, which is made anew where the user has not put one there; :meth:`put` writes it.  Raises
@@ -121,7 +123,7 @@ class SecretFile:
         """
         if not (self._given and self.there):
             self._made = secrets.token_hex(KEY_BYTES)
-            self._secret = Secret(self._made)
+            self._secret = Secret(self._made, self._tls)
         return self.read()
 
     def put(self) -> None:
@@ -168,7 +170,7 @@ class SecretFile:
         """The secret, which is read once.  Raises NotThere, or NoSecret where what is there is none."""
         if self._secret is None:
             try:
-                self._secret = Secret(_checked(self.path))
+                self._secret = Secret(_checked(self.path), self._tls)
             except FileNotFoundError:
                 raise NotThere(
                     f"its secret is not at {self.path}; where this is not the master's host, {WHERE}"
@@ -178,14 +180,18 @@ class SecretFile:
         return self._secret
 
 
-def check_heeded(setting: str | None, environment: Mapping[str, str]) -> None:
-    """Raise NoSecret where the setting ``secret_file`` has come too late for the launcher to heed it."""
-    if setting and SETTING not in environment:
-        raise NoSecret(
-            "recycle.secret_file says where processes find each other's secret, which they had to know before this "
-            "config was there: put it into a file, and name that on the script's command line with "
-            f"--deepspeed_config; or set {SETTING}"
-        )
+def check_heeded(secret_file: str | None, tls: bool, environment: Mapping[str, str]) -> None:
+    """Raise NoSecret where the setting ``secret_file``, or ``tls``, has come too late for the launcher to heed it."""
+    for set_, name, variables, what in (
+        (secret_file, "secret_file", [SETTING], "where processes find each other's secret"),
+        (tls, "tls", [*VARIABLES.values()], "by which certificates processes know each other"),
+    ):
+        if set_ and not all(variable in environment for variable in variables):
+            raise NoSecret(
+                f"recycle.{name} says {what}, which they had to know before this config was there: put it into a "
+                "file, and name that on the script's command line with --deepspeed_config; or set "
+                f"{', '.join(variables)}"
+            )
 
 
 def write_own(path: Path, text: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from recycle_plugin.core.vocabulary.state_stream import Asked, Item
 from recycle_plugin.runtime.authentication.handshake import Port, Seal, Seals, call
 from recycle_plugin.runtime.authentication.secret import Secret
+from recycle_plugin.runtime.authentication.tls_socket import Connection
 from recycle_plugin.runtime.catch_up.wire import (
     CHUNK_BYTES,
     DTYPES,
@@ -67,7 +68,7 @@ class TcpInlet:
         self._unsaid: list[object] = [arrival]  # before there is a connection
         self._unsent = bytearray()
         self._opening: socket.socket | None = None  # a connection that is still to authenticate
-        self._connection: socket.socket | None = None
+        self._connection: Connection | None = None
         self._closed = self._over = False
         self.taken = {"state": 0, "sums": 0}  # bytes that have come
         threading.Thread(target=self._work, name=f"recycle: from {address}", daemon=True).start()
@@ -127,14 +128,14 @@ class TcpInlet:
         try:
             connection = self._opening = forked.own(socket.create_connection(self._peer, CONNECT_S))
             with connection:
-                self._seals = call(connection, self._secret, Port.STATE)
-                connection.settimeout(None)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                over, self._seals = call(connection, self._secret, Port.STATE)
+                over.settimeout(None)
+                over.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._talking:
-                    self._connection = connection
+                    self._connection = over
                 self._say()
                 while not self._closed:
-                    self._take(connection)
+                    self._take(over)
         except Nonsense as nonsense:
             self._note(
                 f"what {self._peer[0]}:{self._peer[1]} sends of the stage's state can't be understood: {nonsense}"
@@ -146,7 +147,7 @@ class TcpInlet:
         with self._changed:
             self._changed.notify_all()
 
-    def _take(self, connection: socket.socket) -> None:
+    def _take(self, connection: Connection) -> None:
         """Take one item in."""
         found = receive(connection, object, self._seals.into)
         if isinstance(found, Mark):
@@ -175,7 +176,7 @@ class TcpInlet:
         except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # torch's own words
             raise Nonsense(f"a tensor of shape {str(shape)[:80]}: {str(error)[:200]}") from None
 
-    def _read(self, connection: socket.socket, begin: Begin, part: str, tensor: torch.Tensor) -> bool:
+    def _read(self, connection: Connection, begin: Begin, part: str, tensor: torch.Tensor) -> bool:
         """Read a part's chunks; False where one is not what was sent."""
         whole, data = True, raw(tensor) if tensor.numel() else memoryview(b"")
         for offset in range(0, len(data), CHUNK_BYTES):

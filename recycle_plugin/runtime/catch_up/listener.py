@@ -16,7 +16,7 @@ from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.authentication.door import Door
-from recycle_plugin.runtime.authentication.handshake import Port, Seals
+from recycle_plugin.runtime.authentication.handshake import Port, Proved
 from recycle_plugin.runtime.catch_up.outlet import TcpOutlet, damaged_chunks
 from recycle_plugin.runtime.catch_up.rate import Rate
 from recycle_plugin.runtime.catch_up.served import Served
@@ -99,8 +99,8 @@ class StateListener:
 
     def _let_in(self, connection: socket.socket, peer: tuple[str, int]) -> None:
         try:
-            seals = self._door.lets_in(connection, peer)
-            if seals is not None and self._takes(connection, seals):
+            proved = self._door.lets_in(connection, peer)
+            if proved is not None and self._takes(proved):
                 return
         except Nonsense as nonsense:
             self._say(peer, nonsense)
@@ -108,8 +108,9 @@ class StateListener:
             pass
         connection.close()
 
-    def _takes(self, connection: socket.socket, seals: Seals) -> bool:
+    def _takes(self, proved: Proved) -> bool:
         """Whether it is a newcomer that is expected, which raises Nonsense where it is not."""
+        connection, seals = proved
         connection.settimeout(HELLO_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         arrival = receive(connection, Arrival, seals.into, LONGEST_HELLO)

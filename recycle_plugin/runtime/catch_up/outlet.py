@@ -18,6 +18,7 @@ import torch
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Item, Marker, Sums, Unit
 from recycle_plugin.runtime.authentication.handshake import Seals
+from recycle_plugin.runtime.authentication.tls_socket import Connection
 from recycle_plugin.runtime.catch_up.rate import Rate
 from recycle_plugin.runtime.catch_up.served import Served
 from recycle_plugin.runtime.catch_up.wire import Begin, Chunk, begun, chunks, digest, frame, mark, taken
@@ -53,7 +54,7 @@ class TcpOutlet:
         self._queue: deque[tuple[Item, Order]] = deque()  # its first one is being sent
         self._units = 0  # bytes that wait
         self._sums: deque[tuple[int, int]] = deque()  # of each that waits: step and bytes
-        self._connection: socket.socket | None = None
+        self._connection: Connection | None = None
         self._seals: Seals  # of that
         self._received = bytearray()
         self._until: float | None = None  # when it has to be over, once it is closed
@@ -123,7 +124,7 @@ class TcpOutlet:
 
     # --- the line ----------------------------------------------------------------------------------
 
-    def take(self, connection: socket.socket, seals: Seals) -> bool:
+    def take(self, connection: Connection, seals: Seals) -> bool:
         """Send over ``connection``, with its ``seals``, from now on; False where there is one already, or the line has
         ended.
         """
@@ -149,7 +150,7 @@ class TcpOutlet:
         finally:
             connection.close()
 
-    def _say_next(self, connection: socket.socket) -> bool:
+    def _say_next(self, connection: Connection) -> bool:
         """Send the next item, and let it go; False where there is no more to come."""
         entry = self._next()
         if entry is not None:
@@ -174,7 +175,7 @@ class TcpOutlet:
             elif isinstance(item, Sums) and self._sums:
                 self._sums.popleft()
 
-    def _say(self, connection: socket.socket, item: Item, order: Order) -> None:
+    def _say(self, connection: Connection, item: Item, order: Order) -> None:
         if isinstance(item, Marker):
             self._write(connection, [memoryview(frame(mark(item), self._seals.out))])
             return
@@ -185,7 +186,7 @@ class TcpOutlet:
                 for offset, piece in chunks(part, tensor):
                     self._say_chunk(connection, begin, part.name, offset, piece)
 
-    def _say_chunk(self, connection: socket.socket, begin: Begin, part: str, offset: int, piece: torch.Tensor) -> None:
+    def _say_chunk(self, connection: Connection, begin: Begin, part: str, offset: int, piece: torch.Tensor) -> None:
         began = time.thread_time()
         data = raw(piece)
         chunk = Chunk(part, offset, data.nbytes, digest(begin, part, offset, data))
@@ -200,7 +201,7 @@ class TcpOutlet:
             with self._changed:
                 self._changed.wait_for(lambda: self._broken, rest_s)
 
-    def _write(self, connection: socket.socket, parts: list[memoryview]) -> None:
+    def _write(self, connection: Connection, parts: list[memoryview]) -> None:
         """Write all of it; raises OSError where the line ends meanwhile."""
         while parts:
             if self._broken or (self._until is not None and time.monotonic() > self._until):
@@ -249,7 +250,7 @@ def damaged_chunks(numbers: Collection[int]) -> Callable[[], bool]:
     return damaged
 
 
-def _await_room(connection: socket.socket) -> None:
+def _await_room(connection: Connection) -> None:
     """Return once the socket takes something, or a second later."""
     poll = select.poll()
     poll.register(connection, select.POLLOUT)

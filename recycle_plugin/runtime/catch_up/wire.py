@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Handed, Head, Item, Marker, Sums, Unit
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.runtime.authentication.handshake import SEAL, Seal
+from recycle_plugin.runtime.authentication.tls_socket import Connection
 from recycle_plugin.runtime.movers.wire import DTYPES, UNSEALED, Nonsense, exactly
 from recycle_plugin.runtime.state.stage_state import pieces
 from recycle_plugin.runtime.state.units import UnitValue
@@ -126,7 +126,7 @@ def taken(received: bytearray, seal: Seal, limit: int = LIMIT) -> object | None:
     return _message(made, its, seal)
 
 
-def receive(connection: socket.socket, kind: type[T], seal: Seal, limit: int = LIMIT) -> T:
+def receive(connection: Connection, kind: type[T], seal: Seal, limit: int = LIMIT) -> T:
     """The next message, of this kind.  Raises Nonsense where something else comes, EOFError at the end."""
     head = exactly(connection, HEAD.size)
     rest = exactly(connection, _size(head, limit) + SEAL)

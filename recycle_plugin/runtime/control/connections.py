@@ -20,8 +20,9 @@ from typing import Protocol
 from recycle_plugin.core.messages.encoding import LIMIT, Frames, encode
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.runtime.authentication.datagrams import SealedDatagrams
-from recycle_plugin.runtime.authentication.handshake import SEAL, Port, Seals, Stranger, call
+from recycle_plugin.runtime.authentication.handshake import SEAL, Port, Proved, Seals, Stranger, call
 from recycle_plugin.runtime.authentication.secret import Known, NoSecret, NotThere
+from recycle_plugin.runtime.authentication.tls_socket import Connection
 from recycle_plugin.runtime.processes import forked
 
 RETRY_S = 0.05  # between two attempts to connect
@@ -236,7 +237,7 @@ class Way:
     address: tuple[str, int]
     known: Known
 
-    def go(self, timeout_s: float) -> tuple[socket.socket, Seals]:
+    def go(self, timeout_s: float) -> Proved:
         """A connection that has authenticated, once somebody listens there.
 
         Raises OSError, Stranger (which is one) where another one listens, and NoSecret.  The secret is read once
@@ -257,24 +258,24 @@ class Way:
                 time.sleep(RETRY_S)
         try:
             left_s = max(RETRY_S, deadline - time.monotonic())  # others may wait before this one to be let in
-            return forked.own(connection), call(connection, self.known.read(), Port.CONTROL, left_s)
+            return call(forked.own(connection), self.known.read(), Port.CONTROL, left_s)
         except (OSError, NoSecret):
             connection.close()
             raise
 
 
 class SocketControl(_Framed):
-    """A connection over a connected TCP socket that has authenticated; the socket belongs to it from now on.
+    """A connection over one that has ``proved`` to be of this job, which belongs to it from now on.
 
     ``way``: to the listener, given by the side that has made the connection, which can resume it.
     """
 
-    def __init__(self, connection: socket.socket, seals: Seals, way: Way | None = None, limit: int = LIMIT) -> None:
+    def __init__(self, proved: Proved, way: Way | None = None, limit: int = LIMIT) -> None:
         self._way = way
-        self._take(connection)
-        super().__init__(limit, seals)
+        self._take(proved.connection)
+        super().__init__(limit, proved.seals)
 
-    def _take(self, connection: socket.socket) -> None:
+    def _take(self, connection: Connection) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
@@ -322,9 +323,10 @@ def connect(way: Way, timeout_s: float) -> SocketControl:
     """
     host, port = way.address
     try:
-        return SocketControl(*way.go(timeout_s), way)
+        return SocketControl(way.go(timeout_s), way)
     except Stranger as stranger:
-        raise Stranger(f"{host}:{port} answers, but is no coordinator of this job ({stranger})") from stranger
+        text = f"{host}:{port} answers, but is no coordinator of this job ({stranger})"
+        raise Stranger(text + f": {stranger.advice}" * bool(stranger.advice), advice=stranger.advice) from stranger
     except (OSError, NotThere) as error:
         raise ConnectionError(f"no coordinator at {host}:{port} within {timeout_s:g} s ({error})") from error
 

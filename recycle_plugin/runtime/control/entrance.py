@@ -66,8 +66,8 @@ class Entrance:
     async def _let_in(self, connection: socket.socket, peer: tuple) -> None:
         taken = False
         try:
-            if (seals := await self._door.lets_in_loop(connection, peer)) is not None:
-                self._answer(SocketControl(connection, seals))
+            if (proved := await self._door.lets_in_loop(connection, peer)) is not None:
+                self._answer(SocketControl(proved))
                 taken = True
         except OSError:  # it has gone since
             pass

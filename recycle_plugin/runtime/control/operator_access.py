@@ -1,6 +1,6 @@
-"""An operator's way to a job that runs: where its coordinator listens, and the job's secret.
+"""An operator's way to a job that runs: where its coordinator listens, the job's secret, and the files of its TLS.
 
-Both are in a file of the run folder that nobody else can read, as long as the job runs.
+All are in a file of the run folder that nobody else can read, as long as the job runs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recycle_plugin.runtime.authentication.secret import Secret, write_own
+from recycle_plugin.runtime.authentication.tls import Tls, TlsFiles
 
 FILE = "operator.json"
 
@@ -26,17 +27,17 @@ class OperatorAccess:
     @classmethod
     def read(cls, folder: Path) -> OperatorAccess | None:
         """The access to the job of a run folder; None where there is none, since no job runs.  Raises OSError where it
-        is another user's, and ValueError where it is none.
+        is another user's, ValueError where it is none, and NoCertificate where the job's TLS can't be had here.
         """
         path = folder / FILE
         try:
             said = json.loads(path.read_text())
-            host, port, shared = said["host"], said["port"], said["secret"]
+            host, port, shared, tls = said["host"], said["port"], said["secret"], said["tls"]
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{path} is no file of a job's") from None
-        return cls((str(host), int(port)), Secret(str(shared)))
+        return cls((str(host), int(port)), Secret(str(shared), Tls(TlsFiles.named(tls)) if tls else None))
 
     def write(self, folder: Path) -> str:
         """Writes it to a run folder, in place of an earlier job's; returns why that can't be, or an empty string."""
@@ -44,7 +45,8 @@ class OperatorAccess:
         host, port = self.address
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_own(path, json.dumps({"host": host, "port": port, "secret": self.secret.shared}))
+            tls = self.secret.tls.files._asdict() if self.secret.tls else None
+            write_own(path, json.dumps({"host": host, "port": port, "secret": self.secret.shared, "tls": tls}))
         except OSError as error:
             return f"recycle leave, drain and admit will find no way to this job: {path}: {error.strerror}"
         self._path = path

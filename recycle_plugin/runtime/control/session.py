@@ -380,7 +380,7 @@ def connect_from_environment(
     environment: dict[str, str], ended_early: Callable[[Session], None] | None = None
 ) -> Session:
     """The session of this process, a worker that a supervisor has started.  Raises RecycleError if none has,
-    NoSecret, and ConnectionError.
+    NoCredentials, and ConnectionError.
     """
     address = environment.get("RECYCLE_COORDINATOR")
     if not address or AT not in environment:

@@ -20,6 +20,7 @@ from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.folders import refusal
 from recycle_plugin.runtime.authentication.handshake import SEAL, Seals
+from recycle_plugin.runtime.authentication.tls_socket import Connection
 
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20  # at most, of a segment at once
@@ -82,7 +83,7 @@ class Nonsense(ValueError):
 class Line(NamedTuple):
     """A connection that has authenticated, and its seals."""
 
-    connection: socket.socket
+    connection: Connection
     seals: Seals
 
     def say(self, message: object) -> None:
@@ -116,7 +117,7 @@ class Line(NamedTuple):
         return message
 
 
-def exactly(connection: socket.socket, length: int) -> bytearray:
+def exactly(connection: Connection, length: int) -> bytearray:
     """Exactly ``length`` bytes.  Raises EOFError when the other end closes first, OSError."""
     received = bytearray(length)
     left = memoryview(received)

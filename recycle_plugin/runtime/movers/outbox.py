@@ -13,6 +13,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.authentication.handshake import Port, Seal, call
 from recycle_plugin.runtime.authentication.secret import Secret
+from recycle_plugin.runtime.authentication.tls_socket import Connection
 from recycle_plugin.runtime.devices.port import Copy
 from recycle_plugin.runtime.movers.wire import LANGUAGE, Header, Sender, end, raw
 from recycle_plugin.runtime.processes import forked
@@ -75,7 +76,7 @@ class Outbox:
         self._changed = threading.Condition()
         self._waiting: deque[Message | list[memoryview]] = deque()  # the latter, of one: what is left of it
         self._opening: socket.socket | None = None  # a connection that is still to authenticate
-        self._connection: socket.socket | None = None
+        self._connection: Connection | None = None
         self._seal: Seal  # of what is sent, once there is a connection
         self.broken = False
         self._closing = False
@@ -148,21 +149,22 @@ class Outbox:
                 if not self._waiting:
                     self._emptied()
 
-    def _opened(self) -> socket.socket:
+    def _opened(self) -> Connection:
         """A connection on which both ends know who the other is.  Raises OSError."""
         connection = self._opening = forked.own(self._connected())
         try:
             if self._closing:
                 raise ConnectionAbortedError
-            self._seal = call(connection, self._own.secret, Port.TENSORS, HELLO_S).out
-            connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            over, seals = call(connection, self._own.secret, Port.TENSORS, HELLO_S)
+            self._seal = seals.out
+            over.settimeout(None)
+            over.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             hello = LANGUAGE.encode(Sender(self._own.address))
-            connection.sendall(hello + self._seal.of(hello))
+            over.sendall(hello + self._seal.of(hello))
         except OSError:
             connection.close()
             raise
-        return connection
+        return over
 
     def _connected(self) -> socket.socket:
         """A connection to the peer; where there is no room for one here, it is tried again for a while."""

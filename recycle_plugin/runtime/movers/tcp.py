@@ -24,6 +24,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.authentication.door import Door
 from recycle_plugin.runtime.authentication.handshake import Port, Seal
+from recycle_plugin.runtime.authentication.tls_socket import Connection
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import Copy, Device, Tensors
 from recycle_plugin.runtime.movers.mover import OF_REPLAYS
@@ -227,17 +228,17 @@ class Transport:
 
     def _read(self, connection: socket.socket, peer: tuple[str, int]) -> None:
         """Deliver one peer's messages until it closes, breaks off in the middle of one, or says what is none."""
-        reader, seals = threading.current_thread(), self._door.lets_in(connection, peer)
+        reader, proved = threading.current_thread(), self._door.lets_in(connection, peer)
         try:
-            if seals is not None:
-                self._read_on(connection, reader, seals.into)
+            if proved is not None:
+                self._read_on(proved.connection, reader, proved.seals.into)
         except Nonsense as nonsense:
             self._say_nonsense(peer, nonsense)
         except (OSError, EOFError):
             pass
         self._let_go(connection, reader)
 
-    def _read_on(self, connection: socket.socket, reader: threading.Thread, seal: Seal) -> None:
+    def _read_on(self, connection: Connection, reader: threading.Thread, seal: Seal) -> None:
         connection.settimeout(HELLO_S)
         sender = receive(connection, Sender, seal).address
         connection.settimeout(None)
@@ -262,7 +263,7 @@ class Transport:
                 f"understood: {nonsense}",
             )
 
-    def _receive_tensor(self, connection: socket.socket, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _receive_tensor(self, connection: Connection, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         if dtype not in DTYPES:
             raise Nonsense(f"a tensor of {dtype[:80]!r}, which is no type")
         try:

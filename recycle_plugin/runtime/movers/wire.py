@@ -13,6 +13,7 @@ from recycle_plugin.core.messages.encoding import HEAD, Language
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.runtime.authentication.handshake import SEAL, Seal
+from recycle_plugin.runtime.authentication.tls_socket import Connection
 
 T = TypeVar("T")
 LONGEST_HEADER = 1 << 20  # bytes; what says more is none of ours
@@ -43,7 +44,7 @@ class Nonsense(ValueError):
     """Something has arrived that is not the transport's; the message says what is wrong with it."""
 
 
-def receive(connection: socket.socket, kind: type[T], seal: Seal) -> T:
+def receive(connection: Connection, kind: type[T], seal: Seal) -> T:
     """The next message, of this kind and with its ``seal``.  Raises Nonsense where something else comes, EOFError,
     OSError.
     """
@@ -65,14 +66,14 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def exactly(connection: socket.socket, length: int) -> bytearray:
+def exactly(connection: Connection, length: int) -> bytearray:
     """Exactly ``length`` bytes; EOFError when the peer closes first."""
     received = bytearray(length)
     fill(connection, memoryview(received))
     return received
 
 
-def fill(connection: socket.socket, target: memoryview) -> None:
+def fill(connection: Connection, target: memoryview) -> None:
     """Read into all of ``target``; EOFError when the peer closes first."""
     while target:
         received = connection.recv_into(target, 0, socket.MSG_WAITALL)
@@ -81,7 +82,7 @@ def fill(connection: socket.socket, target: memoryview) -> None:
         target = target[received:]
 
 
-def end(connection: socket.socket) -> None:
+def end(connection: Connection) -> None:
     """Shut a connection, which wakes whoever is blocked on it."""
     with suppress(OSError):  # not connected any more, or closed
         connection.shutdown(socket.SHUT_RDWR)

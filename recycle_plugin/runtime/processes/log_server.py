@@ -109,10 +109,10 @@ class LogServer:
     def _serve(self, connection: socket.socket, peer: tuple) -> None:
         try:
             with connection:
-                if (seals := self._door.lets_in(connection, peer)) is not None:
+                if (proved := self._door.lets_in(connection, peer)) is not None:
                     connection.settimeout(HELLO_S)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    self._answer(Line(connection, seals))
+                    self._answer(Line(*proved))
         except Nonsense as nonsense:
             if not self._said:  # once: whoever asks may come more often
                 self._said = True

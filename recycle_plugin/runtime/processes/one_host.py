@@ -10,7 +10,7 @@ import asyncio
 import sys
 from collections.abc import Mapping
 
-from recycle_plugin.runtime.authentication.secret import NoSecret
+from recycle_plugin.errors import NoCredentials
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.descriptors import TooFewDescriptors, provide
 from recycle_plugin.runtime.processes.spawn import SERVER_VARIABLE, NoServer, ServerProcess
@@ -127,7 +127,7 @@ def main(launcher: Launcher) -> int:
     """Run the launcher's job in an event loop; returns the exit code, and prints what could not be started."""
     try:
         return asyncio.run(launcher.run())
-    except (BadMaster, ConnectionError, NoSecret, TooFewDescriptors) as error:
+    except (BadMaster, ConnectionError, NoCredentials, TooFewDescriptors) as error:
         _say(f"error: {error}")
         return 1
     except asyncio.CancelledError:

@@ -47,7 +47,7 @@ from recycle_plugin.core.messages.from_workers import (
     Unguarded,
 )
 from recycle_plugin.core.vocabulary.describe import how_ended
-from recycle_plugin.errors import CutOff, RecycleError
+from recycle_plugin.errors import CutOff, NoCredentials, RecycleError
 from recycle_plugin.observability.console import Announcer
 from recycle_plugin.observability.exporter import Exporter
 from recycle_plugin.runtime.authentication.datagrams import SealedDatagrams
@@ -83,6 +83,13 @@ KEEP_S = 3600.0  # between two looks after the secret's file
 JOIN_S = 10.0  # how long one that joins tries to reach the coordinator
 NOBODY = -1  # the rank of one that has none yet
 END_S = 15.0  # how long a worker that was told to end may take
+
+
+def _refused(stranger: Stranger, advice: str) -> NoCredentials | ConnectionError:
+    """What ends a supervisor to whom no coordinator of its job has answered; ``advice`` where nothing better is
+    known.
+    """
+    return NoCredentials(str(stranger)) if stranger.advice else ConnectionError(f"{stranger}: {advice}")
 
 
 async def pause(seconds: float) -> bool:
@@ -176,7 +183,7 @@ class Supervisor:
         try:
             return await InLoop.connect(self._way, CONNECT_S if self._worker is None else RESUME_S)
         except Stranger as stranger:
-            raise ConnectionError(f"{stranger}: {ANOTHER_PORT}") from stranger
+            raise _refused(stranger, ANOTHER_PORT) from stranger
 
     async def _placed(self) -> int:
         """The worker's rank, which depends on where all the others are."""
@@ -253,7 +260,7 @@ class Supervisor:
             try:
                 self._control = await InLoop.connect(self._way, JOIN_S)
             except Stranger as stranger:
-                raise ConnectionError(f"{stranger}: {advice}") from stranger
+                raise _refused(stranger, advice) from stranger
             except ConnectionError as error:
                 raise ConnectionError(
                     "nothing answers at {}:{} ({}): {}, and see whether the job still runs".format(
@@ -556,7 +563,7 @@ class Hosted:
         stop: int | None = None,
     ) -> Hosted:
         """Start the coordinator and the store's process, and make the job's secret.  Raises BadMaster where the port of
-        ``address`` is taken, and NoSecret.
+        ``address`` is taken, and NoCredentials.
 
         ``told`` gets all events, as the user does; ``stop`` is the process that ends the job at SIGTERM, where it is
         not this one.
@@ -732,7 +739,7 @@ def supervise(
             return 1
         try:
             return await Supervisor(command, environment, placement(command), place, joins=joins).run()
-        except NoSecret:  # which is so for all of this host
+        except NoCredentials:  # which is so for all of this host
             if environment.get("LOCAL_RANK", "0") == "0":
                 raise
             return 1
@@ -793,7 +800,7 @@ def _in_one_line(run: Callable[[], Coroutine[None, None, int]]) -> int:
         return asyncio.run(run())
     except asyncio.CancelledError:  # told to end before there was anything to end
         return 1
-    except (BadMaster, NoSecret, ConnectionError) as error:
+    except (BadMaster, NoCredentials, ConnectionError) as error:
         print(f"recycle: error: {error}", file=sys.stderr, flush=True)
         return 1
     except NotSeated as found:

@@ -86,7 +86,7 @@ class Mirror:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         with forked.own(socket.create_connection((host, int(port)), ANSWER_S)) as connection:
             self._connections[at.token] = connection
-            line = Line(connection, call(connection, self._secret, Port.LOGS))
+            line = Line(*call(connection, self._secret, Port.LOGS))
             connection.settimeout(ANSWER_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while not self._closed.is_set():

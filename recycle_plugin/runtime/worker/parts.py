@@ -83,7 +83,7 @@ class Parts:
         self.operations = Operations(
             session, self.stage, self.stepping, self.feed.batch, self._applied, framework.beside_sums
         )
-        check_heeded(settings.secret_file, os.environ)
+        check_heeded(settings.secret_file, settings.tls is not None, os.environ)
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
         self.log = StageLog(session, framework, settings.log, self.run_dir) if settings.log is not None else None
         first = framework.shard == 0  # which does what one does for a seat

@@ -1,0 +1,263 @@
+"""TLS between the processes of a job: the files that it takes, and one end of it.
+
+Both ends show a certificate, and each takes whatever the job's ``ca`` has signed: names of hosts are not compared,
+since it is the job's secret, proved inside of TLS and for this very connection, that says which job an end is of
+(handshake.py).  Only TLS 1.3, so that nothing that was recorded can be read with a key that gets known later.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from recycle_plugin.errors import NoCredentials
+
+VARIABLES = {name: f"RECYCLE_TLS_{name.upper()}" for name in ("cert", "key", "ca")}  # of the environment
+ALERT = b"\x15\x03\x03\x00\x02\x02\x46"  # TLS's own word for a version that is not spoken here
+RECORD = 1 << 14  # bytes of one, at most
+FILES = {
+    "cert": "the path of a PEM file with this host's certificate",
+    "key": "the path of a PEM file with the private key of recycle.tls.cert",
+    "ca": "the path of a PEM file with the certificate that has signed those of all hosts",
+}
+UNSIGNED = ("was not signed by recycle.tls.ca", "name one that was, or the ca that has signed it")
+WRONG = {
+    **dict.fromkeys((2, 7, 18, 19, 20, 21), UNSIGNED),
+    9: ("is not valid yet, by this host's clock", "set the clock, or make a certificate that is valid now"),
+    10: ("has expired, or recycle.tls.ca has", "make one that is valid as long as the job runs"),
+    26: (
+        "is not for both ends of a connection",
+        "make one whose extended key usage has serverAuth and clientAuth, or that has none",
+    ),
+}  # by OpenSSL's number of what is wrong with a certificate
+UNUSABLE = ("can't be used", "make another one")
+NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNSUPPORTED_PROTOCOL", "TLSV1_ALERT_PROTOCOL_VERSION"})
+
+
+class NoCertificate(NoCredentials):
+    """What the setting ``tls`` names can't be used: the setting ``key`` in it, what is ``wrong``, what to do."""
+
+    def __init__(self, key: str, wrong: str, fix: str) -> None:
+        super().__init__(f"recycle.tls.{key}: {wrong}; {fix}")
+        self.key, self.wrong, self.fix = key, wrong, fix
+
+
+class TlsFailure(ConnectionError):
+    """TLS is not what the other end speaks, or not as this job does.  ``spoken``: whether it does speak it;
+    ``parting``: what is still to be sent to it, which says why.
+    """
+
+    def __init__(self, done: str, spoken: bool, parting: bytes) -> None:
+        super().__init__(done)
+        self.spoken, self.parting = spoken, parting
+
+
+class TlsFiles(NamedTuple):
+    """The paths of a host's certificate, of the private key to it, and of what certificates are signed by, all PEM."""
+
+    cert: str
+    key: str
+    ca: str
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> TlsFiles | None:
+        """Those that the environment names; None where it names none.  Raises NoCertificate where it names some."""
+        named = {name: environment.get(variable) for name, variable in VARIABLES.items()}
+        return cls.named(named) if any(named.values()) else None
+
+    @classmethod
+    def named(cls, paths: Mapping[str, str | None]) -> TlsFiles:
+        """Those of ``paths``, by the names of VARIABLES.  Raises NoCertificate where one is missing."""
+        for name, write in FILES.items():
+            if not paths.get(name):
+                raise NoCertificate(name, "is missing", f"write {write}")
+        return cls(*(str(Path(str(paths[name])).expanduser()) for name in cls._fields))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment's, by which processes are told of them."""
+        return {VARIABLES[name]: path for name, path in zip(self._fields, self, strict=True)}
+
+
+class Tls:
+    """What ends of connections are made of, from ``files``, which are read here and no more.
+
+    Raises NoCertificate where they can't be read, or don't go together: they are tried on each other.
+    """
+
+    def __init__(self, files: TlsFiles) -> None:
+        self.files = files
+        for name, path in zip(files._fields, files, strict=True):
+            _check_readable(name, path)
+        self._calls, self._answers = (
+            _context(files, kind) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
+        )
+        self._answers.num_tickets = 0  # nobody goes on with an earlier session
+        self._try()
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Tls | None:
+        """That of the files which the environment names; None where it names none.  Raises NoCertificate."""
+        files = TlsFiles.of(environment)
+        return None if files is None else cls(files)
+
+    def end(self, calls: bool) -> TlsEnd:
+        """The end of a new connection: the one that ``calls``, or the one that answers."""
+        return TlsEnd(self._calls if calls else self._answers, calls)
+
+    def _try(self) -> None:
+        """Have both ends of a connection meet here, so that what is wrong is found before another host does."""
+        ends, said = (self.end(calls=True), self.end(calls=False)), b""
+        try:
+            for end in (*ends, *ends):
+                said = end.shake(said).said
+        except TlsFailure as failure:
+            error = failure.__cause__
+            code = error.verify_code if isinstance(error, ssl.SSLCertVerificationError) else 0
+            wrong, fix = WRONG.get(code, UNUSABLE)
+            raise NoCertificate("cert", f"{self.files.cert} {wrong} ({failure})", fix) from None
+
+
+class Shaken(NamedTuple):
+    """One step of a TLS handshake: what is to be ``said`` to the other end, and whether this end is through."""
+
+    said: bytes
+    through: bool
+
+
+class TlsEnd:
+    """One end of TLS, without its connection: what comes is fed to it, and what it returns is to be sent.
+
+    Any thread may call; OpenSSL's object takes one at a time.
+    """
+
+    def __init__(self, context: ssl.SSLContext, calls: bool) -> None:
+        self._came, self._said = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._end = context.wrap_bio(self._came, self._said, server_side=not calls)
+        self._lock = threading.Lock()
+        self._failure: TlsFailure | None = None
+
+    def shake(self, came: bytes) -> Shaken:
+        """Go on with the handshake by what has come.  Raises TlsFailure."""
+        self._came.write(came)
+        through = False
+        try:
+            self._end.do_handshake()
+            through = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            raise _failed(error, self._said.read()) from error
+        return Shaken(self._said.read(), through)
+
+    @property
+    def binding(self) -> bytes:
+        """What both ends of this connection have in common, and no other has: the caller's Finished message, once both
+        are through.
+        """
+        found = self._end.get_channel_binding("tls-unique")
+        assert found, "the handshake is over"
+        return found
+
+    def feed(self, came: bytes) -> None:
+        """Take what has come; nothing: the end of it."""
+        with self._lock:
+            self._came.write(came) if came else self._came.write_eof()
+
+    def decrypted(self, target: memoryview) -> int | None:
+        """Fill ``target`` with what has come, as far as it goes, and return how many bytes; 0 at the end, None where
+        more has to come first.  Raises TlsFailure.
+
+        An end is believed without TLS's own word for it: messages have their lengths, and processes die.
+        """
+        count = 0
+        with self._lock:
+            try:
+                while count < len(target) and (read := self._read(target[count:])):
+                    count += read
+            except ssl.SSLWantReadError:
+                return count or None
+            except ssl.SSLError as error:
+                self._failure = self._failure or _failed(error)
+            if self._failure is not None and not count:
+                raise self._failure
+        return count
+
+    def _read(self, target: memoryview) -> int:
+        try:
+            return int(self._end.read(len(target), target))  # type: ignore[arg-type]
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            return 0
+
+    def encrypted(self, data: memoryview) -> bytes:
+        """What is to be sent for ``data``.  Raises TlsFailure."""
+        with self._lock:
+            try:
+                begin = 0
+                while begin < len(data):
+                    begin += self._end.write(data[begin:])
+            except ssl.SSLError as error:
+                raise _failed(error) from error
+            return self._said.read()
+
+
+def _check_readable(name: str, path: str) -> None:
+    try:
+        Path(path).read_bytes()
+    except OSError as error:
+        raise NoCertificate(name, f"{path} can't be read ({error.strerror})", f"write {FILES[name]}") from None
+
+
+def _context(files: TlsFiles, kind: ssl._SSLMethod) -> ssl.SSLContext:
+    """One end's; nothing that the system trusts is trusted."""
+    made = ssl.SSLContext(kind)
+    made.check_hostname = False
+    made.verify_mode = ssl.CERT_REQUIRED
+    made.minimum_version = ssl.TLSVersion.TLSv1_3
+    made.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whatever is in ``ca``, also where another one has signed it
+    _load_certificates(made, "ca", files.ca)
+    _load_certificates(ssl.SSLContext(kind), "cert", files.cert)  # which says whether there is one
+    _load_own(made, files)
+    return made
+
+
+def _load_certificates(made: ssl.SSLContext, name: str, path: str) -> None:
+    try:
+        made.load_verify_locations(path)
+    except ssl.SSLError:
+        raise NoCertificate(name, f"{path} has no certificate in PEM", f"write {FILES[name]}") from None
+
+
+def _load_own(made: ssl.SSLContext, files: TlsFiles) -> None:
+    """Load this host's certificate and its key.  Raises NoCertificate where the key is wrong."""
+
+    def passphrase() -> str:
+        raise NoCertificate(
+            "key",
+            f"{files.key} is encrypted, and nobody is there to type its passphrase",
+            f"write the path of what `openssl pkey -in {files.key}` prints",
+        )
+
+    try:
+        made.load_cert_chain(files.cert, files.key, passphrase)
+    except ssl.SSLError as error:
+        wrong = {"KEY_VALUES_MISMATCH": f"does not belong to {files.cert}", None: "has no private key in PEM"}
+        found = wrong.get(error.reason, f"can't be used with its certificate ({error.reason})")
+        raise NoCertificate("key", f"{files.key} {found}", f"write {FILES['key']}") from None
+
+
+def _failed(error: ssl.SSLError, parting: bytes = b"") -> TlsFailure:
+    """What an other end's TLS has done, in words."""
+    reason = (error.reason or str(error)).lower().replace("_", " ")
+    if error.reason in NO_TLS:
+        done = "it does not speak TLS 1.3"
+    elif isinstance(error, ssl.SSLCertVerificationError):
+        done = f"its certificate is refused: {error.verify_message}"
+    elif "alert" in reason:
+        done = f"it refuses this end's certificate, or its TLS: {reason}"
+    else:
+        done = f"its TLS fails: {reason}"
+    return TlsFailure(done, error.reason not in NO_TLS, parting)

@@ -1,0 +1,71 @@
+"""Certificates of a job's own, as `openssl` makes them; each is made once in a test run's process."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from recycle_plugin.runtime.authentication.secret import Secret
+from recycle_plugin.runtime.authentication.tls import Tls, TlsFiles
+from tests.support.secret import SHARED
+
+NEW = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="certificates-")
+
+
+def _openssl(*arguments: object) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=60)
+
+
+def authority(name: str = "ca") -> tuple[Path, Path]:
+    """What signs certificates, and its key: files in PEM.  "between" is signed by "ca" itself."""
+    if name == "between":
+        signed = files(name, extensions="basicConstraints=CA:TRUE")
+        return Path(signed.cert), Path(signed.key)
+    made, key = (Path(_folder().name, f"{name}.{kind}") for kind in ("pem", "key"))
+    if not made.exists():
+        _openssl("req", "-x509", *NEW, "-keyout", key, "-out", made, "-subj", f"/CN={name}", "-days", 2)
+    return made, key
+
+
+def files(host: str = "alpha", ca: str = "ca", days: int = 2, extensions: str = "") -> TlsFiles:
+    """A certificate of ``host`` that ``ca`` has signed: valid for so many days, with 0 not any more."""
+    signer, signers_key = authority(ca)
+    at = Path(_folder().name, f"{host}-{ca}-{days}-{extensions.replace('=', '-')}")
+    key, request, certificate, more = (at.with_name(f"{at.name}.{kind}") for kind in ("key", "csr", "pem", "ext"))
+    if not certificate.exists():
+        more.write_text(extensions)
+        _openssl("req", *NEW, "-keyout", key, "-out", request, "-subj", f"/CN={host}")
+        signed = ["-CA", signer, "-CAkey", signers_key, "-days", days, "-extfile", more]
+        _openssl("x509", "-req", "-in", request, "-out", certificate, *signed)
+    return TlsFiles(str(certificate), str(key), str(signer))
+
+
+def weak() -> TlsFiles:
+    """A certificate that has signed itself, of a key that is too short for anybody to take it."""
+    made, key = (Path(_folder().name, f"weak.{kind}") for kind in ("pem", "key"))
+    _openssl("req", "-x509", "-newkey", "rsa:512", "-nodes", "-keyout", key, "-out", made, "-subj", "/CN=weak")
+    return TlsFiles(str(made), str(key), str(made))
+
+
+def encrypted(key: str) -> str:
+    """The same key under a passphrase."""
+    made = f"{key}.encrypted"
+    _openssl("pkey", "-in", key, "-aes128", "-passout", "pass:open sesame", "-out", made)
+    return made
+
+
+def tls_secret(host: str = "alpha", ca: str = "ca") -> Secret:
+    """The tests' own secret, proved within TLS with that host's certificate."""
+    return Secret(SHARED, Tls(files(host, ca)))
