@@ -418,6 +418,20 @@ def startup_of(coordinator, store: dist.Store, newcomer: bool) -> Startup:
     return made
 
 
+def test_what_lies_where_a_parameter_was_before_the_framework_moved_it_is_kept(coordinator):
+    """ZeRO 3 gives a parameter's memory back, and torch may give it to the next tensor."""
+    weight = torch.nn.Parameter(torch.ones(8))
+    startup = startup_of(coordinator, dist.HashStore(), newcomer=False)
+    with startup.building([weight]):
+        assert (arrives := startup.keep("all", "broadcast", [weight.data.view(torch.uint8)], True)) and arrives.arrives
+        former = weight.data
+        weight.data = torch.empty(0)
+        kept = startup.keep("all", "all_gather_into_tensor", [former], True)
+    assert kept is not None and not kept.arrives
+    startup.fill(kept, [former], None, None)
+    assert kept.values == [former]
+
+
 def test_what_was_loaded_is_remembered_if_it_can_be(coordinator):
     """Not what is too large or can't be pickled, and nothing after the first step."""
     store = dist.HashStore()

@@ -67,7 +67,9 @@ class Startup:
         self._left = {False: MOST - OF_MODELS, True: OF_MODELS}
         self._read = self._training = self._member = self._apart = False
         self._begins = False  # a member's script has not come to its first step
-        self._arriving: frozenset[int] | None = None  # addresses of what is trained, while a model is built
+        self._arriving: dict[int, list[torch.Tensor]] | None = (
+            None  # by address, what is trained, while a model is built
+        )
         self._awaited: list[tuple[str, torch.Tensor]] = []  # of the call, and what it was to fill
 
     @property
@@ -91,7 +93,9 @@ class Startup:
         """A context in which a framework gives all replicas the same model, of which ``trained`` are the parameters
         that steps change.
         """
-        self._arriving = frozenset(_address(tensor) for tensor in trained)
+        self._arriving = {}
+        for tensor in trained:
+            self._arriving.setdefault(_address(tensor), []).append(tensor)
         try:
             yield
         finally:
@@ -280,10 +284,14 @@ class Startup:
             return self._calls
 
     def _arrives(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether what is written to ``tensors`` comes with the state: they are trained, or look like it."""
-        of_model = self._arriving or frozenset()
+        """Whether what is written to ``tensors`` comes with the state: they are trained, or look like it.  Where the
+        framework has moved a parameter, its former memory may be anything's.
+        """
+        of_model = self._arriving or {}
         return bool(tensors) and all(
-            (isinstance(one, torch.nn.Parameter) and one.requires_grad) or _address(one) in of_model for one in tensors
+            (isinstance(one, torch.nn.Parameter) and one.requires_grad)
+            or any(_address(trained) == _address(one) for trained in of_model.get(_address(one), ()))
+            for one in tensors
         )
 
 
