@@ -4,7 +4,6 @@ once it is let in, groups have it again.  Two or three real processes over Gloo.
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import secrets
@@ -15,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from recycle_plugin.adapters.deepspeed.entry import Plugin
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.collectives import calls, group
+from recycle_plugin.runtime.collectives import group
 from recycle_plugin.runtime.collectives.gloo import GlooLink
 from recycle_plugin.runtime.collectives.link import Handle
 from recycle_plugin.runtime.collectives.startup import MOST, OF_MODELS, Startup
@@ -37,8 +37,8 @@ def worker(
 ) -> None:
     session = Session(connect(way(coordinator), LONG_S), rank, SECRET, wait_timeout_s=WAIT_S)
     session.newcomer = newcomer
+    Plugin(session).install()
     group.register(session)
-    dist.broadcast_object_list = functools.partial(calls.broadcast_object_list, session, dist.broadcast_object_list)
     stores = [dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False) for _ in range(2)]
     dist.init_process_group("recycle", store=stores[0], rank=rank, world_size=RANKS)
     script = Script(rank, session, stores[1])
@@ -112,7 +112,8 @@ def begins(script: Script) -> list[Any]:
     part, parts = torch.zeros(2), [torch.full((2,), drawn + one) for one in range(RANKS)]
     dist.scatter(part, parts if rank == 1 else None, 1)
     given = [None]
-    dist.scatter_object_list(given, [f"{one} {drawn}" for one in range(RANKS)] if rank == 2 else None, 2)
+    texts = [f"{one} {drawn} {'x' * secrets.randbelow(99)}" for one in range(RANKS)]
+    dist.scatter_object_list(given, texts if rank == 2 else None, 2)
     total, mean, gathered = torch.tensor([drawn]), torch.tensor([drawn]), torch.zeros(RANKS)
     dist.reduce(total, 1)
     dist.all_reduce(mean, dist.ReduceOp.AVG)

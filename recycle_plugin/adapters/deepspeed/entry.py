@@ -36,6 +36,7 @@ TORCHS = {
         "split_group",
         "shrink_group",
         "broadcast_object_list",
+        "scatter_object_list",
         "all_gather_object",
         "gather_object",
         "batch_isend_irecv",

@@ -74,6 +74,16 @@ def _refused(stock: Stock, of: str, advice: str, arguments: tuple, given: dict[s
 
 def broadcast_object_list(session: Session, stock: Stock, *arguments: Any, **given: Any) -> None:
     """torch's; a newcomer that would send has what its predecessor has sent, as if it received that."""
+    _received_again(session, stock, arguments, given)
+
+
+def scatter_object_list(session: Session, stock: Stock, *arguments: Any, **given: Any) -> None:
+    """torch's; a newcomer that would send has what its predecessor has sent, as if it received that."""
+    _received_again(session, stock, arguments, given)
+
+
+def _received_again(session: Session, stock: Stock, arguments: tuple, given: dict[str, Any]) -> None:
+    """Call ``stock`` from another root than a newcomer, whose own objects may be of other sizes than were sent."""
     bound = _bound(stock, arguments, given)
     group = bound.arguments.get("group")
     if session.startup is not None and session.startup.alone and dist.get_rank(group) >= 0:
