@@ -323,10 +323,20 @@ def _options(address: str, timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
     chosen = gloo._Options()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    make = gloo.create_device
-    chosen._devices = [make(interface=name) for name in names] or [make(hostname=address)]
+    chosen._devices = [_device(interface=name) for name in names] or [_device(hostname=address)]
     chosen._threads, chosen._timeout = 2 * len(chosen._devices), timeout
     return chosen
+
+
+def _device(**where: str) -> Any:
+    """Gloo's device there, which connects to all members at once whatever TORCH_GLOO_LAZY_INIT says: nobody who
+    connected later would be let in.
+    """
+    make: Any = dist.ProcessGroupGloo.create_device  # torch's stubs lack it
+    try:
+        return make(**where, lazy_init=False)
+    except TypeError:  # releases that know no other way
+        return make(**where)
 
 
 def let_nobody_in(inodes: Collection[int]) -> None:
