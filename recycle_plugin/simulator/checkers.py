@@ -179,11 +179,13 @@ class Watcher:
 
     def came_upon(self, cluster: Any, message: Unreplayable) -> None:
         """Checks that the coordinator could not know that logs lack what a replay has come upon, which costs time:
-        something is damaged, or a host has just taken it along.
+        something is damaged, a host has just taken it along, or the disk of who replays is full too.
         """
         what, _, _ = message.why.partition(" is in no log")
         decided = [at for at, event in cluster.events if event.kind == "recovery"]
-        if message.lacks is None or self._damages or decided[-1] < cluster.taken.get(what, -KNOWN_US) + KNOWN_US:
+        if message.lacks is None or self._damages or "can't be logged" in message.why:
+            return
+        if decided[-1] < cluster.taken.get(what, -KNOWN_US) + KNOWN_US:
             return
         self.say(f"a replay has come upon what was to be known of stage {message.lacks}: {message.why}")
 
