@@ -133,7 +133,7 @@ def record_norms(folder: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def changed(self: RecycleEngine) -> None:
-        framework, stepping = TRAINERS[0]._framework, TRAINERS[0]._stepping
+        framework, stepping = TRAINERS[0]._framework, TRAINERS[0]._parts.stepping
         squares = sum(parameter.grad.double().pow(2).sum().item() for parameter in framework.parameters)
         tied = sum(weight.parameter.grad.double().pow(2).sum().item() for weight in framework.tied)
         if stepping.norm() is not None:

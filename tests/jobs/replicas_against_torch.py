@@ -99,7 +99,7 @@ record = {
     "alone": {"losses": expected},
     "weights_differ": differ,
     "computed": computed,
-    "undo_bytes": trained._trainer._stepping._undo.held_bytes,
+    "undo_bytes": trained._trainer._parts.stepping._undo.held_bytes,
 }
 path = Path(job.run_dir) / "losses" / f"rank{record['rank']}.json"
 path.parent.mkdir(parents=True, exist_ok=True)

@@ -258,12 +258,12 @@ def reports_for_a_change_that_nobody_needs(monkeypatch) -> None:
 def waits_for_a_change_that_nobody_needs(monkeypatch) -> None:
     """The coordinator does, at a planned end."""
 
-    def give_up_going_on(self, why, out, cause=""):
-        if not self._through:
-            self.end_without_stage(why, out, cause)
-        self.ending.stranded = why
+    def give_up_going_on(course, why, out, cause=""):
+        if not course.ending.through(course.committed):
+            ends.end_without_stage(course, why, out, cause)
+        course.ending.stranded = why
 
-    monkeypatch.setattr(Course, "_give_up_going_on", give_up_going_on)
+    monkeypatch.setattr(ends, "give_up_going_on", give_up_going_on)
 
 
 @mistake("a change that is planned makes a worker forget where the one before goes on", seen=91)

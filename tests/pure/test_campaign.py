@@ -67,7 +67,7 @@ def test_random_failures_need_every_rule_and_break_none(request) -> None:
     )
     assert sum(given.pushes for given in jobs) > seeds / 14
     tied = [given for given in jobs if given.shape.ties]
-    assert len(tied) > seeds / 5 and report.hits["kill", Op.TIE] > seeds / 100
+    assert len(tied) > seeds / 5 and report.hits["kill", Op.TIE] >= seeds / 100
 
 
 def unneeded(exercised: Counter, seeds: int) -> list[str]:
