@@ -45,7 +45,8 @@ def test_what_else_may_be_there(made):
 def wrong() -> dict[str, tuple[TlsFiles, str]]:
     """What is named, and what is said of it."""
     good, other, junk = files(), files("beta"), str(Path(__file__))
-    old, single, short = files(days=0), files(extensions=ONE), weak()
+    old, single, short, public = files(days=0), files(extensions=ONE), weak(), files("delta")
+    Path(public.key).chmod(0o644)
     return {
         "no file": (
             good._replace(cert="/no/such.pem"),
@@ -56,6 +57,7 @@ def wrong() -> dict[str, tuple[TlsFiles, str]]:
         "no certificate": (good._replace(cert=good.key), f"cert: {good.key} has no certificate in PEM; {OF_CERT}"),
         "another's key": (good._replace(key=other.key), f"key: {other.key} does not belong to {good.cert}; {OF_KEY}"),
         "a certificate as key": (good._replace(key=good.cert), f"key: {good.cert} has no private key in PEM; {OF_KEY}"),
+        "everybody's key": (public, f"key: everybody on this host can use {public.key}; chmod 600 {public.key}"),
         "a short key": (short, f"key: {short.key} can't be used with its certificate (EE_KEY_TOO_SMALL); {OF_KEY}"),
         "a passphrase": (
             good._replace(key=encrypted(good.key)),
@@ -81,7 +83,7 @@ def wrong() -> dict[str, tuple[TlsFiles, str]]:
 
 
 WRONG = ("no file", "a folder", "no ca", "no certificate", "another's key", "a certificate as key",
-         "a short key", "a passphrase", "another ca", "expired", "for one end")  # fmt: skip
+         "everybody's key", "a short key", "a passphrase", "another ca", "expired", "for one end")  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)

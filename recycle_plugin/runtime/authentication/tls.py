@@ -7,7 +7,9 @@ since it is the job's secret, proved inside of TLS and for this very connection,
 
 from __future__ import annotations
 
+import os
 import ssl
+import stat
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -221,6 +223,8 @@ def _context(files: TlsFiles, kind: ssl._SSLMethod) -> ssl.SSLContext:
     _load_certificates(made, "ca", files.ca)
     _load_certificates(ssl.SSLContext(kind), "cert", files.cert)  # which says whether there is one
     _load_own(made, files)
+    if os.stat(files.key).st_mode & stat.S_IRWXO:
+        raise NoCertificate("key", f"everybody on this host can use {files.key}", f"chmod 600 {files.key}")
     return made
 
 
