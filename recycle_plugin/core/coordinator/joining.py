@@ -211,12 +211,12 @@ class Joining:
         return done
 
     @staticmethod
-    def may_enter(newcomer: Newcomer, generation: int) -> bool:
+    def may_enter(newcomer: Newcomer, generation: int, roster: Roster) -> bool:
         """Whether a newcomer that reports for ``generation`` comes in by that; not where it was announced for a later
-        one, in place of one that was called off.
+        one, in place of one that was called off, or has replayed a stage while ``roster`` waits for others to.
         """
         announced = newcomer.phase is Phase.ANNOUNCED and generation >= newcomer.generation
-        return announced or newcomer.phase is Phase.REPLAYED
+        return announced or (newcomer.phase is Phase.REPLAYED and newcomer.member.worker in roster.workers)
 
     def reported(self, newcomer: Newcomer) -> list[Newcomer]:
         """Notes that a newcomer has reported for the generation that it was announced for, or let in by; returns who

@@ -131,7 +131,7 @@ def enter(course: Course, message: SurvivorReport, out: CoordinatorOutput) -> No
     newcomer = course.joining.get(message.worker)
     if newcomer is None:
         return
-    if course.joining.may_enter(newcomer, message.generation):
+    if course.joining.may_enter(newcomer, message.generation, course.roster):
         for each in course.joining.reported(newcomer):
             course.vacancies.entered(each.member.worker)
             course.attendance.failure_detector.observe(each.member.worker)
