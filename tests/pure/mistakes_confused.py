@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from recycle_plugin.core.coordinator import membership
+from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.regrouping import Regrouping
 from recycle_plugin.core.coordinator.speakers import Speakers
 from recycle_plugin.core.messages.contributions import Contributions
 from recycle_plugin.core.messages.of_worker import OfWorker
-from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.causes import Cause
+from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.control_view import ControlView
 from tests.pure.mistakes import Patch
 
@@ -90,3 +92,29 @@ def there_and_turned_away(monkeypatch) -> None:
 @mistake("a worker takes up a membership that is over", seen=6)
 def old_memberships(monkeypatch) -> None:
     monkeypatch.setattr(ControlView, "_is_old", lambda self, message: False)
+
+
+@mistake("who has replayed a stage enters by any report", seen=421)
+def enters_by_any_report(monkeypatch) -> None:
+    may_enter = Joining.may_enter
+    everybody = Roster(())
+    monkeypatch.setattr(
+        Joining,
+        "may_enter",
+        staticmethod(
+            lambda newcomer, generation, roster: newcomer.phase is Phase.REPLAYED
+            or may_enter(newcomer, generation, everybody)
+        ),
+    )
+
+
+@mistake("a newcomer that is given up as confused is believed until it is dead", seen=351)
+def believed_until_dead(monkeypatch) -> None:
+    monkeypatch.setattr(Membership, "_give_up_confused", fenced_only)
+
+
+def fenced_only(self, worker, why, now, out):
+    if self.is_outside(worker):
+        self.course.attendance.fence(worker, why, out)
+    elif self.ended is None or not self.ended.failed:
+        self.course.give_up(worker, Cause.CONFUSED, why, now, out)

@@ -72,7 +72,7 @@ OF_MEMBERS = (
     Logged,
     LogBroken,
 )
-"""Nothing of this counts from a worker that is lost, or has come too late."""
+"""Nothing of this counts from a worker that is lost, has come too late, or was given up before it was a member."""
 
 
 class Attendance:
@@ -85,6 +85,7 @@ class Attendance:
         self.dead: set[WorkerId] = set()  # of the lost ones, those known to be
         self.through: set[int] = set()  # stages of which somebody's script has come to its end
         self.late: set[WorkerId] = set()  # came when they could take part no more
+        self.confused: set[WorkerId] = set()  # no members, and given up for what they have said
         self.leaving: set[WorkerId] = set()  # members that want to go as soon as nobody counts on them
         self.unguarded: dict[
             WorkerId, int
@@ -124,10 +125,11 @@ class Attendance:
         return self.shape.micro_batches
 
     def is_heard(self, message: object) -> bool:
-        """Whether ``message`` counts.  What a worker says that is lost or came too late changes nothing: it may have
-        been stopped, or cut off, or never have taken part.
+        """Whether ``message`` counts.  What a worker says that is lost, came too late or is given up as confused
+        changes nothing: it may have been stopped, or cut off, or never have taken part.
         """
-        return not (isinstance(message, OF_MEMBERS) and (message.worker in self.lost or message.worker in self.late))
+        unheard = self.lost, self.late, self.confused
+        return not (isinstance(message, OF_MEMBERS) and any(message.worker in each for each in unheard))
 
     def named(self, rank: int) -> str:
         """The name of the worker of ``rank`` for people, wherever that worker is by now."""
