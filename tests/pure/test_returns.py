@@ -259,5 +259,5 @@ def test_a_report_for_a_generation_that_was_called_off_lets_nobody_into_the_next
         joining.announced(generation, roster, from_step)
         if generation == 5:
             joining.called_off(roster)
-    assert not joining.may_enter(newcomer, 5) and joining.may_enter(newcomer, 7)
+    assert not joining.may_enter(newcomer, 5, roster) and joining.may_enter(newcomer, 7, roster)
     assert joining.reported(newcomer) == [newcomer] and newcomer.phase is Phase.ENTERED
