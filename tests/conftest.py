@@ -12,6 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.support.cluster import ForkServer
 
+pytest_plugins = ("tests.support.again",)
 WHOLE_JOBS, JOBS = "tests/cluster/", 2  # where each case starts one, and how many a function has by itself
 KILL_SEED = "RECYCLE_TEST_KILL_SEED"
 # Of all processes that tests start: torch asks the name server for the name of each address that a store's client
