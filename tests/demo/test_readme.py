@@ -9,11 +9,6 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_it_is_short():
-    lines = README.splitlines()
-    assert len(lines) <= 150 and [line for line in lines if len(line) > 120] == []
-
-
 def test_links_and_commands_lead_somewhere():
     linked = [target for target in re.findall(r"\]\(([^)]+)\)", README) if not target.startswith("https://")]
     named = re.findall(r"(?:scripts|tests)/[\w/.]*\w", README)

@@ -21,7 +21,7 @@ from wrappers.negative_controls import (
 from wrappers.paces import helped, lag, linger, restless, slow, stop_after, uneven_end
 from wrappers.saving import checkpoint_every, log_apart, save_each
 from wrappers.trainers import TRAINERS, wait_until
-from wrappers.watching import note_way, record_states
+from wrappers.watching import record_states
 
 __all__ = [
     "TRAINERS",
@@ -42,7 +42,6 @@ __all__ = [
     "lose_result",
     "lose_tied",
     "masks_by_worker",
-    "note_way",
     "overflow",
     "overflow_in_half",
     "record_states",

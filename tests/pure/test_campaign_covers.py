@@ -1,0 +1,50 @@
+"""What the campaign checks is what trains: the modules that a job's coordinator and workers run, run in it too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from recycle_plugin.simulator import campaign
+
+CORE = Path(campaign.__file__).parents[1] / "core"
+CORE_ALONE = {  # told nothing by a failure, so that no schedule of failures reaches them; each has a test of its own
+    "coordinator.operating",
+    "coordinator.wait_graph",
+    "worker.checkpoint_interval",
+    "worker.data_cursor",
+}
+
+
+@pytest.fixture(scope="module")
+def ran() -> set[str]:
+    """The names of the modules that run in a few jobs of the campaign."""
+    names = set()
+
+    def note(frame, event, argument) -> None:  # None: the lines of that call are not traced
+        names.add(frame.f_globals.get("__name__", ""))
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        for seed in range(20):
+            campaign.run_seed(seed)
+    finally:
+        sys.settrace(before)
+    return names
+
+
+@pytest.mark.parametrize("part", ["coordinator", "worker"])
+def test_every_module_of_the_protocol_runs(ran: set[str], part: str) -> None:
+    there = {f"recycle_plugin.core.{part}.{path.stem}" for path in (CORE / part).glob("[!_]*.py")}
+    assert there - ran == {f"recycle_plugin.core.{name}" for name in CORE_ALONE if name.startswith(part)}
+
+
+def test_plans_are_made_as_in_a_job(ran: set[str]) -> None:
+    assert ran >= {f"recycle_plugin.planner.{name}" for name in ("forwards", "lower", "recovery_order", "make")}
+
+
+def test_nothing_that_needs_torch_is_run(ran: set[str]) -> None:
+    assert not [name for name in ran if name.startswith(("recycle_plugin.runtime", "recycle_plugin.adapters"))]
