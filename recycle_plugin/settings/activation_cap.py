@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from typing import TypeGuard
 
 from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B
 from recycle_plugin.core.vocabulary.profile import Profile
@@ -31,21 +32,21 @@ def normal(text: str) -> str | None:
     return word if word in (ONE_F_ONE_B, AUTO) else text.strip() if size(text) else None
 
 
-def in_bytes(cap: object) -> bool:
+def in_bytes(cap: object) -> TypeGuard[str]:
     """Whether ``cap`` is in bytes, and so needs a profile."""
     return isinstance(cap, str) and cap != ONE_F_ONE_B
 
 
-def memory_bytes(cap: str, profile: Profile, stages: int, undo: str = "snapshot") -> int | tuple[int, ...]:
+def memory_bytes(cap: str, profile: Profile | None, stages: int, undo: str = "snapshot") -> int | tuple[int, ...]:
     """The bytes of ``Policy.memory_bytes`` for a size, or for "auto", per stage what a device has left beside the
     state.
 
     ``undo``: how steps are taken back, as in the settings. Raises ValueError where "auto" has nothing to go by, or
     nothing is left.
     """
-    if cap != AUTO:
-        return size(cap)
-    if profile.device_bytes is None:
+    if (given := size(cap)) is not None:
+        return given
+    if profile is None or profile.device_bytes is None:
         raise ValueError("the profile does not say how much memory its device has")
     from recycle_plugin.planner import PlanError, memory
 

@@ -413,7 +413,7 @@ class Settings(BaseModel):
             )
         if cap.in_bytes(held):
             try:
-                held, room = None, cap.memory_bytes(held, self.profile(), stages, self.undo)
+                room, held = cap.memory_bytes(held, self.profile(), stages, self.undo), None
             except ValueError as error:
                 raise SettingsError(
                     "activation_cap", f'"auto" is not possible: {error}', "write a number of micro-batches"
@@ -486,7 +486,8 @@ class Settings(BaseModel):
 def reference() -> str:
     """All settings as a Markdown table: key, default, meaning."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    for section, model in (("", Settings), *SECTIONS.items()):
+    models: dict[str, type[BaseModel]] = {"": Settings, **SECTIONS}
+    for section, model in models.items():
         for name, field in model.model_fields.items():
             rows.append(f"| `{section}{'.' * bool(section)}{name}` | `{shown(field.default)}` | {field.description} |")
     return "\n".join(rows)

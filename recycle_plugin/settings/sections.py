@@ -161,7 +161,7 @@ class TlsSettings(BaseModel):
             raise SettingsError(f"tls.{error.key}", error.wrong, error.fix) from None
 
 
-SECTIONS = {
+SECTIONS: dict[str, type[BaseModel]] = {
     "costs": CostSettings,
     "checkpoint": CheckpointSettings,
     "log": LogSettings,

@@ -9,6 +9,7 @@ changed, and all hear of that first, or nobody hears of it and all hear of the c
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
@@ -18,17 +19,17 @@ class Barriers:
 
     def __init__(self) -> None:
         self._generation = -1
-        self._arrived: dict[str, dict[WorkerId, dict]] = {}
+        self._arrived: dict[str, dict[WorkerId, dict[str, Any]]] = {}
 
     def arrive(
         self,
         worker: WorkerId,
         generation: int,
         place: str,
-        values: dict,
+        values: dict[str, Any],
         members: AbstractSet[WorkerId],
         enough: bool = True,
-    ) -> dict | None:
+    ) -> dict[str, Any] | None:
         """Notes that ``worker`` has arrived at the barrier named ``place``.  Returns what all have brought along, if
         with this one every one of ``members`` is there, and they are ``enough`` to do anything; else None.
 

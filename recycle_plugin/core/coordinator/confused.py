@@ -19,7 +19,7 @@ whom it does not hear in the generation in force; and the words whose meaning is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.from_workers import (
@@ -137,7 +137,7 @@ def _of_report(message: SurvivorReport, speaker: Member, course: Course) -> str:
     return ""
 
 
-def _says(report: SurvivorReport) -> tuple:
+def _says(report: SurvivorReport) -> tuple[Any, ...]:
     """What of a report counts."""
     return report.stepped, report.digest, report.held, report.held_draws, report.loaded, report.valid_from
 

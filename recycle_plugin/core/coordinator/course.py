@@ -32,6 +32,8 @@ goes, with what that costs (core/coordinator/recovery_ways.py).
 
 from __future__ import annotations
 
+from typing import Any
+
 from recycle_plugin.core.coordinator import departures, ends, goodbyes, offline, replays, returns, stalls
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.barriers import Barriers
@@ -243,8 +245,12 @@ class Course:
     # --- between steps ---------------------------------------------------------------------------
 
     def barrier(
-        self, message: BarrierReached | CheckpointLoaded | Resized, place: str, values: dict, out: CoordinatorOutput
-    ) -> dict | None:
+        self,
+        message: BarrierReached | CheckpointLoaded | Resized,
+        place: str,
+        values: dict[str, Any],
+        out: CoordinatorOutput,
+    ) -> dict[str, Any] | None:
         """Notes that a worker has arrived at the barrier named ``place``; returns what all have brought along, if with
         this one all are there, else None.
 
@@ -259,7 +265,7 @@ class Course:
             message.worker, message.generation, place, values, awaited, not self.attendance.outnumbered
         )
 
-    def passed(self, place: str, values: dict, out: CoordinatorOutput) -> None:
+    def passed(self, place: str, values: dict[str, Any], out: CoordinatorOutput) -> None:
         """Takes in that all have passed the barrier named ``place``, with ``values``."""
         self.logs.passed.append(place)
         evaluation, step = ended_at(place), ends_before(place)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from recycle_plugin.core.messages.from_workers import Ready
 from recycle_plugin.core.messages.job_spec import JobSpec
@@ -78,9 +78,9 @@ def unlike(job: JobSpec, newcomers: JobSpec) -> str:
     return "; ".join(f"{name} is {ours.get(name)} in the job and {theirs.get(name)} there" for name in names)
 
 
-def _flat(record: dict, prefix: str = "") -> dict:
+def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested fields by dotted names."""
-    flat: dict = {}
+    flat: dict[str, Any] = {}
     for name, value in record.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
@@ -104,7 +104,7 @@ class WeakPoint(NamedTuple):
 
     kind: str
     text: str
-    details: dict
+    details: dict[str, Any]
     refused: bool = False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
@@ -32,7 +33,7 @@ class Event:
 
     kind: str
     text: str
-    details: dict = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

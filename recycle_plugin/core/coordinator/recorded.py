@@ -78,7 +78,7 @@ class Recorder:
             )
 
 
-def _put(numbers: array, place: int, losses: Mapping[str, float]) -> None:
+def _put(numbers: array[float], place: int, losses: Mapping[str, float]) -> None:
     """Set the number at ``place``, which counts from 1, to the mean loss."""
     numbers.extend([nan] * (place - len(numbers)))
     numbers[place - 1] = sum(losses.values()) / len(losses)

@@ -134,7 +134,7 @@ class Regrouping:
         return self._awaiting.number if self._awaiting and not self._awaiting.from_step else None
 
     def publish(
-        self, roster: Roster, from_step: int, cause: str, now: float, slowness: tuple, out: CoordinatorOutput
+        self, roster: Roster, from_step: int, cause: str, now: float, slowness: tuple[Any, ...], out: CoordinatorOutput
     ) -> None:
         """Publishes a new generation of ``roster`` to all workers, which holds from ``from_step`` on, or at once where
         that is 0.

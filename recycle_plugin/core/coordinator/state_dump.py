@@ -70,7 +70,8 @@ class _Dump:
             return {kind.__name__: sorted(self._each(thing, where), key=str)}
         if kind is tuple:
             return {"tuple": self._each(thing, where)}
-        if kind.__hash__ in (None, object.__hash__):
+        by_value: Any = kind.__hash__
+        if by_value in (None, object.__hash__):
             self._once(thing, where)
         if kind is list:
             return self._each(thing, where)
@@ -91,7 +92,7 @@ class _Dump:
             return self._each(thing, where)
         return {name: self.of(value, f"{where}.{name}") for name, value in _attributes(thing)}
 
-    def _each(self, things: Iterable[Any], where: str) -> list:
+    def _each(self, things: Iterable[Any], where: str) -> list[Any]:
         return [self.of(one, f"{where}[{place}]") for place, one in enumerate(things)]
 
     def _once(self, thing: Any, where: str) -> None:

@@ -63,8 +63,8 @@ class StepFigures:
         by_stage = _by_stage(times, live)
         for stage, computed in by_stage.items():
             self._work.setdefault(stage, deque(maxlen=RECENT)).append(computed)
-        figures: dict = {"workers": len(live)}
-        more: dict = {"redone_s": round(again / 1e6, 6)}
+        figures: dict[str, Any] = {"workers": len(live)}
+        more: dict[str, Any] = {"redone_s": round(again / 1e6, 6)}
         if took > 0:
             self._steps.append(took)
             figures["step_s"] = round(took, 6)

@@ -168,7 +168,7 @@ class StepLedger:
         out.say("loaded", f"everybody goes on from a checkpoint of step {step}", step=step)
 
     def agree(
-        self, generation: int, counts: Iterable[int], held: Mapping[str, dict], all_valid_from: Iterable[int]
+        self, generation: int, counts: Iterable[int], held: Mapping[str, dict[str, str]], all_valid_from: Iterable[int]
     ) -> tuple[int, float | None, bool]:
         """Decides where a generation goes on whose members have applied ``counts`` steps, hold ``held``, and whose data
         is valid from ``all_valid_from``.
@@ -204,7 +204,7 @@ class StepLedger:
         self._applied = dict.fromkeys(roster.workers, committed)
         self.slow_replicas.interrupted(roster)
 
-    def _unheard(self, step: int, held: Mapping[str, dict], behind: bool) -> bool:
+    def _unheard(self, step: int, held: Mapping[str, dict[str, str]], behind: bool) -> bool:
         """Whether ``step`` was rejected, and not everybody knew, or somebody is ``behind``: it has found out for itself
         and applied the step as all do by now, but a newer generation came before it heard that what others have
         computed since is discarded.
@@ -213,7 +213,7 @@ class StepLedger:
             return False
         return behind or bool(uninformed({Seat.parse(seat): unpack(packed) for seat, packed in held.items()}, step))
 
-    def _tell_collected(self, step: int, name: str, values: dict, out: CoordinatorOutput) -> None:
+    def _tell_collected(self, step: int, name: str, values: dict[str, float], out: CoordinatorOutput) -> None:
         out.tell(WORKERS, Collected(step, name, values))
         if name == LOSS:
             self.recorded.lost(step, values)

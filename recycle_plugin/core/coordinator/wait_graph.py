@@ -5,7 +5,7 @@ heartbeat of each of its workers.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from recycle_plugin.core.coordinator.failure_detector import FailureDetector
 from recycle_plugin.core.messages.activity import LONGEST, WAITS
@@ -89,7 +89,7 @@ def shown(edges: list[Edge]) -> str:
     return "; ".join(map(str, edges))
 
 
-def records(edges: list[Edge]) -> list[dict]:
+def records(edges: list[Edge]) -> list[dict[str, Any]]:
     """The edges as data, for the run folder."""
     return [
         {

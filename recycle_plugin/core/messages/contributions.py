@@ -33,10 +33,10 @@ class Contributions:
 
     def __init__(self, shards: int = 1) -> None:
         self._shards = shards
-        self._values: dict[tuple[int, str], dict[int, dict]] = {}  # by shard
-        self._told: dict[tuple[int, str], dict] = {}  # what all were told of steps that are not committed
+        self._values: dict[tuple[int, str], dict[int, dict[str, float]]] = {}  # by shard
+        self._told: dict[tuple[int, str], dict[str, float]] = {}  # what all were told of steps that are not committed
 
-    def add(self, message: Contribution) -> dict | None:
+    def add(self, message: Contribution) -> dict[str, float] | None:
         """Takes ``message`` in; returns all numbers of its step and name, sorted by key, if that makes them complete,
         else None.
         """
@@ -50,11 +50,11 @@ class Contributions:
         self._told[key] = _over_shards(message.name, self._values.pop(key))
         return self._told[key]
 
-    def _complete(self, values: dict[int, dict], expected: int) -> bool:
+    def _complete(self, values: dict[int, dict[str, float]], expected: int) -> bool:
         return len(values) >= self._shards and all(len(each) >= expected for each in values.values())
 
     @property
-    def told(self) -> dict[tuple[int, str], dict]:
+    def told(self) -> dict[tuple[int, str], dict[str, float]]:
         """All complete numbers of steps that are not committed, by (step, name): who comes to such a step later has
         to be told as well.
         """
@@ -65,7 +65,7 @@ class Contributions:
         self._values = {key: values for key, values in self._values.items() if key[0] <= after}
         self._told = {key: values for key, values in self._told.items() if key[0] <= after}
 
-    def without(self, batches: StepBatches, micro_batches: int) -> Iterator[tuple[int, dict]]:
+    def without(self, batches: StepBatches, micro_batches: int) -> Iterator[tuple[int, dict[str, float]]]:
         """Forgets what was said of void steps (core/vocabulary/step_batches.py), but losses of what they still have;
         gives (step, losses) of those of which all have been said by that.  ``micro_batches``: of a replica.
         """
@@ -81,7 +81,7 @@ class Contributions:
             else:
                 self._values[key] = kept
 
-    def committed(self, step: int) -> Iterator[tuple[int, dict]]:
+    def committed(self, step: int) -> Iterator[tuple[int, dict[str, float]]]:
         """Forgets ``step`` and all before it, which are committed; gives (step, losses) of those whose losses are
         incomplete, since the missing ones have gone down with a worker.
         """
@@ -92,12 +92,12 @@ class Contributions:
         self._told = {key: values for key, values in self._told.items() if key[0] > step}
 
 
-def _of(losses: dict, replicas: Collection[int]) -> dict:
+def _of(losses: dict[str, float], replicas: Collection[int]) -> dict[str, float]:
     """The losses of the micro-batches of ``replicas``."""
     return {name: loss for name, loss in losses.items() if MicroBatch.parse(name).replica in replicas}
 
 
-def _over_shards(name: str, values: dict[int, dict]) -> dict:
+def _over_shards(name: str, values: dict[int, dict[str, float]]) -> dict[str, float]:
     """The numbers of all shards by key, in order: the mean of losses, squared norms added up."""
     found: dict[str, list[float]] = {}
     for _, each in sorted(values.items()):

@@ -43,7 +43,7 @@ class Language:
         """The frame of ``message``, as bytes.  Raises TypeError where a field holds what nobody could read, and
         ValueError where the message is too long.
         """
-        body = msgpack.packb(
+        body: bytes = msgpack.packb(
             (self._numbers[type(message)], *values(message)), default=_other, unicode_errors="surrogatepass"
         )
         if len(body) > LIMIT:
@@ -54,6 +54,7 @@ class Language:
         """The bytes of the body that comes behind ``head``, of which all has come; an Unreadable where this is no head
         of this version, or announces more than ``limit``.
         """
+        size: int
         magic, version, size = HEAD.unpack_from(head)
         if magic != MAGIC:
             return Unreadable("a frame", f"begins with {bytes(head[: HEAD.size])!r}, and no message does")

@@ -67,12 +67,13 @@ def read(kind: type[T], plain: Any, name: str) -> T | Unreadable:
     hint: Any = kind
     form = form_of(hint)
     try:
-        return plain if type(plain) in form.kinds else form.make(plain)
+        value: T = plain if type(plain) in form.kinds else form.make(plain)
     except _Wrong as wrong:
         return Unreadable(name + wrong.path, wrong.why)
+    return value
 
 
-def values(thing: object) -> tuple:
+def values(thing: object) -> tuple[Any, ...]:
     """The values of a dataclass's or named tuple's fields, as :func:`read` takes them back; those that are dataclasses
     too stay so.  Raises TypeError for anything else.
     """
@@ -140,7 +141,7 @@ def _enumeration(kind: type[Enum]) -> TypeForm:
     )
 
 
-def _each(form: TypeForm, plain: list) -> list:
+def _each(form: TypeForm, plain: list[Any]) -> list[Any]:
     """The values of a list, each read by ``form``, in the quickest way where all stand as they are."""
     if form.kinds.issuperset(map(type, plain)):
         return plain
@@ -154,7 +155,7 @@ def _each(form: TypeForm, plain: list) -> list:
     return made
 
 
-def _tuple(parts: tuple) -> TypeForm:
+def _tuple(parts: tuple[Any, ...]) -> TypeForm:
     if parts[-1] is Ellipsis:
         form = form_of(parts[0])
         text, refuse = f"tuple[{form.text}, ...]", _refusal("a list")
@@ -174,7 +175,7 @@ def _dict(form: TypeForm) -> TypeForm:
     text = f"dict[str, {form.text}]"
     refuse = _refusal("a dict with texts for keys")
 
-    def make(plain: Any) -> dict:
+    def make(plain: Any) -> Any:
         if type(plain) is not dict or not TEXT.issuperset(map(type, plain)):
             refuse(plain)
         if form.kinds.issuperset(map(type, plain.values())):
@@ -191,7 +192,9 @@ def _dict(form: TypeForm) -> TypeForm:
     return TypeForm(text, frozenset(), make)
 
 
-def _fixed(text: str, names: tuple[str, ...], forms: tuple[TypeForm, ...], build: Callable[[list], Any]) -> TypeForm:
+def _fixed(
+    text: str, names: tuple[str, ...], forms: tuple[TypeForm, ...], build: Callable[[list[Any]], Any]
+) -> TypeForm:
     """A list of so many values, each of its own form."""
     parts = tuple((name, form.kinds, form.make) for name, form in zip(names, forms))
     refuse = _refusal(f"a list of {len(parts)}")
@@ -226,7 +229,7 @@ def _record(kind: Any) -> TypeForm:
     return TypeForm(text, frozenset(), make)
 
 
-def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], plain: dict) -> Any:
+def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], plain: dict[Any, Any]) -> Any:
     """The object of class ``kind`` from a dict of its fields by name, as files have it."""
     made = {}
     for name, form in forms.items():
@@ -243,9 +246,10 @@ def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], p
     return _built(kind, (), made)
 
 
-def _builder(kind: Any, names: tuple[str, ...]) -> Callable[[list], Any]:
+def _builder(kind: Any, names: tuple[str, ...]) -> Callable[[list[Any]], Any]:
     if not is_dataclass(kind):
-        return kind._make
+        make: Callable[[list[Any]], Any] = kind._make
+        return make
     last = tuple(each.name for each in fields(kind) if each.kw_only)
     count = len(names) - len(last)
     if last:
@@ -253,7 +257,7 @@ def _builder(kind: Any, names: tuple[str, ...]) -> Callable[[list], Any]:
     return lambda made: _built(kind, made, {})
 
 
-def _built(kind: Any, by_place: Any, by_name: dict) -> Any:
+def _built(kind: Any, by_place: Any, by_name: dict[Any, Any]) -> Any:
     """The object of class ``kind``; values of the right types that its constructor refuses with a ValueError are
     wrong.
     """
@@ -286,7 +290,8 @@ def names_of(kind: Any) -> tuple[str, ...]:
     name come last.
     """
     if not is_dataclass(kind):
-        return kind._fields
+        names: tuple[str, ...] = kind._fields
+        return names
     given = [each for each in fields(kind) if each.init]
     return tuple(each.name for each in sorted(given, key=lambda each: bool(each.kw_only)))
 
@@ -300,7 +305,7 @@ def _defaults(kind: Any) -> frozenset[str]:
 
 
 @cache
-def _getter(kind: type) -> Callable[[Any], tuple]:
+def _getter(kind: type) -> Callable[[Any], tuple[Any, ...]]:
     if not is_dataclass(kind):
         raise TypeError(f"a {kind.__name__} can't be written down")
     names = names_of(kind)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, KeysView
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -77,7 +77,7 @@ class Roster:
             if twice:
                 raise ValueError(f"two members of one generation have the {what} {twice[0]}")
 
-    def _grouped(self, by: Callable[[Member], Hashable]) -> dict:
+    def _grouped(self, by: Callable[[Member], Hashable]) -> dict[Any, Any]:
         groups: dict[Hashable, list[Member]] = {}
         for member in self.members:
             groups.setdefault(by(member), []).append(member)

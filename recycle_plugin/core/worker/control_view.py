@@ -92,7 +92,7 @@ class ControlView:
         self._newest = self._resumed = -1  # the newest generation that it has heard of, and the newest to go on in
         self._next: Generation | None = None  # planned, and said before ``pending`` was adopted
         self._resume: Resume | None = None
-        self._collected: dict[tuple[int, str], dict] = {}
+        self._collected: dict[tuple[int, str], dict[str, float]] = {}
         self._barriers_passed: dict[str, BarrierPassed] = {}
 
     @property
@@ -295,7 +295,7 @@ class ControlView:
         """Whether a peer may have something of ``step``, negative for an evaluation, by what is known here."""
         return is_reached(step, self.committed, self.evaluated)
 
-    def collected(self, step: int, name: str) -> dict | None:
+    def collected(self, step: int, name: str) -> dict[str, float] | None:
         """The complete set of contributions ``name`` of ``step``, until a later one is committed: after a failure it
         may be asked for once more.
         """

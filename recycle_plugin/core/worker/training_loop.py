@@ -250,7 +250,7 @@ class TrainingLoop:
         yield from self._port.wait("all workers to be ready", lambda: self._control_view.pending, interruptible=False)
         yield from self.recover()
 
-    def train(self, step: int) -> Waits[dict[str, float]]:
+    def train(self, step: int) -> Waits[dict[str, Any]]:
         """Applies ``step``; the value is the loss of each of its micro-batches.  It may be committed later.  Raises
         DataEnded.
         """
@@ -315,7 +315,7 @@ class TrainingLoop:
             except Interrupted:
                 yield from self.recover()
 
-    def barrier(self, place: str, values: dict) -> Waits[BarrierPassed]:
+    def barrier(self, place: str, values: dict[str, Any]) -> Waits[BarrierPassed]:
         """Waits at the barrier named ``place`` for all live workers, outside a step; the value is the
         :class:`BarrierPassed`.
 

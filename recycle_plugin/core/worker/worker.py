@@ -107,7 +107,7 @@ class Machine(Protocol):
     def running(self, program: StepProgram) -> AbstractContextManager[Iterable[Instruction]]:
         """A context in which ``program`` runs; its value is the instructions to execute."""
 
-    def performing(self, instruction: Instruction) -> AbstractContextManager:
+    def performing(self, instruction: Instruction) -> AbstractContextManager[object]:
         """A context in which ``instruction`` is carried out."""
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
