@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def mean(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:

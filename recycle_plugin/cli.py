@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from recycle_plugin import __version__
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.versions import how_to_install
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         RecycleError,
     ) as error:  # what users can mend: settings, overrides, paths; SettingsError is a ValueError
         print(f"recycle: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if not (line := how_to_install(error)):
+            raise
+        print(f"recycle: {line}", file=sys.stderr)
         return 2
 
 

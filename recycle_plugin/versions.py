@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
 
+EXTRAS = {"deepspeed": "deepspeed", "megatron": "megatron", "matplotlib": "report"}
+"""The extra of setup.cfg by which each module that not all users need is installed."""
+
 RANGES = {"torch": ">=2.6", "deepspeed": ">=0.19.3,<0.20", "megatron-core": ">=0.16,<0.17"}
 
 
@@ -37,6 +40,12 @@ class Release(NamedTuple):
 def releases(names: Iterable[str] = RANGES) -> list[Release]:
     """What is installed of these, against the plugin's ranges."""
     return [Release(name, _installed(name), RANGES[name]) for name in names]
+
+
+def how_to_install(missing: ModuleNotFoundError) -> str:
+    """The line that says which extra brings the module; "" if none does."""
+    name = (missing.name or "").partition(".")[0]
+    return f"{name} is not installed: pip install 'recycle_plugin[{EXTRAS[name]}]'" if name in EXTRAS else ""
 
 
 def _installed(name: str) -> str | None:

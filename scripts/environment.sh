@@ -2,24 +2,32 @@
 #
 # Nothing happens when .venv was already installed from the same setup.cfg, constraints.txt and Python.
 # A run that is stopped half-way leaves no stamp, so that the next one goes on where it stopped.
+# RECYCLE_PINS: releases in place of those in constraints.txt, as "torch==2.6.0 deepspeed==0.19.3".
 # RECYCLE_INSTALL_TIMEOUT: the most seconds that one pip call may take (default 1800).
 
 checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$checkout/.venv
 constraints=$checkout/scripts/constraints.txt
+pins=(${RECYCLE_PINS:-})
 
 say() { echo "$(basename "$0"): $*" >&2; }
 
 fail() { say "$*"; exit 1; }
 
 _wanted() {  # what .venv has to have been installed from
-    { "$venv/bin/python" --version; echo "$checkout"; cat "$checkout/setup.cfg" "$checkout/pyproject.toml" "$constraints"; } 2> /dev/null | sha256sum | cut -d' ' -f1
+    { "$venv/bin/python" --version; echo "$checkout" "${pins[@]}"; cat "$checkout/setup.cfg" "$checkout/pyproject.toml" "$constraints"; } 2> /dev/null | sha256sum | cut -d' ' -f1
+}
+
+_pinned() {  # constraints.txt with RECYCLE_PINS in it
+    local pin skip=()
+    for pin in "${pins[@]}"; do skip+=(-e "^${pin%%==*}=="); done
+    if [ ${#pins[@]} = 0 ]; then cat "$constraints"; else grep -v "${skip[@]}" "$constraints"; printf '%s\n' "${pins[@]}"; fi
 }
 
 _pip() {  # one pip call within its deadline
     # PIP_CONSTRAINT also reaches the builds of source packages; pip splits it at spaces, hence the relative path
     cd "$checkout"
-    PIP_CONSTRAINT=scripts/constraints.txt timeout "${RECYCLE_INSTALL_TIMEOUT:-1800}" \
+    PIP_CONSTRAINT=.venv/constraints.txt timeout "${RECYCLE_INSTALL_TIMEOUT:-1800}" \
         "$venv/bin/python" -m pip install --disable-pip-version-check "$@" >&2 && return
     local status=$?
     [ $status = 124 ] && fail "pip took longer than ${RECYCLE_INSTALL_TIMEOUT:-1800} s; run again to go on, or set RECYCLE_INSTALL_TIMEOUT"
@@ -31,10 +39,11 @@ _install() {
         say "creating .venv"
         python3 -m venv "$venv" || fail "python3 -m venv failed: install Python 3.11 or newer with its venv module"
     fi
+    _pinned > "$venv/constraints.txt"
     say "installing torch (first, so that nothing else chooses its version)"
-    _pip "$(grep '^setuptools==' "$constraints")" "$(grep '^torch==' "$constraints")"
+    _pip $(grep -E '^(setuptools|torch)==' "$venv/constraints.txt")
     say "installing this package and its dependencies"
-    _pip --editable ".[test,exact,docs,tools]"
+    _pip --editable ".[deepspeed,megatron,report,test,exact,docs,tools]"
     say "compiling the planner's inner loops (once)"
     "$venv/bin/python" -c "from recycle_plugin import planner; planner.warm()" || fail "the planner's loops could not be compiled"
     _wanted > "$venv/recycle-installed"

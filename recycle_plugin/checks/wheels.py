@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 OURS, GIVEN = "recycle_plugin", "torch"
+EXTRAS = ("", "deepspeed", "report")  # of ours, which the stages need
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_27_x86_64", "manylinux_2_28_x86_64")
 PART = 60 << 20  # bytes
 BUILDS = "setuptools"  # by which this checkout is installed there
@@ -70,13 +71,18 @@ def closure(root: str, python: str, without: Iterable[str] = ()) -> set[str]:
 
 
 def wanted(name: str, python: str) -> list[Requirement]:
-    """What a distribution requires without its extras; nothing where it is not installed here."""
-    markers = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+    """What a distribution requires, ours with EXTRAS, others without any; nothing if it is not installed here."""
+    versions = {"python_version": python, "python_full_version": f"{python}.0"}
+    extras = EXTRAS if name == canonicalize_name(OURS) else ("",)
     try:
         found = map(Requirement, requires(name) or ())
     except PackageNotFoundError:
         return []
-    return [one for one in found if one.marker is None or one.marker.evaluate(markers)]
+    return [
+        one
+        for one in found
+        if one.marker is None or any(one.marker.evaluate({**versions, "extra": extra}) for extra in extras)
+    ]
 
 
 def collect(names: Sequence[str], python: str, folder: Path) -> None:

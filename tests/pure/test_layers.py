@@ -67,7 +67,7 @@ BELOW = {
         "cli",
         "versions",
     },
-    "cli": {"commands", "errors", "settings"},
+    "cli": {"commands", "errors", "settings", "versions"},
     "docs": set(),
     "": {"planner", "runtime"},
 }

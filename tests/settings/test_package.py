@@ -1,7 +1,9 @@
 """What the package ships, and its command."""
 
 import configparser
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,33 +12,17 @@ from packaging.specifiers import SpecifierSet
 
 from recycle_plugin import __version__
 from recycle_plugin.cli import main
-from recycle_plugin.versions import RANGES
+from recycle_plugin.versions import EXTRAS, RANGES
 
 CHECKOUT = Path(__file__).parents[2]
-
-
-def declared() -> set[str]:
-    parser = configparser.ConfigParser()
-    parser.read(CHECKOUT / "setup.cfg")
-    return set(parser["options"]["packages"].split())
-
-
-def present() -> set[str]:
-    folders = {path.parent for path in (CHECKOUT / "recycle_plugin").rglob("*.py")}
-    return {".".join(folder.relative_to(CHECKOUT).parts) for folder in folders}
-
-
-def test_setup_cfg_names_every_package():
-    assert present() <= declared()
 
 
 def test_constraints_pin_every_dependency():
     pinned = (CHECKOUT / "scripts" / "constraints.txt").read_text().lower()
     parser = configparser.ConfigParser()
     parser.read(CHECKOUT / "setup.cfg")
-    wanted = parser["options"]["install_requires"].split("\n") + [
-        line for extra in ("test", "docs", "tools") for line in parser["options.extras_require"][extra].split("\n")
-    ]
+    extras = parser["options.extras_require"].values()
+    wanted = [line for lines in (parser["options"]["install_requires"], *extras) for line in lines.split("\n")]
     for line in filter(None, map(str.strip, wanted)):
         name = line.split(">")[0]
         assert f"\n{name}==" in pinned, name
@@ -54,20 +40,32 @@ def test_a_commit_with_a_long_subject_is_refused(tmp_path, length, code):
 def test_setup_cfg_and_the_check_at_the_start_name_the_same_releases():
     parser = configparser.ConfigParser()
     parser.read(CHECKOUT / "setup.cfg")
-    declared = {
-        one.name: one.specifier for one in map(Requirement, parser["options"]["install_requires"].split("\n")[1:])
-    }
+    extras = parser["options.extras_require"]
+    lines = "\n".join((parser["options"]["install_requires"], *(extras[name] for name in sorted(set(EXTRAS.values())))))
+    declared = {one.name: one.specifier for one in map(Requirement, filter(None, lines.split("\n")))}
     assert {name: declared[name] for name in RANGES} == {name: SpecifierSet(needs) for name, needs in RANGES.items()}
 
 
-def test_the_documents_are_shipped():
-    parser = configparser.ConfigParser()
-    parser.read(CHECKOUT / "setup.cfg")
-    package = CHECKOUT / "recycle_plugin"
-    shipped = {
-        path for pattern in parser["options.package_data"]["recycle_plugin"].split() for path in package.glob(pattern)
-    }
-    assert shipped == set((package / "docs").iterdir()) and len(shipped) > 8
+def test_a_command_that_needs_what_is_not_installed_says_how_to_install_it(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib.figure')")
+    command = [
+        sys.executable,
+        "-m",
+        "recycle_plugin.cli",
+        "plan",
+        "--pp",
+        "2",
+        "--dp",
+        "2",
+        "--micro-batches",
+        "4",
+        "--png",
+        "plan.png",
+    ]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 2
+    assert ended.stderr == "recycle: matplotlib is not installed: pip install 'recycle_plugin[report]'\n"
 
 
 def test_version(capsys):
