@@ -9,18 +9,27 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import tiers
+
 if TYPE_CHECKING:
     from tests.support.cluster import ForkServer
 
 pytest_plugins = ("tests.support.again",)
 WHOLE_JOBS, JOBS = "tests/cluster/", 2  # where each case starts one, and how many a function has by itself
-KILL_SEED = "RECYCLE_TEST_KILL_SEED"
 # Of all processes that tests start: torch asks the name server for the name of each address that a store's client
 # connects to, and waits 5 s where no answer comes; or else it warns each time that nobody tells.
 os.environ |= {"RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier",
+        choices=("unit", "jobs", "test"),
+        help="run one tier of tests/tiers.py, or both: test (default: everything)",
+    )
+    parser.addoption(
+        "--draw", type=int, metavar="S", help="and a tenth of what the tier leaves out, chosen by this number"
+    )
     parser.addoption(
         "--all-kills",
         action="store_true",
@@ -29,9 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kill-seed",
         type=int,
+        default=0,
         metavar="S",
-        help="chooses which kills run with DeepSpeed, under its launcher, and which of many cases (default: another "
-        "one each time)",
+        help="chooses which kills run with DeepSpeed, under its launcher, and which of many cases (default 0)",
     )
     parser.addoption(
         "--real-seeds", type=int, default=1, metavar="N", help="real jobs with failures close together (default 1)"
@@ -102,8 +111,6 @@ def pytest_configure(config: pytest.Config) -> None:
         f"{JOBS} of those in {WHOLE_JOBS} without it; all of them with --all-kills",
     )
     config.addinivalue_line("markers", "real_launcher: under DeepSpeed's own launcher")
-    if config.option.kill_seed is None:  # one for all workers of pytest-xdist, which inherit the environment
-        config.option.kill_seed = int(os.environ.setdefault(KILL_SEED, str(random.randrange(1000))))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -115,6 +122,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--all-kills"):
         leave_out(config, items, [item for item in items if _is_of_all_kills(item)])
         leave_out(config, items, not_chosen(items, config.getoption("--kill-seed")))
+    if wanted := config.getoption("--tier"):
+        names = ("unit", "jobs") if wanted == "test" else (wanted,)
+        kept = set(tiers.chosen(items, names, config.getoption("--draw")))
+        leave_out(config, items, [item for item in items if item not in kept])
 
 
 def _is_of_all_kills(item: pytest.Item) -> bool:

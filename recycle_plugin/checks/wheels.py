@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 OURS, GIVEN = "recycle_plugin", "torch"
-EXTRAS = ("", "deepspeed", "report")  # of ours, which the stages need
+EXTRAS = ("", "deepspeed", "megatron", "report")  # of ours, which the stages need
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_27_x86_64", "manylinux_2_28_x86_64")
 PART = 60 << 20  # bytes
 BUILDS = "setuptools"  # by which this checkout is installed there

@@ -1,4 +1,4 @@
-"""Two thousand simulated jobs with failures happen as they happened when they were written down.
+"""Two thousand simulated jobs with failures end as they did when they were written down.
 
 Where a change of the protocol is meant to change them, they are written anew, with ``--freeze``, by the commit that
 says why.
@@ -23,7 +23,7 @@ def test_what_is_written_down_is_what_was_meant() -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_frozen_jobs_happen_as_they_did(request) -> None:
+def test_frozen_jobs_end_as_they_did(request) -> None:
     if request.config.getoption("--freeze"):
         frozen.freeze([seeded.scenario(seed) for seed in range(COUNT)])
     records = frozen.frozen()
@@ -31,7 +31,7 @@ def test_frozen_jobs_happen_as_they_did(request) -> None:
     chosen = records[:: COUNT // request.config.getoption("--frozen-jobs")]
     found = frozen.digests([frozen.read(record["scenario"]) for record in chosen])
     differ = [place for place, (record, now) in enumerate(zip(chosen, found)) if record["digest"] != now]
-    assert not differ, f"{len(differ)} of {len(chosen)} jobs happen otherwise, the first is {chosen[differ[0]]}"
+    assert not differ, f"{len(differ)} of {len(chosen)} jobs end otherwise, the first is {chosen[differ[0]]}"
 
 
 def test_a_mistake_in_the_protocol_changes_a_digest(monkeypatch) -> None:

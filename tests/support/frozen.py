@@ -1,8 +1,8 @@
-"""Simulated jobs written out, and digests of what happened in them, so that a change of the code shows whether it
+"""Simulated jobs written out, and digests of what came of them, so that a change of the code shows whether it
 changed the protocol.
 
-Seeds would not do: what a seed draws changes with every trouble that is added.  A digest is over what was executed and
-what the coordinator heard and told, in their order; when, it does not say.
+Seeds would not do: what a seed draws changes with every trouble that is added.  A digest is over the outcome: what was
+committed, with which losses, who was given up, and how workers and the job ended; not over the order of events.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from recycle_plugin import planner
+from recycle_plugin.core.messages.contributions import LOSS
+from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Fence
+from recycle_plugin.core.messages.from_workers import Exited, Left
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.simulator import campaign
 from recycle_plugin.simulator.checkers import Watcher
@@ -29,42 +31,6 @@ from recycle_plugin.simulator.message_delays import Weather
 from recycle_plugin.simulator.scenario import Heavy, Scenario, Trouble
 
 FILE = Path(__file__).parents[1] / "pure" / "frozen" / "scenarios.jsonl.gz"
-SAID = {  # what was in the messages when they were frozen; not what differs from run to run, nor what the job is
-    "Ready": "stepped",
-    "CatchUp": "",
-    "Serving": "",
-    "CaughtUp": "step",
-    "StateHash": "step digest",
-    "Recorded": "step evaluation committed unknown refused",
-    "Restart": "after_s",
-    "Serve": "newcomer from_step",
-    "SurvivorReport": "generation stepped digest held loaded period_us held_draws",
-    "Fingerprint": "step digest tied",
-    "Stepped": "generation step",
-    "Contribution": "step name values expected",
-    "BarrierReached": "generation place values",
-    "CheckpointLoaded": "generation",
-    "Resized": "generation micro_batches batch full_us",
-    "Leaving": "reason",
-    "Left": "code",
-    "Exited": "code",
-    "Heartbeat": "done at what",
-    "Missing": "generation what source",
-    "SupervisorHeartbeat": "stopped",
-    "Terminate": "reason",
-    "Fatal": "text",
-    "Note": "kind text",
-    "Generation": "number members from_step cause",
-    "Resume": "generation committed held norm rejected held_draws",
-    "Fence": "reason",
-    "Committed": "step",
-    "Collected": "step name values",
-    "BarrierPassed": "place values from_step",
-    "End": "step reason failed code",
-    "Lease": "for_s",
-    "ComputeTime": "step",
-    "Over": "code",
-}
 
 
 def write(given: Scenario) -> dict:
@@ -127,7 +93,7 @@ def _weather(record: dict) -> Weather:
 
 
 def digest(given: Scenario) -> str:
-    """Of a run of it.  Raises AssertionError where something was wrong with that."""
+    """Of the outcome of a run of it.  Raises AssertionError if something was wrong with the run."""
     witnesses: list[Witness] = []
 
     def witness(*arguments: Any) -> Witness:
@@ -136,36 +102,48 @@ def digest(given: Scenario) -> str:
 
     outcome = campaign.run("frozen", given, witness)
     assert not outcome.violations, outcome.violations
-    lines = [*witnesses[0].conversation, *(f"{span.seat} {span.instruction}" for span in outcome.spans)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(witnesses[0].outcome(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 class Witness(Watcher):
-    """Also remembers what was said to the coordinator and by it."""
+    """Also remembers what came of the job.  Final weights are the reference's, or else the run is a violation."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.conversation: list[str] = []
+        self._steps_seen: set[int] = set()
+        self._losses_seen: dict[int, dict[str, float]] = {}
+        self._ranks_fenced: set[int] = set()
+        self._codes_seen: set[tuple[int, int]] = set()
+        self._end_seen: tuple[bool, int] | None = None
+
+    def outcome(self) -> dict[str, Any]:
+        """The steps that were committed and their losses, the ranks of which a worker was given up, the exit codes
+        of workers by rank, and whether the job failed, with its code.
+        """
+        return {
+            "committed": sorted(self._steps_seen),
+            "losses": {step: self._losses_seen[step] for step in sorted(self._steps_seen & self._losses_seen.keys())},
+            "given_up": sorted(self._ranks_fenced),
+            "codes": sorted(self._codes_seen),
+            "end": self._end_seen,
+        }
 
     def heard(self, rank: int, message: object) -> None:
         super().heard(rank, message)
-        self.conversation.append(f"{rank}: {_words(message)}")
+        if isinstance(message, Left | Exited):
+            self._codes_seen.add((rank, message.code))
 
     def told(self, whom: object, message: object) -> None:
         super().told(whom, message)
-        self.conversation.append(_words(message))
-
-
-def _words(message: object) -> str:
-    kind = type(message).__name__
-    said = {name: _plain(getattr(message, name)) for name in SAID[kind].split()}
-    return f"{kind} {json.dumps(said, sort_keys=True)}"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple) and all(isinstance(each, Member) for each in value):
-        return [f"{member.rank}@{member.seat}" for member in value]
-    return value
+        match message:
+            case Committed(step=step):
+                self._steps_seen.add(step)
+            case Collected(step=step, name=name, values=values) if name == LOSS:
+                self._losses_seen[step] = values
+            case Fence(rank=rank):
+                self._ranks_fenced.add(rank)
+            case End(failed=failed, code=code):
+                self._end_seen = failed, code
 
 
 def frozen() -> list[dict]:
