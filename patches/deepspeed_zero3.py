@@ -8,6 +8,7 @@ replicas (recycle_plugin/adapters/deepspeed/replica) other replicas are at anoth
 from __future__ import annotations
 
 import torch
+
 from recycle_plugin.patches import Patch
 
 VERSIONS = ">=0.19.3,<0.20"

@@ -13,8 +13,8 @@ from operator import mul
 from typing import Any
 
 import torch
-from recycle_plugin.patches import Patch
 
+from recycle_plugin.patches import Patch
 from recycle_plugin.runtime.devices.kinds import own_device
 
 

@@ -106,8 +106,9 @@ def train(job: Mapping) -> None:
     """Train until this is ended, as any script of DeepSpeed's; the first rank writes a line for each step."""
     import deepspeed
     import torch
-    from recycle_plugin.patches import deepspeed_cpu
     from torch import nn
+
+    from recycle_plugin.patches import deepspeed_cpu
 
     deepspeed_cpu.apply()
     deepspeed.init_distributed()

@@ -46,6 +46,7 @@ def train(job: TrainingJob):
     import torch
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
     from recycle_plugin.patches import deepspeed_cpu
 
     deepspeed_cpu.apply()

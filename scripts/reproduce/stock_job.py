@@ -48,6 +48,7 @@ class StockJob:
         import deepspeed
         from deepspeed.pipe import PipelineModule
         from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
         from recycle_plugin.patches import deepspeed_cpu
 
         deepspeed_cpu.apply()

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 
 import torch
+
 from recycle_plugin.patches import deepspeed_cpu
 
 faulthandler.dump_traceback_later(90, exit=True)

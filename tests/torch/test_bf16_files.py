@@ -212,6 +212,7 @@ def stock(process_group, monkeypatch):
     """``stock(module, optimizer)``: DeepSpeed's BF16_Optimizer in a job of one worker."""
     import deepspeed.comm as comm
     from deepspeed.runtime import bf16_optimizer
+
     from recycle_plugin.patches import deepspeed_cpu
 
     deepspeed_cpu.apply()

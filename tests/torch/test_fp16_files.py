@@ -97,6 +97,7 @@ def stock(process_group, monkeypatch):
     import deepspeed.comm as comm
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
     from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
     from recycle_plugin.patches import deepspeed_cpu
 
     deepspeed_cpu.apply()

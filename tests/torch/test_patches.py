@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from recycle_plugin.patches import Patch, PatchMismatch, source_sha256
 
 
@@ -138,6 +139,7 @@ def test_deepspeed_builds_no_extension_for_its_collectives():
     import importlib
 
     import deepspeed
+
     from recycle_plugin.patches import deepspeed_cpu
 
     comm = importlib.import_module("deepspeed.comm.torch")
@@ -152,6 +154,7 @@ def test_deepspeed_builds_no_extension_for_its_collectives():
 
 def test_zero_3s_checks_are_replaced_as_they_are_installed_and_put_back():
     from deepspeed.runtime.zero import utils
+
     from recycle_plugin.patches import deepspeed_zero3
 
     before = utils.assert_lst_len_same_as_other_ranks, utils.get_lst_from_rank0

@@ -330,6 +330,7 @@ MODELS = {
 def deepspeed_alone(process_group):
     """DeepSpeed in one process."""
     import deepspeed
+
     from recycle_plugin.patches import deepspeed_cpu
 
     deepspeed_cpu.apply()
