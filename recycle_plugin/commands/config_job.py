@@ -24,7 +24,7 @@ from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.settings import activation_cap as caps
 from recycle_plugin.settings.schema import Settings
-from recycle_plugin.settings.wording import SECTION, shown
+from recycle_plugin.settings.wording import SECTION, refuse_misspelt, shown
 
 TOTAL, SAMPLES, COUNT = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 CLIPPING, DEFAULT_CLIPPING = "gradient_clipping", 1.0  # DeepSpeed's default
@@ -130,9 +130,11 @@ def job_of(found: argparse.Namespace) -> ConfiguredJob:
     from recycle_plugin.adapters.deepspeed.refusals import FP16, half
 
     config = config_of(found.config)
+    refuse_misspelt(config)
     settings = Settings.from_section(config.get(SECTION))
     count, samples, mismatch = batch(config, found.micro_batches, found.dp, found.config)
     shape = Topology(found.dp, found.pp, count)
+    settings.refuse_faults(shape)
     clip = clipping(config, found.config)
     if half(config) == FP16:
         settings = settings.in_fp16(clip)

@@ -12,7 +12,7 @@ import numpy
 
 from recycle_plugin import folders
 from recycle_plugin.commands.losses import stages_text
-from recycle_plugin.runtime.log.reader import LogReader, runs
+from recycle_plugin.runtime.log.reader import LogReader, files, runs
 from recycle_plugin.runtime.log.records import ITEM_BYTES, Part
 from recycle_plugin.runtime.log.segment import Damaged, Fault, Segment
 
@@ -67,6 +67,8 @@ def _reader(found: argparse.Namespace) -> LogReader:
     if not found.folder.is_dir():
         raise ValueError(f"there is no folder {found.folder}")
     known = runs(found.folder)
+    if not files(found.folder):
+        raise ValueError(f"{found.folder} has no segment of a log: name the folder of recycle.log, such as RUN/log")
     if found.job is None and len(known) > 1:
         raise ValueError(f"{found.folder} has logs of several runs, {', '.join(known)}: say which one with --run")
     if found.job is not None and found.job not in known:

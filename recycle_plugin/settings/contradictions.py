@@ -21,7 +21,8 @@ def refuse_contradictions(settings: Settings) -> None:
             'write "keyed", or set recycle.reroute to false',
         )
     if pairs := settings.deadlines.contradictions():
-        (first, last), others = pairs[0], dict.fromkeys(first for first, _ in pairs[1:])
+        first, last = pairs[0]
+        others = dict.fromkeys(key for key, _ in pairs[1:] if key != first)
         raise SettingsError(
             first,
             f"{getattr(settings, first):g} s is to fire before recycle.{last} = {getattr(settings, last):g} s",

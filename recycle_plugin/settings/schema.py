@@ -434,6 +434,17 @@ class Settings(BaseModel):
         """The faults to inject, parsed."""
         return tuple(map(Fault.parse, self.faults))
 
+    def refuse_faults(self, shape: Topology) -> None:
+        """Raise :class:`SettingsError` if a fault is to strike a seat that ``shape`` has not."""
+        for fault in self.fault_list:
+            if fault.seat not in shape.seats:
+                raise SettingsError(
+                    "faults",
+                    f"'{fault}' names seat {fault.seat}, and the topology is {shape.replicas} replicas of "
+                    f"{shape.stages} stages",
+                    "write a seat as replica.stage, both from 0",
+                )
+
     def fault_script(self, seat: Seat, incarnation: int = 0) -> FaultScript:
         """The faults that strike the ``incarnation``-th process at ``seat``."""
         return FaultScript(self.fault_list, seat, incarnation)

@@ -22,6 +22,16 @@ Sections = Mapping[str, type[BaseModel]]
 """Settings that are objects of their own."""
 
 
+ALIKE = 0.85  # of 1: a section of this likeness is taken for a slip of the pen
+
+
+def refuse_misspelt(config: Mapping[str, Any]) -> None:
+    """Raise ValueError if a DeepSpeed ``config`` has no section of ours, and one whose name is much alike."""
+    meant = [name for name in config if difflib.get_close_matches(name.lower(), [SECTION], cutoff=ALIKE)]
+    if SECTION not in config and meant:
+        raise ValueError(f'"{meant[0]}" in the DeepSpeed config: no such section; did you mean "{SECTION}"?')
+
+
 class SettingsError(ValueError):
     """A setting is wrong; the message is one line: ``recycle.<key>: what is wrong; what to write instead``."""
 

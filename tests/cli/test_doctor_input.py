@@ -74,6 +74,16 @@ SHAPE = "--pp 2 --dp 2"
             SHAPE,
             "may hold 1048576 bytes",
         ),
+        (
+            {**HEALTHY, "recycle": {"enabled": True, "faults": ["kill 7.0 before 0F0.0@2"]}},
+            SHAPE,
+            "recycle.faults: 'kill 7.0 before 0F0.0@2' names seat 7.0, and the topology is",
+        ),
+        (
+            {"recylce" if key == "recycle" else key: value for key, value in {"recycle": {}, **HEALTHY}.items()},
+            SHAPE,
+            '"recylce" in the DeepSpeed config: no such section; did you mean "recycle"?',
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, config, arguments, says) -> None:

@@ -36,6 +36,7 @@ CASES = {
     "Hugging Face": "Hugging Face's Accelerator.prepare() with recycle.replicas says itself "
     "which micro-batch is a step's last, which a lost replica's work moves, and counts steps: set recycle.batch to "
     '"shrink" and recycle.rejoin to "never", or write the loop with engine(…)',
+    "two engines": "deepspeed.initialize was called twice with recycle.enabled: one engine per process",
     "no pipeline": "recycle.enabled needs a deepspeed.pipe.PipelineModule",
 }
 
@@ -90,3 +91,5 @@ def test_busy_port(launch):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         run = launch(port=busy.getsockname()[1])
         assert_one_line(run.finish(), f"master port {run.port} cannot be used")
+        run = launch(port=busy.getsockname()[1], TORCHELASTIC_RUN_ID="as under torchrun")
+        assert_one_line(run.finish(), "torchrun keeps it for a store of its own, and is not supported yet")

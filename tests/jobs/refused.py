@@ -95,4 +95,7 @@ if case == "no pipeline":
 else:
     model = PipelineModule(layers, topology=topology, loss_fn=torch.nn.functional.mse_loss)
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, training_data=data)
+if case == "two engines":
+    another = PipelineModule(layers, topology=topology, loss_fn=torch.nn.functional.mse_loss)
+    deepspeed.initialize(model=another, model_parameters=another.parameters(), config=config, training_data=data)
 engine.train_batch()

@@ -219,3 +219,11 @@ def test_it_needs_no_torch() -> None:
     script = "import recycle_plugin.commands.log, sys; print(sorted({'torch', 'deepspeed'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_folder_without_a_log_is_none(tmp_path, capsys, command) -> None:
+    (tmp_path / "passwd").write_text("root")
+    code, out, err = said(capsys, command, tmp_path)
+    assert (code, out) == (2, "")
+    assert err == f"recycle: {tmp_path} has no segment of a log: name the folder of recycle.log, such as RUN/log\n"

@@ -22,7 +22,7 @@ from recycle_plugin.runtime.authentication.handshake import Port, Seal, Seals, c
 from recycle_plugin.runtime.catch_up import inlet as inlet_module
 from recycle_plugin.runtime.catch_up import outlet as outlet_module
 from recycle_plugin.runtime.catch_up.inlet import TcpInlet
-from recycle_plugin.runtime.catch_up.listener import DAMAGE, StateListener
+from recycle_plugin.runtime.catch_up.listener import StateListener
 from recycle_plugin.runtime.catch_up.outlet import TcpOutlet
 from recycle_plugin.runtime.catch_up.rate import ALONE, BURST_S, COPYING, LEAST, Rate
 from recycle_plugin.runtime.catch_up.served import Served
@@ -157,7 +157,7 @@ def test_what_is_asked_for_gets_there_however_much_it_is(ends):
 
 def test_a_byte_that_changes_on_its_way_is_found(coordinator):
     """Chunks by number: two of the head, then of the first unit's tensors; and of sums."""
-    ends = Ends(coordinator.session(0), environment={DAMAGE: "0:4,1:1,0:14"})
+    ends = Ends(coordinator.session(0), damaged={4, 14})
     try:
         outlet, inlet = ends.line()
         for item in (Head(4, b"value", {}), unit("a", 4), unit("b", 4, 8), Sums(5, {"a": (torch.ones(3),)}), Marker(5)):
@@ -171,7 +171,7 @@ def test_a_byte_that_changes_on_its_way_is_found(coordinator):
 
 
 def test_a_damaged_head_is_asked_for_again(coordinator):
-    ends = Ends(coordinator.session(0), environment={DAMAGE: "0:1"})
+    ends = Ends(coordinator.session(0), damaged={1})
     try:
         outlet, inlet = ends.line()
         outlet.send(Head(4, b"value", {}))

@@ -127,6 +127,11 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
             "120, or raise recycle.busy_timeout_s",
         ),
         (
+            {"progress_timeout_s": 700},
+            "recycle.progress_timeout_s: 700 s is to fire before recycle.busy_timeout_s = 120 s; write less than 120, "
+            "or raise recycle.busy_timeout_s",
+        ),
+        (
             {"heartbeat_timeout_s": 400},
             "recycle.heartbeat_timeout_s: 400 s is to fire before recycle.last_worker_timeout_s = 300 s; write less "
             "than 300, or raise recycle.last_worker_timeout_s",

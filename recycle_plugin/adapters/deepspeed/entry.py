@@ -8,7 +8,6 @@ everywhere else.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -26,7 +25,7 @@ from typing import Any
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.settings.schema import Settings
-from recycle_plugin.settings.wording import SECTION
+from recycle_plugin.settings.wording import SECTION, refuse_misspelt
 from recycle_plugin.versions import RANGES, releases
 
 TORCHS = {
@@ -45,7 +44,6 @@ TORCHS = {
     "torch.distributed.checkpoint": ("save", "async_save", "load"),
 }
 """Functions of torch's modules, each of which one in runtime/collectives/calls.py takes the place of."""
-ALIKE = 0.85  # of 1: a section of this likeness is taken for a slip of the pen
 
 
 class Plugin:
@@ -53,6 +51,7 @@ class Plugin:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self._made = False  # an engine of ours, by an earlier call
 
     def install(self) -> None:
         """Wrap them as soon as they are imported; call it before the training script runs."""
@@ -96,7 +95,9 @@ class Plugin:
             ]
             ours = self._our_engine if settings.replicas is None else partial(self._replica_engine, packages)
             with ours(module, config, settings, given):
-                return stock(*arguments, **named)
+                built = stock(*arguments, **named)
+            self._made = True
+            return built
 
         module.initialize = initialize
 
@@ -104,11 +105,10 @@ class Plugin:
         """Warn where the config has no section, and refuse a misspelt one: who starts a job through the plugin means to
         have it.
         """
-        meant = next(
-            (name for name in config if difflib.get_close_matches(name.lower(), [SECTION], cutoff=ALIKE)), None
-        )
-        if SECTION not in config and meant is not None:
-            raise RecycleError(f'"{meant}" in the DeepSpeed config: no such section; did you mean "{SECTION}"?')
+        try:
+            refuse_misspelt(config)
+        except ValueError as error:
+            raise RecycleError(str(error)) from None
         section = config.get(SECTION, {})
         if config and isinstance(section, dict) and "enabled" not in section and self.session.is_first:
             missing = f'"{SECTION}" section' if SECTION not in config else f"{SECTION}.enabled"
@@ -178,7 +178,7 @@ class Plugin:
             module.DeepSpeedEngine = stock
 
     def _check_once(self) -> None:
-        if self.session.trains:
+        if self._made or self.session.trains:
             raise RecycleError(
                 "deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection
 
 import psutil
 
@@ -28,20 +28,18 @@ from recycle_plugin.runtime.processes.accepting import Refusals
 
 HELLO_S = 10.0  # how long who has connected may take to say who it is
 END_S = 1.0  # how long the listener's thread may take to end
-DAMAGE = "RECYCLE_DAMAGED_CHUNKS"  # in the environment, for tests: "RANK:NUMBER,…", chunks of which a byte is changed
 
 
 class StateListener:
     """Lets newcomers in to the worker of ``session``, on the setting ``interface``; ``rate`` is that of all of them.
 
-    ``environment``: what injects damage, for tests.  Raises RecycleError for an interface that there is not.
+    ``damaged``: the numbers of chunks of which a test changes a byte.  Raises RecycleError for an interface that there
+    is not.
     """
 
-    def __init__(
-        self, session: Session, interface: str | None, rate: Rate, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, session: Session, interface: str | None, rate: Rate, damaged: Collection[int] = ()) -> None:
         self._session, self._rate = session, rate
-        self._damaged = damaged_chunks(_damage(environment or {}, session.rank))
+        self._damaged = damaged_chunks(damaged)
         self._expected: dict[WorkerId, TcpOutlet] = {}
         self._lock, self._closed, self._said = threading.Lock(), threading.Event(), False
         host = address_of(interface) if interface else session.own_address
@@ -155,9 +153,3 @@ def _listener(host: str, interface: str | None) -> socket.socket:
     except OSError as error:
         setting = f"recycle.transfer_interface: {interface}" if interface else host
         raise RecycleError(f"{setting}: no newcomer could come there ({error.strerror}); name another one") from None
-
-
-def _damage(environment: Mapping[str, str], rank: int) -> set[int]:
-    """The chunks of this worker of which a byte is to be changed, by number."""
-    pairs = [entry.split(":") for entry in environment.get(DAMAGE, "").split(",") if entry]
-    return {int(number) for of, number in pairs if int(of) == rank}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -42,7 +41,7 @@ class Transfers:
         Raises RecycleError for an interface that there is not.
         """
         if self._listener is None:
-            self._listener = StateListener(self._session, self._interface, self._rate, os.environ)
+            self._listener = StateListener(self._session, self._interface, self._rate)
         outlet = self._listener.expect(newcomer)
         return self._units(outlet.copied), outlet, self._listener.address
 

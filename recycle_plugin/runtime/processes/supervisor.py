@@ -74,6 +74,10 @@ HEARTBEAT_S = 0.5  # between two signs of the worker's life
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
 ANOTHER_PORT = "start the launcher with --master_port and a free one"
+NOT_TORCHRUN = (
+    "torchrun keeps it for a store of its own, and is not supported yet: start with the deepspeed launcher, srun, or "
+    "python -m recycle_plugin.launch --workers N"
+)
 ANOTHER_ADDRESS = (
     "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's for all "
     "others"
@@ -585,7 +589,8 @@ class Hosted:
         try:
             await coordinator.start(here, address[1], file.put)
         except OSError as error:
-            raise BadMaster(f"master port {address[1]} cannot be used ({error.strerror}): {ANOTHER_PORT}") from error
+            advice = NOT_TORCHRUN if "TORCHELASTIC_RUN_ID" in environment else ANOTHER_PORT
+            raise BadMaster(f"master port {address[1]} cannot be used ({error.strerror}): {advice}") from error
         if here == ANYWHERE:
             text = f"{address[0]} is no address of this host, so coordinator and store listen at all of its addresses"
             say(Event("warning", text), time.time())

@@ -10,6 +10,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.worker.ports import Framework
 from recycle_plugin.settings.schema import Settings
+from recycle_plugin.settings.wording import SettingsError
 
 ALIKE = (
     "deadlines",
@@ -71,10 +72,8 @@ def job_spec(
 
 
 def check_faults(settings: Settings, topology: Topology) -> None:
-    """Raise RecycleError where a fault is to strike a seat that there is not."""
-    for fault in settings.fault_list:
-        if fault.seat not in topology.seats:
-            raise RecycleError(
-                f"recycle.faults: '{fault}' names seat {fault.seat}, and the topology is "
-                f"{topology.replicas} replicas of {topology.stages} stages (seats are replica.stage, from 0)"
-            )
+    """Raise RecycleError if a fault is to strike a seat that there is not."""
+    try:
+        settings.refuse_faults(topology)
+    except SettingsError as error:
+        raise RecycleError(str(error)) from None
