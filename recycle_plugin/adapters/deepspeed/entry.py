@@ -9,8 +9,6 @@ everywhere else.
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import sys
@@ -22,6 +20,7 @@ from traceback import walk_stack
 from types import ModuleType
 from typing import Any
 
+from recycle_plugin.adapters.unlaunched import AfterImport
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.settings.schema import Settings
@@ -214,35 +213,3 @@ def _put_in_place(package: str, name: str, stock: Callable[..., Any], wrapped: C
     for module in [one for one in sys.modules.values() if getattr(one, "__name__", "").startswith(package)]:
         if vars(module).get(name) is stock:
             setattr(module, name, wrapped)
-
-
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``wrap(module)`` right after each named module has been imported for the first time."""
-
-    def __init__(self, wrappers: dict[str, Callable[[ModuleType], None]]) -> None:
-        self._wrappers = dict(wrappers)
-
-    def install(self) -> None:
-        """Wrap the modules that are imported already, and wait for the others."""
-        for name in [name for name in self._wrappers if name in sys.modules]:  # a warm process has them already
-            self._wrappers.pop(name)(sys.modules[name])
-        sys.meta_path.insert(0, self)
-
-    def find_spec(
-        self, name: str, path: Any, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Python's import calls this: for a named module, have it wrapped once it is loaded."""
-        wrap = self._wrappers.pop(name, None)
-        if wrap is None:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
-            return spec
-        load = spec.loader.exec_module
-
-        def load_and_wrap(module: ModuleType) -> None:
-            load(module)
-            wrap(module)
-
-        spec.loader.exec_module = load_and_wrap
-        return spec

@@ -1,0 +1,78 @@
+"""A line for whoever switches the plugin on in a DeepSpeed config, and starts the job without it.
+
+The package is an entry point of the group ``torch.backends``, which torch calls when it is imported.  Nothing else of
+the plugin runs in a job that ``deepspeed train.py`` has started: it is stock DeepSpeed's, and the loss of a worker ends
+it.  Imports nothing but the standard library, since every process that imports torch pays for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+LAUNCHED = "RECYCLE_COORDINATOR"  # in the environment of the plugin's workers
+SAID = (
+    "recycle: warning: recycle.enabled is true, and this job was started without the plugin: the loss of a worker ends "
+    "it. Start it as: deepspeed --module recycle_plugin.launch YOUR_SCRIPT.py ..."
+)
+
+
+def watch() -> None:
+    """Have DeepSpeed's config say so, once it is imported: after torch, in whichever order a script imports them."""
+    if LAUNCHED not in os.environ:
+        AfterImport({"deepspeed.runtime.config": _wrap}).install()
+
+
+def _wrap(module: ModuleType) -> None:
+    config = getattr(module, "DeepSpeedConfig", None)
+    if config is None:
+        return
+    stock = config.__init__
+
+    @functools.wraps(stock)
+    def read(self: Any, *arguments: Any, **named: Any) -> None:
+        stock(self, *arguments, **named)
+        section = getattr(self, "_param_dict", {}).get("recycle")
+        enabled = isinstance(section, dict) and section.get("enabled") is True
+        if enabled and LAUNCHED not in os.environ and os.environ.get("RANK", "0") == "0":
+            print(SAID, file=sys.stderr, flush=True)
+
+    config.__init__ = read
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls ``wrap(module)`` right after each named module has been imported for the first time."""
+
+    def __init__(self, wrappers: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._wrappers = dict(wrappers)
+
+    def install(self) -> None:
+        """Wrap the modules that are imported already, and wait for the others."""
+        for name in [name for name in self._wrappers if name in sys.modules]:  # a warm process has them already
+            self._wrappers.pop(name)(sys.modules[name])
+        sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, name: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Python's import calls this: for a named module, have it wrapped once it is loaded."""
+        wrap = self._wrappers.pop(name, None)
+        if wrap is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def load_and_wrap(module: ModuleType) -> None:
+            load(module)
+            wrap(module)
+
+        spec.loader.exec_module = load_and_wrap
+        return spec
