@@ -207,8 +207,8 @@ class Loss:
         """What the ways cost with the fewest steps between checkpoints, in words."""
         decision, why = self.decisions[0], self.decisions[0].ways[1].why_not
         if decision.taken.parts:
-            return f"{self.lost}: {decision.taken.name}, {decision.taken.cost}. {decision.others()}"
-        return f"{self.lost}: {decision.taken.name}, since {why}. {decision.others(why)}"
+            return f"{self.lost}: {decision.taken.name}, {decision.taken.cost}. {others(decision)}"
+        return f"{self.lost}: {decision.taken.name}, since {why}. {others(decision, why)}"
 
 
 def _losses(job: ConfiguredJob, found: Choices) -> list[Loss]:
@@ -311,3 +311,16 @@ def _table(ways: list[dict]) -> list[str]:
     heads = ("lost", "way", *(f"s, every {every}" for every in EVERY), "how")
     rows = [(row["lost"], row["way"], *(f"{each:.3g}" for each in row["seconds"]), row["how"]) for row in ways]
     return aligned([heads, *rows], tuple(range(2, 2 + len(EVERY))))
+
+
+def others(decision: Decision, said: str = "") -> str:
+    """What the ways that a loss does not go would have cost, and why it does not, in a sentence; but for the end, and
+    for what can't be for the reason that is ``said`` already.
+    """
+    found = []
+    for way in decision.ways:
+        if way not in (decision.taken, END) and (not said or way.why_not != said):
+            would = f"would cost {way.cost}" if way.parts else "can't be"
+            found.append(f"{way.name} {would}" + f": {way.why_not}" * bool(way.why_not))
+    text = "; ".join(found)
+    return text[:1].upper() + text[1:]

@@ -32,6 +32,7 @@ from recycle_plugin.core.vocabulary.roster import Member
 if TYPE_CHECKING:
     from recycle_plugin.core.coordinator.course import Course
 
+NAMED = 3  # of those that a loss is about, so many are named
 START_UP_S = 9.0  # of a process until its model is ready, as long as nobody has measured it: 4 to 8 s with small models
 MEASURED, ASSUMED, UNKNOWN = "", "assumed", "not known"
 NOBODY_LEFT = "nobody of the stage is left"
@@ -116,18 +117,6 @@ class Decision:
     def taken(self) -> Way:
         """The one that the loss goes."""
         return next(way for way in self.ways if not way.why_not)
-
-    def others(self, said: str = "") -> str:
-        """What the others would have cost, and why they are not taken, in a sentence; but of the end, and of what can't
-        be for the reason that is ``said`` already.
-        """
-        found = []
-        for way in self.ways:
-            if way not in (self.taken, END) and (not said or way.why_not != said):
-                would = f"would cost {way.cost}" if way.parts else "can't be"
-                found.append(f"{way.name} {would}" + f": {way.why_not}" * bool(way.why_not))
-        text = "; ".join(found)
-        return text[:1].upper() + text[1:]
 
     @property
     def details(self) -> dict[str, Any]:
@@ -296,28 +285,41 @@ def say_rerouted(course: Course, pause_s: float, throughput: float, out: Coordin
     """
     lost = sorted((each for those in course.unsaid.values() for each in those), key=lambda each: each.worker)
     course.unsaid = {}
+    assert course.job is not None, "who is lost has taken part in a job"
     decision = of_seats(course, lost, Time(max(0.0, pause_s)), throughput)
     out.say(
         "recovery",
-        f"{_lost(course, lost)}. Predicted: {decision.taken.cost}. {decision.others()}",
+        f"{who_is_lost(lost, course.job.unit, course.job.policy.shrinks)}; {_loses(decision.taken, throughput)}",
         seats=[str(member.seat) for member in lost],
         throughput=throughput,
         **decision.details,
     )
 
 
-def _lost(course: Course, lost: Sequence[Member]) -> str:
-    """Who is ``lost``, and what becomes of the work."""
-    assert course.job is not None, "who is lost has taken part in a job"
-    if course.job.unit == "replica":
-        replicas = sorted({member.seat.replica for member in lost})
-        one, who = len(replicas) == 1, " and ".join(map(str, replicas))
-        work = "nobody does its work" if course.job.policy.shrinks else "the others take its work"
-        until = "it is" if one else "they are"
-        return f"replica {who} {'is' if one else 'are'} out whole, and until {until} back {work}"
-    one, who = len(lost) == 1, ", ".join(map(str, lost))
-    stages = "its stage" if one else "their stages"
-    return f"{who} {'is' if one else 'are'} lost, and the others of {stages} take the work"
+def _loses(way: Way, throughput: float) -> str:
+    """What rerouting costs, in words."""
+    back = any(part.name == "slower" for part in way.parts)
+    slower = f", and throughput stays at {throughput:.0%}" * (not back)
+    return f"about {way.seconds:.3g} s {'until the seat is filled again ' * back}are lost{slower}"
+
+
+def who_is_lost(lost: Sequence[Member], unit: str, shrinks: bool) -> str:
+    """Who is ``lost``, worker by worker or in whole replicas, and what becomes of the work."""
+    if unit == "replica":
+        who = several("replica", sorted({member.seat.replica for member in lost}))
+        return f"{who} out whole: {'nobody does its work' if shrinks else 'others take its work'}"
+    if len(lost) > NAMED:
+        return f"{len(lost)} workers are lost: others of their stages take the work"
+    who = " and ".join(map(str, lost))
+    return f"{who} {'is' if len(lost) == 1 else 'are'} lost: others of the stage take the work"
+
+
+def several(what: str, numbers: Sequence[int]) -> str:
+    """The subject of a sentence: at most NAMED of them by number, with "is" or "are"."""
+    if len(numbers) == 1:
+        return f"{what} {numbers[0]} is"
+    names = ", ".join(map(str, numbers)) if len(numbers) <= NAMED else f"{numbers[0]} to {numbers[-1]}"
+    return f"{what}s {names} are"
 
 
 def say_of_stages(
@@ -336,22 +338,25 @@ def say_of_stages(
     for stage in stages:
         course.unsaid.pop(stage, None)
     decision = of_stages(course, stages, why, along)
-    names = ", ".join(map(str, stages))
     if why:
-        text = f"stage {names} can't be replayed: {why}. {decision.others(why)}"
-        out.say("recovery", text, stages=list(stages), why=why, lacks=lacks, **decision.details)
+        out.say(
+            "recovery",
+            f"stage {', '.join(map(str, stages))} can't be replayed: {why}",
+            stages=list(stages),
+            why=why,
+            lacks=lacks,
+            **decision.details,
+        )
         return
     step, behind = course.logs.checkpoint.step, course.logs.behind(course.committed)
     whole = [*stages, *along]
-    first = f"it is replayed once more, since {again}" if again else "it is replayed from the logs"
-    meanwhile = "the others wait with all they have"
-    if course.ending.finishing:
-        meanwhile = "its script runs to its end without the others, some of which have come to theirs"
-    live = "".join(f", stage {stage} along with it ({reason})" for stage, reason in sorted(along.items()))
+    meanwhile = "its script ends without the others" if course.ending.finishing else "the others wait"
+    with_them = "".join(f" with stage {stage} ({reason})" for stage, reason in sorted(along.items())[:1])
+    once_more = f" once more, since {again}" * bool(again)
     out.say(
         "recovery",
-        f"stage {names} has nobody left: {first}{live}, {behind} step{'s' * (behind != 1)} behind the checkpoint of "
-        f"step {step}, and {meanwhile}. Predicted: {decision.taken.cost}. {decision.others()}",
+        f"{several('stage', stages)} without a worker: replayed from the logs{once_more}{with_them}, "
+        f"{behind} step{'s' * (behind != 1)}; {meanwhile}, about {decision.taken.seconds:.3g} s",
         stages=list(stages),
         along={str(stage): reason for stage, reason in sorted(along.items())},
         groups=[list(group) for group in groups(whole)],
