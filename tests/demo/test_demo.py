@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from recycle_plugin.cli import main
+from tests.support.samples import never_printed, shapes
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 ASKED_FOR = (
@@ -26,6 +27,7 @@ ASKED_FOR = (
     "step_s_before",
     "step_s_after",
 )
+ROOT = Path(__file__).parents[2]
 STEPS, STEPS_BACK, STEPS_STAGE = 10, 60, 40
 STATE_BYTES = 3 * 4 * 8192 + 4  # of the layer's weights and Adam's two moments of them, and its count of steps
 LOGGED_BYTES = 3 * 2 * 8 * 4 * 4 * 8192
@@ -81,6 +83,10 @@ def test_demo(warm, tmp_path, capsys):
     assert 0 < found["detection_s"] + found["regroup_s"] < found["stall_s"]
     assert found["step_s_before"] > 0 and found["step_s_after"] > 0 and found["predicted_ratio"] > 1
     assert "fault: kill 0.1 before 1F0.1@5" in said and "lost: seat 0.1" in said and "passed" in said
+    sample = (
+        (ROOT / "README.md").read_text().partition("## What you see when a worker dies")[2].partition("And when")[0]
+    )
+    assert shapes(sample) and not never_printed(sample, said)
     assert "[INFO]" not in said, "DeepSpeed's own lines do not belong here"
     assert said.count("single point of failure") == 1
     assert len((out / "losses.csv").read_text().splitlines()) == STEPS + 1

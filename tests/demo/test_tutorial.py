@@ -12,6 +12,7 @@ import pytest
 
 from recycle_plugin.experiments.runs import MARK, await_reports, environment, free_port, processes_with
 from tests.support.cluster import ForkServer
+from tests.support.samples import never_printed, shapes
 
 TUTORIAL = (Path(__file__).parents[2] / "recycle_plugin/docs/tutorial.md").read_text()
 DEADLINE_S = 900  # of three launches by DeepSpeed's own command, where others use the machine
@@ -64,4 +65,5 @@ def test_the_tutorial_as_it_stands(variables, tmp_path):
     logs = "\n".join(log.read_text()[-4000:] for log in sorted(tmp_path.glob("*.log")))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
     assert "lost: seat 1.1 (rank 3)" in done.stdout and "rejoined: seat 1.1 (rank 3)" in done.stdout, logs
+    assert len(shapes(TUTORIAL)) > 5 and not never_printed(TUTORIAL, done.stdout)
     assert "4 of 4" in done.stdout and (tmp_path / "run/report.html").exists()

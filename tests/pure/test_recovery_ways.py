@@ -185,8 +185,8 @@ def test_who_has_peers_is_rerouted_and_that_is_said_once_these_have_planned():
     assert not [event for event in out.events if event.kind == "recovery"]
     out = agree(membership, membership.generation, {0: 3, 1: 3, 3: 3})
     found = decision(out)
-    assert found.text.startswith("seat 0.1 (rank 2) is lost: others of the stage take the work; about ")
-    assert found.text.endswith(" s until the seat is filled again are lost")
+    assert found.text.startswith("seat 0.1 (rank 2) is lost: others of the stage take the work; costs about ")
+    assert found.text.endswith(" s until the seat is filled again")
     assert found.details["way"] == "reroute" and found.details["seats"] == ["0.1"]
     assert found.details["throughput"] == 1.0, "the plans of these workers take no time"
 
@@ -217,7 +217,7 @@ def test_where_nobody_comes_back_the_throughput_is_less_for_good():
     membership = trained(rejoin="never")
     lose(membership, 2)
     found = decision(agree(membership, membership.generation, {0: 3, 1: 3, 3: 3}))
-    assert found.text.endswith(" s are lost, and throughput stays at 100%")
+    assert found.text.endswith(" s and keeps throughput at 100%")
 
 
 def test_an_end_says_why_and_what_it_is_to_go_on_by_hand():

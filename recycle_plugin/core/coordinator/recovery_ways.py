@@ -289,18 +289,18 @@ def say_rerouted(course: Course, pause_s: float, throughput: float, out: Coordin
     decision = of_seats(course, lost, Time(max(0.0, pause_s)), throughput)
     out.say(
         "recovery",
-        f"{who_is_lost(lost, course.job.unit, course.job.policy.shrinks)}; {_loses(decision.taken, throughput)}",
+        f"{who_is_lost(lost, course.job.unit, course.job.policy.shrinks)}; {_costs(decision.taken, throughput)}",
         seats=[str(member.seat) for member in lost],
         throughput=throughput,
         **decision.details,
     )
 
 
-def _loses(way: Way, throughput: float) -> str:
+def _costs(way: Way, throughput: float) -> str:
     """What rerouting costs, in words."""
     back = any(part.name == "slower" for part in way.parts)
-    slower = f", and throughput stays at {throughput:.0%}" * (not back)
-    return f"about {way.seconds:.3g} s {'until the seat is filled again ' * back}are lost{slower}"
+    until = "until the seat is filled again" if back else f"and keeps throughput at {throughput:.0%}"
+    return f"costs about {way.seconds:.3g} s {until}"
 
 
 def who_is_lost(lost: Sequence[Member], unit: str, shrinks: bool) -> str:
