@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("megatron.core")
@@ -14,6 +15,7 @@ pytest.importorskip("megatron.core")
 from recycle_plugin.adapters.megatron import gpt
 from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers, gpt_loss
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
+from tests.support.grammar.surroundings import Changed, Noisy, coarse, doubled, patched, straight_through, weight_by
 
 pytestmark = pytest.mark.usefixtures("process_group")
 SHAPE = GPTShape(layers=2, hidden=32, heads=4, sequence=16, vocabulary=64, dropout=0.1)
@@ -117,24 +119,75 @@ def test_megatrons_own_embedding_and_head_are_split_too(assert_bitwise):
 
 
 def test_tensor_parallel_sums_the_inputs_gradient_in_i_only(monkeypatch):
-    from recycle_plugin.adapters.megatron.layers import ParallelLinearOperator
+    from recycle_plugin.adapters.megatron.layers import ParallelLinear
 
     calls = []
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: calls.append(group))
-    operator = ParallelLinearOperator(nn.Parameter(torch.randn(4, 3)), None, "tensor-parallel group")
-    x, gradient = torch.randn(2, 3), torch.randn(2, 4)
-    assert operator.input_gradient(x, gradient).shape == (2, 3) and calls == ["tensor-parallel group"]
-    assert [g.shape for _, g in operator.weight_gradients(x, gradient)] == [(4, 3)] and len(calls) == 1
+    x, weight = torch.randn(2, 3, requires_grad=True), nn.Parameter(torch.randn(4, 3))
+    output = ParallelLinear.apply(x, weight, None, "tensor-parallel group")
+    gradient = torch.randn(2, 4)
+    torch.autograd.backward((output,), (gradient,), retain_graph=True, inputs=[weight])
+    assert calls == [] and x.grad is None and weight.grad.shape == (4, 3)
+    (made,) = torch.autograd.grad((output,), (x.requires_grad_(),), (gradient,))
+    assert made.shape == (2, 3) and calls == ["tensor-parallel group"]
 
 
 @pytest.mark.parametrize("option", ("gradient_accumulation_fusion", "sequence_parallel"))
 def test_parallel_linears_with_other_backwards_stay_fused(option):
-    from recycle_plugin.adapters.megatron.layers import _split_linear
+    from recycle_plugin.adapters.megatron.layers import _call
 
     options = {"gradient_accumulation_fusion": False, "allreduce_dgrad": False, "sequence_parallel": False}
     call = {"input": torch.randn(2, 3), "weight": nn.Parameter(torch.randn(4, 3)), "bias": None}
-    assert _split_linear(nn.Identity(), **call, **options) is not None
-    assert _split_linear(nn.Identity(), **call, **options | {option: True}) is None
+    assert _call(nn.Identity(), **call, **options) is not None
+    assert _call(nn.Identity(), **call, **options | {option: True}) is None
+
+
+class Within(nn.Module):
+    """Calls ``inner`` inside of a context."""
+
+    def __init__(self, inner: nn.Module, context) -> None:
+        super().__init__()
+        self.inner, self.context = inner, context
+
+    def forward(self, x):
+        with self.context():
+            return self.inner(x)
+
+
+def megatron_patched(name: str, make):
+    from megatron.core.tensor_parallel import layers
+
+    return lambda: patched(layers, name, make)
+
+
+AROUND = {
+    "a mode": lambda: Changed(weight_by(straight_through)),
+    "a mode that doubles what comes out": lambda: Changed(lambda args: args, lambda made: made * 2),
+    "saved tensors rounded": lambda: saved_tensors_hooks(coarse, lambda x: x),
+    "a dispatch mode": Noisy,
+    "its function patched": megatron_patched("linear_with_grad_accumulation_and_async_allreduce", doubled),
+    "F.embedding patched": lambda: patched(nn.functional, "embedding", doubled),
+}
+
+
+@pytest.mark.parametrize("wrap", (nn.Sequential, NonReentrant))
+@pytest.mark.parametrize("name", AROUND)
+def test_what_stands_around_megatrons_layers_counts_as_in_stock(assert_bitwise, name, wrap):
+    stages = build()
+    assert_bitwise(Within(wrap(stages[1]), AROUND[name]), hidden())
+    assert_bitwise(Within(stages[0], AROUND[name]), ids())
+
+
+def test_no_parallel_layer_of_a_checkpointed_model_is_lost():
+    counts = []
+    for wrap in (nn.Sequential, NonReentrant, Reentrant, DeepSpeedReentrant, DeepSpeedNonReentrant):
+        model = wrap(build()[1])
+        deferred = DeferredWeights(model)
+        with deferred.forward(), deferred.hold() as pending:
+            model(hidden()[0]).sum().backward()
+        counts.append(len(pending))
+        pending.run()
+    assert counts == [4] * 5
 
 
 def test_every_dropout_mask_follows_the_callers_seed():

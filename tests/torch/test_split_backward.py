@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from recycle_plugin.runtime.stage.operators import CONVERTERS, Converter, register_converter
+from recycle_plugin.runtime.stage.converters import CONVERTERS, Converter, register_converter
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights, PendingWeights
 
 
@@ -282,7 +282,7 @@ def test_a_copied_model_is_cut_loose(clone):
 
 
 def test_restore_and_names():
-    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Embedding(4, 16, padding_idx=0), nn.Dropout())
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Embedding(4, 16, max_norm=1.0), nn.Dropout())
     state, kinds = list(model.state_dict()), [type(part) for part in model]
     deferred = DeferredWeights(model)
     assert deferred.converted == ("0",) and deferred.fused == ("1", "2")
@@ -311,7 +311,6 @@ def test_what_is_not_known_stays_fused():
     for embedding in (
         nn.Embedding(4, 2, max_norm=1.0),
         nn.Embedding(4, 2, sparse=True),
-        nn.Embedding(4, 2, scale_grad_by_freq=True),
     ):
         assert DeferredWeights(embedding).converted == ()
 
@@ -340,16 +339,13 @@ def test_errors_say_what_went_wrong():
 
 
 def test_a_step_between_f_and_i_is_an_error_and_no_number():
-    """Stock autograd notices through the weight that it saved; the node holds it by reference."""
     for deferred in (False, True):
         model = nn.Linear(16, 16)
         with DeferredWeights(model).forward() if deferred else nullcontext():
             output = model(activations(5, 16)[0])
         with torch.no_grad():
             model.weight.mul_(2)
-        with pytest.raises(
-            RuntimeError, match="F and I: was the optimizer stepped" if deferred else "inplace operation"
-        ):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             output.sum().backward()
 
 
@@ -381,24 +377,10 @@ class Gate(nn.Module):
         return x * self.gain.exp()
 
 
-class GateOperator:
-    def __init__(self, gate: Gate) -> None:
-        self.gain, self.parameters = gate.gain, (gate.gain,)
-
-    def forward(self, x):
-        return x * self.gain.exp()
-
-    def input_gradient(self, x, gradient):
-        return gradient * self.gain.exp()
-
-    def weight_gradients(self, x, gradient):
-        yield self.gain, (gradient * x).sum(0) * self.gain.exp()
-
-
 @pytest.fixture
 def gate_converter(monkeypatch):
     monkeypatch.setitem(CONVERTERS, Gate, None)  # taken out again at the end
-    register_converter(Gate, Converter("forward", lambda gate, x: (GateOperator(gate), x)))
+    register_converter(Gate, Converter())
 
 
 def test_a_registered_layer_type_is_split(gate_converter, assert_bitwise):

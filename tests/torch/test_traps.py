@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from recycle_plugin.runtime.stage.operators import LinearOperator
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights, PendingWeights
 
 
@@ -191,11 +190,10 @@ def test_4_accumulating_inside_a_gemm_rounds_differently():
 class Eager(PendingWeights):
     """Uncured: accumulates each use of a parameter by itself."""
 
-    @torch.no_grad()
     def run(self) -> None:
-        while self._work:
-            for parameter, gradient in self._work.popleft().gradients():
-                torch.autograd.backward([parameter], [gradient])
+        for use in self._work[:]:
+            self._work = [use]
+            super().run()
 
 
 def test_5_uses_of_one_weight_are_summed_before_they_are_accumulated():
@@ -219,15 +217,3 @@ def test_5_uses_of_one_weight_are_summed_before_they_are_accumulated():
     stock = gradient_of(None)
     assert not torch.equal(stock, gradient_of(Eager)), "trap 5 is gone: single accumulations round as their sum does"
     assert torch.equal(stock, gradient_of(PendingWeights))
-
-
-def test_the_operators_gradient_is_that_of_torch():
-    """What the traps' cured halves compute, against a formula that is neither."""
-    weight, bias, x = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3)), torch.randn(5, 4)
-    operator, gradient = LinearOperator(weight, bias), torch.randn(5, 3)
-    grads = dict(operator.weight_gradients(x, gradient))
-    torch.testing.assert_close(grads[weight], torch.einsum("no,ni->oi", gradient, x))
-    torch.testing.assert_close(grads[bias], torch.einsum("no->o", gradient))
-    torch.testing.assert_close(
-        operator.input_gradient(x, gradient), torch.einsum("no,oi->ni", gradient, weight.detach())
-    )

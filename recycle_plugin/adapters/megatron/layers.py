@@ -6,47 +6,63 @@ the bias that ``skip_bias_add`` leaves to a later kernel (that bias stays fused,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
-from recycle_plugin.runtime.stage.operators import (
-    Converter,
-    EmbeddingOperator,
-    LinearOperator,
-    Operator,
-    register_converter,
-)
+from recycle_plugin.runtime.stage.converters import Call, Converter, Halves, register_converter
 
 
-class ParallelLinearOperator(LinearOperator):
-    """One use of a parallel linear layer of megatron-core's, ``LinearWithGradAccumulationAndAsyncCommunication`` in
-    halves.
+class ParallelLinear(Halves):
+    """``LinearWithGradAccumulationAndAsyncCommunication``, in megatron-core's own arithmetic, in halves.
 
-    ``group``: the tensor-parallel group over which I sums the input's gradient, or None.
+    ``group``: the tensor-parallel group over which the input's gradient is summed, or None.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: Any) -> None:
-        super().__init__(weight, bias)
-        self.group = group
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
+        """``x [..., in] @ weight [out, in].T + bias [out]``."""
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        output = torch.matmul(x, weight.t())
+        return output if bias is None else output + bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The output, in megatron-core's own arithmetic."""
-        output = torch.matmul(x, self.weight.t())
-        return output if self.bias is None else output + self.bias
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """The gradients of the half that is asked for."""
+        x, weight = ctx.saved_tensors
+        of_x, of_parameters = Halves.asked(ctx)
+        mine = gradient.matmul(weight) if of_x else None
+        if mine is not None and ctx.group is not None:
+            torch.distributed.all_reduce(mine, group=ctx.group)
+        if not of_parameters:
+            return mine, None, None, None
+        rows = gradient.flatten(0, -2)
+        return mine, rows.t().mm(x.flatten(0, -2)), rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
-    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient of ``x``, in its shape, summed over the tensor-parallel group."""
-        mine = gradient.matmul(self.weight)
-        if self.group is not None:
-            torch.distributed.all_reduce(mine, group=self.group)
-        return mine
+
+def _stock() -> tuple[Any, ...]:
+    """What megatron-core runs where a ParallelLinear takes its place."""
+    function = layers.LinearWithGradAccumulationAndAsyncCommunication
+    return (
+        ColumnParallelLinear._forward_impl,
+        RowParallelLinear._forward_impl,
+        layers.linear_with_grad_accumulation_and_async_allreduce,
+        function,
+        function.forward,
+        function.backward,
+    )
 
 
-def _split_linear(
+_STOCK = _stock()
+
+
+def _call(
     module: nn.Module,
     input: Tensor,
     weight: Tensor,
@@ -57,21 +73,22 @@ def _split_linear(
     grad_output_buffer: list | None = None,
     tp_group: Any = None,
     **_: Any,
-) -> tuple[Operator, Tensor] | None:
+) -> Call | None:
     known = type(weight) is nn.Parameter and not (gradient_accumulation_fusion or sequence_parallel)
-    if not known or grad_output_buffer is not None:  # megatron's own deferral of the head's weight gradient
+    # megatron's own deferral of the head's weight gradient; a frozen weight's own function; a patch
+    if not known or grad_output_buffer is not None or not weight.requires_grad or _stock() != _STOCK:
         return None
-    return ParallelLinearOperator(weight, bias, tp_group if allreduce_dgrad else None), input
+    return (lambda x: ParallelLinear.apply(x, weight, bias, tp_group if allreduce_dgrad else None)), input
 
 
 def _whole_vocabulary(module: VocabParallelEmbedding) -> bool:
     return get_pg_size(module.tp_group) == 1 and not (module.deterministic_mode or module.reduce_scatter_embeddings)
 
 
-def _split_embedding(module: VocabParallelEmbedding, input_: Tensor) -> tuple[Operator, Tensor]:
-    return EmbeddingOperator(module.weight), input_
+def _call_embedding(module: VocabParallelEmbedding, input_: Tensor) -> Call:
+    return partial(VocabParallelEmbedding.forward, module), input_
 
 
-register_converter(ColumnParallelLinear, Converter("_forward_impl", _split_linear))
-register_converter(RowParallelLinear, Converter("_forward_impl", _split_linear))
-register_converter(VocabParallelEmbedding, Converter("forward", _split_embedding, _whole_vocabulary))
+register_converter(ColumnParallelLinear, Converter("_forward_impl", _call))
+register_converter(RowParallelLinear, Converter("_forward_impl", _call))
+register_converter(VocabParallelEmbedding, Converter(call=_call_embedding, supports=_whole_vocabulary))

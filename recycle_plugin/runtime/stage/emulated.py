@@ -7,12 +7,13 @@ workers on few cores keep the stage times that a job on accelerators would have.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from recycle_plugin.runtime.stage.operators import Converter, Gradients, Operator, register_converter
+from recycle_plugin.runtime.stage.converters import Call, Converter, Halves, register_converter
 
 
 class EmulatedLayer(nn.Module):
@@ -33,51 +34,33 @@ class EmulatedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The input times ``scale``, after ``forward_s`` seconds."""
-        return _Stock.apply(x, self.scale, self)
+        # the first stage's data requires no gradient, but its backward has to cost what every other stage's does
+        return _Emulated.apply(_differentiable(x), self.scale, self)
 
 
-class _Stock(torch.autograd.Function):
-    """The layer without a conversion."""
-
+class _Emulated(Halves):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, layer: EmulatedLayer) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.operator = _EmulatedOperator(layer)
-        return ctx.operator.forward(x)
+        ctx.layer = layer
+        time.sleep(layer.forward_s)
+        return x * scale
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         (x,) = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1]
-        time.sleep(ctx.operator.layer.input_s + ctx.operator.layer.weight_s * wanted)
-        return gradient * ctx.operator.layer.scale, _scale_gradient(x, gradient) if wanted else None, None
+        layer, (of_x, of_scale) = ctx.layer, Halves.asked(ctx)
+        time.sleep(layer.input_s * of_x + layer.weight_s * of_scale)
+        made = gradient * layer.scale if of_x else None
+        return made, (gradient * x).reshape(-1, x.shape[-1]).sum(0) if of_scale else None, None
 
 
-class _EmulatedOperator:
-    def __init__(self, layer: EmulatedLayer) -> None:
-        self.layer = layer
-        self.parameters = (layer.scale,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.layer.forward_s)
-        return x * self.layer.scale
-
-    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        time.sleep(self.layer.input_s)
-        return gradient * self.layer.scale
-
-    def weight_gradients(self, x: Tensor, gradient: Tensor) -> Gradients:
-        time.sleep(self.layer.weight_s)
-        yield self.layer.scale, _scale_gradient(x, gradient)
+def _differentiable(x: Tensor) -> Tensor:
+    return x if x.requires_grad else x.detach().requires_grad_()
 
 
-def _scale_gradient(x: Tensor, gradient: Tensor) -> Tensor:
-    return (gradient * x).reshape(-1, x.shape[-1]).sum(0)
+def _call(layer: EmulatedLayer, x: Tensor) -> Call:
+    return partial(EmulatedLayer.forward, layer), _differentiable(x)
 
 
-def _split(layer: EmulatedLayer, x: Tensor) -> tuple[Operator, Tensor]:
-    # the first stage's data requires no gradient, but its I has to cost what every other stage's does
-    return _EmulatedOperator(layer), x if x.requires_grad else x.detach().requires_grad_()
-
-
-register_converter(EmulatedLayer, Converter("forward", _split))
+register_converter(EmulatedLayer, Converter(call=_call))

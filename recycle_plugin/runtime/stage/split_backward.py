@@ -1,35 +1,42 @@
 """Deferred weight gradients inside layers: how I and W become two instructions.
 
-A converted layer runs one autograd node.  In I the node returns the gradient of its input and hands
-what the weight gradient needs to a :class:`PendingWeights`; W computes the weight gradients from there
-and delivers them through ``AccumulateGrad``.  Both halves together are bitwise equal to stock backward.
+A converted layer runs its own stock forward, in a graph that is cut off from the one around it.  One node stands for
+that graph outside.  In I the node asks autograd for the gradient of the graph's input and hands the graph to a
+:class:`PendingWeights`; W asks autograd for the gradients of the parameters, of all layers in one run.  autograd
+computes both halves, so whatever stands around the layer (modes, patches, hooks on saved tensors, another dtype) counts
+as it does in stock, bit for bit.
 
-The node is the one place that cures five traps of torch's autograd (a test each in
-tests/torch/test_traps.py):
+What the graph saves is saved by the node in its stead: hooks on saved tensors and checkpointing see it once, as in
+stock.  This cures five traps of torch's autograd (a test each in tests/torch/test_traps.py):
 
-1. parameters are held by reference, never through ``saved_tensors``: what comes back from there under
-   non-reentrant checkpointing is a detached alias, and the gradient would be lost without a word;
-2. W runs under ``no_grad`` on detached tensors, or pending work keeps the whole graph behind it alive;
+1. a parameter's gradient goes to the parameter, never to what comes back from ``saved_tensors``: that is a detached
+   alias under non-reentrant checkpointing, and the gradient would be lost without a word;
+2. the graph ends at the layer's input, or pending work keeps the whole graph behind it alive;
 3. parameters are no inputs of the node, or their hooks fire in I as well;
-4. each micro-batch is accumulated by itself: one GEMM over two, or ``addmm_`` into ``.grad``, rounds
-   differently;
-5. uses of one parameter are summed in the order of the backward before one accumulation.
+4. each micro-batch is accumulated by itself: one GEMM over two, or ``addmm_`` into ``.grad``, rounds differently;
+5. uses of one parameter are summed by autograd, in the order of the backward, before one accumulation.
+
+Two other ways were measured beside this one (docs/figures.md).  Operators of our own, which compute both halves apart
+from autograd, take about the same host time, and are wrong wherever something stands around a layer.  Splitting the
+graph of the whole stage, as torch.distributed.pipelining does, holds all activations until W, recomputes a checkpointed
+layer in each half, and can't split reentrant checkpoints or a stage whose inputs have no gradient.
 
 A weight may also be used past its layer (``F.linear(x, layer.weight)``): what I makes of its gradient there is put
 aside, and joins the rest in W.  With three uses or more of both kinds the order of that sum is not torch's.
 
 A forward that differentiates while it runs (``torch.autograd.grad`` in a layer) gets gradients as it does without a
-split, and nothing is put off by that.  Where it differentiates twice through a layer, or by a layer's parameters, the
-layer is fused from then on.  So is one with hooks on its parameters, which see the gradient when, and as often as,
-stock shows it to them.
+split, and nothing is put off by that.  A layer is fused from then on if the forward differentiates twice through it, or
+by its parameters; if its graph leads anywhere but to its input and its own parameters, or through a custom Function,
+which computes both halves at once; or if its parameters have hooks, which see the gradient when, and as often as, stock
+shows it to them.
 
 What is not converted stays fused inside I: correct, but with less to overlap.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,35 +44,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils import checkpoint
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.block_sums import in_place_of
+from recycle_plugin.runtime.stage.converters import CONVERTERS, Converter
 from recycle_plugin.runtime.stage.inner_gradients import asked_for, engine_runs
-from recycle_plugin.runtime.stage.operators import CONVERTERS, Converter, Gradients, Operator
+from recycle_plugin.runtime.stage.layer_graph import LayerGraph, run_engine
+
+_SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 
-def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+def _versions(tensors: list[Tensor]) -> list[int]:
     """How often each was changed in place."""
-    return tuple(tensor._version for tensor in tensors)
+    return [tensor._version for tensor in tensors]
 
 
 class _Work(NamedTuple):
     """The weight half of one use, with the graph task (one call into autograd) that it came from."""
 
-    operator: Operator
-    x: Tensor
+    graph: LayerGraph
+    saved: list[Tensor]
     gradient: Tensor
     task: int
-    versions: tuple[int, ...]
+    versions: list[int]
+    version: int  # of the gradient
 
-    @property
-    def keys(self) -> list[tuple[int, nn.Parameter]]:
-        return [(self.task, parameter) for parameter in self.operator.parameters]
-
-    def gradients(self) -> Gradients:
-        if _versions((self.x, self.gradient)) != self.versions:
+    def load(self) -> None:
+        if _versions(self.saved) != self.versions or self.gradient._version != self.version:
             raise RuntimeError("a tensor that a weight gradient needs was changed in place between I and W")
-        return self.operator.weight_gradients(self.x, self.gradient)
+        self.graph.saved = self.saved
 
 
 class PendingWeights:
@@ -75,7 +83,7 @@ class PendingWeights:
     """
 
     def __init__(self) -> None:
-        self._work: deque[_Work] = deque()
+        self._work: list[_Work] = []
         self._made: dict[nn.Parameter, Tensor] = {}  # by I, past the layers that are split
 
     def __len__(self) -> int:
@@ -83,19 +91,17 @@ class PendingWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory kept alive, a storage that several uses share counted once."""
-        storages = {
-            storage.data_ptr(): storage.nbytes()
-            for work in self._work
-            for storage in (work.x.untyped_storage(), work.gradient.untyped_storage())
-        }
+        """Bytes of memory kept alive, a storage that several uses share counted once, and parameters not."""
+        tensors = [tensor for work in self._work for tensor in (*work.saved, work.gradient)]
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+        for parameter in {one for work in self._work for one in work.graph.parameters}:
+            storages.pop(parameter.untyped_storage().data_ptr(), None)
         return sum(storages.values()) + sum(gradient.nbytes for gradient in self._made.values())
 
-    def add(self, operator: Operator, x: Tensor, gradient: Tensor) -> None:
+    def add(self, graph: LayerGraph, saved: list[Tensor], gradient: Tensor) -> None:
         """Take the weight half of one use of a layer; called by its node, in the order of the backward."""
-        x, gradient = x.detach(), gradient.detach()
         task = torch._C._current_graph_task_id()
-        self._work.append(_Work(operator, x, gradient, task, _versions((x, gradient))))
+        self._work.append(_Work(graph, saved, gradient, task, _versions(saved), gradient._version))
 
     def join(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Take a ``gradient`` of ``parameter`` that I has made outside of its layer, for W to add to its own and
@@ -107,23 +113,42 @@ class PendingWeights:
     def run(self) -> None:
         """W: compute and accumulate everything pending, once; hooks fire here.
 
-        A parameter's uses in one graph task are summed in backward order and accumulated when the last
-        is there, which is when and how stock backward does it.
+        A parameter's uses in one graph task are summed in backward order before one accumulation, as in stock backward.
         """
-        uses = Counter(key for work in self._work for key in work.keys)
-        sums: dict[tuple[int, nn.Parameter], Tensor] = {}
-        while self._work:
-            work = self._work.popleft()
-            for parameter, gradient in work.gradients():
-                key = (work.task, parameter)
-                sums[key] = sums[key] + gradient if key in sums else gradient
-                uses[key] -= 1
-                if not uses[key]:
-                    whole, made = sums.pop(key), self._made.pop(parameter, None) if self._made else None
-                    torch.autograd.backward([parameter], [whole if made is None else made + whole])
+        work, self._work = self._work, []
+        for parameters, uses in _runs(work):
+            made = [parameter for parameter in parameters if parameter in self._made] if self._made else []
+            for use in uses:
+                use.load()
+            outputs = (*(use.graph.output for use in uses), *made)
+            gradients = (*(use.gradient for use in uses), *map(self._made.pop, made))
+            run_engine(outputs, gradients, True, False, parameters, True, True)
         while self._made:
             parameter, gradient = self._made.popitem()
             torch.autograd.backward((parameter,), (gradient,))
+
+
+def _runs(work: list[_Work]) -> Iterator[tuple[tuple[nn.Parameter, ...], list[_Work]]]:
+    """The runs of autograd that W takes: (parameters, uses) of each.
+
+    There is one for each graph task.  A parameter with uses in several tasks (reentrant checkpoints have their own) has
+    a run for each of them, in the order in which the tasks were done with the parameter.
+    """
+    tasks: dict[int, list[_Work]] = {}
+    last: dict[tuple[int, int], nn.Parameter] = {}  # of (task, parameter's id), in the order of the last use
+    for one in work:
+        tasks.setdefault(one.task, []).append(one)
+        for parameter in one.graph.parameters:
+            last.pop((one.task, id(parameter)), None)
+            last[one.task, id(parameter)] = parameter
+    times = Counter(number for _, number in last)
+    for task, uses in tasks.items():
+        own = tuple(parameter for (of, number), parameter in last.items() if of == task and times[number] == 1)
+        if own:
+            yield own, uses
+    for (task, number), parameter in last.items():
+        if times[number] > 1:
+            yield (parameter,), [use for use in tasks[task] if number in map(id, use.graph.parameters)]
 
 
 class _Deferral:
@@ -135,10 +160,9 @@ class _Deferral:
     def __init__(self) -> None:
         self.splits = False
         self.known: dict[int, nn.Parameter] = {}  # of the layers, by id: a tensor takes its time to be hashed
-        self.trained: set[int] = set()
         self.put_off: set[int] = set()  # of these, weights whose gradient was ever put off
         self.held: PendingWeights | None = None
-        self.twice: set[nn.Parameter] = set()  # of layers through which the running forward differentiates twice
+        self.unfit: set[nn.Parameter] = set()  # of layers that the running forward uses in a way that can't be split
         # An input that requires a gradient, so that the node is in the graph even when x is token ids.
         self.anchor = torch.zeros((), requires_grad=True)
         expanded: Any = self.anchor.expand_as(self.anchor).grad_fn
@@ -147,18 +171,29 @@ class _Deferral:
     def __reduce__(self) -> tuple[type, tuple]:
         return _Deferral, ()
 
-    def trains(self, operator: Operator) -> bool:
-        """Whether the operator's parameters are those of the layers, want gradients as at the conversion, and one of
-        them does.
+    def trains(self, module: nn.Module) -> bool:
+        """Whether the module's parameters are those of the layers, and one of them wants a gradient.
 
         A weight in the parameter's place (torch.func.functional_call, a hook) is in the graph, and has no .grad.
         """
         wanted = False
-        for parameter in operator.parameters:
-            if id(parameter) not in self.known or parameter.requires_grad != (id(parameter) in self.trained):
-                return False
-            wanted = wanted or parameter.requires_grad
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                if id(parameter) not in self.known:
+                    return False
+                wanted = wanted or parameter.requires_grad
         return wanted
+
+    def run(self, module: nn.Module, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor | None:
+        """Run a call of a layer so that its backward is split; returns its output, or None if it can't be split."""
+        graph, fits = LayerGraph(), False
+        try:
+            if fits := graph.run(function, x, self.known):
+                return _Split.apply(x, self.anchor, graph, self)
+            return None
+        finally:
+            if not fits:
+                self.unfit.update(one for one in module._parameters.values() if one is not None)
 
     @contextmanager
     def splitting(self) -> Iterator[None]:
@@ -169,7 +204,7 @@ class _Deferral:
         finally:
             self.splits = False
 
-    def take(self, operator: Operator, x: Tensor, gradient: Tensor) -> None:
+    def take(self, graph: LayerGraph, saved: list[Tensor], gradient: Tensor) -> None:
         """Take the weight half of a node's backward, if that is one for weights.
 
         Then it is for all leaves, this anchor too; ``torch.autograd.grad`` of something else passes the anchor by.
@@ -181,14 +216,15 @@ class _Deferral:
                 "a tensor of a layer's forward was differentiated after it, outside of the job's own backward: "
                 "detach what is kept of a forward, or set recycle.split_backward to false"
             )
-        self.held.add(operator, x, gradient)
-        self.put_off.update(map(id, operator.parameters))
+        self.held.add(graph, saved, gradient)
+        for parameter in graph.parameters:
+            self.put_off.add(id(parameter))
 
-    def differentiated_twice(self, operator: Operator) -> None:
+    def differentiated_twice(self, graph: LayerGraph) -> None:
         """Note that a node's backward is to have a graph itself, which this one has not."""
         if self.held is not None:
             raise RecycleError(_UNSEEN)
-        self.twice.update(operator.parameters)
+        self.unfit.update(graph.parameters)
 
 
 _UNSEEN = (
@@ -202,43 +238,57 @@ class _Split(torch.autograd.Function):
     """The node of a converted layer."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, operator: Operator, deferral: _Deferral) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.operator, ctx.deferral = operator, deferral
-        ctx.versions = _versions(operator.parameters)
-        # detach: F.linear returns a view for 3-D inputs, and a node's view must not be changed in place,
-        # which is what nn.ReLU(inplace=True) behind a layer does
-        return operator.forward(x).detach()
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, graph: LayerGraph, deferral: _Deferral) -> Tensor:
+        ctx.save_for_backward(*graph.saved)
+        made, graph.made, graph.saved = graph.made, None, None
+        ctx.graph, ctx.deferral = graph, deferral
+        assert made is not None, "the graph has run"
+        return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+        graph = ctx.graph
         if torch.is_grad_enabled():
-            ctx.deferral.differentiated_twice(ctx.operator)
-        if _versions(ctx.operator.parameters) != ctx.versions:  # autograd guards only what it saved itself
-            raise RuntimeError(
-                "a parameter was changed in place between F and I: was the optimizer stepped in between?"
-            )
-        (x,) = ctx.saved_tensors
-        ctx.deferral.take(ctx.operator, x, gradient)
-        wanted = ctx.needs_input_grad[0]
-        return ctx.operator.input_gradient(x, gradient) if wanted else None, None, None, None
+            ctx.deferral.differentiated_twice(graph)
+        # detached, or what is pending keeps the graph behind x alive
+        graph.saved = saved = [one.detach() if one.requires_grad else one for one in ctx.saved_tensors]
+        ctx.deferral.take(graph, saved, gradient)
+        made = None
+        if ctx.needs_input_grad[0] and graph.input:
+            (made,) = run_engine((graph.output,), (gradient,), True, False, graph.input, True, False)
+        graph.saved = None
+        return made, None, None, None
 
 
 def _run_seam(deferral: _Deferral, module: nn.Module, converter: Converter, *args: Any, **kwargs: Any) -> Tensor:
     """What a converted module's seam runs instead of its own method."""
-    call = converter.split(module, *args, **kwargs) if deferral.splits and _plain_autograd() else None
-    if call is None or not deferral.trains(call[0]):
-        return getattr(type(module), converter.seam)(module, *args, **kwargs)
-    operator, x = call
-    return _Split.apply(x, deferral.anchor, operator, deferral)
+    if deferral.splits and _plain_autograd() and deferral.trains(module):
+        call = converter.of(module, args, kwargs)
+        if call is not None and _plain(call[1]) and (made := deferral.run(module, *call)) is not None:
+            return made
+    return getattr(type(module), converter.seam)(module, *args, **kwargs)
+
+
+def _plain(x: Any) -> bool:
+    return (type(x) is Tensor or type(x) is nn.Parameter) and not x.is_nested
+
+
+def _dispatched() -> bool:
+    """Whether a dispatch mode is active, other than selective checkpointing's."""
+    count = torch._C._len_torch_dispatch_stack()
+    return count > 0 and not all(
+        isinstance(torch._C._get_dispatch_stack_at(place), _SELECTIVE) for place in range(count)
+    )
 
 
 def _plain_autograd() -> bool:
-    """Whether layers can be split here: with gradients, and without autocast, torch.func and forward mode.
+    """Whether layers can be split here: with gradients, and without autocast, torch.func, forward mode and dispatch
+    modes.
 
-    Under autocast the casts belong to the graph; torch.func and forward mode need the stock functions.
+    Under autocast several layers may share a cast, which belongs to the graph around them; torch.func and forward mode
+    need the stock functions; a dispatch mode would see the functions that cut a graph off.
     """
-    if not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+    if not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled() or _dispatched():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
 
@@ -247,8 +297,8 @@ class DeferredWeights:
     """Converts the supported layers of ``module`` in place, so that their weight gradients can wait.
 
     Parameters, state-dict names and module types stay.  ``converted`` and ``fused`` name the modules that
-    defer and those with parameters of their own that stay fused: unknown types, layers with options that
-    the operators do not know, and layers that share a parameter with a fused one (a sum half fused would
+    defer and those with parameters of their own that stay fused: unknown types, embeddings with max_norm or
+    sparse gradients, and layers that share a parameter with a fused one (a sum half fused would
     round differently).
 
     Uses of a layer inside of :meth:`forward`, and those that :meth:`hold` computes once more, are split.  Everywhere
@@ -271,9 +321,6 @@ class DeferredWeights:
         self._deferral.known = {
             id(parameter): parameter for layer in self._layers.values() for parameter in layer.parameters(recurse=False)
         }
-        self._deferral.trained = {
-            number for number, parameter in self._deferral.known.items() if parameter.requires_grad
-        }
         self.converted = tuple(self._layers)
         self.fused = tuple(name for name in self._names if name not in self._layers)
 
@@ -281,17 +328,16 @@ class DeferredWeights:
         """A context for a forward whose backward will run in :meth:`hold`; uses of the converted layers inside are
         split.
         """
-        self._deferral.twice.clear()
+        self._deferral.unfit.clear()
         return self._deferral.splitting()
 
     def unfit(self, asked: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """Fuse the layers that the last forward has differentiated in a way that a split does not allow; returns their
-        names.
+        """Fuse the layers that the last forward has used in a way that a split does not allow; returns their names.
 
-        These are those whose parameters it has ``asked`` for gradients of, or through which it has differentiated
-        twice. Where there are any, the forward has to be run again.
+        These are those whose parameters it has ``asked`` for gradients of, those through which it has differentiated
+        twice, and those whose graph can't be split.  If there are any, the forward has to be run again.
         """
-        return self.fuse({*asked, *self._deferral.twice})
+        return self.fuse({*asked, *self._deferral.unfit})
 
     def hooked(self) -> tuple[str, ...]:
         """Fuse the layers whose parameters have hooks, which may look at anything of their backward; returns their

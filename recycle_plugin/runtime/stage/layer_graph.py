@@ -1,0 +1,123 @@
+"""The graph of one call of a layer, cut off from the graph around it, so that autograd can run it in halves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from recycle_plugin.runtime.stage.converters import Halves
+
+# (outputs, gradients, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad): below the function that
+# inner_gradients listens to, and without its Python
+run_engine = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_NOTHING = torch.empty(0)
+_GRAPH = 64  # nodes that a layer's own graph may have, at most
+
+
+class LayerGraph:
+    """One call of a layer: the graph of its forward, from its output to its input and its parameters.
+
+    It keeps no tensor itself.  ``saved`` holds what it has saved while it is made, and while autograd runs on it.
+    """
+
+    __slots__ = ("input", "made", "output", "parameters", "saved")
+
+    def __init__(self) -> None:
+        self.saved: Any = []
+
+    def run(self, function: Callable[[Tensor], Tensor], x: Tensor, known: dict[int, nn.Parameter]) -> bool:
+        """Run ``function(x)`` in this graph; ``made`` is its output, without a graph.
+
+        Returns False if the graph can't be split: it is not the layer's alone, or has a custom Function in it.
+        """
+        cut = _unseen(_cut, x) if x.requires_grad else x
+        before = torch._C._autograd._get_sequence_nr()
+        _push_hooks(self._pack, self._unpack)
+        try:
+            output = function(cut)
+        finally:
+            _pop_hooks()
+        if type(output) is not Tensor or not self._ends(output.grad_fn, cut, known, before):
+            return False
+        _unseen(self._close, output, x, cut)
+        return True
+
+    def _pack(self, tensor: Tensor) -> int:
+        self.saved.append(tensor)
+        return len(self.saved) - 1
+
+    def _unpack(self, place: int) -> Tensor:
+        return self.saved[place]
+
+    def _ends(self, root: Any, x: Tensor, known: dict[int, nn.Parameter], before: int) -> bool:
+        """Note where the graph ends; returns whether it can be split."""
+        self.input: tuple[GradientEdge, ...] = ()
+        parameters, custom, waiting = [], [], [root]
+        for node in waiting:
+            kind: Any = type(node)
+            if kind is _AccumulateGrad:
+                variable = node.variable
+                if variable is x:
+                    self.input = (GradientEdge(node, 0),)
+                elif id(variable) in known:
+                    parameters.append(variable)
+                else:
+                    return False
+            elif node is None or node._sequence_nr() < before or len(waiting) > _GRAPH:
+                return False
+            else:
+                if _custom(kind):
+                    custom.append(node)
+                waiting += [after for after, _ in node.next_functions if after is not None]
+        self.parameters = tuple(parameters)
+        return bool(parameters) and not any(_leads_to_both(node, x) for node in custom)
+
+    def _close(self, output: Tensor, x: Tensor, cut: Tensor) -> None:
+        node: Any = output.grad_fn
+        # a Python node does not live as long as its Python object
+        token = output.view_as(output).grad_fn if isinstance(node, torch._C._FunctionBase) else None
+        self.output = GradientEdge(node, output.output_nr, token)
+        if cut is not x:
+            self.saved = [x if tensor is cut else tensor for tensor in self.saved]
+            cut.data = _NOTHING  # the graph holds it, where x itself goes: under checkpointing
+        # detach: F.linear returns a view for 3-D inputs, and a node's view must not be changed in place,
+        # which is what nn.ReLU(inplace=True) behind a layer does
+        self.made: Tensor | None = output.detach()
+
+
+def _unseen(function: Callable, *args: Any) -> Any:
+    """Call ``function`` so that no mode sees what it calls of torch."""
+    if not torch._C._len_torch_function_stack():
+        return function(*args)
+    with torch._C.DisableTorchFunction():
+        return function(*args)
+
+
+def _cut(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+def _leads_to_both(root: Any, x: Tensor) -> bool:
+    """Whether both ``x`` and parameters are behind a node."""
+    waiting, ends = [root], set()
+    for node in waiting:
+        if type(node) is _AccumulateGrad:
+            ends.add(node.variable is x)
+        waiting += [after for after, _ in node.next_functions if after is not None]
+    return len(ends) == 2
+
+
+@cache
+def _custom(kind: Any) -> bool:
+    """Whether nodes of a type compute all gradients whatever autograd is asked for; torch's own do not."""
+    if issubclass(kind, torch._C._FunctionBase):
+        return not issubclass(kind._forward_cls, Halves)
+    return kind.__name__ == "CppFunction"  # of an extension's
