@@ -14,6 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from recycle_plugin.runtime.stage.layer_graph import LayerGraph
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from tests.support.grammar import PIECES, WIDTH
 from tests.torch.test_split_backward import KINDS, Checkpointed, activations, block, in_i
@@ -124,3 +125,27 @@ def test_w_is_one_run_of_autograd():
     assert ran == []
     pending.run()
     assert len({task for _, task in ran}) == 1 and [name[0] for name, _ in ran] == list("33221100")
+
+
+@pytest.mark.parametrize("until", ("F", "I", "W"))
+def test_nothing_of_a_layers_graph_is_left(until):
+    """A circle of nodes and Python objects would be freed by nobody."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    deferred, (x, *_) = DeferredWeights(model), activations(5, 16)
+    before = graphs()
+    with deferred.forward():
+        output = model(x).sum()
+    assert graphs() == before + 2
+    if until != "F":
+        with deferred.hold() as pending:
+            output.backward()
+        if until == "W":
+            pending.run()
+        del pending
+    del output
+    assert graphs() == before
+
+
+def graphs() -> int:
+    gc.collect()
+    return sum(type(one) is LayerGraph for one in gc.get_objects())

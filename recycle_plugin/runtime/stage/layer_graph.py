@@ -22,16 +22,35 @@ _NOTHING = torch.empty(0)
 _GRAPH = 64  # nodes that a layer's own graph may have, at most
 
 
+class Saved:
+    """The tensors that a graph has saved: they are here while the graph is made, and while autograd runs on it.
+
+    Nodes of the graph hold this object, which holds no node: a circle through autograd's nodes would never be freed.
+    """
+
+    __slots__ = ("tensors",)
+
+    def __init__(self) -> None:
+        self.tensors: Any = []
+
+    def pack(self, tensor: Tensor) -> int:
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def unpack(self, place: int) -> Tensor:
+        return self.tensors[place]
+
+
 class LayerGraph:
     """One call of a layer: the graph of its forward, from its output to its input and its parameters.
 
-    It keeps no tensor itself.  ``saved`` holds what it has saved while it is made, and while autograd runs on it.
+    It keeps no tensor itself.
     """
 
     __slots__ = ("input", "made", "output", "parameters", "saved")
 
     def __init__(self) -> None:
-        self.saved: Any = []
+        self.saved = Saved()
 
     def run(self, function: Callable[[Tensor], Tensor], x: Tensor, known: dict[int, nn.Parameter]) -> bool:
         """Run ``function(x)`` in this graph; ``made`` is its output, without a graph.
@@ -40,7 +59,7 @@ class LayerGraph:
         """
         cut = _unseen(_cut, x) if x.requires_grad else x
         before = torch._C._autograd._get_sequence_nr()
-        _push_hooks(self._pack, self._unpack)
+        _push_hooks(self.saved.pack, self.saved.unpack)
         try:
             output = function(cut)
         finally:
@@ -49,13 +68,6 @@ class LayerGraph:
             return False
         _unseen(self._close, output, x, cut)
         return True
-
-    def _pack(self, tensor: Tensor) -> int:
-        self.saved.append(tensor)
-        return len(self.saved) - 1
-
-    def _unpack(self, place: int) -> Tensor:
-        return self.saved[place]
 
     def _ends(self, root: Any, x: Tensor, known: dict[int, nn.Parameter], before: int) -> bool:
         """Note where the graph ends; returns whether it can be split."""
@@ -86,7 +98,7 @@ class LayerGraph:
         token = output.view_as(output).grad_fn if isinstance(node, torch._C._FunctionBase) else None
         self.output = GradientEdge(node, output.output_nr, token)
         if cut is not x:
-            self.saved = [x if tensor is cut else tensor for tensor in self.saved]
+            self.saved.tensors = [x if tensor is cut else tensor for tensor in self.saved.tensors]
             cut.data = _NOTHING  # the graph holds it, where x itself goes: under checkpointing
         # detach: F.linear returns a view for 3-D inputs, and a node's view must not be changed in place,
         # which is what nn.ReLU(inplace=True) behind a layer does

@@ -73,7 +73,7 @@ class _Work(NamedTuple):
     def load(self) -> None:
         if _versions(self.saved) != self.versions or self.gradient._version != self.version:
             raise RuntimeError("a tensor that a weight gradient needs was changed in place between I and W")
-        self.graph.saved = self.saved
+        self.graph.saved.tensors = self.saved
 
 
 class PendingWeights:
@@ -239,8 +239,8 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, graph: LayerGraph, deferral: _Deferral) -> Tensor:
-        ctx.save_for_backward(*graph.saved)
-        made, graph.made, graph.saved = graph.made, None, None
+        ctx.save_for_backward(*graph.saved.tensors)
+        made, graph.made, graph.saved.tensors = graph.made, None, None
         ctx.graph, ctx.deferral = graph, deferral
         assert made is not None, "the graph has run"
         return made
@@ -251,12 +251,12 @@ class _Split(torch.autograd.Function):
         if torch.is_grad_enabled():
             ctx.deferral.differentiated_twice(graph)
         # detached, or what is pending keeps the graph behind x alive
-        graph.saved = saved = [one.detach() if one.requires_grad else one for one in ctx.saved_tensors]
+        graph.saved.tensors = saved = [one.detach() if one.requires_grad else one for one in ctx.saved_tensors]
         ctx.deferral.take(graph, saved, gradient)
         made = None
         if ctx.needs_input_grad[0] and graph.input:
             (made,) = run_engine((graph.output,), (gradient,), True, False, graph.input, True, False)
-        graph.saved = None
+        graph.saved.tensors = None
         return made, None, None, None
 
 
