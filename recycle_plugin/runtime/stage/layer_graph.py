@@ -18,7 +18,6 @@ run_engine = torch.autograd.Variable._execution_engine.run_backward  # type: ign
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-_NOTHING = torch.empty(0)
 _GRAPH = 64  # nodes that a layer's own graph may have, at most
 
 
@@ -99,7 +98,7 @@ class LayerGraph:
         self.output = GradientEdge(node, output.output_nr, token)
         if cut is not x:
             self.saved.tensors = [x if tensor is cut else tensor for tensor in self.saved.tensors]
-            cut.data = _NOTHING  # the graph holds it, where x itself goes: under checkpointing
+            cut.data = _nothing(cut.device)  # the graph holds it, where x itself goes: under checkpointing
         # detach: F.linear returns a view for 3-D inputs, and a node's view must not be changed in place,
         # which is what nn.ReLU(inplace=True) behind a layer does
         self.made: Tensor | None = output.detach()
@@ -115,6 +114,11 @@ def _unseen(function: Callable, *args: Any) -> Any:
 
 def _cut(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
+
+
+@cache
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
 
 
 def _leads_to_both(root: Any, x: Tensor) -> bool:

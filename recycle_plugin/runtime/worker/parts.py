@@ -203,7 +203,8 @@ class Parts:
         self.session.note(
             "fused",
             f"the backward of {', '.join(names)} on stage {self.seat.stage} is not split any more: "
-            "a forward differentiates by its parameters, or twice through it, or they have hooks; "
+            "a forward differentiates by its parameters, or twice through it; or its graph leads to other tensors, or "
+            "through a custom Function; or they have hooks; "
             "the numbers are stock's, with less to overlap",
             stage=self.seat.stage,
             layers=names,
