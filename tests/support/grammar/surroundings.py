@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
 
 
 def doubled(function: Callable) -> Callable:
-    return lambda *args, **kwargs: function(*args, **kwargs) * 2
+    return wraps(function)(lambda *args, **kwargs: function(*args, **kwargs) * 2)
 
 
 inside("F.linear patched", lambda: patched(F, "linear", lambda was: lambda x, w, b=None: was(x, w * 1.5, b)))
