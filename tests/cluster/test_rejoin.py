@@ -23,14 +23,20 @@ STEPS, HELD = 60, 12  # the others wait at this step until the newcomer's proces
 
 
 def comes_back(
-    launch: Launch, folder: Path, kill: str, *more: str, shape: Shape = SQUARE, wraps: tuple[dict, ...] = ()
+    launch: Launch,
+    folder: Path,
+    kill: str,
+    *more: str,
+    shape: Shape = SQUARE,
+    wraps: tuple[dict, ...] = (),
+    steps: int = STEPS,
 ) -> Run:
     """A job, changed by ``wraps``, in which the worker is killed, and the others go on once its newcomer asks to take
     part.
     """
     wrap = json.dumps([held(folder, HELD, "go"), *wraps])
     run = launch(
-        f"steps={STEPS}",
+        f"steps={steps}",
         "recycle.rejoin=always",
         faults(kill),
         *more,

@@ -11,6 +11,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import deepspeed
+import odd_optimizers
 import torch
 import touching
 from deepspeed.accelerator import get_accelerator
@@ -52,6 +54,19 @@ def unscaled_as_scaled() -> None:
         self.loss_scale = raised
 
     DeepSpeedZeroOptimizer._update_scale, DeepSpeedZeroOptimizer.unscale_and_clip_grads = updated, unscaled
+
+
+def odd_optimizer(kind: str) -> None:
+    """The job trains with an optimizer, and a scheduler, of odd_optimizers.py."""
+    initialize = deepspeed.initialize
+
+    def changed(**named):
+        made = (odd_optimizers.MADE | odd_optimizers.REFUSED)[kind](
+            [one for one in named["model_parameters"] if one.requires_grad]
+        )
+        return initialize(**named | {"optimizer": made, "lr_scheduler": odd_optimizers.SCHEDULERS.get(kind)})
+
+    deepspeed.initialize = changed
 
 
 # --- the model --------------------------------------------------------------------------------------

@@ -159,4 +159,6 @@ def same(a: object, b: object) -> bool:
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
+    if type(a) is type(b) and a is not b and getattr(a, "__dict__", None):
+        return same(vars(a), vars(b))
     return a == b

@@ -58,6 +58,7 @@ class SteppedWorker:
         scaled: bool = False,
         tied: bool = False,
         model: Callable[[], torch.nn.Module] = small,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     ) -> None:
         torch.manual_seed(seed)
         self.module = model().to(dtype)
@@ -68,7 +69,7 @@ class SteppedWorker:
         if masters is not None:
             inner.param_groups[0]["params"] = masters.parameters
             inner.register_step_post_hook(lambda *_: masters.round_off())
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9) if scheduler is None else scheduler(inner)
         self.scale, self.cursor = LossScale(Scaler() if scaled else None), DataCursor(2)
         self.optimizer = PlainOptimizer(inner, scheduler, lambda: self.stepping.clip())
         self.framework = SimpleNamespace(
@@ -78,7 +79,7 @@ class SteppedWorker:
             optimizer=self.optimizer,
             masters=masters,
             cursor=self.cursor,
-            state=(scheduler_part(lambda: scheduler), self.optimizer.counters),
+            state=(scheduler_part(lambda: scheduler, lambda: inner), self.optimizer.counters),
         )
         self.store, self.steps, self.tied = StepStore(Seat(0, 1), 2, tied), StepMachine(0), tied
         weights = [SimpleNamespace(parameter=self.summed[0], name="tied")] * tied

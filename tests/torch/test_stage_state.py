@@ -24,7 +24,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.masters import Masters
-from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, TensorForm, of_parameters
+from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, of_parameters
 from recycle_plugin.runtime.state.undo import KINDS
 from recycle_plugin.runtime.state.units import Units, UnitValue
 from recycle_plugin.runtime.worker.changed_state import scheduler_part, stage_state, stage_units
@@ -83,7 +83,7 @@ class Worker:
             optimizer=StockOptimizer(self.engine, self.stock.step),
             masters=masters,
             cursor=self.cursor,
-            state=(scheduler_part(lambda: self.engine.lr_scheduler), counters_part(self.engine)),
+            state=(scheduler_part(lambda: self.engine.lr_scheduler, lambda: optimizer), counters_part(self.engine)),
         )
         self.state = stage_state(framework, self.stage, self.scale, self.iterator)
         self.units = stage_units(framework, self.state, SimpleNamespace())
@@ -177,7 +177,7 @@ def test_another_worker_goes_on_with_the_same_bits(kind, bf16, done, before):
 def test_a_forgotten_part_would_show(forgotten, bf16):
     """But the optimizer's, which is no part among others to who hands units over."""
     source, target = Worker(bf16=bf16).steps(0, 1, 2), Worker(seed=1, bf16=bf16)
-    assert set(source.state._parts) == PARTS[bf16] | {"iterator"}
+    assert set(source.state._parts) == PARTS[bf16] | {"iterator", "attributes"}
     without(target.state, forgotten), without(source.state, forgotten)
     fill(target.units, source.units)
     assert forgotten in differing(target.found(), source.found())
@@ -327,17 +327,17 @@ def test_parameters_beside_the_models_are_the_optimizers():
 def test_room_is_made_where_the_parameter_is_or_in_host_memory():
     parameter = torch.nn.Parameter(torch.ones(2, 3, device="meta"))
     state = of_list([parameter], torch.optim.Adam([parameter]))
-    for kind, form in {
-        "exp_avg": TensorForm(torch.float32, (2, 3), False),
-        "step": TensorForm(torch.float32, (), True),
-        "rows": TensorForm(torch.int64, (2,), False),
-    }.items():
-        state.make(f"optimizer/0/{kind}", form)
+    forms = {
+        "exp_avg": ("tensor", torch.float32, torch.Size([2, 3]), False),
+        "step": ("tensor", torch.float32, torch.Size([]), True),
+        "rows": ("tensor", torch.int64, torch.Size([2]), False),
+    }
+    state.put({"optimizer": {"state": {"0": forms}, **state.optimizer.shared()}})
     made = state.optimizer.optimizer.state[parameter]
     assert {kind: (one.device.type, one.dtype, tuple(one.shape)) for kind, one in made.items()} == {
         "exp_avg": ("meta", torch.float32, (2, 3)),
         "step": ("cpu", torch.float32, ()),
         "rows": ("meta", torch.int64, (2,)),
     }
-    with pytest.raises(RecycleError, match="optimizer/5/exp_avg: the optimizer has no parameter 5 here"):
-        state.make("optimizer/5/exp_avg", TensorForm(torch.float32, (2, 3), False))
+    with pytest.raises(RecycleError, match="optimizer/5/exp_avg is no tensor of this worker's state"):
+        state.fill({"optimizer/5/exp_avg": torch.ones(2, 3)})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from deepspeed.utils import fragment_address
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.masters import Masters
+from recycle_plugin.runtime.state.contents import attributes_of
 
 ALIGNMENT = 2  # numbers, of each part: stock's
 Parameters = list[torch.nn.Parameter]
@@ -49,6 +51,7 @@ class MasterOptimizer:
         self.optimizer, self._masters, self._clip = optimizer, masters, clip
         for group in optimizer.param_groups:
             group["params"] = [masters.of(parameter) for parameter in group["params"] if parameter.requires_grad]
+        _check_wrapped(optimizer, set(masters.weights))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -94,6 +97,19 @@ class MasterOptimizer:
         """Drop the masters' gradients."""
         for parameter in self._masters.parameters:
             parameter.grad = None
+
+
+def _check_wrapped(optimizer: torch.optim.Optimizer, weights: AbstractSet[torch.Tensor]) -> None:
+    """Raise RecycleError where an optimizer that it wraps has groups of its own, and would go on stepping weights."""
+    for name, inner in attributes_of(optimizer).items():
+        if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+            if any(parameter in weights for group in inner.param_groups for parameter in group["params"]):
+                raise RecycleError(
+                    f"{type(optimizer).__name__}.{name} has parameter groups of its own, whose weights are not fp32: "
+                    "DeepSpeed puts the fp32 masters into the outer optimizer's groups only; let both have the same "
+                    "param_groups, or train in fp32"
+                )
+            _check_wrapped(inner, weights)
 
 
 class NotThere(RecycleError, AttributeError):

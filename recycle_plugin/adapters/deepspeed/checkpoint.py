@@ -83,6 +83,8 @@ class EngineFiles:
                 engine, str(folder), tag, self.client_state, False, self.exclude_frozen_parameters
             )
         there = STOCKS | (SCALE if engine.fp16_enabled() else frozenset())
+        if not type(engine.lr_scheduler).__module__.startswith(("torch.", "deepspeed.", "builtins")):
+            there -= {"scheduler"}  # nobody knows what its state_dict leaves out
         if is_writer(seat, generation) and (left := inventory.left(state, there)):
             files.save(left, str(file_beside(folder / tag, engine.stage_id)))
         if self.parts is not None:
@@ -141,11 +143,11 @@ class EngineFiles:
         read = self.engine.checkpoint_engine.load
         with self.session.heartbeats.at(ELSEWHERE, "a checkpoint"):
             self.ties.load(path, partial(read, map_location=self.engine.device))
+            if self.parts is not None and with_optimizer:
+                self.parts.read(path, partial(read, map_location=HOST))
             self.load_beside(state, path, with_optimizer)
             if self.engine.masters is not None and not with_optimizer:
                 self.engine.masters.take_over()
-            elif self.parts is not None:
-                self.parts.read(path, partial(read, map_location=HOST))
             if self.scaler is not None and with_optimizer:
                 state.put({"loss_scale": dict(vars(self.scaler))})  # which the loss is multiplied by from now on
 

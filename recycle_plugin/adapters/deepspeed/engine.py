@@ -81,8 +81,8 @@ class RecycleEngine(PipelineEngine):
         super().__init__(*arguments, **named)
         if self.lr_scheduler is not None and not hasattr(self.lr_scheduler, "state_dict"):
             raise RecycleError(
-                f"the learning-rate scheduler {type(self.lr_scheduler).__name__} has no state_dict, so a step could "
-                "not be taken back"
+                f"the learning-rate scheduler {type(self.lr_scheduler).__name__} has no state_dict, which DeepSpeed "
+                "saves: give it state_dict() and load_state_dict()"
             )
         session, settings = self._job.session, self._job.settings
         if self.fp16_enabled():
@@ -471,7 +471,7 @@ class RecycleEngine(PipelineEngine):
             next_batch=lambda what: self._feeding.next_batch(what),
             forward=partial(keyed_forward, module, device=device),
             clipping=float(self.gradient_clipping()),
-            state=(scheduler_part(lambda: self.lr_scheduler), counters_part(self)),
+            state=(scheduler_part(lambda: self.lr_scheduler, lambda: self.basic_optimizer), counters_part(self)),
             masters=self.masters,
             tied=tied_weights.weights,
             norm=StockNorm(self.stage_id, topology.replicas) if settings.norm == "deepspeed" else None,

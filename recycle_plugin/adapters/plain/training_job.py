@@ -129,7 +129,7 @@ class PlainJob:
             next_batch=_no_iterator,
             forward=lambda seed, place: keyed(seed, device),
             clipping=clip,
-            state=(scheduler_part(lambda: scheduler), steps.counters),
+            state=(scheduler_part(lambda: scheduler, lambda: optimizer), steps.counters),
             compute=compute,
             shards=place.shards,
             shard=place.shard,

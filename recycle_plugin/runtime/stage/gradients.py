@@ -201,6 +201,10 @@ class Gradients:
         assert versions == _versions(whole), "the optimizer has changed gradients that a peer may still need"
         self._put([None if mine is gradient else mine for mine, gradient in zip(sums, self._sums(step), strict=True)])
 
+    def any(self, step: int) -> bool:
+        """Whether ``step`` applies anything, where there are parameters."""
+        return not self._parameters or any(gradient is not None for gradient in self._applied(step))
+
     def scale(self, change: Callable[[], None], factor: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Let ``change`` scale the gradients of the step that is being applied: it puts ``factor(gradient)`` in place
         of each.

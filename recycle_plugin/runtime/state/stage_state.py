@@ -13,44 +13,35 @@ Not part of it: what no step changes (frozen weights, buffers), and random numbe
 
 from __future__ import annotations
 
-import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.devices.host import HOST, on_host
 from recycle_plugin.runtime.devices.kinds import fetch, order_of
+from recycle_plugin.runtime.state.contents import (
+    MADE,
+    PLAIN,
+    STAYS,
+    Surrounding,
+    Telling,
+    TensorForm,
+    compared,
+    form_of,
+    own_to_torch,
+    refusals,
+    since,
+    whole,
+)
+from recycle_plugin.runtime.state.putting import MISSING, Putting
 from recycle_plugin.runtime.state.surroundings import is_plain
 
 PIECE = 1 << 20  # bytes that are copied to the host, or hashed, at once
-PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, Enum)
-
-
-class Elsewhere(Enum):
-    """Stands in a small part in the place of a tensor, which is among the part's tensors."""
-
-    TENSOR = "a tensor"
-
-
-ELSEWHERE = Elsewhere.TENSOR
-
-
-class TensorForm(NamedTuple):
-    """A tensor's dtype and shape.  ``on_host``: in host memory, where its parameter may be on an accelerator."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    on_host: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of such a tensor."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+WRITTEN = (int, float, complex, str, bytes, type(None), torch.dtype, Enum)
 
 
 @dataclass(frozen=True)
@@ -58,8 +49,8 @@ class StatePart:
     """One part of what a step changes.
 
     ``tensors()`` are those of the part as they are now, to be written in place, by names that begin with the part's and
-    a slash; ``make(name, form)`` makes room for one that is missing.  ``get()`` is a copy of what goes by value, which
-    can be pickled; ``set`` takes one over.
+    a slash.  ``get()`` is a copy of what goes by value, which ``torch.load(weights_only=True)`` can read; ``set`` takes
+    one over, and makes room for the tensors that it tells of and that are missing.
 
     ``follow`` makes the tensors anew from those of other parts, of which they are a copy.  ``own``: belongs to the
     worker and not to its stage, so that replicas differ in it; and what a step has changed of it stays changed where
@@ -70,7 +61,6 @@ class StatePart:
     tensors: Callable[[], Mapping[str, torch.Tensor]] = dict
     get: Callable[[], Any] | None = None
     set: Callable[[Any], None] | None = None
-    make: Callable[[str, TensorForm], None] | None = None
     follow: Callable[[], None] | None = None
     own: bool = False
 
@@ -84,7 +74,7 @@ class StageState:
 
     def __init__(self, applied: Callable[[], int], optimizer: OptimizerState, parts: Iterable[StatePart]) -> None:
         self._applied, self.optimizer = applied, optimizer
-        self._parts = {part.name: part for part in (optimizer.part, *parts)}
+        self._parts = {part.name: part for part in (optimizer.part, optimizer.attributes, *parts)}
 
     @property
     def step(self) -> int:
@@ -129,29 +119,38 @@ class StageState:
                 found.update(part.tensors())
         return found
 
-    def make(self, name: str, form: TensorForm) -> None:
-        """Make room for a tensor that is not there yet.  Raises RecycleError where it does not belong here."""
-        part = self._parts.get(name.partition("/")[0])
-        if part is None or part.make is None:
-            raise RecycleError(
-                f"{name} is no tensor of this worker's state: the other worker, or the checkpoint, is of another "
-                "model, or has other layers"
-            )
-        part.make(name, form)
-
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write each tensor in place; those that are not there yet are made."""
+        """Write each tensor in place, once :meth:`put` has made room for it.
+
+        Raises RecycleError for one that does not belong here.
+        """
+        present = self.tensors()
         for name, value in tensors.items():
-            if name not in self.tensors():
-                self.make(name, form_of(value))
-            self.tensors()[name].copy_(value)
+            if name not in present or present[name].shape != value.shape:
+                raise RecycleError(
+                    f"{name} is no tensor of this worker's state, or another one: the other worker, or the checkpoint, "
+                    "is of another model, or has other layers"
+                )
+            present[name].copy_(value)
 
     def rewritten(self) -> None:
         """Let copies follow, since tensors were written otherwise than by a step."""
         for part in self._parts.values():
             if part.follow is not None:
                 part.follow()
+
+    def check(self) -> None:
+        """Raise RecycleError where something of it can't be told, and so could not be given to a worker that comes
+        back.
+        """
+        for name, told in (self.small() | {"attributes": self.optimizer.told()}).items():
+            if (refused := next(refusals(told), None)) is not None:
+                of = type(self.optimizer.optimizer).__name__ if name in ("optimizer", "attributes") else name
+                raise RecycleError(
+                    f"{of}: {refused}; a worker that comes back could not have it: keep numbers, words and tensors "
+                    "there, in lists, dicts, or objects of classes that are written in Python"
+                )
 
     # --- to be compared ----------------------------------------------------------------------------
 
@@ -167,7 +166,7 @@ class StageState:
         """What computes :meth:`digest` of the present state, in any thread, as long as no tensor changes."""
         tensors = self.tensors()
         layout = {name: written(form_of(tensor)) for name, tensor in tensors.items()}
-        small = self.small() | {"optimizer": self.optimizer.compared()}
+        small = self.small() | self.optimizer.compared()
         found, order = hashlib.sha256(as_text([self.step, small, layout]).encode()), order_of(tensors.values())
 
         def compute() -> str:
@@ -181,16 +180,30 @@ class StageState:
 
 
 class OptimizerState:
-    """An optimizer's state as a part: what it keeps for each parameter, and its groups.
+    """An optimizer's state in two parts: what it keeps for each parameter, and its groups; and what else it holds, as
+    attributes, those of optimizers that it wraps included (runtime/state/contents.py).
 
     ``called``: the names of the model's parameters, or of their masters.  Parameters that are not among them are called
     by their place in the groups, and belong to the state.  ``scripted``: a script may have set already what its next
-    step is applied with, so that this is not compared.
+    step is applied with, so that this is not compared.  ``others``: more tensors that are no part of it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, called: Mapping[Any, str], scripted: bool = False) -> None:
-        self.optimizer, self._called, self._scripted = optimizer, called, scripted
-        self.part = StatePart("optimizer", self._tensors, self._get, self._set, self._make)
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        called: Mapping[Any, str],
+        scripted: bool = False,
+        others: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
+        self.optimizer, self._called, self._scripted, self._others = optimizer, called, scripted, others
+        self.part = StatePart("optimizer", self._tensors, self._get, self._set)
+        self.attributes = StatePart("attributes", self._held, self._get_attributes, self._set_attributes)
+        self._made = self.told()
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:
+        """What it keeps for each parameter, by parameter; one that only wraps another may have none."""
+        return getattr(self.optimizer, "state", {})
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The optimizer's parameters by name, in the order of the groups."""
@@ -215,80 +228,91 @@ class OptimizerState:
         }
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        state = self.optimizer.state
+        state = self.state
         return ((name, state[parameter]) for name, parameter in self.parameters().items() if parameter in state)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         found = {f"optimizer/{name}": parameter for name, parameter in self.beside().items()}
-        found.update(
-            {
-                f"optimizer/{name}/{kind}": value
-                for name, state in self._states()
-                for kind, value in state.items()
-                if isinstance(value, torch.Tensor)
-            }
-        )
+        telling = Telling(Surrounding(self._called), found)
+        for name, state in self._states():
+            for kind, value in state.items():  # as values(), without what is not asked for
+                if isinstance(value, torch.Tensor):
+                    found[f"optimizer/{name}/{kind}"] = value
+                elif type(value) not in PLAIN:
+                    telling.of(value, f"optimizer/{name}/{kind}")
         return found
 
-    def values(self) -> dict[str, dict[str, Any]]:
-        """Copies of what goes by value of each parameter's state, by name, with ``ELSEWHERE`` for tensors."""
-        return {name: by_value(state) for name, state in self._states()}
-
-    def of(self, parameter: torch.Tensor) -> Mapping[str, Any] | None:
-        """What it keeps for ``parameter``, to be read; None where it has nothing for it."""
-        return self.optimizer.state.get(parameter)
+    def values(
+        self, tensors: dict[str, torch.Tensor], of: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """What is told of each parameter's state, by name, of all or ``of`` these; its tensors are put into
+        ``tensors``.
+        """
+        telling, state = Telling(Surrounding(self._called), tensors), self.state
+        return {
+            name: {kind: telling.kept(value, f"optimizer/{name}/{kind}") for kind, value in state[parameter].items()}
+            for name, parameter in (self.parameters() if of is None else of).items()
+            if parameter in state
+        }
 
     def shared(self) -> dict[str, Any]:
-        """Copies of what belongs to no single parameter: the groups' hyper-parameters, and what it keeps under other
-        keys.
+        """What is told of what belongs to no single parameter: the groups' hyper-parameters, and what it keeps under
+        other keys.
         """
+        telling = Telling(Surrounding(self._called))
         groups = [
-            copy.deepcopy({name: value for name, value in group.items() if name != "params"})
-            for group in self.optimizer.param_groups
+            {name: telling.of(value, f"group {number}/{name}") for name, value in group.items() if name != "params"}
+            for number, group in enumerate(self.optimizer.param_groups)
         ]
-        return {"groups": groups, "of_no_parameter": copy.deepcopy(self._of_no_parameter())}
+        return {"groups": groups, "of_no_parameter": telling.of(self._of_no_parameter(), "state")}
 
     def settings(self) -> list[dict[str, Any]]:
-        """The numbers and words among the groups' hyper-parameters, group by group."""
+        """What is told of the numbers and words among the groups' hyper-parameters, group by group."""
+        telling = Telling()
         return [
-            {name: value for name, value in group.items() if is_plain(name, value)}
+            {name: telling.of(value, name) for name, value in group.items() if is_plain(name, value)}
             for group in self.optimizer.param_groups
         ]
 
     def compared(self) -> dict[str, Any]:
-        """Copies of what goes by value and is the same on workers that hold the same state."""
+        """What is told, by part, and is the same on workers that hold the same state."""
         value = self._get()
-        for group in value["groups"] if self._scripted else ():
-            for name in [name for name, setting in group.items() if is_plain(name, setting)]:
+        for group, here in zip(value["groups"], self.optimizer.param_groups) if self._scripted else ():
+            for name in [name for name in group if is_plain(name, here[name])]:
                 del group[name]
-        return value
+        return {"optimizer": value, "attributes": compared(self._get_attributes())}
 
     def take_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Set what :meth:`settings` has given."""
         for group, given in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(given)
+            group.update({name: Putting().back(told, group.get(name, MISSING)) for name, told in given.items()})
 
     def set_values(self, parameter: torch.Tensor, values: Mapping[str, Any] | None) -> None:
-        """Take what goes by value of the state of ``parameter``; what is not there goes, with None all."""
+        """Take what was told of the state of ``parameter``; what is not there goes, with None all."""
+        state = self.state
         if values is None:
-            self.optimizer.state.pop(parameter, None)
-        else:
-            _restore(self.optimizer.state[parameter], values)
+            state.pop(parameter, None)
+            return
+        if parameter not in state:
+            state[parameter] = {}
+        named = {name: one for one, name in self._called.items()}
+        Putting(parameter, named).into(state[parameter], values.items())
 
     def set_shared(self, shared: Mapping[str, Any]) -> None:
         """Take what :meth:`shared` has given."""
-        for key in self._of_no_parameter():
-            del self.optimizer.state[key]
-        self.optimizer.state.update(shared["of_no_parameter"])
-        for group, saved in zip(self.optimizer.param_groups, shared["groups"], strict=True):
-            _restore(group, {**saved, "params": ELSEWHERE})
+        putting, kept = Putting(self._like), self._of_no_parameter()
+        for key in kept:
+            del self.state[key]
+        self.state.update(putting.back(shared["of_no_parameter"], kept))
+        for group, told in zip(self.optimizer.param_groups, shared["groups"], strict=True):
+            putting.into(group, [("params", STAYS), *told.items()])
 
     def _get(self) -> dict[str, Any]:
-        return {"state": self.values(), **self.shared()}
+        return {"state": self.values({}), **self.shared()}
 
     def _of_no_parameter(self) -> dict[Any, Any]:
         """What it keeps under other keys, as torch's optimizers may."""
-        return {key: value for key, value in self.optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        return {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
 
     def _set(self, value: Mapping[str, Any]) -> None:
         """What was not there goes."""
@@ -296,29 +320,48 @@ class OptimizerState:
             self.set_values(parameter, value["state"].get(name))
         self.set_shared(value)
 
-    def _make(self, name: str, form: TensorForm) -> None:
-        called, _, kind = name.removeprefix("optimizer/").rpartition("/")
-        parameter = self.parameters().get(called)
-        if parameter is None:
-            raise RecycleError(
-                f"{name}: the optimizer has no parameter {called or name} here; the other worker, or the checkpoint, "
-                "is of another model"
-            )
-        self.make_of(parameter, kind, form)
+    @property
+    def _like(self) -> torch.Tensor | None:
+        return next(iter(self.parameters().values()), None)
 
-    def make_of(self, parameter: torch.Tensor, kind: str, form: TensorForm) -> torch.Tensor:
-        """Make room for a tensor of what it keeps for ``parameter``, and return that."""
-        like = parameter if parameter.shape == form.shape else torch.empty(form.shape, device=parameter.device)
-        made = torch.empty_like(like, dtype=form.dtype, device=HOST if form.on_host else None, requires_grad=False)
-        self.optimizer.state[parameter][kind] = made
-        return made
+    # --- what else it holds ------------------------------------------------------------------------
 
+    def told(self) -> dict[str, Any]:
+        """What is told of all that it holds."""
+        return self._tell({})
 
-def by_value(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of what an optimizer keeps for a parameter, with ``ELSEWHERE`` for tensors."""
-    return {
-        kind: ELSEWHERE if isinstance(value, torch.Tensor) else copy.deepcopy(value) for kind, value in state.items()
-    }
+    def _tell(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        around = Surrounding(self._called, self._elsewhere, self._told)
+        return Telling(around, tensors).attributes(self.optimizer, "attributes", ("state", "param_groups"))
+
+    def _elsewhere(self) -> dict[str, torch.Tensor]:
+        kept = {f"optimizer/{name}/{kind}": one for (name, kind), one in self.kept().items()}
+        groups = (one for group in self.optimizer.param_groups for one in group.values() if torch.is_tensor(one))
+        others = {f"another {number}": one for number, one in enumerate((*groups, *self._others()))}
+        return self.parameters() | kept | others
+
+    def _told(self) -> Iterator[object]:
+        """What is told as state and groups."""
+        state = self.state
+        yield from (state, *state.values())
+        yield self.optimizer.param_groups
+        for group in self.optimizer.param_groups:
+            yield from (group, group["params"])
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        self._tell(found)
+        return found
+
+    def _get_attributes(self) -> Any:
+        """What was not made so; None where all was, as of most optimizers."""
+        told = since(self._made, self.told())
+        return None if told == MADE else told
+
+    def _set_attributes(self, told: Any) -> None:
+        full = whole(self._made, MADE if told is None else told)
+        named = {name: one for one, name in self._called.items()} | self._elsewhere()
+        Putting(self._like, named).attributes(full, self.optimizer, own_to_torch)
 
 
 def of_parameters(
@@ -349,11 +392,6 @@ def raw(tensor: torch.Tensor) -> Any:
     return fetch(tensor.detach().reshape(-1), "the bytes of a tensor").view(torch.uint8).numpy()
 
 
-def form_of(tensor: torch.Tensor) -> TensorForm:
-    """The form of a tensor."""
-    return TensorForm(tensor.dtype, tuple(tensor.shape), on_host(tensor))
-
-
 def written(form: TensorForm) -> str:
     """The form as a text, for errors and hashes: "float32[2, 3]"."""
     return f"{str(form.dtype).removeprefix('torch.')}{list(form.shape)}"
@@ -364,7 +402,7 @@ def as_text(value: Any) -> str:
 
     Of what is not written alike in all processes counts the class alone.
     """
-    if isinstance(value, PLAIN):
+    if isinstance(value, WRITTEN):
         return repr(value)
     if isinstance(value, dict):
         return "{" + ",".join(sorted(f"{as_text(key)}:{as_text(each)}" for key, each in value.items())) + "}"
@@ -373,13 +411,3 @@ def as_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return written(form_of(value)) + hashlib.sha256(raw(value)).hexdigest()
     return type(value).__qualname__
-
-
-def _restore(present: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    for name in present.keys() - saved.keys():
-        del present[name]
-    for name, value in saved.items():
-        if torch.is_tensor(value) and torch.is_tensor(present.get(name)):
-            present[name].copy_(value)  # others hold this very tensor: a scheduler, a captured graph
-        elif value is not ELSEWHERE:
-            present[name] = value

@@ -12,8 +12,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 
 from recycle_plugin.errors import RecycleError
@@ -273,7 +275,7 @@ class AsStarted:
 def is_plain(name: str, value: Any) -> bool:
     """Whether ``value``, which something has under ``name``, is a number, a word or the like that scripts change."""
     return (
-        type(value) in PLAIN
+        (type(value) in PLAIN or isinstance(value, (np.generic, Enum)))
         and name != "training"
         and (type(value) is not tuple or all(is_plain("", each) for each in value))
     )

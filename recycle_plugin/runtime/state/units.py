@@ -29,11 +29,8 @@ from recycle_plugin.runtime.devices.kinds import device_of, put
 from recycle_plugin.runtime.devices.kinds import write as write_to
 from recycle_plugin.runtime.devices.port import COPY_S, Copy
 from recycle_plugin.runtime.state.stage_state import (
-    ELSEWHERE,
     StageState,
-    TensorForm,
     as_text,
-    by_value,
     form_of,
     pieces,
     written,
@@ -141,6 +138,7 @@ class Units:
         self._look_up()
         weights = {name: sum(each.nbytes for each in self._tensors(one).values()) for name, one in self._all().items()}
         try:
+            self.state.check()
             return _packed({name: _checked(name, value) for name, value in self._told().items()}), weights
         except RecycleError as error:
             return _packed(str(error)), weights
@@ -211,13 +209,16 @@ class Units:
 
     def _plain(self, content: _Content) -> bytes:
         """What goes by value of a unit, packed; b"" for nothing, as torch's optimizers mostly have."""
-        values = {}
-        for called in content.called:
-            kept = self.state.optimizer.of(self._stepped[called]) if called in self._stepped else None
-            value = {kind: each for kind, each in by_value(kept or {}).items() if each is not ELSEWHERE}
-            if value or kept == {}:
-                values[called] = value
-        shared = self.state.optimizer.shared() if content.shared else None
+        optimizer = self.state.optimizer
+        tensors: dict[str, torch.Tensor] = {}
+        values = {
+            name: {kind: each for kind, each in told.items() if f"optimizer/{name}/{kind}" not in tensors}
+            for name, told in optimizer.values(tensors, self._stepped_of(content)).items()
+        }
+        values = {name: told for name, told in values.items() if told or not optimizer.state[self._stepped[name]]}
+        attributes = self.state.parts["attributes"].get
+        assert attributes is not None, "they go by value"
+        shared = [optimizer.shared(), attributes()] if content.shared else None
         return _packed([values, shared]) if values or shared is not None else b""
 
     # --- at the newcomer ---------------------------------------------------------------------------
@@ -250,21 +251,25 @@ class Units:
         content, optimizer = self._all()[name], self.state.optimizer
         values, shared = _unpacked(value.plain) if value.plain else ({}, None)
         kinds: dict[str, dict[str, Any] | None] = {called: values.get(called) for called in content.called}
-        for each in value.tensors:
+        for each, tensor in value.tensors.items():
             called, _, kind = each.removeprefix("optimizer/").rpartition("/")
             if each.startswith("optimizer/") and called in kinds:
-                kinds[called] = {**(kinds[called] or {}), kind: ELSEWHERE}
-        for called, kept in kinds.items():
-            if called in self._stepped:
-                optimizer.set_values(self._stepped[called], kept)
+                form = ("tensor", tensor.dtype, tensor.shape, each in value.on_host)
+                kinds[called] = {**(kinds[called] or {}), kind: form}
+        for called, parameter in self._stepped_of(content).items():
+            optimizer.set_values(parameter, kinds[called])
         if shared is not None:
-            optimizer.set_shared(shared)
+            optimizer.set_shared(shared[0])
+            self.state.put({"attributes": shared[1]})
         present = self._tensors(content)
         for each, tensor in value.tensors.items():
-            form = TensorForm(tensor.dtype, tuple(tensor.shape), each in value.on_host)
             target = present.get(each)
             if target is None or (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
-                target = self._made(name, each, form, kinds)
+                raise RecycleError(
+                    f"unit {name} of the other worker's state has {each} as {written(form_of(tensor))}, and here "
+                    f"{'there is none' if target is None else 'it is ' + written(form_of(target))}: it is of another "
+                    "model"
+                )
             write_to(target, tensor, f"unit {name}")
 
     def gathered(self, step: int, sums: Mapping[str, tuple[torch.Tensor, ...]]) -> dict[Datum, Any]:
@@ -274,15 +279,6 @@ class Units:
             for parameter, value in zip(self._trained(self._all()[name]), values, strict=True):
                 found[parameter] = put(value, parameter.device, f"the gradient of {name}")
         return self.gradients.gathered(step, found)
-
-    def _made(self, name: str, tensor: str, form: TensorForm, kinds: Mapping[str, Any]) -> torch.Tensor:
-        called, _, kind = tensor.removeprefix("optimizer/").rpartition("/")
-        if not tensor.startswith("optimizer/") or called not in kinds or called not in self._stepped:
-            raise RecycleError(
-                f"unit {name} of the other worker's state has {tensor} as {written(form)}, and here there is none: it "
-                "is of another model"
-            )
-        return self.state.optimizer.make_of(self._stepped[called], kind, form)
 
     def _check(self, told: Mapping[str, Any]) -> None:
         """Compare what a head says with what is here.  Raises RecycleError with both sides."""
@@ -316,13 +312,14 @@ class Units:
         beside = {f"optimizer/{name}": (name,) for name in optimizer.beside()}
         single = {**{name: (name,) for name in self.parameters}, **beside}
         kind = f"{type(optimizer.optimizer).__module__}.{type(optimizer.optimizer).__qualname__}"
-        if kind in BY_ITSELF or "undo_rule" in vars(type(optimizer.optimizer)):
+        held = optimizer.attributes.tensors()
+        if not held and (kind in BY_ITSELF or "undo_rule" in vars(type(optimizer.optimizer))):
             self._contents = {name: _Content(called) for name, called in single.items()}
-        elif kind in BY_GROUP:
+        elif not held and kind in BY_GROUP:
             self._contents = self._by_group({each for name in single.values() for each in name})
         else:
             called = tuple(each for name in single.values() for each in name)
-            self._contents = {"optimizer/": _Content(called, shared=True)} if called else {}
+            self._contents = {"optimizer/": _Content(called, shared=True)} if called or held else {}
         for part in self.state.parts:
             if self._of_part(part):
                 self._contents[f"{part}/"] = _Content(part=part)
@@ -337,7 +334,7 @@ class Units:
 
     def _of_part(self, part: str) -> dict[str, torch.Tensor]:
         """The tensors of a part that belong to no parameter."""
-        if part == "optimizer":
+        if part in ("optimizer", "attributes"):
             return {}
         tensors = self.state.parts[part].tensors()
         return {name: each for name, each in tensors.items() if name.removeprefix(f"{part}/") not in self.parameters}
@@ -345,17 +342,19 @@ class Units:
     def _tensors(self, content: _Content) -> dict[str, torch.Tensor]:
         """The tensors of a unit as they are now, by name."""
         found = dict(self._of_part(content.part)) if content.part else {}
-        for called in content.called:
-            for name, part in self.state.parts.items():
-                tensor = part.tensors().get(f"{name}/{called}") if name != "optimizer" else None
-                if tensor is not None:
-                    found[f"{name}/{called}"] = tensor
-            if called in self._stepped:
-                if called not in self.parameters:
-                    found[f"optimizer/{called}"] = self._stepped[called]
-                kept = self.state.optimizer.of(self._stepped[called]) or {}
-                found |= {f"optimizer/{called}/{kind}": one for kind, one in kept.items() if torch.is_tensor(one)}
+        if content.shared:
+            found |= self.state.optimizer.attributes.tensors()
+        for name, part in self.state.parts.items():
+            tensors = part.tensors() if name not in ("optimizer", "attributes") else {}
+            places = (f"{name}/{called}" for called in content.called)
+            found |= {place: tensors[place] for place in places if place in tensors}
+        stepped = self._stepped_of(content)
+        found |= {f"optimizer/{called}": one for called, one in stepped.items() if called not in self.parameters}
+        self.state.optimizer.values(found, stepped)
         return found
+
+    def _stepped_of(self, content: _Content) -> dict[str, torch.Tensor]:
+        return {called: self._stepped[called] for called in content.called if called in self._stepped}
 
     def _trained(self, content: _Content) -> list[torch.Tensor]:
         return [self.parameters[called] for called in content.called if called in self.parameters]
@@ -367,7 +366,7 @@ class Units:
         found = {
             name: written(form_of(tensor))
             for part in self.state.parts
-            if part != "optimizer"
+            if part not in ("optimizer", "attributes")
             for name, tensor in self.state.parts[part].tensors().items()
         }
         found |= {f"optimizer/{name}": written(form_of(one)) for name, one in self.state.optimizer.beside().items()}

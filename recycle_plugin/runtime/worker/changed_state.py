@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.stage.stage import Stage
+from recycle_plugin.runtime.state.contents import Surrounding, Telling
+from recycle_plugin.runtime.state.putting import Putting
 from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, of_parameters
 from recycle_plugin.runtime.state.units import Units
 from recycle_plugin.runtime.worker.ports import Framework
@@ -50,7 +51,9 @@ def stage_state(
         )
     return StageState(
         lambda: framework.optimizer.steps,
-        OptimizerState(framework.optimizer.wrapped, called, scripted=framework.pushed is not None),
+        OptimizerState(
+            framework.optimizer.wrapped, called, framework.pushed is not None, framework.model.module.buffers
+        ),
         parts,
     )
 
@@ -77,7 +80,8 @@ class Counts:
 
     def get(self) -> dict[str, Any]:
         """A copy of all of it."""
-        return self._state.small() | {"optimizer": self._state.optimizer.shared()}
+        small = {name: value for name, value in self._state.small().items() if name not in ("optimizer", "attributes")}
+        return small | {"optimizer": self._state.optimizer.shared()}
 
     def put(self, counts: Mapping[str, Any]) -> None:
         """Set it to a copy; tensors, and what the optimizer keeps for parameters, stay as they are."""
@@ -85,15 +89,21 @@ class Counts:
         self._state.optimizer.set_shared(counts["optimizer"])
 
 
-def scheduler_part(current: Callable[[], Any]) -> StatePart:
-    """The part of a stage's state that is the learning-rate scheduler ``current()``, which may be None."""
+def scheduler_part(current: Callable[[], Any], optimizer: Callable[[], Any]) -> StatePart:
+    """The part of a stage's state that is the learning-rate scheduler ``current()``, which may be None, of
+    ``optimizer()``: all that it holds, whatever of that its state_dict() gives.
+    """
 
     def get() -> Any:
-        return None if current() is None else copy.deepcopy(current().state_dict())
+        if current() is None:
+            return None
+        groups = optimizer().param_groups
+        around = Surrounding(stays=lambda: (groups, *groups, *(group["params"] for group in groups)))
+        return Telling(around).attributes(current(), "")
 
-    def put(state: Any) -> None:
+    def put(told: Any) -> None:
         if current() is not None:
-            current().load_state_dict(state)
+            Putting().attributes(told, current())
 
     return StatePart("scheduler", get=get, set=put)
 

@@ -96,10 +96,6 @@ class CompanionMachine(ReplayMachine):
             self.state.put(kept.small)
             present = self.state.tensors(following=False)
             for name, before in kept.tensors.items():
-                if name not in present:
-                    self.state.make(name, form_of(before))
-            present = self.state.tensors(following=False)
-            for name, before in kept.tensors.items():
                 present[name].copy_(before)
             self.state.rewritten()
             self.scripted.put_back(kept.scripts)

@@ -93,6 +93,7 @@ class Parts:
         self.on_join = OnJoin()
         self.world = self._make_world(first)
         self.companion: CompanionMachine | None = None
+        self._checked = False  # the state behind a step
 
     def _make_store(self) -> StepStore:
         settings, tied = self.settings, bool(self.topology.tie(self.seat.stage))
@@ -213,6 +214,9 @@ class Parts:
     def _applied(self, step: int) -> None:
         if (norm := self.framework.judged()) is not None:
             self.store.put(Datum("norm", self.seat.stage, None, step), norm)
+        if not self._checked:  # what the optimizer's first step has made
+            self.state.check()
+            self._checked = True
         every = self.settings.check_replicas
         along = self.companion is not None and self.companion.at_work  # the others have done so long ago
         if every and not along and step % every == 0:

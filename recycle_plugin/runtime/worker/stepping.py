@@ -17,7 +17,7 @@ from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.clipping import Clipping, scale, scaled
 from recycle_plugin.runtime.stage.gradients import Gradients
-from recycle_plugin.runtime.stage.rates import ScaledRates
+from recycle_plugin.runtime.stage.rates import ScaledRates, around_steps
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo import KINDS, Undo
@@ -103,6 +103,8 @@ class Stepping:
         self._applying = step
         skips, scaled = self._clipping.skips(step), self._scale.value != 1.0
         once = self._skip if skips else self._unscale_and_apply if scaled else self._optimizer.apply
+        if not skips and not self._gradients.any(step):  # at a newcomer, of whose optimizer nothing is here yet
+            once = self._optimizer.pass_over
         self._gradients.apply(step, self._optimizer.wrapped, once, scaled or self._clipping.clips(step))
         # which may have weights as they were, cast, where a step ends in another one's train_batch
         torch.clear_autocast_cache()
@@ -180,5 +182,5 @@ def undo_record(kind: str, state: StageState, keeper: Keeper | None = None) -> U
     ``keeper``: who has the gradients of a step until it is committed.
     """
     record: Undo = KINDS[kind](state, keeper)
-    state.optimizer.optimizer.register_step_pre_hook(lambda *_: record.before_step())
+    around_steps(state.optimizer.optimizer, record.before_step)
     return record

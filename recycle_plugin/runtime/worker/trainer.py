@@ -45,6 +45,7 @@ class Trainer(Participant):
             )
         session.trains, session.through = True, self.await_others
         super().__init__(session, settings, framework)
+        self.state.check()
         self._loadings = 0
 
     # --- what scripts call -------------------------------------------------------------------------
@@ -302,7 +303,8 @@ class Trainer(Participant):
         """Keep for a newcomer what loading a checkpoint, by the call ``place``, has given the script."""
         self._loadings += 1
         small = self.state.small()
-        small["optimizer"] |= {"state": {}}  # comes with the tensors
+        small["optimizer"] |= {"state": {}}  # comes with the tensors, as what else the optimizer holds
+        del small["attributes"]
         if self._session.startup is not None:
             self._session.startup.remember(f"{place}, number {self._loadings}", (found, small))
 

@@ -312,7 +312,7 @@ class ReplicaEngine(DeepSpeedEngine):
             next_batch=_no_iterator,
             forward=_no_forward,
             state=(
-                scheduler_part(lambda: self.lr_scheduler),
+                scheduler_part(lambda: self.lr_scheduler, lambda: self.shards.wrapped),
                 counters_part(self),
                 StatePart("scaler", get=scale.state, set=scale.set_state),
             ),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.state.putting import Putting
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo import rules
 from recycle_plugin.runtime.state.undo.kept import Copies, Keeper, Small
@@ -48,7 +49,7 @@ class Inverse:
         self._kept: set[str] = set()  # whose gradients the keeper has
         self._gradients = Copies()  # the others
         self._others = Copies()  # state tensors that the rule does not invert: step counts
-        _check_parameters(self._of.parameters(), self._of.beside())
+        _check_parameters(self._of.parameters(), {**self._of.beside(), **self._of.attributes.tensors()})
         _check_groups(self._optimizer)
 
     @property
@@ -95,7 +96,8 @@ class Inverse:
     def _steps(self, groups: list[dict[str, Any]]) -> Iterator[rules.Step]:
         """What was applied to each parameter that had a gradient, with the hyper-parameters of that time."""
         named = {parameter: name for name, parameter in self._of.parameters().items()}
-        for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
+        for group, told in zip(self._optimizer.param_groups, groups, strict=True):
+            saved = Putting().into({}, told.items())
             stepped = [(p, self._state(p)) for p in group["params"] if self._was_stepped(named[p])]
             counts = self._rule.counts([state for _, state in stepped])
             for (parameter, state), count in zip(stepped, counts, strict=True):
@@ -135,7 +137,8 @@ class Inverse:
 def _check_parameters(parameters: Mapping[str, torch.Tensor], beside: Mapping[str, torch.Tensor]) -> None:
     if beside:
         raise _refused(
-            "cannot take steps back whose optimizer has parameters of its own beside the model's", 'write "snapshot"'
+            "cannot take steps back whose optimizer has parameters or attributes of its own beside the model's",
+            'write "snapshot"',
         )
     stepped = [one for one in parameters.values() if one.requires_grad]  # a frozen one never is
     for dtype in {parameter.dtype for parameter in stepped}:

@@ -12,7 +12,7 @@ import torch
 from recycle_plugin.runtime.devices.host import on_host
 from recycle_plugin.runtime.devices.kinds import device_of, write
 from recycle_plugin.runtime.devices.port import COPY_S, Copy
-from recycle_plugin.runtime.state.stage_state import StageState, TensorForm, form_of
+from recycle_plugin.runtime.state.stage_state import StageState
 
 
 class Keeper(Protocol):
@@ -43,10 +43,6 @@ class Copies:
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._buffers
-
-    def forms(self) -> dict[Any, TensorForm]:
-        """The dtype and shape of each copy."""
-        return {key: form_of(buffer) for key, buffer in self._buffers.items()}
 
     def start(self, sources: Mapping[Any, torch.Tensor]) -> None:
         """Nothing: they are taken at once, when they are needed."""
@@ -81,16 +77,11 @@ class HostCopies:
     def __init__(self) -> None:
         self._copies: list[tuple[list[Any], Copy]] = []  # under way together, with their keys
         self._of: dict[Any, tuple[torch.Tensor, int]] = {}  # what was copied, with its version
-        self._forms: dict[Any, TensorForm] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all copies."""
         return sum(copy.nbytes for _, copy in self._copies)
-
-    def forms(self) -> dict[Any, TensorForm]:
-        """The dtype and shape of what each is a copy of."""
-        return dict(self._forms)
 
     def start(self, sources: Mapping[Any, torch.Tensor]) -> None:
         """Begin to copy ``sources``, which nobody changes before :meth:`take`; where that has begun, go on.
@@ -101,7 +92,6 @@ class HostCopies:
             return
         self._copies = []  # first, so that their memory is free
         self._of = {key: (source, source._version) for key, source in sources.items()}
-        self._forms = {key: form_of(source) for key, source in sources.items()}
         for here in (True, False):
             keys = [key for key, source in sources.items() if on_host(source) is here]
             if keys:

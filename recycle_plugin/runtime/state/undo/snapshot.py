@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from recycle_plugin.runtime.state.stage_state import StageState, form_of
+from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo.kept import Copies, HostCopies, Keeper, Small
 
 
@@ -52,14 +52,5 @@ class Snapshot:
     def restore(self) -> None:
         """Put the copied state back, bit for bit.  Raises RuntimeError if none was taken."""
         self._small.put_back()
-        present = self._state.tensors(following=False)
-        for (
-            name,
-            form,
-        ) in (
-            self._copies.forms().items()
-        ):  # a step may have dropped a tensor of the optimizer's, or put one of another size in its place
-            if name not in present or form_of(present[name]) != form:
-                self._state.make(name, form)
         self._copies.put_back(self._state.tensors(following=False))
         self._state.rewritten()

@@ -1,0 +1,247 @@
+"""What objects hold, told and put back: in other processes' terms, to the bit, whatever classes they are made of."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import io
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.stage.rates import ScaledRates
+from recycle_plugin.runtime.state.contents import Telling, refusals
+from recycle_plugin.runtime.state.putting import MISSING, Putting
+from recycle_plugin.runtime.state.stage_state import as_text
+from recycle_plugin.runtime.worker.stepping import undo_record
+from tests.jobs.odd_optimizers import MADE, SCHEDULERS, Lookahead, Mode, Wrapper, adamw
+from tests.support.optimizers import Subject, same, stage_state
+from tests.support.stepped_worker import SteppedWorker
+from tests.torch.test_units import caught_up
+
+
+def sent(told: Any) -> Any:
+    """As it comes at another process."""
+    written = io.BytesIO()
+    torch.save(told, written)
+    return torch.load(io.BytesIO(written.getvalue()), weights_only=True)
+
+
+class Pair(NamedTuple):
+    one: float
+    other: Any
+
+
+VALUES: dict[str, Any] = {
+    "float64": np.float64(0.1) / 3,
+    "float32": np.float32(0.1),
+    "int64": np.int64(2**62 + 1),
+    "bool": np.bool_(True),
+    "array": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "deque": collections.deque([1, np.float64(2.5)], maxlen=3),
+    "defaultdict": collections.defaultdict(list, {"a": [1, 2], 3: []}),
+    "ordered": collections.OrderedDict(b=1, a=2),
+    "counter": collections.Counter("abca"),
+    "by numbers": {0: 0.5, (1, 2): "x"},
+    "set": {"a", "b", 3},
+    "enum": Mode.COLD,
+    "named tuple": Pair(0.5, [Mode.WARM]),
+    "nested": [{"a": ({"b": np.float32(1)}, None)}, [True, "x", 1j, b"y"]],
+    "a class of a number": type("Rate", (float,), {})(0.25),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("there", (False, True), ids=("made", "in place"))
+def test_a_value_comes_out_as_it_went_in(name, there):
+    value = VALUES[name]
+    found = Putting().back(sent(Telling().of(value, "")), copy.deepcopy(value) if there else MISSING)
+    assert as_text(Telling().of(found, "")) == as_text(Telling().of(value, ""))
+    if name != "a class of a number":
+        assert type(found) is type(value) and np.all(found == value)
+
+
+def test_a_list_of_omegaconf_is_a_list_elsewhere_and_stays_where_it_is():
+    omegaconf = pytest.importorskip("omegaconf")
+    betas = omegaconf.OmegaConf.create([0.9, 0.999])
+    told = sent(Telling().of(betas, ""))
+    assert told == [0.9, 0.999] == Putting().back(told) and Putting().back(told, betas) is betas
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: torch.Generator().manual_seed(3), lambda: random.Random(3), lambda: np.random.default_rng(3)]
+)
+def test_random_numbers_go_on_where_they_were(made):
+    def draw(one: Any) -> float:
+        return torch.rand((), generator=one).item() if isinstance(one, torch.Generator) else one.random()
+
+    one, other = made(), made()
+    draw(one)
+    Putting().back(sent(Telling().of(one, "")), other)
+    assert draw(one) == draw(other)
+
+
+def test_cycles_code_and_locks_stay():
+    holder = Wrapper(adamw([torch.nn.Parameter(torch.ones(2))]))
+    holder.me, holder.lock, holder.code = holder, threading.Lock(), print
+    told = Telling().attributes(holder, "")
+    assert {told[name] for name in ("me", "lock", "code")} == {("stays",)} and not list(refusals(told))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "an iterator": (lambda: itertools.count(), r"held.where is a itertools.count, whose content can't be read"),
+    "a generator": (lambda: (each for each in "ab"), r"held.where is a builtins.generator"),
+    "an object of nothing": (object, r"held.where is a builtins.object"),
+    "sparse": (lambda: torch.eye(2).to_sparse(), r"held.where is a tensor that is sparse or nested"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_told_is_refused_at_the_start_by_optimizer_key_and_type(what):
+    make, said = REFUSED[what]
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    optimizer = Wrapper(adamw(parameters))
+    optimizer.held = {"where": make()}
+    with pytest.raises(RecycleError, match=f"Wrapper: attributes.{said}"):
+        stage_state(parameters, optimizer).check()
+
+
+STOCK = [
+    getattr(torch.optim, name)
+    for name in dir(torch.optim)
+    if isinstance(getattr(torch.optim, name), type) and issubclass(getattr(torch.optim, name), torch.optim.Optimizer)
+]
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in STOCK if kind is not torch.optim.Optimizer], ids=lambda kind: kind.__name__
+)
+def test_no_optimizer_of_torchs_is_refused_or_holds_anything_else(kind):
+    parameters = [torch.nn.Parameter(torch.ones(2, 3))]
+    optimizer = kind(parameters)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = stage_state(parameters, optimizer)
+    parameters[0].grad = torch.ones(2, 3).to_sparse() if kind.__name__ == "SparseAdam" else torch.ones(2, 3)
+    optimizer.step(lambda: torch.ones(()))
+    state.check()
+    if kind.__name__ != "LBFGS":  # which counts its numbers once
+        assert state.small()["attributes"] is None and not state.optimizer.attributes.tensors()
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_step_is_taken_back(name):
+    subject = Subject(MADE[name])
+    for seed in range(4):
+        subject.step(subject.random(seed))
+    before, copies = subject.undo._state.digest(), copy.deepcopy(subject.parameters)
+    subject.step(subject.random(9))
+    assert subject.undo._state.digest() != before
+    subject.undo.restore()
+    assert subject.undo._state.digest() == before and same(list(subject.parameters), copies)
+
+
+def test_what_no_step_has_changed_is_the_workers_own():
+    """Its rank and device; a clock goes along and is not compared."""
+    states, optimizers = [], []
+    for rank in range(2):
+        parameters = [torch.nn.Parameter(torch.ones(2))]
+        optimizer = Wrapper(adamw(parameters))
+        optimizer.rank, optimizer.device, optimizer.began, optimizer.count = rank, f"cuda:{rank}", 0.0, 0
+        states.append(stage_state(parameters, optimizer)), optimizers.append(optimizer)
+    for rank, optimizer in enumerate(optimizers):
+        optimizer.began, optimizer.count = 17.5 + rank, 3
+    assert states[0].digest() == states[1].digest()
+    states[1].put(sent(states[0].small()))
+    there = optimizers[1]
+    assert (there.rank, there.device, there.began, there.count) == (1, "cuda:1", 17.5, 3)
+    there.count = 4
+    assert states[0].digest() != states[1].digest()
+
+
+def test_what_is_elsewhere_is_found_there_again():
+    """Parameters, views of them, and tensors of the state, of which the optimizer makes lists in its first step."""
+
+    def made(stepped: bool) -> Any:
+        parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        optimizer.held = None
+        state = stage_state(parameters, optimizer)
+        if stepped:
+            for one in parameters:
+                one.grad = torch.ones_like(one)
+            optimizer.step()
+            buffers = [optimizer.state[one]["momentum_buffer"] for one in parameters]
+            optimizer.held = [parameters[0], parameters[1].data, buffers]
+        return parameters, optimizer, state
+
+    _, _, source = made(True)
+    parameters, optimizer, target = made(False)
+    assert not source.optimizer.attributes.tensors()
+    target.put(sent(source.small()))
+    one, view, buffers = optimizer.held
+    assert one is parameters[0] and view.data_ptr() == parameters[1].data_ptr()
+    assert all(mine is optimizer.state[of]["momentum_buffer"] for mine, of in zip(buffers, parameters, strict=True))
+
+
+def test_tensors_that_are_parameters_are_not_copied_twice():
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    optimizer = Lookahead(adamw(parameters), 5)
+    optimizer.data, optimizer.views = [one.data for one in parameters], [parameters[0].view(-1)]
+    state = stage_state(parameters, optimizer)
+    assert list(state.optimizer.attributes.tensors()) == ["attributes/slow/0/0"]
+
+
+@pytest.mark.parametrize("kind", ("snapshot", "host_snapshot"))
+def test_hooks_run_as_without_a_record(kind):
+    """Also where torch calls none, and a scheduler was there before."""
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    optimizer = Wrapper(adamw(parameters))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    record = undo_record(kind, stage_state(parameters, optimizer))
+    factors = []
+    ScaledRates(optimizer, lambda: factors.append(optimizer.param_groups[0]["lr"]) or 0.5)
+    parameters[0].grad = torch.ones(2)
+    optimizer.step()
+    stepped = parameters[0].detach().clone()
+    record.restore()
+    assert not torch.equal(stepped, parameters[0]) and same(parameters[0].data, torch.ones(2))
+    assert factors == [1e-3] and optimizer.param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_newcomer_is_filled_and_follows(name):
+    caught_up(partial(SteppedWorker, MADE[name], scheduler=SCHEDULERS.get(name)), lambda step: None, 0)
+
+
+def test_a_wrapped_optimizer_that_would_step_bf16_weights_is_refused():
+    pytest.importorskip("deepspeed")
+    from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer
+    from recycle_plugin.runtime.stage.masters import Masters
+
+    weights = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
+    optimizer = Wrapper(adamw(weights))
+    MasterOptimizer(optimizer, Masters(weights), lambda: None)
+    optimizer = Wrapper(adamw(weights))
+    optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+    with pytest.raises(RecycleError, match=r"Wrapper._base has parameter groups of its own, whose weights are not"):
+        MasterOptimizer(optimizer, Masters(weights), lambda: None)
+
+
+def test_the_inverse_of_one_with_attributes_is_refused():
+    class Averaging(torch.optim.SGD):
+        undo_rule = "sgd"
+
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    optimizer = Averaging(parameters, lr=0.1)
+    assert undo_record("inverse", stage_state(parameters, optimizer)).exact is False
+    optimizer.average = torch.zeros(2)
+    with pytest.raises(RecycleError, match="attributes of its own beside the model's"):
+        undo_record("inverse", stage_state(parameters, optimizer))
