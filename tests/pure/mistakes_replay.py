@@ -144,6 +144,11 @@ def gone(monkeypatch) -> None:
     monkeypatch.setattr(Logs, "gone", lambda self, ended: None)
 
 
+@mistake("nobody replays along where logs go while a stage is replayed", seen=902)
+def not_along_later(monkeypatch) -> None:
+    monkeypatch.setattr(replays, "_see_along", lambda course, now, out: None)
+
+
 @mistake("a folder that others see too goes with a host", seen=57)
 def not_shared(monkeypatch) -> None:
     """Each process is taken to be the only one that sees its folder."""

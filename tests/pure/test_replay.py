@@ -205,6 +205,24 @@ def test_a_checkpoint_that_becomes_durable_while_stages_are_replayed_counts_afte
     assert message.step == 2 and membership.course.logs.checkpoint.step == 2
 
 
+def test_who_comes_to_replay_after_a_log_has_broken_off_is_accompanied():
+    membership = logging()
+    lose(membership, 2, 3)
+    membership.receive(LogBroken(0, 2, "disk full"), 1.0)
+    replays = said(come(membership), Replay)
+    assert [replay.stages for replay in replays] == [(0, 1), (0, 1)]  # of the one that comes, and of its companion
+
+
+def test_who_replays_already_is_accompanied_once_it_misses_what_a_log_has_lost_since():
+    membership = logging()
+    lose(membership, 2, 3)
+    (replay,) = said(come(membership), Replay)
+    membership.receive(LogBroken(0, 2, "disk full"), 1.0)
+    out = membership.receive(Unreplayable(2, "act 0.0.0@2 is in no log", 0, incarnation=1), 2.0)
+    assert membership.ended is None
+    assert replay.stages == (1,) and [replay.stages for replay in said(out, Replay)] == [(0, 1), (0, 1)]
+
+
 def test_a_planned_end_leaves_nobody_waiting_for_a_stage_that_nobody_replays():
     membership = logging()
     lose(membership, 2, 3)

@@ -99,16 +99,18 @@ def _accompany(course: Course, out: CoordinatorOutput) -> None:
         if course.logs.companions.get(stage) not in course.roster.workers:
             member = course.roster.first_working(stage)
             course.logs.accompanies(member, why)
-            out.tell(member.worker, _replay(course, stage))
+            _tell_replay(course, member, out)
 
 
-def _replay(course: Course, stage: int, helpers: tuple[Member, ...] = ()) -> Replay:
-    """What a worker is told that is to replay ``stage``."""
+def _tell_replay(course: Course, member: Member, out: CoordinatorOutput, helpers: tuple[Member, ...] = ()) -> None:
+    """Tell ``member`` to replay its stage, and note which other stages it hears are made again meanwhile."""
     checkpoint, empty = course.logs.checkpoint, course.attendance.empty_stages()
     stages = tuple(sorted({*empty, *course.logs.along(course.committed, empty)}))
     valid_from, passed = max(checkpoint.valid_from, course.steps.valid_from), tuple(course.logs.passed)
-    logs = _logs_for(course, stage)
-    return Replay(checkpoint.step, checkpoint.path, course.committed, stages, valid_from, passed, helpers, logs)
+    logs, committed = _logs_for(course, member.seat.stage), course.committed
+    course.logs.told_of[member.worker] = stages
+    replay = Replay(checkpoint.step, checkpoint.path, committed, stages, valid_from, passed, helpers, logs)
+    out.tell(member.worker, replay)
 
 
 def why_not(course: Course, empty: tuple[int, ...]) -> str:
@@ -146,6 +148,7 @@ def catch_up(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOut
     """Has a newcomer of a stage that nobody holds replay it, with the help of all members, who wait for that; any other
     of that stage waits, helps too, and catches up later.  Costs a message as long as there are members.
     """
+    _see_along(course, now, out)
     others = [each for each in course.joining if each.stage == newcomer.stage and each is not newcomer]
     if any(each.phase in (Phase.REPLAYING, Phase.REPLAYED) for each in others):
         newcomer.phase = Phase.WAITING
@@ -153,7 +156,7 @@ def catch_up(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOut
         return
     newcomer.phase = Phase.REPLAYING
     helpers = tuple(each for each in course.roster if not (each.joining or course.ending.finishing))
-    out.tell(newcomer.member.worker, _replay(course, newcomer.stage, helpers))
+    _tell_replay(course, newcomer.member, out, helpers)
     course.logs.waits_since = now
     replay_deadlines.tell(course, course.attendance.empty_stages(), out)
     _tell_beside(course, newcomer.stage, out)
@@ -198,6 +201,23 @@ def see_gone(course: Course, now: float, out: CoordinatorOutput) -> None:
             stages=stages,
             step=course.committed,
         )
+    if course.logs.waits_since is not None:
+        _see_along(course, now, out)
+
+
+def _see_along(course: Course, now: float, out: CoordinatorOutput) -> None:
+    """Have stages replayed along that turn out to be needed while others are replayed; end the job if that can't be.
+
+    Whoever replays already and was not told of them hears of them once it misses what they have sent.
+    """
+    empty = course.attendance.empty_stages()
+    if course.logs.along(course.committed, empty).keys() <= course.logs.companions.keys():
+        return
+    if why_not(course, empty):
+        course.go_on_without_stage(now, out)
+    else:
+        _say_replay(course, "logs lack more than was known", out)
+        _accompany(course, out)
 
 
 def progress(course: Course, message: Replaying, now: float, out: CoordinatorOutput) -> None:
@@ -277,6 +297,7 @@ def _let_in(course: Course, now: float, out: CoordinatorOutput) -> None:
     course.logs.waits_since, course.logs.given_up = None, 0
     course.logs.companions.clear()
     course.logs.accompanied.clear()
+    course.logs.told_of.clear()
     if (message := course.logs.held_back) is not None:
         course.logs.held_back = None
         durable(course, message, out)
@@ -308,7 +329,7 @@ def unreplayable(course: Course, message: Unreplayable, now: float, out: Coordin
     replays = newcomer.member if newcomer is not None else member
     assert replays is not None, "who replays is a newcomer or a member"
     stage = replays.seat.stage
-    tried = (*_replay(course, stage).stages, *course.logs.companions)
+    tried = course.logs.told_of.get(message.worker, ())
     if message.lacks is None or message.lacks in tried or course.ending.finishing:
         say_of_stages(course, [stage], message.why, out, lacks=message.lacks)
         empty = ", ".join(map(str, course.attendance.empty_stages()))
@@ -327,7 +348,7 @@ def unreplayable(course: Course, message: Unreplayable, now: float, out: Coordin
         newcomer.phase = Phase.BEHIND
         catch_up(course, newcomer, now, out)
     else:
-        out.tell(message.worker, _replay(course, stage))
+        _tell_replay(course, replays, out)
 
 
 def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
