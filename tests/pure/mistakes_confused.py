@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from recycle_plugin.core.coordinator import membership
+from recycle_plugin.core.coordinator import departures, membership
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.regrouping import Regrouping
@@ -106,6 +106,11 @@ def enters_by_any_report(monkeypatch) -> None:
             or may_enter(newcomer, generation, everybody)
         ),
     )
+
+
+@mistake("a step that nobody can be in is kept as where a script is", seen=1115)
+def kept_as_the_scripts_step(monkeypatch) -> None:
+    monkeypatch.setattr(departures, "where_it_can_be", lambda course, message: message)
 
 
 @mistake("a newcomer that is given up as confused is believed until it is dead", seen=351)

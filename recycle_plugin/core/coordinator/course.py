@@ -306,6 +306,7 @@ class Course:
 
     def heartbeat(self, message: Heartbeat, out: CoordinatorOutput) -> None:
         """Takes in a worker's heartbeat, and answers it with a lease."""
+        message = departures.where_it_can_be(self, message)
         out.tell(message.worker, self.attendance.failure_detector.heartbeat(message))
         member = self.roster.member(message.worker)
         if member is not None and not self.pushed:

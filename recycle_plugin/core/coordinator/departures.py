@@ -11,13 +11,14 @@ Where the job logs, nobody says goodbye before core/coordinator/goodbyes.py lets
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from recycle_plugin.core.coordinator import ends, resuming
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.vacancies import OVER
 from recycle_plugin.core.messages.activity import WAITS
-from recycle_plugin.core.messages.from_workers import Leaving, Left
+from recycle_plugin.core.messages.from_workers import Heartbeat, Leaving, Left
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
@@ -153,6 +154,11 @@ def see_uneven(course: Course, out: CoordinatorOutput) -> None:
         last = detector.last(member.worker)
         if last is not None and at == WAITS and for_s > UNEVEN_S:
             compare_scripts(course, member, last.step, out)
+
+
+def where_it_can_be(course: Course, message: Heartbeat) -> Heartbeat:
+    """Drop the step of a heartbeat if nobody can have begun it: it would pass for the script's step later."""
+    return message if message.step < unstarted(course.committed) else replace(message, step=0)
 
 
 def compare_scripts(course: Course, member: Member, step: int, out: CoordinatorOutput) -> None:
