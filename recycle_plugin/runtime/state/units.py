@@ -5,13 +5,13 @@ A unit is a parameter with its master and all that the optimizer keeps for it.  
 by itself is known of some (``BY_ITSELF``); of the others, all that they step is one unit.  What belongs to no parameter
 makes units too, which nothing is sent of in a step, so that they are read again after each.
 
-What goes by value is packed by torch.save, and read with ``weights_only``: no class of a script's is made anew from
-what another process has said.  Nothing of this changes the state but :meth:`Units.fill` and :meth:`Units.write`.
+What goes by value is packed, and read without looking classes up (runtime/state/packing.py): no class of a script's is
+made anew from what another process has said.  Nothing of this changes the state but :meth:`Units.fill` and
+:meth:`Units.write`.
 """
 
 from __future__ import annotations
 
-import io
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,10 +24,11 @@ import torch
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.devices.host import HOST, on_host
+from recycle_plugin.runtime.devices.host import on_host
 from recycle_plugin.runtime.devices.kinds import device_of, put
 from recycle_plugin.runtime.devices.kinds import write as write_to
 from recycle_plugin.runtime.devices.port import COPY_S, Copy
+from recycle_plugin.runtime.state.packing import packed, unpacked
 from recycle_plugin.runtime.state.stage_state import (
     StageState,
     as_text,
@@ -139,9 +140,9 @@ class Units:
         weights = {name: sum(each.nbytes for each in self._tensors(one).values()) for name, one in self._all().items()}
         try:
             self.state.check()
-            return _packed({name: _checked(name, value) for name, value in self._told().items()}), weights
+            return packed({name: _checked(name, value) for name, value in self._told().items()}), weights
         except RecycleError as error:
-            return _packed(str(error)), weights
+            return packed(str(error)), weights
 
     def read(self, name: str, rest: bool) -> UnitValue | None:
         """Copy some of a unit, or all the ``rest`` of it; the copy once it is complete, None before."""
@@ -219,7 +220,7 @@ class Units:
         attributes = self.state.parts["attributes"].get
         assert attributes is not None, "they go by value"
         shared = [optimizer.shared(), attributes()] if content.shared else None
-        return _packed([values, shared]) if values or shared is not None else b""
+        return packed([values, shared]) if values or shared is not None else b""
 
     # --- at the newcomer ---------------------------------------------------------------------------
 
@@ -229,7 +230,7 @@ class Units:
         Raises RecycleError, and changes nothing, where the other worker's state is not of this stage, or can't be
         handed over.
         """
-        told = _unpacked(head)
+        told = unpacked(head)
         if isinstance(told, str):
             raise RecycleError(f"the state of the stage can't be handed over: {told}")
         self._look_up()
@@ -249,7 +250,7 @@ class Units:
         Raises RecycleError where it has something that is not of this unit.
         """
         content, optimizer = self._all()[name], self.state.optimizer
-        values, shared = _unpacked(value.plain) if value.plain else ({}, None)
+        values, shared = unpacked(value.plain) if value.plain else ({}, None)
         kinds: dict[str, dict[str, Any] | None] = {called: values.get(called) for called in content.called}
         for each, tensor in value.tensors.items():
             called, _, kind = each.removeprefix("optimizer/").rpartition("/")
@@ -381,7 +382,7 @@ def _checked(name: str, value: Any) -> Any:
     not.
     """
     try:
-        made = _unpacked(_packed(value))
+        made = unpacked(packed(value))
     except Exception as error:  # torch's, or of whatever class can't be pickled
         raise RecycleError(f"{name} has something that can't be sent to another worker: {_first(error)}") from None
     if as_text(made) != as_text(value):
@@ -391,13 +392,3 @@ def _checked(name: str, value: Any) -> Any:
 
 def _first(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:200]
-
-
-def _packed(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _unpacked(packed: bytes) -> Any:
-    return torch.load(io.BytesIO(packed), map_location=HOST, weights_only=True)

@@ -4,13 +4,11 @@ counters of their own.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.state.packing import packed, unpacked_objects
 
 Callback = Callable[[int, Any], object]
 Give = Callable[[], Any]
@@ -45,13 +43,10 @@ class OnJoin:
 
         Called between two steps that are committed, in the thread that trains, at the lowest live rank of the stage.
         """
-        written = io.BytesIO()
         try:
-            torch.save({"states": [None if give is None else give() for _, give in self._given]}, written)
+            return packed({"states": [None if give is None else give() for _, give in self._given]})
         except Exception as error:  # a script's, or of what it has given; whoever trains goes on
-            written = io.BytesIO()
-            torch.save({"error": f"{type(error).__name__}: {error}"}, written)
-        return written.getvalue()
+            return packed({"error": f"{type(error).__name__}: {error}"})
 
     def joined(self, step: int, state: bytes) -> None:
         """Hand over ``state``, from a peer's script, after ``step``.  Raises RecycleError where it can't be.
@@ -61,7 +56,7 @@ class OnJoin:
         found: dict[str, Any] = {"states": [None] * len(self._given)}
         if self.wants_state:
             nothing = {"error": "it is gone, and nothing has come"}
-            found = torch.load(io.BytesIO(state), weights_only=False) if state else nothing
+            found = unpacked_objects(state) if state else nothing
         if "error" in found:
             raise RecycleError(
                 f"on_join: a peer's state= has failed, so there is nothing to go on with: {found['error']}"

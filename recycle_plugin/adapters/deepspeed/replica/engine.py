@@ -35,6 +35,7 @@ from recycle_plugin.runtime.collectives.place import Place, make_alike, meet
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.stage.buckets import MeanBuckets
+from recycle_plugin.runtime.state.packing import packed, unpacked
 from recycle_plugin.runtime.state.stage_state import StatePart
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
 from recycle_plugin.runtime.worker.ports import Framework, StageModel, trained
@@ -289,10 +290,14 @@ class ReplicaEngine(DeepSpeedEngine):
         session, optimizer = self._job.session, self._trainer.state.optimizer
         if not (late := session.roster.without_work):
             return
-        told, giver = [optimizer.settings()], session.roster.first_working(0, session.shard).rank
-        dist.broadcast_object_list(told, giver, group=self._place.peers)
+        giver = session.roster.first_working(0, session.shard).rank
+        own = packed(optimizer.settings()) if session.rank == giver else b""
+        size = torch.tensor([len(own)])
+        dist.broadcast(size, giver, group=self._place.peers)
+        told = torch.frombuffer(bytearray(own.ljust(int(size), b"\0")), dtype=torch.uint8)
+        dist.broadcast(told, giver, group=self._place.peers)
         if session.rank in late:
-            optimizer.take_settings(told[0])
+            optimizer.take_settings(unpacked(told.numpy().tobytes()))
 
     def _framework(self, topology: Topology, place: Place, stage: PushedStage) -> Framework:
         device, scale = device_of(self.device), LossScale(self.shards.scaler)
