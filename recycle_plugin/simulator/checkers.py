@@ -34,6 +34,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import ends_before
 from recycle_plugin.simulator.arithmetic import Batch, Sample, sampled
+from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.given_up import KNOWN_US
 from recycle_plugin.simulator.ledger import Ledger
 from recycle_plugin.simulator.reference import Reference
@@ -100,6 +101,16 @@ class Watcher:
         self._counted[worker.held][key] += 1
         if self._counted[worker.held][key] > 1:
             self.say(f"seat {worker.seat} counts {instruction} twice")
+
+    def counts_on(self, worker: Any) -> None:
+        """Takes in that a worker that has come back counts on where the others were as it was let in."""
+        view = worker.control_view
+        if view.let_in_at is None:
+            return
+        worker.cluster.exercised[ProtocolRule.COUNTED_ON] += 1
+        for rank, step in view.said().items():
+            if step != view.let_in_at:
+                self.say(f"seat {worker.seat} was let in at step {view.let_in_at}, and counts on rank {rank} at {step}")
 
     def loaded(self, worker: Any, instruction: Instruction, batch: Batch) -> None:
         """Takes in that a worker at an end of the pipeline has loaded a batch of an iterator's."""

@@ -35,6 +35,8 @@ from recycle_plugin.core.messages.from_workers import (
     Hello,
     Leaving,
     Logged,
+    Post,
+    ReadBoard,
     SupervisorHeartbeat,
     Terminate,
     Unreplayable,
@@ -240,6 +242,22 @@ class Cluster:
         ):
             wrong = partial(self._say, rank, word, SUPERVISOR if supervisors else WORKER, worker)
             self.later(self.confusion.delay(), wrong)
+
+    def say_at_once(self, rank: int, message: Post | ReadBoard) -> None:
+        """Has ``message`` get to the coordinator, and the answers back, in no time: what is said on boards decides
+        nothing of the course of a job, and so does not change when all else happens.
+        """
+        if rank in self.cut:
+            return
+        self.exercised.said(message, self.membership)
+        output = self.membership.receive(message, self.now / 1e6)
+        assert not output.events, output.events
+        for worker in self.workers.values():
+            for whom, answer in output.messages:
+                if worker.alive and whom == worker.control_view.worker:
+                    worker.control_view.take(answer)
+                    if worker.counts:
+                        self.wake(worker)
 
     def _say(self, rank: int, message: object, by: str, worker: WorkerId) -> None:
         """Has ``message`` travel to the coordinator on a connection ``by``, that of ``worker``'s process if it is

@@ -21,6 +21,7 @@ from recycle_plugin.core.messages.from_workers import (
     Exited,
     Left,
     Missing,
+    Post,
     Stepped,
     SurvivorReport,
 )
@@ -28,6 +29,7 @@ from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.core.worker.whereabouts import board_of
 
 
 class ProtocolRule(str, Enum):
@@ -114,6 +116,8 @@ class ProtocolRule(str, Enum):
     PUSHED_RETURNED = "a replica came back to scripts with loops of their own"
     REFUSED_WORD = "a word that is another's to say was refused"
     CONFUSED = "a worker that said what can't be was given up"
+    COUNTED_ON = "a newcomer heard where the others were as it was let in"
+    SAID_LATER = "a worker said where it was in a membership that it had passed over"
     RELOADED = "the coordinator's state was written down and read again"
 
 
@@ -145,6 +149,8 @@ class Exercised(Counter[ProtocolRule]):
                 self[ProtocolRule.COMMITTED_WORD] += 1
             case Left() if changing:
                 self[ProtocolRule.LEFT_MEANWHILE] += 1
+            case Post():
+                self[ProtocolRule.SAID_LATER] += message.board != board_of(message.generation)
             case Exited():
                 self[ProtocolRule.CONFIRMED_LATER if message.worker in membership.lost else ProtocolRule.CONFIRMED] += 1
 

@@ -15,7 +15,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import Gone
 from recycle_plugin.core.worker.checkpoint_saving import end_of_saving, save
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.evaluation import Evaluations
-from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.training_loop import LEAVE, DataEnded
 from recycle_plugin.planner.forwards import forwards
@@ -67,14 +67,17 @@ class Script:
         if self._scenario.logs:
             newcomer = yield from self._save_first(newcomer)
         for step in range(1, self._scenario.steps + 1):
+            self._machine.control_view.script_at = step
             if self._scenario.epoch and step > 1 and step % self._scenario.epoch == 1 % self._scenario.epoch:
                 self._machine.begin_epoch(step)
             yield from self._set_rate(step, newcomer)
             if newcomer is None or not (yield from self._with_data(newcomer.train, step)):
                 if newcomer is not None:
                     self._machine.set_for(step)  # what has come of others meanwhile was from before that
-                newcomer = None
+                let_in, newcomer = newcomer is not None, None
                 self._machine.losses[step] = yield from self._with_data(self._loop.train, step)
+                if let_in:
+                    yield from self._count_on()
             for _, what in (each for each in self._scenario.between if each[0] == step):
                 if newcomer is not None and (yield from self._is_over(newcomer, what, step)):
                     continue
@@ -84,6 +87,19 @@ class Script:
             yield from self._loop.settle()
         if self._scenario.logs:
             yield from self._loop.finish()
+
+    def _count_on(self) -> Iterator[Any]:
+        """Asks its peers for something between steps, for the first time: it counts on where they are."""
+        machine = self._machine
+        view = machine.control_view
+        machine.counts = True
+        while view.let_in_at is not None and view.whereabouts.missing():
+            try:
+                yield from machine.wait("where the others are", lambda: None if view.whereabouts.missing() else True)
+            except Interrupted:
+                yield from self._loop.catch_up()
+        machine.counts = False
+        machine.cluster.watcher.counts_on(machine)
 
     def _set_rate(self, step: int, newcomer: Newcomer | None) -> Iterator[Any]:
         """Sets the learning rate of ``step``, where the script does so: a trainer first finishes what is to be applied

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from recycle_plugin.core.coordinator.step_validation import over
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS, awaited
 from recycle_plugin.core.messages.contributions import NORM
-from recycle_plugin.core.messages.from_workers import Missing, Ready, StateHash
+from recycle_plugin.core.messages.from_workers import Missing, Post, ReadBoard, Ready, StateHash
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -25,7 +25,6 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.core.worker.companion import Companion
-from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.helper import Helper
@@ -48,6 +47,7 @@ from recycle_plugin.simulator.numbers import Numbers
 from recycle_plugin.simulator.plain import PlainIterator
 from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Trouble
 from recycle_plugin.simulator.script import Died
+from recycle_plugin.simulator.simulated_boards import SimulatedView
 from recycle_plugin.simulator.simulated_log import SimulatedLog
 from recycle_plugin.simulator.simulated_replays import Replaying
 from recycle_plugin.simulator.simulated_state import Pipe, SimulatedState, inlet, opened
@@ -74,6 +74,7 @@ class SimulatedMachine(Replaying):
     """
 
     worker_class: type[Worker] = Worker
+    control_view: SimulatedView
 
     def __init__(self, cluster: Cluster, rank: int, weight: int, incarnation: int = 0) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class SimulatedMachine(Replaying):
         place, shard = divmod(rank, scenario.shards)
         seat = scenario.shape.seats[place]
         self.cluster, self.rank, self.seat, self.held = cluster, rank, seat, Holding(seat, shard)
-        self.control_view = ControlView(rank, incarnation)
+        self.control_view = SimulatedView(rank, incarnation, self._say_at_once)
         self.control_view.newcomer, self.control_view.shard = incarnation > 0, shard
         self.numbers = Numbers(scenario, seat, shard)
         self.store = StepStore(seat, scenario.shape.stages, bool(self.numbers.tie), Retention(budget=scenario.budget))
@@ -107,6 +108,7 @@ class SimulatedMachine(Replaying):
         self.losses: dict[int, dict] = {}  # as the training script gets them, by step
         self.reason: str | None = None  # of its end before the last step
         self.through = False  # its script has come to its end
+        self.counts = False  # it waits for where the others are
         self.life: Iterator[Any]  # its training script (simulator/script.py)
         self.loop: TrainingLoop = TrainingLoop(
             self, self.worker, cluster.planner, scenario.shape, seat, self.steps, self.lockstep
@@ -205,9 +207,15 @@ class SimulatedMachine(Replaying):
 
     def send(self, message: object) -> None:
         """Sends ``message`` to the coordinator, as a session does with the incarnation of whoever says it."""
+        self.cluster.tell_coordinator(self.rank, self._stamped(message))
+
+    def _stamped(self, message: T) -> T:
         if isinstance(message, OfWorker) and self.control_view.incarnation:
-            message = replace(message, incarnation=self.control_view.incarnation)
-        self.cluster.tell_coordinator(self.rank, message)
+            return replace(message, incarnation=self.control_view.incarnation)
+        return message
+
+    def _say_at_once(self, message: Post | ReadBoard) -> None:
+        self.cluster.say_at_once(self.rank, self._stamped(message))
 
     def say_in_seat(self, word: Word) -> None:
         """Sends ``word`` to the other shards of the seat."""

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from recycle_plugin.core.coordinator import returns
+from recycle_plugin.core.coordinator.boards import Boards
 from recycle_plugin.core.coordinator.joining import Joining
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.places import Places, Unfinished
+from recycle_plugin.core.messages.from_workers import ALWAYS
 from recycle_plugin.core.vocabulary.roster import Roster
 from recycle_plugin.core.worker.catching_up import CatchingUp
 from recycle_plugin.core.worker.filled_stage import FilledStage
@@ -160,3 +163,22 @@ def settings(monkeypatch) -> None:
     monkeypatch.setattr(
         FilledStage, "follow", lambda self, marker, sums: follow(self, replace(marker, settings=None), sums)
     )
+
+
+@mistake("what comes on a board later is told to nobody")
+def told_to_nobody(monkeypatch) -> None:
+    post = Boards.post
+    monkeypatch.setattr(Boards, "post", lambda self, message, gone, out: post(self, message, gone, CoordinatorOutput()))
+
+
+@mistake("what was posted in a membership goes as soon as somebody has read it")
+def gone_when_read(monkeypatch) -> None:
+    read = Boards.read
+
+    def once(self, asked, out):
+        read(self, asked, out)
+        for rank in asked.ranks if asked.generation != ALWAYS else ():
+            if rank in self._present:
+                self._present[rank].values.pop(asked.board, None)
+
+    monkeypatch.setattr(Boards, "read", once)

@@ -62,6 +62,7 @@ SIMPLE = {
     int: st.integers(),
     float: numbers,
     str: texts,
+    bytes: st.binary(max_size=8),
     bool: st.booleans(),
     type(None): st.none(),
     Any: plain,

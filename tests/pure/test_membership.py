@@ -28,11 +28,14 @@ from recycle_plugin.core.messages.from_workers import (
     Missing,
     Note,
     OutOfData,
+    Post,
+    ReadBoard,
     Ready,
     Resized,
     Stepped,
     SurvivorReport,
     Through,
+    WantResult,
 )
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.roster import Roster
@@ -94,6 +97,9 @@ OF_LOST = (
     Durable(2, 1, "a folder"),
     Logged(2, 1),
     LogBroken(2, 1, "disk full"),
+    Post(2, 1, "a board", b"of nobody"),
+    ReadBoard(2, 1, "a board", (0,)),
+    WantResult(2, 1, 0, "a group", 1),
 )
 
 

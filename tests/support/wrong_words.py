@@ -59,6 +59,7 @@ def _made(hint: Any, random: Random, numbers: Sequence[int]) -> Any:
         int: numbers,
         str: TEXTS,
         bool: (True, False),
+        bytes: (b"", b"x" * 100),
         float: (-1.0, 0.0, 1.5),
         NoneType: (None,),
         Any: PLAIN,

@@ -38,10 +38,13 @@ from recycle_plugin.core.messages.from_workers import (
     Missing,
     Note,
     OutOfData,
+    Post,
+    ReadBoard,
     Resized,
     Stepped,
     SurvivorReport,
     Through,
+    WantResult,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.causes import Cause
@@ -60,6 +63,9 @@ OF_MEMBERS = (
     BarrierReached,
     CheckpointLoaded,
     Resized,
+    Post,
+    ReadBoard,
+    WantResult,
     Leaving,
     Through,
     Left,

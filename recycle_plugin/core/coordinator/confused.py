@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from recycle_plugin.core.coordinator import boards
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
@@ -29,12 +30,15 @@ from recycle_plugin.core.messages.from_workers import (
     Durable,
     Missing,
     OutOfData,
+    Post,
+    ReadBoard,
     Resized,
     Serving,
     Stepped,
     SurvivorReport,
     Through,
     Unreplayable,
+    WantResult,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.of_worker import OfWorker
@@ -46,7 +50,18 @@ from recycle_plugin.core.vocabulary.roster import Member
 if TYPE_CHECKING:
     from recycle_plugin.core.coordinator.course import Course
 
-OF_GENERATIONS = (SurvivorReport, OutOfData, CheckpointLoaded, Resized, Stepped, BarrierReached, Missing)
+OF_GENERATIONS = (
+    SurvivorReport,
+    OutOfData,
+    CheckpointLoaded,
+    Resized,
+    Stepped,
+    BarrierReached,
+    Missing,
+    Post,
+    ReadBoard,
+    WantResult,
+)
 
 
 def why_confused(message: OfWorker, course: Course) -> str:
@@ -68,6 +83,10 @@ def why_confused(message: OfWorker, course: Course) -> str:
             return _of_contribution(message, speaker, job, course)
         case SurvivorReport():
             return _of_report(message, speaker, course)
+        case Post() | ReadBoard() if not course.boards.has_room(message):
+            return (
+                f"it posts or asks for more than is kept of one worker ({boards.SHARE >> 20} MiB), on {message.board!r}"
+            )
         case Resized() if message.micro_batches < 1:
             return f"it plans for {message.micro_batches} micro-batches"
         case Through() if not job.log:

@@ -18,9 +18,9 @@
 The facts, and the rules on them alone, are in parts that know nothing of each other: who takes part
 (core/coordinator/attendance.py), what a generation's members say (core/coordinator/regrouping.py), what is known of
 steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who waits at which barrier
-(core/coordinator/barriers.py), where plain iterators stand (core/coordinator/places.py), what logs have
-(core/coordinator/logs.py), who takes the seat of a lost one (core/coordinator/vacancies.py), how far those are who come
-back (core/coordinator/joining.py).
+(core/coordinator/barriers.py), what they post for each other (core/coordinator/boards.py), where plain iterators stand
+(core/coordinator/places.py), what logs have (core/coordinator/logs.py), who takes the seat of a lost one
+(core/coordinator/vacancies.py), how far those are who come back (core/coordinator/joining.py).
 
 Here is what holds them together: generations, steps, barriers, plans for a change, deaths.  What follows from these has
 a module for each subject: how all go on once they have reported (core/coordinator/resuming.py), which replicas
@@ -37,6 +37,7 @@ from typing import Any
 from recycle_plugin.core.coordinator import departures, ends, goodbyes, offline, replays, returns, stalls
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.barriers import Barriers
+from recycle_plugin.core.coordinator.boards import Boards
 from recycle_plugin.core.coordinator.ending import Ending
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.log_places import LogPlaces
@@ -97,6 +98,7 @@ class Course:
         self.drops: dict[int, offline.Drops] = {}  # by replica, of those that were slow once
         self.unsaid: dict[int, list[Member]] = {}  # by stage, who is lost, and it was not said yet which way that goes
         self.barriers = Barriers()
+        self.boards = Boards()
         self.throughput_floor = ThroughputFloor()
         self.stood_still = -1  # behind which commit all have regrouped since everybody waited
         self.lacked: dict[WorkerId, int] = {}  # how often each had nothing to draw, since the last commit

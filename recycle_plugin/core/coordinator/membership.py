@@ -59,6 +59,8 @@ from recycle_plugin.core.messages.from_workers import (
     Missing,
     Note,
     OutOfData,
+    Post,
+    ReadBoard,
     Ready,
     Replaying,
     Resized,
@@ -72,6 +74,7 @@ from recycle_plugin.core.messages.from_workers import (
     Through,
     Unguarded,
     Unreplayable,
+    WantResult,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.of_worker import OfWorker
@@ -82,6 +85,7 @@ from recycle_plugin.core.vocabulary.describe import BROKEN
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 OF_STEPS = (StateHash, Stepped, Contribution, ComputeTime, Fingerprint)
+OF_BOARDS = (Post, ReadBoard, WantResult)
 OF_RUNNING = (
     *OF_STEPS,
     SurvivorReport,
@@ -159,6 +163,9 @@ class Membership:
             return out
         if isinstance(message, OfWorker) and (why := why_confused(message, self.course)):
             self._give_up_confused(message.worker, why, now, out)
+            return out
+        if isinstance(message, OF_BOARDS):
+            self._board(message, out)
             return out
         if isinstance(message, OfWorker) and self.is_outside(message.worker) and not self._is_entering(message):
             self._hear_newcomer(message, now, out)
@@ -428,6 +435,16 @@ class Membership:
             if self.course.logs.some:
                 out.tell(WORKERS, self.course.logs.told)
             self.course.regroup("start", now, out)
+
+    def _board(self, message: Post | ReadBoard | WantResult, out: CoordinatorOutput) -> None:
+        match message:
+            case Post():
+                self.course.boards.post(message, self.lost, out)
+            case ReadBoard():
+                self.course.boards.read(message, out)
+            case WantResult():
+                for holder in self.roster.of_ranks([message.holder]):
+                    out.tell(holder.worker, message)
 
     # --- in a step -------------------------------------------------------------------------------
 

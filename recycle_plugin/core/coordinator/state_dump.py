@@ -8,6 +8,7 @@ object that two others share) hears so, with its place, at the first :func:`dump
 from __future__ import annotations
 
 from array import array
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum
@@ -41,6 +42,8 @@ def load(record: Any) -> Any:
     ((name, content),) = record.items()
     if name == "float":
         return float(content)
+    if name == "bytes":
+        return b64decode(content)
     if name == "deque":
         return deque(load(content[0]), content[1])
     if name == "array":
@@ -66,6 +69,8 @@ class _Dump:
             return thing
         if kind is float:
             return {"float": str(thing)}
+        if kind is bytes:
+            return {"bytes": b64encode(thing).decode()}
         if kind in (set, frozenset):
             return {kind.__name__: sorted(self._each(thing, where), key=str)}
         if kind is tuple:

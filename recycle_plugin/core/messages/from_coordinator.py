@@ -289,6 +289,14 @@ class BarrierPassed:
 
 
 @dataclass(frozen=True)
+class Posted:
+    """The answer to a ReadBoard: ``values`` on the board, by rank; each later one comes in a message of its own."""
+
+    board: str
+    values: dict[str, bytes]
+
+
+@dataclass(frozen=True)
 class End:
     """The job ends before ``step`` (0: at once); ``failed`` when it could not go on.
 

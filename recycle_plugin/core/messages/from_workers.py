@@ -10,6 +10,8 @@ from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
+ALWAYS = -1  # the generation of what is posted for as long as the job goes on
+
 
 @dataclass(frozen=True)
 class Hello:
@@ -305,6 +307,38 @@ class Leaving(OfWorker):
     """A worker wants to go at a commit line: a planned leave, no failure."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Post(OfWorker):
+    """A worker posts ``value`` on the board named ``board``, in membership ``generation``; ALWAYS: for newcomers of its
+    rank (core/coordinator/boards.py).
+    """
+
+    generation: int
+    board: str
+    value: bytes
+
+
+@dataclass(frozen=True)
+class ReadBoard(OfWorker):
+    """A worker asks, in ``generation``, for what each of ``ranks`` posts on the board ``board``."""
+
+    generation: int
+    board: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WantResult(OfWorker):
+    """A worker asks the one of rank ``holder`` to post the result of collective ``number`` of the sequence ``line``;
+    the coordinator passes it on.
+    """
+
+    generation: int
+    holder: int
+    line: str
+    number: int
 
 
 @dataclass(frozen=True)

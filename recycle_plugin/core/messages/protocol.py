@@ -21,6 +21,7 @@ from recycle_plugin.core.messages.from_coordinator import (
     MayGo,
     Over,
     Placed,
+    Posted,
     Recorded,
     Refused,
     Replay,
@@ -57,6 +58,8 @@ from recycle_plugin.core.messages.from_workers import (
     Missing,
     Note,
     OutOfData,
+    Post,
+    ReadBoard,
     Ready,
     Replaying,
     Resized,
@@ -70,6 +73,7 @@ from recycle_plugin.core.messages.from_workers import (
     Through,
     Unguarded,
     Unreplayable,
+    WantResult,
 )
 
 MESSAGES = (
@@ -97,6 +101,9 @@ MESSAGES = (
     BarrierReached,
     CheckpointLoaded,
     Resized,
+    Post,
+    ReadBoard,
+    WantResult,
     Leaving,
     Through,
     Left,
@@ -128,6 +135,7 @@ MESSAGES = (
     Committed,
     Collected,
     BarrierPassed,
+    Posted,
     End,
     MayGo,
     Over,

@@ -92,6 +92,8 @@ def form_of(hint: Any) -> TypeForm:
     if hint in SCALARS:  # a whole number is a float too, and a flag is no number
         text = "None" if hint is NoneType else hint.__name__
         return TypeForm(text, frozenset({float, int} if hint is float else {hint}), _refusal(text))
+    if hint is bytes:  # only where the annotation says so: files have none
+        return TypeForm("bytes", frozenset({bytes}), _refusal("bytes"))
     if get_origin(hint) in (Union, UnionType):
         return _union(list(map(form_of, get_args(hint))))
     if get_origin(hint) is tuple:

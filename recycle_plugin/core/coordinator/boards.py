@@ -1,0 +1,132 @@
+"""Boards: what workers post at the coordinator for each other, on connections that know who speaks.
+
+A board has a name, and on it each rank has at most one value, of bytes that the coordinator does not read.  Posted are
+
+* where a worker listens for the links of its groups (runtime/collectives/gloo.py),
+* which of the script's collectives are behind it, with results that others have asked for
+  (runtime/collectives/outcomes.py), and
+* what the script's beginning gave it (runtime/collectives/startup.py): that is for newcomers of the same rank, and
+  stays (ALWAYS).  All else is of a generation.
+
+A reader gets the values that are there, and then each later one as it is posted.
+
+*What is kept.*  What a rank has posted and asked for in a generation goes when the rank speaks of a later one, and the
+values on a board once all ranks that are on it have read it.  A rank has at most SHARE bytes on all boards, so what is
+kept grows with the number of ranks, and not with time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.messages.from_coordinator import Posted
+from recycle_plugin.core.messages.from_workers import ALWAYS, Post, ReadBoard
+from recycle_plugin.core.vocabulary.roster import WorkerId
+
+SHARE = 12 << 20  # bytes that are kept of one rank: one message can carry them
+PIECE = 4 << 20  # bytes after which an answer goes on in another message
+EACH = 256  # bytes that a value counts for beside its own, and a wish
+EACH_RANK = 16  # bytes that a wish counts for, for each rank
+
+
+@dataclass
+class Wish:
+    """What a rank has asked for: the values of ``ranks`` on one board, of which some are ``missing``."""
+
+    ranks: tuple[int, ...]
+    missing: set[int]
+
+
+@dataclass
+class OfRank:
+    """The values that ``worker`` has posted in ``generation``, and its wishes there, each by board."""
+
+    worker: WorkerId
+    generation: int
+    values: dict[str, bytes] = field(default_factory=dict)
+    wishes: dict[str, Wish] = field(default_factory=dict)
+
+
+class Boards:
+    """All boards of a job.  The first value that a rank posts on a board stays."""
+
+    def __init__(self) -> None:
+        self._always: dict[int, OfRank] = {}
+        self._present: dict[int, OfRank] = {}
+
+    def has_room(self, message: Post | ReadBoard) -> bool:
+        """Whether ``message`` fits into its rank's share."""
+        size = _size(message.value) if isinstance(message, Post) else _wish_size(message.ranks)
+        return self._used(self._always.get(message.rank)) + self._used(self._of(message)) + size <= SHARE
+
+    def post(self, post: Post, gone: AbstractSet[WorkerId], out: CoordinatorOutput) -> None:
+        """Keep a value, and send it to those who wait for it and are not ``gone``.  Cost: one look at each rank."""
+        of_rank = self._of(post)
+        if of_rank is None or post.board in of_rank.values or not self.has_room(post):
+            return
+        (self._always if post.generation == ALWAYS else self._present)[post.rank] = of_rank
+        of_rank.values[post.board] = post.value
+        for reader in list(self._present.values()):
+            wish = reader.wishes.get(post.board)
+            if wish is not None and post.rank in wish.missing and reader.worker not in gone:
+                wish.missing.remove(post.rank)
+                out.tell(reader.worker, Posted(post.board, {str(post.rank): post.value}))
+                self._clear_if_read(post.board, wish)
+
+    def read(self, asked: ReadBoard, out: CoordinatorOutput) -> None:
+        """Answer with the values that are there, at once, also if there are none."""
+        kept = self._always if asked.generation == ALWAYS else self._present
+        there = [rank for rank in asked.ranks if rank in kept and asked.board in kept[rank].values]
+        found: dict[str, bytes] = {}
+        for rank in there:
+            if sum(map(_size, found.values())) > PIECE:
+                out.tell(asked.worker, Posted(asked.board, found))
+                found = {}
+            found[str(rank)] = kept[rank].values[asked.board]
+        out.tell(asked.worker, Posted(asked.board, found))
+        of_rank = self._of(asked)
+        if asked.generation != ALWAYS and of_rank is not None and self.has_room(asked):
+            self._present[asked.rank] = of_rank
+            of_rank.wishes[asked.board] = wish = Wish(asked.ranks, {*asked.ranks}.difference(there))
+            self._clear_if_read(asked.board, wish)
+
+    def _of(self, message: Post | ReadBoard) -> OfRank | None:
+        """The record of the message's rank in its generation, a new one if need be; None if the rank has spoken of a
+        later generation, or has a later process.
+        """
+        kept = self._always if message.generation == ALWAYS else self._present
+        new = OfRank(message.worker, message.generation)
+        present = kept.get(message.rank, new)
+        age = present.generation, present.worker.incarnation
+        if age == (new.generation, new.worker.incarnation):
+            return present
+        return new if age < (new.generation, new.worker.incarnation) and message.generation != ALWAYS else None
+
+    @staticmethod
+    def _used(of_rank: OfRank | None) -> int:
+        if of_rank is None:
+            return 0
+        wishes = sum(_wish_size(wish.ranks) for wish in of_rank.wishes.values())
+        return wishes + sum(map(_size, of_rank.values.values()))
+
+    def _clear_if_read(self, board: str, wish: Wish) -> None:
+        """Drop the values on ``board`` if every rank on it has read all of them."""
+        readers = [self._present.get(rank) for rank in wish.ranks] if not wish.missing else [None]
+        if all(reader is not None and _has_read(reader, board) for reader in readers):
+            for reader in filter(None, readers):
+                reader.values.pop(board, None)
+                del reader.wishes[board]
+
+
+def _has_read(reader: OfRank, board: str) -> bool:
+    return board in reader.wishes and not reader.wishes[board].missing
+
+
+def _size(value: bytes) -> int:
+    return EACH + len(value)
+
+
+def _wish_size(ranks: tuple[int, ...]) -> int:
+    return EACH + EACH_RANK * len(ranks)
