@@ -445,3 +445,18 @@ def test_another_user_gets_no_process(monkeypatch):
         monkeypatch.setattr(os, "getuid", lambda: -1)
         with pytest.raises(ValueError, match="user"):
             fork_server._received(far)
+
+
+def test_another_users_process_is_asked_for_nothing(monkeypatch, tmp_path):
+    """It may have taken the name of one that has gone; a request has a worker's whole environment."""
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        own = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: -1)
+        with pytest.raises(ConnectionError, match=f"can't be reached .it is user {own}'s"):
+            ask(path, Request("module", (), {"SECRET": "x"}, "/", None), [1, 2])
+        monkeypatch.undo()
+        with listener.accept()[0] as there:
+            assert there.recv(100) == b""

@@ -22,7 +22,6 @@ import runpy
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
@@ -32,7 +31,7 @@ from pathlib import Path
 from recycle_plugin.core.messages.encoding import HEAD
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.runtime.processes.accepting import Refusals
-from recycle_plugin.runtime.processes.spawn import LANGUAGE, Request, die_with_parent, socket_name
+from recycle_plugin.runtime.processes.spawn import LANGUAGE, Request, die_with_parent, socket_name, user_of
 
 REQUEST_S = 10.0  # how long who has connected may take to say what it wants
 BACKLOG = 64
@@ -156,10 +155,7 @@ class Server:
 
 def _received(connection: socket.socket) -> tuple[Request, list[int]]:
     """A request, and the descriptors that the fork gets; ValueError for what is none, or another user's."""
-    _, user, _ = struct.unpack(
-        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    )
-    if user != os.getuid():
+    if (user := user_of(connection)) != os.getuid():
         raise ValueError(f"user {user}")
     connection.settimeout(REQUEST_S)
     head, ancillary, flags, _ = connection.recvmsg(HEAD.size, socket.CMSG_SPACE(12))

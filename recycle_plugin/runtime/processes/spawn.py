@@ -9,9 +9,11 @@ from __future__ import annotations
 import array
 import asyncio
 import ctypes
+import errno
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from contextlib import suppress
@@ -116,6 +118,8 @@ def ask(server: str, request: Request, descriptors: list[int]) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(server.replace("@", "\0", 1) if server.startswith("@") else server)
+        if (user := user_of(connection)) != os.getuid():  # who took its name once it was gone would get all of it
+            raise PermissionError(errno.EPERM, f"it is user {user}'s")
         connection.sendmsg(
             [frame[: HEAD.size]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         )
@@ -127,6 +131,13 @@ def ask(server: str, request: Request, descriptors: list[int]) -> socket.socket:
             f"({error.strerror}); unset {SERVER_VARIABLE} where it names one of before"
         ) from error
     return connection
+
+
+def user_of(connection: socket.socket) -> int:
+    """The user whose process is at the other end of a Unix socket, as the kernel says."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    return int(user)
 
 
 def forked_pid(module: str, answer: bytes) -> int:
