@@ -333,7 +333,7 @@ class Settings(BaseModel):
     tls: TlsSettings | None = setting(
         None,
         'an object such as {"cert": "host.pem", "key": "host.key", "ca": "ca.pem"}, or null',
-        "encrypt what the job's processes say to each other, but for Gloo's sums and torch's store: each end shows a "
+        "encrypt what the job's processes say to each other, but for Gloo's sums: each end shows a "
         "certificate, and proves the job's secret inside; for which the section has to be in the file that "
         "`--deepspeed_config` names on the command line; the environment's RECYCLE_TLS_CERT, RECYCLE_TLS_KEY and "
         "RECYCLE_TLS_CA go before it; null for no TLS",

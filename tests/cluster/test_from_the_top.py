@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from recycle_plugin.core.messages.from_coordinator import Recorded
-from recycle_plugin.core.messages.from_workers import Crashed, Fatal, Left, Note, Ready
+from recycle_plugin.core.messages.from_workers import ALWAYS, Crashed, Fatal, Left, Note, Post, Ready
 from recycle_plugin.runtime.authentication.secret import AT
+from recycle_plugin.runtime.collectives.startup import BOARD
 from tests.cluster.conftest import Launch, launching
 from tests.runtime.conftest import FakeCoordinator
 from tests.support.cluster import ForkServer, Result, Run, WarmLauncher
@@ -53,6 +54,10 @@ class Top:
 
     def saw(self, rank: int, out: Path | None = None) -> dict[str, Any]:
         return json.loads(((out or self._out) / f"rank{rank}.json").read_text())
+
+    def posted(self, rank: int) -> bytes:
+        """What the rank's worker has posted for newcomers."""
+        return (self._folder / f"posted{rank}").read_bytes()
 
     def end(self) -> None:
         (self._folder / "go").touch()
@@ -167,6 +172,7 @@ class Alone:
         self._folder, self._rank = folder, rank
         folder.mkdir()
         self.coordinator = FakeCoordinator(incarnation=1)
+        self.coordinator.keep(Post(rank, ALWAYS, BOARD, top.posted(rank)))
         environment = top.saw(rank)["environment"]
         job = json.loads(environment["RECYCLE_TEST_TOP"]) | {"out": str(folder), "waits": False}
         host, port = self.coordinator.address

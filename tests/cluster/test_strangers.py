@@ -6,18 +6,24 @@ The frames are those of a process of the job, said to the ports at which it list
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import pickle
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
 from recycle_plugin.core.messages.encoding import HEAD, encode
 from recycle_plugin.core.messages.from_operators import AskLeave
@@ -26,8 +32,9 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.runtime.authentication.secret import SecretFile
 from recycle_plugin.runtime.movers.wire import LANGUAGE, Header, Sender
-from tests.support.cluster import Run
-from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training, hold
+from tests.cluster.test_rejoin import assert_came_back
+from tests.support.cluster import POLL_S, Run
+from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training, faults, held, hold
 
 Place = tuple[str, int]
 PATIENCE_S = 20.0
@@ -238,3 +245,69 @@ def test_the_secret_is_in_files_of_its_users_and_nowhere_else(attacked, tmp_path
     assert any(path.name == "events.jsonl" for path in files)
     for path in files:
         assert found["secret"].encode() not in path.read_bytes(), path
+
+
+@contextmanager
+def rewriting(run: Run, mark: Path) -> Iterator[set[str]]:
+    """Writes to every key of the job's store, again and again; the value is the keys that the job has set.  Torch's
+    counters get other numbers, and whatever else there is a pickle that would make the file ``mark``.  So do the keys
+    by which an earlier version kept what is for newcomers.
+    """
+    (place,) = listeners(run.store_pid())
+    store, found, over, round_trip = dist.TCPStore(*place, wait_for_workers=False), set[str](), Event(), Event()
+    forged, former = would_run(mark), {f"0//cpu//startup/{rank}" for rank in range(4)}
+
+    def write() -> None:
+        with suppress(RuntimeError):  # the job has ended, and the store with it
+            while not over.wait(POLL_S):
+                there = set(store.list_keys()) - former
+                found.update(there)
+                for key in there | former:
+                    counts = key in there and store.get(key).isdigit()
+                    store.set(key, "1000" if counts else forged)
+                round_trip.set()
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    assert round_trip.wait(PATIENCE_S), "nothing is written to the store"
+    try:
+        yield found
+    finally:
+        over.set()
+        writer.join(PATIENCE_S)
+
+
+def would_run(mark: Path) -> bytes:
+    """What runs where it is unpickled, alone or in what an earlier version kept for newcomers."""
+    text = io.BytesIO()
+    torch.save(([], {"load_checkpoint, number 1": pickle.dumps(Runs(mark))}), text)
+    return text.getvalue()
+
+
+class Runs:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return open, (str(self.mark), "w")
+
+
+@pytest.mark.plain_too
+def test_who_writes_to_every_key_of_torchs_store_changes_no_number_and_runs_no_code(launch, reference, tmp_path):
+    """While a worker is lost, groups meet anew, and another one comes back in its place."""
+    run = launch(
+        "steps=60",
+        "recycle.rejoin=always",
+        faults("kill 1.1 before 1F1.0@5"),
+        script=WRAPPED,
+        RECYCLE_TEST_WRAP=json.dumps([held(tmp_path, 3, "begin"), held(tmp_path, 12, "go")]),
+    )
+    after_step(run, 2)
+    with rewriting(run, tmp_path / "ran") as found:
+        (tmp_path / "begin").touch()
+        run.wait_for(lambda: any(event["event"] == "newcomer" for event in run.events()), "a newcomer")
+        (tmp_path / "go").touch()
+        result = run.finish()
+    assert_came_back(result, reference("steps=60"), "1.1")
+    assert not (tmp_path / "ran").exists()
+    assert all("store_based_barrier_key" in key for key in found), found

@@ -25,12 +25,27 @@ import torch
 import torch.distributed as dist
 from samples import Samples
 
+from recycle_plugin.core.messages.from_workers import ALWAYS
+from recycle_plugin.runtime.control.boards import Boards
+
 WIDTH, REPLICAS, PATIENCE_S = 8, 2, 120.0
 job = json.loads(os.environ["RECYCLE_TEST_TOP"])
 STEPS, EPOCHS, INCARNATION = job["steps"], job["epochs"], int(os.environ.get("RECYCLE_INCARNATION", "0"))
 RANK, FOLDER = int(os.environ["RANK"]), Path(job["folder"])
 RECYCLE = {"enabled": True, "run_dir": str(FOLDER), "report": False}
 seen: dict[str, Any] = {"rank": RANK, "pid": os.getpid(), "losses": [], "environment": dict(os.environ)}
+
+
+def write_what_is_posted() -> None:
+    """Also write what is for newcomers to a file, for newcomers under another coordinator."""
+    post = Boards.post
+
+    def written(self: Boards, board: str, value: bytes, generation: int) -> None:
+        if generation == ALWAYS:
+            (FOLDER / f"posted{RANK}").write_bytes(value)
+        post(self, board, value, generation)
+
+    Boards.post = written  # type: ignore[method-assign]
 
 
 def engine(dataset: Any = None) -> Any:
@@ -241,6 +256,7 @@ def wait_for_go() -> None:
         time.sleep(0.02)
 
 
+write_what_is_posted()
 patterns: list[Callable[[], None]] = [readme, epochs, seeds, global_steps, logs_a_mean, plain, replicas]
 {pattern.__name__: pattern for pattern in patterns}[job["pattern"]]()
 out = Path(job["out"])

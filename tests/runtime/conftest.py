@@ -9,9 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from recycle_plugin.core.coordinator.boards import Boards
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import Generation, Welcome
+from recycle_plugin.core.messages.from_workers import Hello, Post, ReadBoard, WantResult
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 from recycle_plugin.runtime.authentication.handshake import Port
 from recycle_plugin.runtime.control.connections import Control, InProcess, SocketControl
 from recycle_plugin.runtime.control.session import Session
@@ -33,6 +36,7 @@ class FakeCoordinator:
         self._hearing: list[threading.Thread] = []
         self.heard: list[object] = []
         self.news = threading.Condition()
+        self._boards, self._members = Boards(), dict[WorkerId, Control]()
 
     def session(
         self, rank: int, wait_timeout_s: float = 10.0, ended_early: Callable[[Session], None] | None = None
@@ -52,16 +56,36 @@ class FakeCoordinator:
         self._hearing[-1].start()
 
     def _hear(self, control: Control) -> None:
-        control.receive(PATIENCE_S)
+        hello = control.receive(PATIENCE_S)
+        if isinstance(hello, Hello):
+            self._members[WorkerId(hello.rank, self._incarnation)] = control
         control.send(Welcome(1, "job", self._incarnation))
         while (message := control.receive(PATIENCE_S)) is not None or control.broken is None:
             with self.news:
                 self.heard += [message] if message is not None else []
                 self.news.notify_all()
+                self._serve_boards(message)
+
+    def _serve_boards(self, message: object) -> None:
+        """Answer as the coordinator does."""
+        out = CoordinatorOutput()
+        match message:
+            case Post():
+                self._boards.post(message, set(), out)
+            case ReadBoard():
+                self._boards.read(message, out)
+            case WantResult():
+                out.tell(next(worker for worker in self._members if worker.rank == message.holder), message)
+        for worker, answer in out.messages:
+            self._members[worker].send(answer, PATIENCE_S)
 
     def tell(self, message: object) -> None:
         for control in self._controls:
             control.send(message, PATIENCE_S)
+
+    def keep(self, post: Post) -> None:
+        """Have something posted, as if a worker had."""
+        self._boards.post(post, set(), CoordinatorOutput())
 
     def hear(self, kind: type) -> list[object]:
         """All messages of this kind, once there is one."""

@@ -37,7 +37,11 @@ from recycle_plugin.runtime.collectives.link import (
     ReduceScatter,
     Send,
 )
+from recycle_plugin.runtime.control.connections import connect
+from recycle_plugin.runtime.control.session import Session
+from tests.runtime.conftest import FakeCoordinator
 from tests.support.results import DIED, result_of
+from tests.support.secret import SECRET, way
 from tests.support.threads_link import Meeting, ThreadsLink
 
 LONG_S, SHORT_S = 60.0, 0.2  # what must not pass, and what must
@@ -86,26 +90,21 @@ def name_of(members: int) -> str:
     return f"ranks {', '.join(map(str, range(members)))}"
 
 
-def gloo_link(position: int, members: int, generation: int, store: dist.Store) -> GlooLink:
-    return GlooLink(
-        generation,
-        Rendezvous(store),
-        f"link{generation}",
-        position,
-        members,
-        name_of(members),
-        "127.0.0.1",
-        timedelta(seconds=LONG_S),
-    )
+def gloo_link(session: Session, members: int, generation: int) -> GlooLink:
+    meeting = Rendezvous(session, f"link{generation}", range(members))
+    return GlooLink(generation, meeting, name_of(members), "127.0.0.1", timedelta(seconds=LONG_S))
 
 
-def in_a_process(scenario: Callable, position: int, members: int, port: int, results: Any) -> None:
+def in_a_process(
+    scenario: Callable, position: int, members: int, port: int, coordinator: tuple[str, int], results: Any
+) -> None:
+    session = Session(connect(way(coordinator), LONG_S), position, SECRET)
     store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     place = Place(
         position,
         members,
         store,
-        lambda *given: gloo_link(position, members, *given),
+        lambda generation, _: gloo_link(session, members, generation),
         lambda: os.kill(os.getpid(), signal.SIGKILL),
     )
     results.send(told(scenario, place))
@@ -113,23 +112,30 @@ def in_a_process(scenario: Callable, position: int, members: int, port: int, res
 
 
 def over_gloo(scenario: Callable, members: int) -> list[Any]:
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store, coordinator = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), FakeCoordinator()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "recycle_plugin.runtime.collectives.gloo"])
     ends = [context.Pipe(duplex=False) for _ in range(members)]
     started = [
-        context.Process(target=in_a_process, args=(scenario, position, members, store.port, writing), daemon=True)
+        context.Process(
+            target=in_a_process,
+            args=(scenario, position, members, store.port, coordinator.address, writing),
+            daemon=True,
+        )
         for position, (_, writing) in enumerate(ends)
     ]
     try:
         for process, (_, writing) in zip(started, ends):
             process.start()
             writing.close()
+        for _ in started:
+            coordinator.accept()
         return [result_of(reading) for reading, _ in ends]
     finally:
         for process in started:
             process.kill()
             process.join(LONG_S)
+        coordinator.close()
 
 
 def between_threads(scenario: Callable, members: int) -> list[Any]:
@@ -608,29 +614,3 @@ def refused(place: Place) -> tuple[str, float]:
 
 def test_what_gloo_can_not_do_is_no_broken_connection():
     assert over_gloo(refused, 2) == [("RuntimeError: Invalid scalar type", 2.0)] * 2
-
-
-def test_a_later_generation_opens_no_connection_to_the_store():
-    """Which could take seconds, just when a worker has been lost; but whoever still waits on one keeps it."""
-    server, opened = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), []
-
-    class Counted:
-        def clone(self) -> dist.Store:
-            opened.append(server.clone())
-            return opened[-1]
-
-    meeting = Rendezvous(Counted())
-    for generation in range(3):
-        link = GlooLink(
-            generation, meeting, f"link{generation}", 0, 1, "rank 0", "127.0.0.1", timedelta(seconds=LONG_S)
-        )
-        link.connect().wait(LONG_S)
-        assert link.connected
-        link.abort()
-    assert len(opened) == 1
-    with pytest.raises(ConnectionError), meeting.alone("broken"):
-        raise ConnectionError
-    with meeting.alone("one") as one, meeting.alone("other") as other:
-        one.set("key", "value")
-        assert other.check(["key"]) is False
-    assert len(opened) == 3

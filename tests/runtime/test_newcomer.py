@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from recycle_plugin.adapters.deepspeed.entry import Plugin
+from recycle_plugin.core.messages.from_workers import ALWAYS, Post
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives import group
 from recycle_plugin.runtime.collectives.gloo import GlooLink
@@ -225,7 +226,7 @@ def test_what_cant_be_had_again_is_refused_by_its_line(job, scenario):
 
 
 def test_without_a_record_nothing_is_made_up(job):
-    """The predecessor was lost before it trained, or another job's store is there."""
+    """The predecessor was lost before it trained."""
     assert "this worker's predecessor has not called it before its first step" in job.alone(one_more, 1)
 
 
@@ -264,13 +265,22 @@ def many(script: Script) -> Any:
     late = torch.tensor([float(secrets.randbelow(1 << 20))])
     dist.broadcast(late, 1)
     startup.begin_training([])
-    return late.item(), len(startup._store.get(str(script.rank)))
+    return late.item()
 
 
 def test_what_is_kept_is_bounded(job):
     """Rank 1 has made for itself what there was no room for."""
     first = job.run(many)
-    assert len({late for late, _ in first}) == 1 and all(OF_MODELS / 2 < size < 2 * OF_MODELS for _, size in first)
+    coordinator, sizes = job.coordinator, []
+
+    def heard() -> bool:
+        posts = [one for one in coordinator.heard if isinstance(one, Post) and one.generation == ALWAYS]
+        sizes[:] = [len(post.value) for post in posts]
+        return len(sizes) == RANKS
+
+    with coordinator.news:
+        assert coordinator.news.wait_for(heard, LONG_S), sizes
+    assert len({*first}) == 1 and all(OF_MODELS / 2 < size < 2 * OF_MODELS for size in sizes)
     assert job.alone(many, 1) == first[1]
     assert "more than is kept for a newcomer" in job.alone(many, 0)
 
@@ -411,18 +421,16 @@ def test_two_meet_though_the_newcomer_calls_nothing(job):
 # --- what is kept beside collectives ---------------------------------------------------------------------
 
 
-def startup_of(coordinator, store: dist.Store, newcomer: bool) -> Startup:
+def startup_of(coordinator, newcomer: bool) -> Startup:
     session = coordinator.session(0)
     session.newcomer = newcomer
-    made = Startup(session)
-    made.meet(store)
-    return made
+    return Startup(session)
 
 
 def test_what_lies_where_a_parameter_was_before_the_framework_moved_it_is_kept(coordinator):
     """ZeRO 3 gives a parameter's memory back, and torch may give it to the next tensor."""
     weight = torch.nn.Parameter(torch.ones(8))
-    startup = startup_of(coordinator, dist.HashStore(), newcomer=False)
+    startup = startup_of(coordinator, newcomer=False)
     with startup.building([weight]):
         assert (arrives := startup.keep("all", "broadcast", [weight.data.view(torch.uint8)], True)) and arrives.arrives
         former = weight.data
@@ -435,14 +443,13 @@ def test_what_lies_where_a_parameter_was_before_the_framework_moved_it_is_kept(c
 
 def test_what_was_loaded_is_remembered_if_it_can_be(coordinator):
     """Not what is too large or can't be pickled, and nothing after the first step."""
-    store = dist.HashStore()
-    first = startup_of(coordinator, store, newcomer=False)
+    first = startup_of(coordinator, newcomer=False)
     first.remember("small", {"epoch": 3, "weight": torch.ones(2)})
     first.remember("large", b"x" * MOST)
     first.remember("odd", lambda: 0)
     first.begin_training([])
     first.remember("late", 1)
-    newcomer = startup_of(coordinator, store, newcomer=True)
+    newcomer = startup_of(coordinator, newcomer=True)
     assert newcomer.recall("small")["epoch"] == 3
     for what in ("large", "odd", "late"):
         with pytest.raises(RecycleError, match=f"{what}, called at .* something that is not kept for a newcomer"):
@@ -455,22 +462,22 @@ def test_what_was_loaded_is_remembered_if_it_can_be(coordinator):
 
 
 def test_what_a_newcomer_does_not_do_over_again_leaves_no_gap(coordinator):
-    store, held = dist.HashStore(), [torch.ones(1)]
-    first = startup_of(coordinator, store, newcomer=False)
+    held = [torch.ones(1)]
+    first = startup_of(coordinator, newcomer=False)
     with first.apart():
         assert first.keep("line", "barrier", [], True) is None
     first.fill(first.keep("line", "all_reduce", held, True), [torch.tensor([5.0])], None, None)
     first.begin_training([])
-    newcomer = startup_of(coordinator, store, newcomer=True)
+    newcomer = startup_of(coordinator, newcomer=True)
     assert newcomer.replay("line", "all_reduce", held, [0, 1]).values[0].item() == 5.0
 
 
 def test_what_has_failed_is_not_had_again(coordinator):
-    store, held = dist.HashStore(), [torch.ones(1)]
-    first = startup_of(coordinator, store, newcomer=False)
+    held = [torch.ones(1)]
+    first = startup_of(coordinator, newcomer=False)
     first.fill(first.keep("line", "all_reduce", held, True), held, None, ValueError("odd"))
     first.begin_training([])
-    newcomer = startup_of(coordinator, store, newcomer=True)
+    newcomer = startup_of(coordinator, newcomer=True)
     with pytest.raises(RecycleError, match="can't be had again by a newcomer: it has failed: odd"):
         newcomer.replay("line", "all_reduce", held, [0, 1])
 

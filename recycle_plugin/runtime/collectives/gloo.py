@@ -8,14 +8,15 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from recycle_plugin.core.worker.whereabouts import Reading
 from recycle_plugin.runtime.collectives.link import (
     AllGather,
     AllReduce,
@@ -30,6 +31,7 @@ from recycle_plugin.runtime.collectives.link import (
     ReduceScatter,
     Send,
 )
+from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.processes import forked
 
 SO_ATTACH_FILTER = 26  # Linux's, for which Python has no name
@@ -44,46 +46,81 @@ NOT_GLOOS = (
 )  # what it says of an operation, a dtype or a device that it does not know
 
 
-def clone(store: Any) -> dist.Store:
-    """Another connection to it; torch's stubs lack the method."""
-    return store.clone()
+class Rendezvous(dist.Store):
+    """Where the members of one link meet: a board at the coordinator (core/coordinator/boards.py), which knows who
+    speaks.  Who could change what stands here could stand between the members, and change their sums.
 
-
-class Rendezvous:
-    """Where the successive links of one group meet: the key-value store ``store``.
-
-    Each link that connects has a connection to the store for itself.  To open one may take seconds, since torch asks
-    the name server for the name of the address that it leads to; so those that are free again are kept for the next
-    link, which is made when a worker has just been lost.
+    ``called`` is the link's name in the job, ``ranks`` are its members' in their order, of which the worker of
+    ``session`` is one.  To Gloo it is a store, on which each member sets one key for each device, which ends with its
+    position.  What is posted there has the ``ports`` on which the member's Gloo listens before it.  ``wanted()`` says
+    whether anybody still waits for the link.
     """
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-        self._lock = threading.Lock()
-        self._free: list[dist.Store] = []
+    def __init__(self, session: Session, called: str, ranks: Sequence[int]) -> None:
+        super().__init__()
+        self._session, self._called, self.ranks = session, called, tuple(ranks)
+        self._readings: dict[str, Reading] = {}
+        self.position = self.ranks.index(session.rank)
+        self.ports: Collection[int] = ()
+        self.wanted: Callable[[], bool] = lambda: True
 
-    def has(self, prefix: str, key: str) -> bool:
-        """Whether ``key`` has been set in the store under ``prefix``."""
-        return dist.PrefixStore(prefix, self._store).check([key])
+    def missing(self) -> list[int]:
+        """The members that have not come, by their ranks."""
+        return next((reading.missing(self.ranks) for reading in self._readings.values()), list(self.ranks))
 
-    @contextmanager
-    def alone(self, prefix: str) -> Iterator[dist.Store]:
-        """Lend a connection to the store that nobody else uses, for the link that is called ``prefix``.
+    def ports_of_all(self) -> set[int]:
+        """The ports on which the members listen, once all have come."""
+        return {
+            int(port)
+            for reading in self._readings.values()
+            for value in reading.values.values()
+            for port in value.partition(b" ")[0].split(b",")
+        }
 
-        After an error somebody may wait on it still, and nobody gets it again.
-        """
-        with self._lock:
-            client = self._free.pop() if self._free else None
-        client = client or clone(self._store)
-        yield dist.PrefixStore(prefix, client)
-        with self._lock:
-            self._free.append(client)
+    def set(self, key: str, value: Any) -> None:  # bytes, whatever torch's stubs say
+        """Gloo's call: post where this member listens."""
+        device, _ = self._place(key)
+        text = ",".join(map(str, self.ports)).encode() + b" " + value
+        session, board = self._session, self._board(device)
+        if len(self.ranks) > 1:
+            session.boards.post(board, text, session.number)
+            self._readings[device] = session.boards.read(board, self.ranks, session.number)
+        else:  # also a newcomer's, which takes part in no membership yet
+            self._readings[device] = Reading()
+        self._readings[device].values[session.rank] = text
+
+    def get(self, key: str) -> bytes:
+        """Gloo's call: where the member listens whose key that is, once it has come."""
+        self.wait([key], self._session.regroup_timeout_s)
+        device, rank = self._place(key)
+        return self._readings[device].values[rank].partition(b" ")[2]
+
+    def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
+        """Gloo's call: return once these members have come.  Raises WaitTimeout."""
+        limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or self._session.wait_timeout_s
+        for key in keys:
+            device, rank = self._place(key)
+            what = f"the members of the link {self._called}"
+            self._session.boards.wait(what, self._readings[device], [rank], limit_s, self.wanted)
+
+    def close(self) -> None:
+        """Forget it all: the members are connected, or never will be."""
+        for device in self._readings:
+            self._session.boards.forget(self._board(device))
+
+    def _board(self, device: str) -> str:
+        return f"link {self._called}, device {device}"
+
+    def _place(self, key: str) -> tuple[str, int]:
+        """The device and the member's rank that one of Gloo's keys names."""
+        device, _, position = key.rpartition("/")
+        return device, self.ranks[int(position)]
 
 
 class GlooLink:
-    """A link over Gloo among ``members`` workers, of whom this one has position ``position``.
+    """A link over Gloo among the workers that meet at ``rendezvous``.
 
-    ``name`` is for messages, as "ranks 0, 1"; no other link at ``rendezvous`` is called ``prefix``.
+    ``name`` is for messages, as "ranks 0, 1"; no other link meets there.
 
     Gloo does not wake a member that waits for a live one which has left the operation, its abort closes nothing while
     one is pending, and a wait with a deadline breaks the connection (measured, torch 2.13).  So connecting and each
@@ -91,12 +128,8 @@ class GlooLink:
     that block.
 
     Nobody tells which sockets are Gloo's.  They are those opened while it connected that lead to a port on which some
-    member's Gloo listens; members tell each other those ports through the store, before they connect, so that no
+    member's Gloo listens; members tell each other those ports where they meet, before they connect, so that no
     connection of anybody else's is ever shut: not the next generation's either, which may connect at the same time.
-
-    It has a connection to the store of its own: while Gloo waits there for a peer, and it may do so long after its
-    generation has passed (until ``timeout``), nobody else can use that connection, and one that the script waits on
-    can't keep it.
     """
 
     _opening = threading.Lock()  # of a port: whose it is must be clear
@@ -105,19 +138,13 @@ class GlooLink:
         self,
         generation: int,
         rendezvous: Rendezvous,
-        prefix: str,
-        position: int,
-        members: int,
         name: str,
         address: str,
         timeout: timedelta,
     ) -> None:
         self.generation = generation
-        self._rendezvous, self._prefix = rendezvous, prefix
+        self._rendezvous = rendezvous
         self._address = address
-        self._position = position
-        self._members = members
-        self._keys = [f"listening{one}" for one in range(members)]
         self._name = name
         self._timeout = timeout
         self._lock = threading.Lock()
@@ -127,8 +154,9 @@ class GlooLink:
         self._running: set[Handle] = set()
         self._opened: set[int] = set()
         self._inodes = forked.Inodes(lambda: self._opened)
-        self._ports: set[str] = set()
+        self._ports: set[int] = set()
         self._end: Broken | None = None  # nothing will be started any more
+        rendezvous.wanted = lambda: self._end is None
 
     # --- the port -------------------------------------------------------------------------------------
 
@@ -247,23 +275,20 @@ class GlooLink:
         return ended
 
     def _who_is_missing(self) -> str:
-        whole = f"the connections among {self._name}"
-        try:
-            missing = [
-                str(position) for position, key in enumerate(self._keys) if not self._rendezvous.has(self._prefix, key)
-            ]
-        except RuntimeError:  # the store is gone
-            return whole
-        return f"{whole}; not there of {self._members} are number {', '.join(missing)}" if missing else whole
+        whole, meeting = f"the connections among {self._name}", self._rendezvous
+        missing = ", ".join(str(meeting.ranks.index(rank)) for rank in meeting.missing())
+        return f"{whole}; not there of {len(meeting.ranks)} are number {missing}" if missing else whole
 
     def _made(self) -> dist.ProcessGroupGloo:
-        with self._rendezvous.alone(self._prefix) as store:
-            before = set(_sockets())
-            options, ports = self._listening()
-            store.set(self._keys[self._position], ",".join(map(str, ports.values())))
-            group = dist.ProcessGroupGloo(store, self._position, self._members, options)
-            let_nobody_in(ports)
-            self._ports = {port for each in store.multi_get(self._keys) for port in each.decode().split(",")}
+        before, meeting = set(_sockets()), self._rendezvous
+        options, ports = self._listening()
+        meeting.ports = ports.values()
+        try:
+            group = dist.ProcessGroupGloo(meeting, meeting.position, len(meeting.ranks), options)
+        finally:
+            meeting.close()
+        let_nobody_in(ports)
+        self._ports = meeting.ports_of_all()
         self._opened = set(_sockets()) - before
         return group
 
@@ -378,7 +403,7 @@ def _held() -> Iterator[tuple[int, socket.socket]]:
             os.close(held)
 
 
-def _shut(connection: socket.socket, ports: set[str]) -> None:
+def _shut(connection: socket.socket, ports: set[int]) -> None:
     with suppress(OSError):  # closed by the peer meanwhile, or a listener, which nobody waits on
-        if {str(connection.getsockname()[1]), str(connection.getpeername()[1])} & ports:
+        if {connection.getsockname()[1], connection.getpeername()[1]} & ports:
             connection.shutdown(socket.SHUT_RDWR)

@@ -70,7 +70,6 @@ def register(session: Session) -> None:
     callers, outcomes = Callers(session), Outcomes(session)
 
     def create(options: Any, _backend_options: object = None) -> MemberGroup:
-        outcomes.barrier_at(options.store)
         return MemberGroup(session, callers, outcomes, options)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[*kinds()])
@@ -101,9 +100,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         self._callers, self._session = callers, session
         self._rank = options.group_rank
         self._ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-        self._flight = Flight(
-            session, outcomes, options.group_id, self._ranks, self._rank, options.store, options.timeout
-        )
+        self._flight = Flight(session, outcomes, options.group_id, self._ranks, self._rank, options.timeout)
         self._seat_link = SeatLink(session, self._ranks, self._flight.apart)
 
     def getBackendName(self) -> str:

@@ -19,16 +19,16 @@ a link to themselves, since recovery runs them in an order that is not the scrip
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from recycle_plugin.core.messages.from_workers import Missing
 from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.core.worker.whereabouts import Reading
 from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.collectives.gloo import GlooLink, Rendezvous
 from recycle_plugin.runtime.collectives.link import Broken, Handle, Link, Operation
@@ -101,7 +101,7 @@ class Call:
     members who were there when it was asked for, of whom ``members`` take part in the present try.  ``handle`` is that
     of the present try, None while there is none, and ``connecting`` its link's.  Once ``over`` it has ``error``, or
     results in ``held``, which for a receive came from rank ``source``; ``handed``: the caller's tensors have them.
-    ``kept``: for a newcomer.
+    ``kept``: for a newcomer.  ``fetched``: the result that another member was asked for, and which one that is.
     """
 
     asked: Asked
@@ -119,6 +119,7 @@ class Call:
     error: BaseException | None = None
     source: int | None = None
     kept: Kept | None = None
+    fetched: tuple[int, Reading] | None = None
 
     @property
     def has_news(self) -> bool | None:
@@ -130,7 +131,7 @@ class Call:
 class Flight:
     """All operations under way of one group, over the links of its present live members.
 
-    ``ranks`` are the members' global ranks, ``rank`` is this worker's logical one; links meet at ``store``.
+    ``ranks`` are the members' global ranks, ``rank`` is this worker's logical one; ``name`` is the group's.
     """
 
     def __init__(
@@ -140,12 +141,10 @@ class Flight:
         name: str,
         ranks: tuple[int, ...],
         rank: int,
-        store: dist.Store,
         timeout: timedelta,
     ) -> None:
         self._session, self._outcomes = session, outcomes
         self._name, self._ranks, self._rank, self._timeout = name, ranks, rank, timeout
-        self._rendezvous = Rendezvous(store)
         self._lock = threading.RLock()
         self._calls: list[Call] = []  # not over, or not noticed to be
         self._links: dict[str, tuple[Link, Handle]] = {}  # each with that of its connecting
@@ -333,7 +332,7 @@ class Flight:
             return None
 
     def _end(self, call: Call, error: BaseException | None = None) -> None:
-        call.error, call.handle, call.over = error, None, True
+        call.error, call.handle, call.fetched, call.over = error, None, None, True
         if call.lasts:
             self._count(call)
         self._wake()
@@ -349,9 +348,8 @@ class Flight:
             gives = gives._replace(source=call.source)
             call.number = self._outcomes.take_number(self._line(gives))
         if call.number is not None:
-            self._outcomes.add(
-                self._line(gives), call.number, None if gives == EACH or call.error is not None else call.held
-            )
+            whole = gives != EACH and call.error is None and len(call.held) == len(call.asked.tensors)
+            self._outcomes.add(self._line(gives), call.number, call.held if whole else None)
 
     def _wake(self) -> None:
         with self._session.changed:
@@ -419,6 +417,7 @@ class Flight:
                 if call.handle is not None and not call.over:
                     call.handle.leave()
                     call.handle = None
+                call.fetched = None
                 if not call.lasts and not call.over:
                     self._end(call, Interrupted(f"the membership has changed during {call.asked.called}"))
             for which in self._links.keys() - {SCRIPT, SUMS}:  # of some of the members that there were
@@ -448,11 +447,17 @@ class Flight:
     def _hear(self, generation: int, others: list[int]) -> None:
         """Ask what is behind the others, in a thread of its own.
 
-        Where the store is gone, or one of them does not speak, whoever waits has a deadline.
+        Where one of them does not speak, whoever waits has a deadline.
         """
         try:
             said = self._outcomes.of_others(generation, others, self._name)
-        except RuntimeError:
+        except WaitTimeout:
+            return
+        except RecycleError as error:  # one of them says nonsense
+            with self._lock:
+                for call in self._calls:
+                    if generation == self._generation and call.lasts and not call.over:
+                        self._end(call, error)
             return
         with self._lock:
             if generation == self._generation:
@@ -465,15 +470,15 @@ class Flight:
 
     def _go_on_with_all(self) -> None:
         for call in self._calls:
-            if call.handle is None and not call.over:
+            if call.handle is None and call.fetched is None and not call.over:
                 self._go_on_with(call)
 
     def _taken(self, call: Call) -> bool:
-        """Whether a call is behind other members: then it is over here too, with their result.
+        """Whether a call is behind other members: then it is over here too, with their result, once that has come.
 
         Raises RecycleError where the result can't be had again.
         """
-        asked, ahead = call.asked, None
+        asked, ahead, holders = call.asked, None, []
         if call.number is not None and call.number >= self._ends.get(self._line(asked.gives), 0):
             return False
         for other in self._sources(asked.gives):
@@ -485,18 +490,45 @@ class Flight:
             number = self._outcomes.next_number(line) if call.number is None else call.number
             assert self._said is not None, "it is not known yet what is behind the others"
             said = self._said.get(other, {}).get(line, Said())
-            if said.is_over(number) and (said.values.get(number) is not None or not asked.writes):
-                call.held, call.source = said.values.get(number) or [], other
+            if said.is_over(number) and not (asked.tensors and asked.writes):
+                call.held, call.source = [], other
                 self._end(call)
                 return True
+            if said.is_over(number) and said.has(number):
+                holders.append((other, line, number))
             ahead = other if said.is_over(number) else ahead
+        if holders:
+            self._fetch(call, *holders[self._rank % len(holders)])
+            return True
         if ahead is not None:
-            raise RecycleError(
-                f"{asked.called} was over on rank {self._ranks[ahead]} and not on rank {self._session.rank} when a "
-                f"worker was lost, and its result, of each member's own or of more than {LARGEST >> 20} MiB, "
-                "can't be had again: go on from the last checkpoint"
-            )
+            raise self._cant_be_had(call, ahead)
         return False
+
+    def _fetch(self, call: Call, holder: int, line: str, number: int) -> None:
+        """Ask ``holder`` for the result of a call."""
+        reading = self._outcomes.ask(self._ranks[holder], line, number)
+        call.fetched = holder, reading
+        reading.when_news(lambda: self._take_result(call, holder, reading))
+        self._take_result(call, holder, reading)
+
+    def _take_result(self, call: Call, holder: int, reading: Reading) -> None:
+        with self._lock:
+            if call.fetched != (holder, reading) or reading.missing([self._ranks[holder]]):
+                return
+            values = self._outcomes.result(self._ranks[holder], reading)
+            asked = [(tensor.shape, tensor.dtype) for tensor in call.asked.tensors]
+            if values is None or [(value.shape, value.dtype) for value in values] != asked:
+                self._end(call, self._cant_be_had(call, holder))
+                return
+            call.held, call.source = values, holder
+            self._end(call)
+
+    def _cant_be_had(self, call: Call, ahead: int) -> RecycleError:
+        return RecycleError(
+            f"{call.asked.called} was over on rank {self._ranks[ahead]} and not on rank {self._session.rank} when a "
+            f"worker was lost, and its result, of each member's own or of more than {LARGEST >> 20} MiB, "
+            "can't be had again: go on from the last checkpoint"
+        )
 
     def _sources(self, gives: str | Channel) -> list[int]:
         """The members that may be through with a call."""
@@ -509,11 +541,16 @@ class Flight:
 
     def _name_of(self, call: Call) -> str:
         ranks = [self._ranks[logical] for logical in call.members] or self.live_ranks()
-        return f"{call.asked.called} among ranks {', '.join(map(str, ranks))}"
+        return f"{call.asked.called} among ranks {_listed(ranks)}"
 
     def _awaited(self, call: Call) -> str:
+        if call.fetched is not None:
+            return f"the result of {call.asked.called} from rank {self._ranks[call.fetched[0]]}"
         if call.handle is None:
-            return f"what {call.asked.called} has come to elsewhere"
+            silent = self._outcomes.whereabouts.read(self._generation).missing(
+                self._ranks[other] for other in self._others
+            )
+            return f"what {call.asked.called} has come to elsewhere" + f", of rank {_listed(silent)}" * bool(silent)
         connecting = call.connecting
         if connecting is None or connecting.poll():
             return self._name_of(call)
@@ -544,21 +581,23 @@ class Flight:
 
     def apart(self, called: str) -> GlooLink:
         """A link of all members, named ``called``, that no change of the membership breaks."""
-        name, own = f"ranks {', '.join(map(str, self._ranks))}", self._session.own_address
-        return GlooLink(0, self._rendezvous, called, self._rank, len(self._ranks), name, own, self._timeout)
+        return self._gloo(0, called, range(len(self._ranks)))
+
+    def _gloo(self, generation: int, called: str, members: Sequence[int]) -> GlooLink:
+        """A link of these logical members, which is called so in this group."""
+        ranks, session = [self._ranks[logical] for logical in members], self._session
+        meeting = Rendezvous(session, f"{called} of {self._name}", ranks)
+        return GlooLink(generation, meeting, f"ranks {_listed(ranks)}", session.own_address, self._timeout)
 
     def _link(self, which: str, members: Sequence[int]) -> tuple[Link, Handle]:
         """The link of the present membership among these logical members, and the handle of its connecting.
 
         The one before is broken once this one stands: by then nobody needs it, and it ends who still waits there.
         """
-        some = "" if len(members) == len(self._live) else f" of {', '.join(map(str, members))}"
+        some = "" if len(members) == len(self._live) else f" of {_listed(members)}"
         last, _ = self._links.get(which + some, (None, None))
         if last is None or last.generation != self._generation:
-            name = f"ranks {', '.join(str(self._ranks[logical]) for logical in members)}"
-            called, own = f"generation{self._generation}{which}{some}", self._session.own_address
-            place = members.index(self._rank)
-            link = GlooLink(self._generation, self._rendezvous, called, place, len(members), name, own, self._timeout)
+            link = self._gloo(self._generation, f"generation{self._generation}{which}{some}", members)
             self._links[which + some] = link, link.connect()
             if last is not None:
                 self._links[which + some][1].when_over(last.abort)
@@ -568,6 +607,10 @@ class Flight:
 def _positions(members: Sequence[int]) -> dict[int, int]:
     """The position in a link of each of its logical members."""
     return {logical: place for place, logical in enumerate(members)}
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

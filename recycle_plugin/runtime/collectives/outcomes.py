@@ -2,9 +2,14 @@
 
 A loss may find some members through with a collective, and others in it, or before it.  Those that are through don't
 come back: they go on to the next one, or to a training step.  If the others simply tried again, they would meet them
-there, and take one sum for another.  So collectives are counted, and with each membership everybody says which of each
-group are behind it, and what the last ones gave, which for most is the same for all members; who was cut off takes it
-from there.
+there, and take one sum for another.  So collectives are counted, and with each membership everybody posts which of each
+group are behind it, and of which it has the result, which for most is the same for all members
+(core/coordinator/boards.py).  A worker that was cut off asks one of the others for that result.  All of it goes over
+the connections to the coordinator: a forged result would be a wrong number.
+
+A worker posts results of at most 4 MiB in one membership.  What it says of its sequences are some 30 bytes for each; of
+those with most recently something to say, if they are more than MOST_LINES.  Where a collective was under way among
+all, each member reads what each has said: that grows with the square of their number.
 
 Collectives are counted in sequences: one for each group, and one for each channel from one member to another.  A
 sequence goes by its name, here ``line``.  Who comes into a job that trains counts on where the others are when they let
@@ -13,24 +18,48 @@ it in, which all do at the same place of the script, before the same step.
 
 from __future__ import annotations
 
-import io
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from recycle_plugin.core.messages.from_coordinator import Generation
-from recycle_plugin.runtime.collectives.gloo import clone
+from recycle_plugin.core.messages.encoding import HEAD, Language
+from recycle_plugin.core.messages.from_workers import WantResult
+from recycle_plugin.core.worker.whereabouts import Reading, Whereabouts
+from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.startup import Startup
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.state.packing import packed, unpacked
 
 LARGEST = 1 << 20  # bytes of what is kept of one collective
 KEPT, KEPT_BYTES = 64, 4 * LARGEST  # of each line: with operations in flight some members may be ahead by many
+MOST_LINES = 10_000  # sequences of which a worker speaks
 Values = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LineWords:
+    """What a worker says of one sequence: see :class:`Said`.  ``kept``: of which collectives it has the result, in
+    ranges of numbers, with their ends.
+    """
+
+    count: int
+    after: tuple[int, ...]
+    begun: int
+    kept: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a worker says of its sequences, by their names."""
+
+    lines: dict[str, LineWords]
+
+
+LANGUAGE = Language((Words,))
 
 
 class Follower(Protocol):
@@ -49,13 +78,15 @@ class Said:
     ``after``.
 
     ``values`` has what the last ones gave to all; None where each member got something else, or it is too much to keep.
-    ``begun``: how many it has begun, as far as it has said so.
+    ``begun``: how many it has begun, as far as it has said so.  Of another worker there is ``kept`` in the place of
+    ``values``: of which ones it has them.
     """
 
     count: int = 0
     after: set[int] = field(default_factory=set)
     values: dict[int, Values | None] = field(default_factory=dict)
     begun: int = 0
+    kept: tuple[tuple[int, int], ...] = ()
     _bytes: int = 0
 
     @property
@@ -71,6 +102,20 @@ class Said:
     def is_over(self, number: int) -> bool:
         """Whether the collective with this number is behind the worker."""
         return number < self.count or number in self.after
+
+    def has(self, number: int) -> bool:
+        """Whether the other worker that has said this has the result of the collective with this number."""
+        return any(first <= number < end for first, end in self.kept)
+
+    def words(self, begun: int) -> LineWords:
+        """The same for other workers; ``begun``: how many collectives this worker has begun."""
+        kept: list[tuple[int, int]] = []
+        for number in sorted(number for number, values in self.values.items() if values is not None):
+            if kept and kept[-1][1] == number:
+                kept[-1] = kept[-1][0], number + 1
+            else:
+                kept.append((number, number + 1))
+        return LineWords(self.count, tuple(sorted(self.after)), begun, tuple(kept))
 
     def add(self, number: int, values: Values | None) -> None:
         """Count the collective ``number`` as over, and keep ``values`` while they are small (1 MiB each, 4 MiB in
@@ -91,23 +136,19 @@ class Outcomes:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._store: dist.Store | None = None
         self._numbers: dict[str, int] = {}
         self._own: dict[str, Said] = {}
         self._lock = threading.Lock()
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
-        self._let_in: Generation | None = None  # as a newcomer
+        self.whereabouts = Whereabouts(session.boards)
         self._late = False  # a member whose script has not come to the others' step yet
+        self._offered: dict[str, dict[int, Values | None]] = {}  # by sequence, what it had then
+        self._room = KEPT_BYTES  # for results that others ask for, in this generation
+        self._asked: list[str] = []  # boards, of results
         self._counted_on: set[str] = set()  # groups
         self.startup = session.startup = Startup(session)
         session.when_adopted = self._tell
-
-    def barrier_at(self, store: dist.Store) -> None:
-        """Exchange outcomes at ``store``, that of the first group, which every worker is in; later calls change
-        nothing.
-        """
-        self._store = self._store or dist.PrefixStore("outcomes", store)
-        self.startup.meet(store)
+        session.wanted = self._give
 
     def follow(self, group: Follower) -> None:
         """Tell ``group`` of membership changes from now on, as long as it exists."""
@@ -119,8 +160,8 @@ class Outcomes:
 
     def take_number(self, line: str) -> int:
         """Number the next collective of ``line``, from 0 on."""
-        number = self.next_number(line)
-        self._numbers[line] = number + 1
+        number = self._numbers.pop(line, 0)
+        self._numbers[line] = number + 1  # behind all others, as the last one that was used
         return number
 
     def add(self, line: str, number: int, values: Values | None) -> None:
@@ -132,20 +173,44 @@ class Outcomes:
         """What the workers ``ranks`` have said, in membership ``generation``, about the sequences of ``group``: by
         rank, by name.
 
-        Blocks until all have said so; RuntimeError where the store is gone.  One message a rank is read.
+        Blocks until all have said so.  Raises RecycleError where one does not in time, or says what is no word.
         """
-        assert self._store is not None, "no group has been made"
-        store = clone(self._store)  # who is left waiting keeps the connection
-        told = store.multi_get([_key(generation, rank) for rank in ranks])
-        lines = {rank: torch.load(io.BytesIO(bytes(text)), weights_only=True) for rank, text in zip(ranks, told)}
+        session, reading = self._session, self.whereabouts.read(generation)
+        what = f"what of the collectives of {group} is behind the others"
+        in_force = session.number
+        session.boards.wait(what, reading, ranks, session.wait_timeout_s, lambda: session.number == in_force)
         return {
             rank: {
-                line: Said(count, set(after), values, begun)
-                for line, (count, after, values, begun) in of_rank.items()
+                line: Said(words.count, set(words.after), begun=words.begun, kept=words.kept)
+                for line, words in _read(rank, reading.values[rank]).lines.items()
                 if f"{line}\n".startswith(lines_of(group))
             }
-            for rank, of_rank in lines.items()
+            for rank in ranks
         }
+
+    def ask(self, holder: int, line: str, number: int) -> Reading:
+        """Ask the worker of rank ``holder`` for the result of a collective, which it has."""
+        session, board = self._session, _board(line, number, self._session.number)
+        self._asked.append(board)
+        reading = session.boards.read(board, (holder,), session.number)
+        session.send(WantResult(session.rank, session.number, holder, line, number))
+        return reading
+
+    @staticmethod
+    def result(holder: int, reading: Reading) -> Values | None:
+        """The result that was asked for, once it has come; None where it can't be had any more."""
+        return unpacked(reading.values[holder]) if reading.values[holder] else None
+
+    def _give(self, wanted: WantResult) -> None:
+        """Post a result that another worker asks for, if there is room for it."""
+        with self._lock:
+            offered = self._offered.get(wanted.line, {})
+            if wanted.generation != self._session.number or wanted.number not in offered:
+                return  # it is over, or was posted for another one
+            values = offered.pop(wanted.number)
+            text = b"" if values is None or _bytes(values) > self._room else packed(values)
+            self._room -= _bytes(values) if text else 0
+        self._session.boards.post(_board(wanted.line, wanted.number, wanted.generation), text, wanted.generation)
 
     # --- of a newcomer -----------------------------------------------------------------------------
 
@@ -155,17 +220,19 @@ class Outcomes:
 
         It blocks until the others have said where they are, and raises as :meth:`of_others` does.
         """
-        if self._let_in is None or group in self._counted_on:
+        let_in = self.whereabouts.let_in
+        if let_in is None or group in self._counted_on:
             return None
-        stayed = (self._let_in.roster.workers & self._session.roster.workers) - {self._session.worker}
+        stayed = (let_in.roster.workers & self._session.roster.workers) - {self._session.worker}
         others = sorted({worker.rank for worker in stayed} & {*ranks})
-        number = self._let_in.number
+        number = let_in.number
         return lambda: self._count_from(group, self.of_others(number, others, group) if others else {})
 
     @property
     def lets_in(self) -> bool:
         """Whether the membership in force is that which has let this worker in, as a newcomer."""
-        return self._let_in is not None and self._let_in is self._session.generation
+        let_in = self.whereabouts.let_in
+        return let_in is not None and let_in is self._session.generation
 
     def _count_from(self, group: str, said: dict[int, dict[str, Said]]) -> None:
         with self._lock:
@@ -175,35 +242,28 @@ class Outcomes:
             self._counted_on.add(group)
 
     def _tell(self) -> None:
-        session = self._session
-        if self.startup.outside or (session.pushed and self._late):
+        session, generation = self._session, self._session.generation
+        assert generation is not None, "it was adopted just now"
+        if lets_in := self.startup.outside or (session.pushed and self._late):
             if self.startup.outside:
                 self.startup.join()
-            self._let_in = session.generation
             own = session.roster.member(session.worker)
             self._late = own is not None and own.seat not in session.roster.working
         followers = list(self._followers)
         for group in followers:
             group.cut()
-        if self._store is not None:
-            with self._lock:
-                text = io.BytesIO()
-                torch.save(
-                    {
-                        line: (said.count, sorted(said.after), said.values, self._numbers.get(line, 0))
-                        for line, said in self._all()
-                    },
-                    text,
-                )
-            bindings: Any = self._store  # which take bytes, whatever torch's stubs say
-            bindings.set(_key(self._session.number, self._session.rank), text.getvalue())
+        while self._asked:
+            session.boards.forget(self._asked.pop())
+        self.whereabouts.adopt(generation, self._words(), lets_in)
         for group in followers:
             group.go_on()
 
-    def _all(self) -> Iterator[tuple[str, Said]]:
-        """What there is to say of each sequence, also where nothing of it is over."""
-        for line in self._own.keys() | self._numbers.keys():
-            yield line, self._own.get(line, Said())
+    def _words(self) -> bytes:
+        """Where this worker is; from now on it gives the results that it has by now to those who ask."""
+        with self._lock:
+            said = {line: self._own.get(line, Said()) for line in [*self._numbers][-MOST_LINES:]}
+            self._offered, self._room = {line: dict(each.values) for line, each in said.items()}, KEPT_BYTES
+            return LANGUAGE.encode(Words({line: each.words(self._numbers.get(line, 0)) for line, each in said.items()}))
 
 
 def lines_of(group: str) -> str:
@@ -215,5 +275,13 @@ def _bytes(values: Values | None) -> int:
     return sum(value.numel() * value.element_size() for value in values or ())
 
 
-def _key(generation: int, rank: int) -> str:
-    return f"{generation} {rank}"
+def _board(line: str, number: int, generation: int) -> str:
+    """The name of the board for the result of a collective."""
+    return f"the result of number {number} of {line}, in generation {generation}"
+
+
+def _read(rank: int, text: bytes) -> Words:
+    words = LANGUAGE.message(text[HEAD.size :])
+    if not isinstance(words, Words):
+        raise RecycleError(f"what rank {rank} says of its collectives can't be read: {words}")
+    return words

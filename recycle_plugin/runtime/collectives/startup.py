@@ -2,8 +2,8 @@
 
 A worker that comes back has nobody to meet: the others train.  What its script asks for before its first step gives it
 what it gave its predecessor, the first worker of the same rank: everybody keeps that until training begins, and then
-leaves it at the job's store.  It goes by the order of the calls in each group, and in each channel from one member to
-another.  What can't be had this way is refused by the name of the call and its line.
+posts it for newcomers of its rank (core/coordinator/boards.py).  It goes by the order of the calls in each group, and
+in each channel from one member to another.  What can't be had this way is refused by the name of the call and its line.
 
 What is written to parameters that are trained is not kept: they are a part of the state that a newcomer gets from its
 peers later.  Of what is too large only a hash is kept; whoever has the same bytes already, as frozen weights that are
@@ -12,8 +12,6 @@ made by a seed or read from a file, needs no more.
 
 from __future__ import annotations
 
-import io
-import pickle
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,16 +19,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from recycle_plugin.core.messages.from_workers import ALWAYS
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.callers import calling_line, named
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.state.fingerprint import fingerprint
+from recycle_plugin.runtime.state.packing import packed, unpacked, unpacked_objects
 
 MOST = 4 << 20  # bytes that are kept of a worker
 OF_MODELS = MOST // 4  # and of these, of what frameworks send when they build a model
 EACH_CALL = 256  # bytes, beside its values
+POSTED = 2 * MOST  # bytes of all of it as it is posted, with what describes it
+BOARD = "the beginning"
 ADVICE = 'leave it out, let on_join(callback, state) bring a newcomer what it gives, or set recycle.rejoin to "never"'
 NOT_OVER = "it was under way when training began"
 
@@ -59,7 +60,6 @@ class Startup:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._store: dist.Store | None = None
         self._lock = threading.Lock()
         self._calls: dict[str, list[Kept]] = {}  # own ones, or the predecessor's
         self._remembered: dict[str, bytes] = {}
@@ -83,10 +83,6 @@ class Startup:
     def outside(self) -> bool:
         """Whether this worker is a newcomer, in groups of one, and no member yet."""
         return self._session.newcomer and not self._member
-
-    def meet(self, store: dist.Store) -> None:
-        """Leave it at ``store``, that of the first group, or find it there; later calls change nothing."""
-        self._store = self._store or dist.PrefixStore("startup", store)
 
     @contextmanager
     def building(self, trained: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -189,7 +185,7 @@ class Startup:
         pickled.
         """
         try:
-            text = pickle.dumps(value)
+            text = packed(value)
         except Exception:  # a script's objects may raise anything
             return
         with self._lock:
@@ -198,15 +194,12 @@ class Startup:
                 self._remembered[what] = text
 
     def _publish(self) -> None:
-        text = io.BytesIO()
         with self._lock:
-            if self._store is None:
-                return
-            torch.save(([(line, [vars(kept) for kept in calls]) for line, calls in self._calls.items()],
-                        self._remembered), text)  # fmt: skip
+            calls = [(line, [vars(kept) for kept in calls]) for line, calls in self._calls.items()]
+            text = packed((calls, self._remembered))
             self._calls, self._remembered = {}, {}
-        bindings: Any = self._store  # which take bytes, whatever torch's stubs say
-        bindings.set(str(self._session.rank), text.getvalue())
+        if len(text) <= POSTED:
+            self._session.boards.post(BOARD, text, ALWAYS)
 
     # --- of a newcomer -----------------------------------------------------------------------------
 
@@ -259,7 +252,7 @@ class Startup:
                 f"{what}, called at {calling_line()}, gave this worker's predecessor something that is not kept for a "
                 f"newcomer ({MOST >> 20} MiB that can be pickled): {ADVICE}"
             )
-        return pickle.loads(text)
+        return unpacked_objects(text)
 
     def _of_predecessor(self, line: str, where: str) -> Kept:
         calls = self._record().get(line, [])
@@ -274,11 +267,11 @@ class Startup:
         )
 
     def _record(self) -> dict[str, list[Kept]]:
-        """The predecessor's calls, read from the store at the first question."""
+        """The predecessor's calls, asked for at the first question."""
         with self._lock:
-            key = str(self._session.rank)
-            if not self._read and self._store is not None and self._store.check([key]):
-                calls, self._remembered = torch.load(io.BytesIO(self._store.get(key)), weights_only=True)
+            text = None if self._read else self._session.boards.predecessors(BOARD)
+            if text is not None:
+                calls, self._remembered = unpacked(text)
                 self._calls = {line: [Kept(**each) for each in of_line] for line, of_line in calls}
             self._read = True
             return self._calls

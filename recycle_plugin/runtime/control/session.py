@@ -19,13 +19,14 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from recycle_plugin.core.messages.activity import WAITS
-from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Lease, Welcome
-from recycle_plugin.core.messages.from_workers import AHEAD_OF_STEPPED, Hello, Leaving, Left, Note
+from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Lease, Posted, Welcome
+from recycle_plugin.core.messages.from_workers import AHEAD_OF_STEPPED, Hello, Leaving, Left, Note, WantResult
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import CutOff, RecycleError, WaitTimeout
 from recycle_plugin.runtime.authentication.secret import AT, Secret, SecretFile
+from recycle_plugin.runtime.control.boards import Boards
 from recycle_plugin.runtime.control.connections import Control, Way, connect
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
 
@@ -58,6 +59,8 @@ class Session(ControlView):
       setting; ``trains``: this process has its trainer.
     * ``idle(waiting=True)`` is called while the thread that trains waits: it serves newcomers, and returns whether
       there was anything to do, None where there are none.
+    * ``boards``: what workers post for each other.  ``wanted`` is called when another one asks for a result
+      (runtime/collectives/outcomes.py), in the thread that listens.
     * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py), ``through`` when the
       script is through, to go when nobody needs this worker, and ``at_end`` then, or when the job has come to its
       planned end.
@@ -104,6 +107,8 @@ class Session(ControlView):
         self.seat_group: ProcessGroup | None = None
         self.pushed = False
         self.heartbeats = Heartbeats(rank, self.send)
+        self.boards = Boards(self)
+        self.wanted: Callable[[WantResult], object] = lambda message: None
         self.given_up: Callable[[str], None] | None = None
         self.coordinator_is_gone = False  # so nobody but this worker can tell the user
         self.forked = False
@@ -189,6 +194,12 @@ class Session(ControlView):
             if message is None:
                 continue
             self._leave_if_given_up(message)
+            if isinstance(message, Posted):
+                self.boards.take(message)
+                continue
+            if isinstance(message, WantResult):
+                self.wanted(message)
+                continue
             with self.changed:
                 self.heartbeats.heard(message) if isinstance(message, Lease) else self.take(message)
                 self.changed.notify_all()

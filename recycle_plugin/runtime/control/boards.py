@@ -1,0 +1,78 @@
+"""A worker's side of the coordinator's boards (core/coordinator/boards.py): what it posts, and what it reads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from recycle_plugin.core.messages.from_coordinator import Posted
+from recycle_plugin.core.messages.from_workers import ALWAYS, Post, ReadBoard
+from recycle_plugin.core.worker.whereabouts import Reading
+from recycle_plugin.errors import WaitTimeout
+
+LOOK_S = 1.0  # between two looks at whether somebody still wants what is awaited
+
+
+class Boards:
+    """The boards as one worker sees them, which is that of ``session``.  Every thread may call anything."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self._readings: dict[str, Reading] = {}
+        self._lock = threading.Lock()
+
+    def post(self, board: str, value: bytes, generation: int) -> None:
+        """Post ``value`` in ``generation``; a later value on the same board is ignored."""
+        self._session.send(Post(self._session.rank, generation, board, value))
+
+    def read(self, board: str, ranks: Sequence[int], generation: int) -> Reading:
+        """Ask for what ``ranks`` post on ``board``.  Whoever reads it drops it by :meth:`forget`."""
+        with self._lock:
+            reading = self._readings.setdefault(board, Reading())
+        self._session.send(ReadBoard(self._session.rank, generation, board, tuple(ranks)))
+        return reading
+
+    def forget(self, board: str) -> None:
+        """Keep nothing more of ``board``."""
+        with self._lock:
+            self._readings.pop(board, None)
+
+    def predecessors(self, board: str) -> bytes | None:
+        """What the first process of this worker's rank has posted on ``board`` for newcomers; None if nothing.
+
+        Blocks until the coordinator has answered; raises WaitTimeout.
+        """
+        reading, session = self.read(board, [session_rank := self._session.rank], ALWAYS), self._session
+        what = f"the coordinator's answer on {board} of this worker's predecessor"
+        session.wait(what, lambda: reading.answered or None, interruptible=False)
+        self.forget(board)
+        return reading.values.get(session_rank)
+
+    def take(self, posted: Posted) -> None:
+        """Take an answer of the coordinator's."""
+        with self._lock:
+            reading = self._readings.get(posted.board)
+        if reading is None:
+            return
+        with self._session.changed:
+            tell = reading.take(posted.values)
+            self._session.changed.notify_all()
+        for each in tell:
+            each()
+
+    def wait(
+        self, what: str, reading: Reading, ranks: Collection[int], timeout_s: float, wanted: Callable[[], bool]
+    ) -> None:
+        """Block until all of ``ranks`` have posted.  Raises WaitTimeout that names ``what`` and who is missing, also as
+        soon as it is not ``wanted`` any more or the job has ended.
+        """
+        session, deadline = self._session, time.monotonic() + timeout_s
+        with session.changed:
+            while missing := reading.missing(ranks):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not wanted() or (session.end is not None and not session.end.step):
+                    who = ", ".join(map(str, missing))
+                    raise WaitTimeout(f"waited for {what}, and rank {who} has not said so")
+                session.changed.wait(min(left_s, LOOK_S))
