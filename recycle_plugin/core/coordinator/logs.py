@@ -27,7 +27,7 @@ class Logs:
         self.boundaries = self._told = frozenset(range(stages - 1) if boundaries is None else boundaries)
         self.companions: dict[int, WorkerId] = {}  # who replays along, by stage
         self.accompanied: set[WorkerId] = set()  # of these, who has done so
-        self.told_of: dict[WorkerId, tuple[int, ...]] = {}  # the stages that each replaying worker was told are replayed
+        self.told_of: dict[WorkerId, tuple[int, ...]] = {}  # the replayed stages that each worker was told of
         self._unreadable: dict[int, str] = {}  # stages of which something was logged and is not found, and what
         self._resized = 0  # the first step that has another number of micro-batches than those before
         self._durable: Durable | None = None
