@@ -165,13 +165,13 @@ def settings(monkeypatch) -> None:
     )
 
 
-@mistake("what comes on a board later is told to nobody")
+@mistake("what comes on a board later is told to nobody", seen=27)
 def told_to_nobody(monkeypatch) -> None:
     post = Boards.post
     monkeypatch.setattr(Boards, "post", lambda self, message, gone, out: post(self, message, gone, CoordinatorOutput()))
 
 
-@mistake("what was posted in a membership goes as soon as somebody has read it")
+@mistake("what was posted in a membership goes as soon as somebody has read it", seen=9)
 def gone_when_read(monkeypatch) -> None:
     read = Boards.read
 
