@@ -43,12 +43,11 @@ def before(history: RunHistory) -> Measured | None:
 
 
 def after(history: RunHistory) -> Measured | None:
-    """The costs after the last step that a failure interrupted, and since the last worker has come back; None where no
-    step has figures.
-    """
-    changed = [failure.step for failure in history.failures] + [absence.back_step for absence in history.returns]
-    first = max(changed, default=history.last_before) + 1
-    return _measured(history, first, history.last, history.view)
+    """The costs while workers were missing, the last time that they were; None if no step has figures."""
+    if history.degraded is None:
+        return None
+    view, first, last = history.degraded
+    return _measured(history, first, last, view)
 
 
 def _measured(history: RunHistory, first: int, last: int, view: ClusterView) -> Measured | None:

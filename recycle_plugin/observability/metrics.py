@@ -57,7 +57,8 @@ class Metrics:
             "stage",
         )
         self._redone = self._counter(
-            "recycle_redone_seconds_total", "Computed again after losses, in seconds of all workers together."
+            "recycle_redone_seconds_total",
+            "Computed in interrupted steps in a lost worker's place, or once more: seconds of all workers.",
         )
         self._failures = self._counter(
             "recycle_failures_total", "Workers lost, by what they were given up for.", "cause"

@@ -158,7 +158,7 @@ def failures(history: RunHistory) -> Table:
         "fault to known",
         "known to regrouped",
         "to the next commit",
-        "compute of that step that was run again",
+        "of that step's compute, taken over or run again",
         "back after",
     )
     return Table(head, rows)
@@ -199,32 +199,32 @@ def schedule(history: RunHistory, spans: Sequence[Span]) -> Iterator[bytes | str
 
 
 def planned(history: RunHistory, before: Measured | None, after: Measured | None) -> list[gantt.Panel]:
-    """The plan for everybody and, if workers are gone, that for those who are left.
+    """The plan for everybody and, if workers were missing, the one for those who were left, the last time.
 
-    Each is drawn with what was measured in its steps, ``before`` the first failure and ``after`` the last; None: with
-    what the settings assume.
+    Each is drawn with what was measured in its steps, ``before`` the first failure and ``after`` one; None: with what
+    the settings assume.
     """
     from recycle_plugin import planner
     from recycle_plugin.planner.assemble import timeline
 
     drawn = [(history.shape.full(), before)]
-    if history.gone and not history.view.empty_stages():
-        drawn.append((history.view, after))
+    if history.degraded is not None:
+        drawn.append((history.degraded[0], after))
     found = []
     for view, measured in drawn:
         plan = planner.plan(view, history.costs, history.policy)  # as the job made it, by the settings' costs
         who = f"without {these(view.lost)}" if view.lost else "with everybody there"
-        costs = f"measured, steps {measured.first} to {measured.last}" if measured else "assumed costs"
+        costs = f"with costs of steps {measured.first} to {measured.last}" if measured else "with assumed costs"
         spans = measured_costs.timed(plan, measured.costs) if measured else timeline(plan, history.costs)
-        found.append(gantt.Panel(f"{who} ({costs})", spans))
+        found.append(gantt.Panel(f"planned, {who}, {costs}", spans))
     return found
 
 
 def _assumptions(history: RunHistory, before: Measured | None, after: Measured | None) -> str:
     """What of the drawn plans was measured, and what was not."""
     known = [("before the first failure" if history.failures else "measured", before)]
-    if history.gone:
-        known.append(("after the last", after))
+    if history.degraded is not None:
+        known.append(("while workers were missing", after))
     told = [
         f"{when} {', '.join(f'{us / 1000:.3g}' for us in measured.micro_batch_us)} ms (steps {measured.first} to "
         f"{measured.last})"

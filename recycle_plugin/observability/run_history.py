@@ -265,6 +265,24 @@ class RunHistory:
         return self.shape.full().without(*map(Seat.parse, self.gone))
 
     @cached_property
+    def degraded(self) -> tuple[ClusterView, int, int] | None:
+        """The last time at which workers were missing: who was left, and its first and last undisturbed step, none if
+        the one is behind the other; None if nobody was ever missing, or a stage had nobody.
+        """
+        last = max((absence.back_step for absence in self.returns), default=0)
+        over = [absence for absence in self.returns if self.gone or absence.back_step < last]
+        missing = [absence for absence in self.absences if absence not in over]
+        if not missing:
+            return None
+        view = self.shape.full().without(*{absence.seat for absence in missing})
+        since = [step for absence in missing for step in self._committed_after(absence.gone_at)[1:2]]
+        first = max([*since, *(absence.back_step + 1 for absence in over)], default=self.last + 1)
+        return None if view.empty_stages() else (view, first, self.last if self.gone else last - 1)
+
+    def _committed_after(self, time: float) -> list[int]:
+        return sorted(step for step, at in self.commits.items() if at > time)
+
+    @cached_property
     def failures(self) -> tuple[Failure, ...]:
         """All lost workers, in the order of their losses."""
         return tuple(self._failure(place) for place, event in enumerate(self.events) if event["event"] == "lost")
@@ -362,8 +380,7 @@ class RunHistory:
         """
         without: set[int] = set()
         for absence in self.returns:
-            since = sorted(step for step, at in self.commits.items() if at > absence.gone_at)
-            without.update(step for step in since[1:] if step < absence.back_step)
+            without.update(step for step in self._committed_after(absence.gone_at)[1:] if step < absence.back_step)
         taken = [self.took[step] for step in without & self.took.keys()]
         return median(taken) if taken else nan
 

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from recycle_plugin.commands import demo, rejoined
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.experiments.runs import RunFailed, RunOutcome
-from recycle_plugin.observability import measured_costs, report
+from recycle_plugin.observability import report
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import sentence
 from tests.demo.test_report import FAILED, FAULT_FREE, LOSSES, spans
@@ -94,8 +94,11 @@ def test_the_report_shows_the_return(folder):
     assert all(chart.marks == {6: "0.1 lost", 10: "0.1 back"} for chart in report.charts(history))
     (row,) = report.failures(history).rows
     assert (row[1], row[-1]) == (WHY, "1.59 s, step 10")
-    (whole,) = report.planned(history, None, None)
-    assert whole.title == "with everybody there (assumed costs)" and measured_costs.after(history) is None
+    whole, without = report.planned(history, None, None)
+    assert whole.title == "planned, with everybody there, with assumed costs"
+    assert without.title == "planned, without 0.1, with assumed costs", "as it was while somebody was missing"
+    view, first, last = history.degraded
+    assert list(map(str, view.lost)) == ["0.1"] and (first, last) == (7, 9)
     assert {"0.1 lost", "0.1 back"} <= set(Read(report.write(folder).read_text()).texts["text"])
 
 

@@ -30,7 +30,10 @@ def test_without_a_trace_and_figures_it_shows_the_plans_with_assumed_costs_and_s
     history = RunHistory.read(folder)
     assert measured_costs.before(history) is None and measured_costs.after(history) is None
     before, after = report.planned(history, None, None)
-    assert (before.title, after.title) == ("with everybody there (assumed costs)", "without 0.1 (assumed costs)")
+    assert (before.title, after.title) == (
+        "planned, with everybody there, with assumed costs",
+        "planned, without 0.1, with assumed costs",
+    )
     assert len({span.seat for span in before.spans}) == 4 and len({span.seat for span in after.spans}) == 3
 
 
@@ -55,13 +58,13 @@ def test_without_a_trace_plans_have_the_costs_that_were_measured(folder):
     assert after.micro_batch_us == (round(0.4 / 8 * 1e6), round(0.1 / 8 * 1e6))
     assert before.costs.forward[0] == before.costs.input[0] == before.costs.weight[0] == round(28750 / 3)
     whole, without = report.planned(history, before, after)
-    assert whole.title == "with everybody there (measured, steps 4 to 5)"
+    assert whole.title == "planned, with everybody there, with costs of steps 4 to 5"
     busy = sum(span.end_us - span.start_us for span in whole.spans if span.seat.stage == 0)
     assert busy == pytest.approx(8 * 28750, rel=0.01)
     for seat in {span.seat for span in whole.spans}:  # nobody does two things at once
         mine = sorted((span for span in whole.spans if span.seat == seat), key=lambda span: span.start_us)
         assert all(one.end_us <= two.start_us for one, two in pairwise(mine)) and len(mine) == 12
-    assert without.title == "without 0.1 (measured, steps 7 to 9)"
+    assert without.title == "planned, without 0.1, with costs of steps 7 to 9"
     (note,) = (text for text in Read(report.write(folder).read_text()).texts["p"] if "No trace" in text)
     assert "before the first failure 28.8, 14.4 ms" in note and "no measurement" not in note
 
