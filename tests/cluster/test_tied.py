@@ -58,6 +58,12 @@ def test_fault_free_it_is_what_stock_trains(launch, settings):
         )
         assert (delta / norm) ** 0.5 <= PARAMETER_TOLERANCE
     assert copies_are_equal(mine)
+    first, last = (mine.parameters(mine.rank_of(seat)) for seat in ("0.0", "0.1"))
+    whole = sum(each.numel() for each in (*first.values(), *last.values()))
+    tied = sum(each.numel() for name, each in last.items() if name.endswith("embedding.tokens.weight"))
+    said = {event["stage"]: event for event in mine.of("stage")}
+    assert 0 < tied < whole and sum(event["parameters"] for event in said.values()) == whole - tied
+    assert "Embedding" in said[0]["layers"][0], "in the order in which they run"
 
 
 def copies_are_equal(result, weight: str = "embedding.tokens.weight", stages: int = 2) -> bool:

@@ -26,7 +26,7 @@ from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles, 
 from recycle_plugin.adapters.deepspeed.checkpoint import EngineFiles, check_loadable, chosen
 from recycle_plugin.adapters.deepspeed.feeding import Feeding
 from recycle_plugin.adapters.deepspeed.fp16 import HalfOptimizer, ZeroFiles
-from recycle_plugin.adapters.deepspeed.model import keyed_forward, made_again, reentrant
+from recycle_plugin.adapters.deepspeed.model import keyed_forward, layers_of, made_again, reentrant
 from recycle_plugin.adapters.deepspeed.monitors import Reporting
 from recycle_plugin.adapters.deepspeed.ports import StockBuckets, StockNorm, StockOptimizer, counters_part, loss_scaler
 from recycle_plugin.adapters.deepspeed.schedule import INSTRUCTION_MAP, PlanSchedule
@@ -477,6 +477,7 @@ class RecycleEngine(PipelineEngine):
             norm=StockNorm(self.stage_id, topology.replicas) if settings.norm == "deepspeed" else None,
             scaler=self.scaler,
             make=partial(self._make, topology, device),
+            layers=layers_of(module),
         )
 
     def _make(self, topology: Topology, device: Device, stage: int) -> MadeStage:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -31,6 +32,12 @@ def keyed_forward(module: PipelineModule, seed: int, place: int, device: Device)
     """
     module.micro_offset = place
     return keyed(seed, device)
+
+
+def layers_of(module: PipelineModule) -> list[torch.nn.Module]:
+    """The modules among the stage's layers, in the order in which they run; of a tied one the module that is tied."""
+    called = [each.args[0] if isinstance(each, partial) and each.args else each for each in module.forward_funcs]
+    return [each for each in called if isinstance(each, torch.nn.Module)]
 
 
 def made_again(module: PipelineModule, stage: int, device: Device) -> PipelineModule:

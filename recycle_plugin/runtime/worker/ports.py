@@ -7,7 +7,7 @@ where its own step would call them; whatever has to survive a failure is decided
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,6 +187,7 @@ class Framework:
     module and random streams as they are.  None where that can't be.  ``pushed``: the stage of a script that runs
     forward, backward and step itself (core/worker/pushed.py), whose steps are never taken back.  ``judged()``: the norm
     by which the framework itself has judged the last step, not finite where it was skipped; None where the plugin does.
+    ``layers``: the module's, in the order in which they run, if that is not its children's.
     ``beside_sums()`` is called in each REDUCE by all that take part in it, with the sums made, and may meet the others.
     """
 
@@ -214,6 +215,7 @@ class Framework:
     pushed: PushedStage | None = None
     judged: Callable[[], torch.Tensor | None] = lambda: None
     beside_sums: Callable[[], None] = lambda: None
+    layers: Sequence[torch.nn.Module] = ()
 
     @property
     def parameters(self) -> Parameters:
@@ -222,26 +224,22 @@ class Framework:
 
 
 def described(framework: Framework) -> dict[str, Any]:
-    """What the ``stage`` of ``framework`` trains: the names of its ``layers``' classes in their order, how many
-    ``parameters``, in which ``precision``.
+    """What the ``stage`` of ``framework`` trains: the names of its ``layers``' classes in the order in which they run,
+    how many ``parameters``, of tied weights those of their first stage, in which ``precision``.
 
     A model that the script runs itself is one layer.
     """
     module, loss = framework.model.module, framework.model.loss
-    layers = [module] if framework.compute is not None else [each for each in module.children() if each is not loss]
+    layers = framework.layers or [each for each in module.children() if each is not loss]
+    elsewhere = {id(tied.parameter) for tied in framework.tied if tied.stages[0] != framework.seat.stage}
     kinds = {str(each.dtype).removeprefix("torch.") for each in trained(module)}
     return {
         "stage": framework.seat.stage,
-        "layers": [type(each).__name__ for layer in layers for each in _members(layer)],
-        "parameters": sum(each.numel() for each in trained(module)),
+        "layers": [type(each).__name__ for each in ([module] if framework.compute is not None else layers)],
+        "parameters": sum(each.numel() for each in trained(module) if id(each) not in elsewhere),
         "precision": ", ".join(sorted(PRECISIONS.get(kind, kind) for kind in kinds))
         + (", with fp32 masters" if framework.masters is not None else ""),
     }
-
-
-def _members(layer: torch.nn.Module) -> Iterable[torch.nn.Module]:
-    """Those of a container without a forward, such as DeepSpeed's of tied layers; else the layer itself."""
-    return layer.values() if isinstance(layer, torch.nn.ModuleDict) else [layer]
 
 
 def trained(module: torch.nn.Module) -> Parameters:
