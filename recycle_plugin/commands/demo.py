@@ -23,6 +23,7 @@ from rich.console import Console
 
 from recycle_plugin import planner
 from recycle_plugin.commands import rejoined, replayed
+from recycle_plugin.commands.rejoined import NotBack
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -39,6 +40,8 @@ TOLERANCE = 5e-6  # largest difference between the losses of the two runs
 FEWEST_STEPS = 10  # the failure comes half-way: fewer leave no steps to take a median of
 FEWEST_STEPS_BACK = 36  # those before the kill, those until the next process is there, and some after that
 DEADLINE_S = 300.0  # of one run; a machine with two cores needs about 45 s
+LONGER, TRIES = 3, 2  # so many times the steps, so many times, if a worker is not back in time
+QUIET_S = 10.0  # as long as there is no step, a line comes so often
 POLL_S = 0.05
 FAULT_FREE, FAILED = "fault_free", "with_failure"
 PACKAGES = ("recycle_plugin", "torch", "deepspeed", "megatron-core")
@@ -301,7 +304,7 @@ def run(out: str | None, scenario: str, steps: int | None) -> int:
     """
     if scenario not in SCENARIOS:
         raise ValueError(f"--scenario {scenario}: no such scenario; there is {', '.join(SCENARIOS)}")
-    chosen = SCENARIOS[scenario]
+    chosen, asked = SCENARIOS[scenario], steps
     steps = chosen.steps if steps is None else steps
     if steps < chosen.fewest_steps:
         raise ValueError(
@@ -311,13 +314,26 @@ def run(out: str | None, scenario: str, steps: int | None) -> int:
     console = Console(highlight=False, soft_wrap=True)
     try:
         with terminable():
-            return _demo(Path(out or "runs/demo"), scenario, steps, console)
+            return _until_back(Path(out or "runs/demo"), scenario, steps, console, TRIES if asked is None else 0)
     except RunFailed as error:
-        console.print(f"recycle demo: failed: {error}", style="bold red", markup=False)
+        lines = str(error).split("\n")  # the job's own lines were printed as they came
+        told = "\n".join(line for line in lines if not EVENT_LINE.search(line))
+        console.print(f"recycle demo: failed: {told}", style="bold red", markup=False)
         return 1
     except KeyboardInterrupt:
         console.print("recycle demo: interrupted; all its processes are gone", style="bold red")
         return 130
+
+
+def _until_back(out: Path, name: str, steps: int, console: Console, longer: int) -> int:
+    """Run the demo, and if the worker was not back in time, up to ``longer`` times with more steps."""
+    try:
+        return _demo(out, name, steps, console)
+    except NotBack as error:
+        if not longer:
+            raise RunFailed(f"{error} (this machine is slow to start processes now)") from None
+        console.print(f"\n{error}: this machine is slow to start processes now. Once more, with {steps * LONGER} steps")
+        return _until_back(out, name, steps * LONGER, console, longer - 1)
 
 
 def _demo(out: Path, name: str, steps: int, console: Console) -> int:
@@ -368,17 +384,24 @@ def _train(
 
     ``look`` is called again and again meanwhile.
     """
-    deadline, printed = time.monotonic() + DEADLINE_S, 0
+    began, printed, quiet = time.monotonic(), 0, 0
     with TrainingRun(folder, workers, overrides) as job:
         ended = False
-        while not ended and time.monotonic() < deadline:
+        while not ended:
             ended = job.launcher.poll() is not None
             look()
             lines = job.output.split("\n")[printed:-1]
             printed += len(lines)
             _show(lines, console, said)
+            took = time.monotonic() - began
+            if took > (quiet + 1) * QUIET_S and not job.resumes():
+                quiet += 1
+                console.print(f"{took:.0f} s: the processes import torch, build the model and find each other")
+            if took > DEADLINE_S:
+                job.end()  # at a commit, with its report
+                raise job.failed(f"did not end within {DEADLINE_S:.0f} s, at step {job.committed()}")
             time.sleep(POLL_S)
-        return job.finish(max(deadline - time.monotonic(), 1.0))
+        return job.finish()
 
 
 def _show(lines: Sequence[str], console: Console, said: set[str]) -> None:

@@ -14,15 +14,19 @@ from recycle_plugin.render import throughput
 BEFORE_S, AFTER_S = 3.5, 8.0  # of the picture, before the kill and after the return
 
 
+class NotBack(RunFailed):
+    """The run had ended before the worker was back for long enough."""
+
+
 def absence(history: RunHistory, killed: Sequence[Failure]) -> Absence:
     """How the first of the killed workers came back.  Raises RunFailed where it did not, or too late for a figure."""
     found = killed[0].absence
     if not found.is_over:
-        raise RunFailed(f"the worker of seat {found.seat} did not come back in {history.last} steps: give more --steps")
+        raise NotBack(f"the worker of seat {found.seat} did not come back in {history.last} steps: give more --steps")
     if not found.restarted_at or not found.came_at or not found.caught_up_at:
         raise RunFailed(f"seat {found.seat} has a worker again, and the log does not tell how it came")
     if history.last <= found.back_step + 1:
-        raise RunFailed(f"the worker of seat {found.seat} came back in the last steps: give more --steps")
+        raise NotBack(f"the worker of seat {found.seat} came back in the last steps: give more --steps")
     return found
 
 

@@ -142,7 +142,7 @@ class JobRun:
             if ended or time.monotonic() > deadline:
                 if value := found():
                     break
-                raise self._failed("ended without" if ended else f"did not get within {timeout_s:.0f} s to", what)
+                raise self.failed(f"{'ended without' if ended else f'did not get within {timeout_s:.0f} s to'} {what}")
             time.sleep(poll_s)
         return value
 
@@ -151,9 +151,9 @@ class JobRun:
         try:
             code = self.launcher.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise self._failed(f"did not within {timeout_s:.0f} s come to", "its end") from None
+            raise self.failed(f"did not end within {timeout_s:.0f} s") from None
         if code:
-            raise self._failed(f"ended with exit code {code}:", "see below")
+            raise self.failed(f"ended with exit code {code}: see below")
         records = [json.loads(path.read_text()) for path in sorted(self.folder.glob("losses/rank*.json"))]
         return RunOutcome(tuple(self.events()), code, {record["rank"]: record for record in records})
 
@@ -214,8 +214,9 @@ class JobRun:
         }  # forked ones do not show their environment
         return sorted(workers | {process.pid for process in processes_with(self._mark)})
 
-    def _failed(self, how: str, what: str) -> RunFailed:
-        return RunFailed(f"the run in {self.folder} {how} {what}\n{self.output[-TAIL:]}")
+    def failed(self, how: str) -> RunFailed:
+        """The error that says how this run has failed, with the last lines that it printed."""
+        return RunFailed(f"the run in {self.folder} {how}\n{self.output[-TAIL:]}")
 
 
 class TrainingRun(JobRun):

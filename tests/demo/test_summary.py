@@ -13,6 +13,8 @@ from matplotlib.text import Text
 
 from recycle_plugin import planner
 from recycle_plugin.cli import main
+from recycle_plugin.commands import demo
+from recycle_plugin.commands.rejoined import NotBack
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
@@ -390,3 +392,22 @@ def test_the_commit_of_the_step_before_is_not_one_after_a_loss(folder):
 
     history = rewrite(folder, late)
     assert history.last == 5 and sentence(history).endswith("no step was committed after that.")
+
+
+def test_a_demo_whose_worker_is_not_back_in_time_trains_longer(monkeypatch, capsys):
+    """... and says so, as often as it may; with a number of steps that was asked for it fails at once."""
+    tried = []
+
+    def run_of(out, name, steps, console):
+        tried.append(steps)
+        if steps < 200:
+            raise NotBack("the worker of seat 0.1 did not come back")
+        return 0
+
+    monkeypatch.setattr(demo, "_demo", run_of)
+    assert demo.run("out", "rejoin", None) == 0 and tried == [90, 270]
+    assert "did not come back: this machine is slow to start processes now. Once more, with 270 steps" in (
+        capsys.readouterr().out
+    )
+    assert demo.run("out", "rejoin", 60) == 1 and tried == [90, 270, 60]
+    assert "failed: the worker of seat 0.1 did not come back (this machine is slow" in capsys.readouterr().out
