@@ -210,11 +210,13 @@ class Settings(BaseModel):
         "null for the one that reaches the coordinator",
         min_length=1,
     )
-    group_sums: Literal["warn", "raise"] = setting(
+    group_sums: Literal["warn", "scale", "raise"] = setting(
         "warn",
-        '"warn" or "raise"',
+        '"warn", "scale" or "raise"',
         "what a sum of the script's own over a process group with lost members does, whose size stays as it was: "
-        "say once for each calling line that it is without their part, or end the job; "
+        '"warn" says once for each calling line that it is without their part; "scale" multiplies each SUM by all / '
+        "live members, whole numbers rounded to the nearest, halves up, for counts and losses that the script divides "
+        'by the world size or multiplies with it; "raise" ends the job; '
         "an average over the live is `recycle_plugin.mean(tensor, group)`",
     )
     check_replicas: int = setting(

@@ -21,6 +21,7 @@ from recycle_plugin.core.messages.from_workers import Note
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives import group
+from recycle_plugin.runtime.collectives.average import scale_sum
 from recycle_plugin.runtime.collectives.callers import Callers
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
@@ -66,6 +67,16 @@ class Calls:
         held = self.value()
         dist.reduce(held, destination, reduction)
         return held.item()
+
+    def scaled(self) -> list:
+        """A sum of numbers, the tokens of a batch and a share of the loss by them, as transformers counts them, what
+        is no SUM, and whether the plugin's own sums are what they were.
+        """
+        tokens = torch.tensor([3 + self.rank])
+        dist.all_reduce(tokens)
+        share = self.value().item() * dist.get_world_size() / tokens.item()
+        with_own = self.extreme(self.op.MAX), self.added(group=self.own), self.reduced(0)
+        return [self.added(), tokens.item(), share, self.added(self.op.AVG), *with_own]
 
     def mean(self) -> float:
         return recycle_plugin.mean(self.value()).item()
@@ -197,6 +208,8 @@ def after_a_loss(rank: int, address: tuple[str, int], store_port: int, results) 
         with session.at_work(Instruction.parse("1REDUCE@1")):
             found["the plugin's own sum"] = calls.extreme(calls.op.SUM)
         found["in a thread"] = in_a_thread(dist.barrier)
+        session.group_sums = "scale"
+        found["scaled"] = calls.scaled()
         session.group_sums = "raise"
         found["raise"] = tried(calls.added)
     results.put((rank, found))
@@ -273,6 +286,32 @@ def test_what_the_live_members_get(said, call):
     ] == [2.0, 1.0]
 
 
+def test_sums_are_scaled_to_the_groups_size_where_the_job_says_so(said):
+    """Two of three give 1 and 2, and 3 and 4 tokens: 10.5 for three, which is rounded up."""
+    found, _ = said
+    for rank in (0, 1):
+        value = rank + 1.0
+        assert found[rank]["scaled"] == [4.5, 11, value * RANKS / 11, 1.5, 2.0, value, 4.5 if rank == 0 else value]
+
+
+@pytest.mark.parametrize(
+    "dtype, found",
+    [
+        (torch.int64, [-3, 0, 1, 9, 4 * 2**60]),
+        (torch.float32, [-8 / 3, 0.0, 4 / 3, 28 / 3, 4 * 2**60]),
+        (torch.bool, [True, False, True, True, True]),
+    ],
+)
+def test_a_scaled_sum_is_rounded_once(dtype, found):
+    """By 4/3; whole numbers to the nearest, halves up, however large."""
+    total = torch.tensor([-2, 0, 1, 7, 3 * 2**60]).to(dtype)
+    scale_sum(total, 3, 4)
+    assert total.dtype == dtype and total.tolist() == torch.tensor(found).to(dtype).tolist()
+    halves = torch.tensor([1, 3, -1])
+    scale_sum(halves, 2, 3)
+    assert halves.tolist() == [2, 5, -1]
+
+
 def test_a_reduction_changes_its_destination_only(said):
     found, _ = said
     assert (found[0]["reduce"], found[1]["reduce"]) == ((3.0, 1.0), (2.0, 1.5))
@@ -313,6 +352,7 @@ def test_each_line_that_adds_up_is_said_once(said):
         assert (
             "adds up what 2 of 3 have, rank 2 being lost" in note.text
             and "recycle_plugin.mean(tensor, group)" in note.text
+            and 'set recycle.group_sums to "scale"' in note.text
         )
     for rank in (0, 1):
         assert "adds up what 2 of 3 have" in found[rank]["raise"] and f"{HERE}:" in found[rank]["raise"]

@@ -1,4 +1,4 @@
-"""``recycle_plugin.mean``: an average that is right whoever is left."""
+"""Averages, and sums scaled to a group's size, that are right whoever is left."""
 
 from __future__ import annotations
 
@@ -33,3 +33,21 @@ def _average(total: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     else:  # not every backend knows averages
         dist.all_reduce(total, group=group)
         total /= dist.get_world_size(group)
+
+
+def scale_sum(total: torch.Tensor, count: int, size: int) -> None:
+    """Multiply ``total``, a sum over ``count`` members, by ``size / count`` in place: to what ``size`` members would
+    have had at the same mean.
+
+    Whole numbers are rounded to the nearest, halves up, exactly; truth values stay.
+    """
+    if count == size or total.dtype == torch.bool:
+        return
+    if total.is_floating_point() or total.is_complex():
+        wide = torch.complex128 if total.is_complex() else torch.float64
+        total.copy_(total.to(wide).mul_(size).div_(count))
+        return
+    whole = total.to(torch.int64)
+    each = whole.div(count, rounding_mode="floor")
+    rest = whole - each * count  # small, so that nothing overflows that the result would not
+    total.copy_(each * size + (2 * rest * size + count).div(2 * count, rounding_mode="floor"))

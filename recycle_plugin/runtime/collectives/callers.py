@@ -1,8 +1,9 @@
 """Checks of who calls a collective: whether all members would call it, and whether its result can be right after a
 loss.
 
-A group keeps its logical size when members are lost, and sums are never scaled silently: they may be counts of tokens.
-So a script's sum over a group with lost members is reported, with the script's line, or refused.
+A group keeps its logical size when members are lost, and nobody can see whether a sum is a count of what there is or
+goes with the group's size.  So a script's sum over a group with lost members is reported, with the script's line,
+scaled where the job asks for it, or refused.
 
 What a program runs, a micro-batch's forward and backward first of all, is run by other workers after a loss, and more
 often by some than by others.  A collective in there would be called by some members and not by others, and wait for
@@ -27,13 +28,15 @@ BETWEEN = frozenset(
     {"torch", "deepspeed", "recycle_plugin", "typing_extensions", "warnings", "contextlib", "functools"}
 )  # the script and a group; decorators too
 NAMED = 16  # ranks in a message
+SCALE = "scale"  # of the setting group_sums
 NO_BACKWARD = -1  # in a thread that runs none
 
 
 class Callers:
     """The checks that all groups of one worker apply to the collectives that are asked of them.
 
-    The setting ``group_sums`` of ``session`` says whether a sum that lacks lost members' parts warns or raises.
+    The setting ``group_sums`` of ``session`` says whether a sum that lacks lost members' parts warns, is scaled, or
+    raises.
     """
 
     def __init__(self, session: Session) -> None:
@@ -67,13 +70,16 @@ class Callers:
             "and between steps there is recycle_plugin.mean(tensor, group)"
         )
 
-    def sum_without(self, called: str, ranks: Sequence[int], live: Sequence[int], line: str) -> None:
-        """Warn about, or refuse, a sum of a script over a group that has lost members.
+    def sum_without(
+        self, called: str, ranks: Sequence[int], live: Sequence[int], line: str, scales: bool = True
+    ) -> None:
+        """Warn about, or refuse, a sum of a script over a group that has lost members, unless it ``scales`` and the
+        job asks for that.
 
         ``live`` are those of ``ranks`` that are left, ``line`` is the script's ``file:line``; the lowest live rank
         warns once for each line.  Raises RecycleError where ``group_sums`` is "raise".
         """
-        if len(live) == len(ranks):
+        if len(live) == len(ranks) or (scales and self._session.group_sums == SCALE):
             return
         lost = [rank for rank in ranks if rank not in live]
         text = (
@@ -90,7 +96,8 @@ class Callers:
             if self._session.rank == live[0]:
                 self._session.note(
                     "warning",
-                    f"{text}: for an average over the live write recycle_plugin.mean(tensor, group)",
+                    f"{text}: for an average over the live write recycle_plugin.mean(tensor, group), and for sums that "
+                    f'go with the world size, such as counts of tokens, set recycle.group_sums to "{SCALE}"',
                     line=line,
                     lost=lost,
                 )

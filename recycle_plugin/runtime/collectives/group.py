@@ -8,20 +8,22 @@ when they are first used (runtime/collectives/in_flight.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.collectives.average import BACKEND
-from recycle_plugin.runtime.collectives.callers import Callers, calling_line, named
+from recycle_plugin.runtime.collectives.average import BACKEND, scale_sum
+from recycle_plugin.runtime.collectives.callers import SCALE, Callers, calling_line, named
 from recycle_plugin.runtime.collectives.handles import Finished, Operations, Part, TorchWork
 from recycle_plugin.runtime.collectives.in_flight import (
     ALL,
     EACH,
     SCRIPT,
     SUMS,
+    Adjust,
     Asked,
     Channel,
     Flight,
@@ -132,7 +134,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         op = dist.ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
         check = self._adding("all_reduce", op, tensors)
         return self._run(
-            Asked("all_reduce", lambda held, _: AllReduce(held, _added(op)), tensors, check, divide=_is_mean(op))
+            Asked("all_reduce", lambda held, _: AllReduce(held, _added(op)), tensors, check, adjust=self._adjust(op))
         )
 
     def reduce(self, tensors, options):
@@ -154,7 +156,7 @@ class MemberGroup(Several, dist.ProcessGroup):
                 lambda held, _: AllReduce(held, _added(op)),
                 own,
                 check,
-                divide=_is_mean(op),
+                adjust=self._adjust(op),
                 writes=is_root,
             )
         )
@@ -382,11 +384,9 @@ class MemberGroup(Several, dist.ProcessGroup):
         """The check to make before each try of a reduction."""
         if not _is_mean(op):
             line = "" if self._callers.is_own or any(op == one for one in OF_THE_LIVE) else calling_line()
-            return (
-                (lambda: self._callers.sum_without(called, self._ranks, self._flight.live_ranks(), line))
-                if line
-                else bool
-            )
+            scales = op == dist.ReduceOp.SUM
+            check = lambda: self._callers.sum_without(called, self._ranks, self._flight.live_ranks(), line, scales)
+            return check if line else bool
         whole = next((tensor for tensor in tensors if not tensor.is_floating_point() and not tensor.is_complex()), None)
         if whole is not None:
             raise RecycleError(
@@ -394,6 +394,13 @@ class MemberGroup(Several, dist.ProcessGroup):
                 "average of their kind; convert it first"
             )
         return bool
+
+    def _adjust(self, op: dist.ReduceOp) -> Adjust | None:
+        """What becomes of each result of a reduction, by how many took part."""
+        if _is_mean(op):
+            return torch.Tensor.div_
+        scales = op == dist.ReduceOp.SUM and self._session.group_sums == SCALE and not self._callers.is_own
+        return partial(scale_sum, size=len(self._ranks)) if scales else None
 
     def _place(self, logical: int, what: str) -> None:
         if logical not in self._flight.position:

@@ -44,6 +44,7 @@ from recycle_plugin.runtime.state.touch import tensors_in
 ALL, EACH = "all", "each"
 SCRIPT, SUMS = "", " sums"  # links
 Make = Callable[[list[torch.Tensor], Mapping[int, int]], Operation]
+Adjust = Callable[[torch.Tensor, int], object]
 NEWS_TIMEOUT_S = 30.0  # between a broken connection and the coordinator's word of who was lost
 
 
@@ -70,8 +71,8 @@ class Asked:
     it changes, or with ``writes`` False only reads; they are in host memory, wherever the tensors are.  Its second
     argument has the position in the link of each logical member that takes part.  ``given``:
     whatever else the caller has given it.  ``check`` is called before each try, and raises RecycleError where the
-    result could not be right.  ``alone``: there is something to do for a single member too.  ``divide``: the result is
-    divided by how many took part.  ``gives``: the same result
+    result could not be right.  ``alone``: there is something to do for a single member too.  ``adjust(tensor, count)``
+    changes each result in place, once ``count`` members took part.  ``gives``: the same result
     to ALL members, to EACH its own, or to both ends of a :class:`Channel`.
     """
 
@@ -80,7 +81,7 @@ class Asked:
     tensors: Sequence[torch.Tensor] = ()
     check: Callable[[], object] = bool
     alone: bool = False
-    divide: bool = False
+    adjust: Adjust | None = None
     gives: str | Channel = ALL
     given: Sequence[Any] = ()
     writes: bool = True
@@ -302,6 +303,7 @@ class Flight:
         of_two = isinstance(asked.gives, Channel)
         call.members = [logical for logical in self._live if of_two or logical in call.asking]
         if len(call.members) == 1 and not asked.alone:
+            _adjust(call)
             self._end(call)
             return
         try:
@@ -322,10 +324,8 @@ class Flight:
                 return None
             if isinstance(handle.error, Broken):
                 return handle.error
-            if handle.error is None and call.asked.divide:
-                with torch.no_grad():
-                    for tensor in call.held:
-                        tensor.div_(len(call.members))
+            if handle.error is None:
+                _adjust(call)
             if handle.source is not None:
                 call.source = call.members[handle.source]
             self._end(call, handle.error)
@@ -611,6 +611,14 @@ def _positions(members: Sequence[int]) -> dict[int, int]:
 
 def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
+
+
+def _adjust(call: Call) -> None:
+    """Change the results of ``call`` by how many took part, where it asks for that."""
+    if (adjust := call.asked.adjust) is not None:
+        with torch.no_grad():
+            for tensor in call.held:
+                adjust(tensor, len(call.members))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,9 @@ class SeatLink:
             self._session.wait(what, lambda: None, interruptible=False, timeout_s=NEWS_TIMEOUT_S)
         with torch.no_grad():
             for tensor, value in zip(asked.tensors, held) if asked.writes else ():
-                write(tensor, value.div_(len(self._ranks)) if asked.divide else value, asked.called)
+                if asked.adjust is not None:
+                    asked.adjust(value, len(self._ranks))
+                write(tensor, value, asked.called)
 
     def _connected(self) -> GlooLink:
         """The link, which the processes that hold the seat now make once."""
