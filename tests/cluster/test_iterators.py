@@ -6,6 +6,7 @@ tests/jobs/iterators.py).
 from __future__ import annotations
 
 import json
+from itertools import count
 
 import pytest
 import torch
@@ -23,15 +24,17 @@ A_STEP = MICRO_BATCHES * SIZE  # samples of one replica
 def train(launch, tmp_path):
     """``train(*faults, case=, shape=)``: the finished job."""
 
-    def run(*faults: str, case: str = "plain", shape: Shape = SQUARE) -> Result:
+    number = count()
+
+    def run(*faults: str, case: str = "plain", shape: Shape = SQUARE, **more: object) -> Result:
         job = {
-            "folder": str(tmp_path / "run0"),
+            "folder": str(tmp_path / f"run{next(number)}"),
             "faults": faults,
             "steps": STEPS,
             "case": case,
             "replicas": shape.replicas,
             "stages": shape.stages,
-        }
+        } | more
         return launch(shape=shape, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job)).finish()
 
     return run
@@ -90,6 +93,24 @@ def test_without_a_failure_everybody_reads_its_own(train, case):
     result = train(case=case)
     assert_each_once(result, SQUARE, {0: STEPS, 1: STEPS})
     assert not retired(result)
+
+
+@pytest.mark.parametrize("shape", (SQUARE, Shape(3, 2)), ids=str)
+def test_the_loader_that_initialize_returns_is_stocks(train, shape):
+    """Its order, over several epochs, with one sample twice in each and none that ends with a step; also in place of a
+    lost replica's.
+    """
+    each = 11 * SIZE * shape.replicas - 1
+    stock = ends(train(case="returned", shape=shape, each=each, recycle={"enabled": False}))
+    found = ends(train(case="returned", shape=shape, each=each))
+    for rank, end in stock.items():
+        assert found[rank]["losses"] == pytest.approx(end["losses"], abs=LOSS_TOLERANCE)
+        assert torch.allclose(found[rank]["rows"], end["rows"], atol=1e-6)
+    lost = train("kill 0.0 before 0F0.1@4", case="returned", shape=shape, each=each, recycle={"rejoin": "never"})
+    first, *others = (end["rows"] for end in ends(lost).values())
+    assert all(torch.equal(each, first) for each in others) and lost.of("lost")
+    used = shape.replicas * MICRO_BATCHES * -first
+    assert used.sum() == pytest.approx(STEPS * shape.replicas * A_STEP) and used.round().unique().numel() > 1
 
 
 @pytest.mark.parametrize(

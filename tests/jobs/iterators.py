@@ -5,7 +5,9 @@ iterators, of both ends of a replica, are generators: they can't be read again. 
 "faults", "steps", "replicas", "stages", "case", "held", "epoch", "each", "saved", "loaded", "resume"}; each rank writes
 its rows, losses and how many batches it has read.  Before step ``held`` members wait for a file ``go`` in the folder;
 ``late``: who comes back does not begin before they do.
-In the case "epochs" there is another iterator for each ``epoch`` steps, of samples of its own; with ``lengths``, of so
+In the case "epochs" there is another iterator for each ``epoch`` steps, of samples of its own; in "returned" it is the
+loader that
+``initialize`` returns, of EACH samples of all replicas; with ``lengths``, of so
 many samples of each replica, another one whenever ``train_batch`` raises StopIteration.
 ``saved``: a folder for a checkpoint of the last step; ``loaded``: one to go on from, with ``resume_iterators`` as
 ``resume`` says.  ``recycle``: more settings.
@@ -126,8 +128,10 @@ if job["case"] == "validate":  # half of the norm of a step's gradient, which is
         0.5 * (SIZE * MICRO_BATCHES * job["replicas"] * job["stages"]) ** 0.5 / (MICRO_BATCHES * job["replicas"])
     )
     config["recycle"]["clip"] = "validate"
-data = Samples(0, EACH) if job["case"] == "set_dataloader" else None
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, training_data=data)
+data = Samples(0, EACH) if job["case"] in ("set_dataloader", "returned") else None
+engine, _, returned, _ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=config, training_data=data
+)
 replica = engine.grid.get_data_parallel_rank()
 if job["case"] == "data_source":
     samples = [Samples(r, EACH) for r in range(job["replicas"])]
@@ -144,6 +148,8 @@ batches = iterator(replica) if ends and job["case"] != "no data" else None
 if job["case"] == "set_dataloader":  # as in DeepSpeed it stands above training_data
     engine.set_dataloader(batches if ends else [])
     batches = None
+if job["case"] == "returned":
+    batches = returned
 if job["case"] == "loader":
     batches = torch.utils.data.DataLoader(Samples(replica, EACH))
 losses, ended = [], []

@@ -24,7 +24,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles, whole_state_mib
 from recycle_plugin.adapters.deepspeed.checkpoint import EngineFiles, check_loadable, chosen
-from recycle_plugin.adapters.deepspeed.feeding import Feeding
+from recycle_plugin.adapters.deepspeed.feeding import Feeding, Repeating
 from recycle_plugin.adapters.deepspeed.fp16 import HalfOptimizer, ZeroFiles
 from recycle_plugin.adapters.deepspeed.model import keyed_forward, layers_of, made_again, reentrant
 from recycle_plugin.adapters.deepspeed.monitors import Reporting
@@ -433,6 +433,8 @@ class RecycleEngine(PipelineEngine):
             return
         replicas, drops = self.grid.data_parallel_size, self._config.dataloader_drop_last
         self._dataset = DatasetSource(dataset, replicas, self._cursor, self.micro_batch_size, drops, self.collate_fn)
+        if self.is_first_stage() or self.is_last_stage():
+            self.training_dataloader = Repeating(self, dataset)
 
     # --- what the trainer is lent --------------------------------------------------------------------
 

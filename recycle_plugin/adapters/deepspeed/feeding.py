@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
+from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.utils.data import DistributedSampler
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.iterator_draws import Ended
@@ -13,6 +16,27 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.worker.data import DatasetSource
 from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.ports import Source
+
+
+class Repeating:
+    """The loader of ``training_data`` that ``deepspeed.initialize`` returns, in stock's order: begun once a script
+    reads it, since that starts processes and draws a random number, and ``train_batch()`` needs none.
+    """
+
+    def __init__(self, engine: PipelineEngine, dataset: Any) -> None:
+        self._engine, self._dataset = engine, dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._begun)
+
+    @cached_property
+    def _begun(self) -> Iterator[Any]:
+        engine, own = self._engine, self._engine.mpu.get_data_parallel_rank()
+        sampler = DistributedSampler(self._dataset, engine.dp_world_size, own, shuffle=False)
+        return RepeatingLoader(engine.deepspeed_io(self._dataset, data_sampler=sampler))
 
 
 class Feeding:
