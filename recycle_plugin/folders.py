@@ -176,9 +176,12 @@ def _size(count: float) -> str:
     return f"{count:.4g} TiB"
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder that others may be removing too, or be writing to for the last time."""
-    shutil.rmtree(folder, ignore_errors=True)
+def remove(path: Path) -> None:
+    """Remove a folder or a file that others may be removing too, or be writing to for the last time."""
+    if path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def written_last(folder: Path) -> float:

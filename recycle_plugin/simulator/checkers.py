@@ -71,6 +71,7 @@ class Watcher:
         self.violations: list[str] = []
         self._ended_before = 0  # the step before which all data has ended just now
         self._counted: dict[tuple[Seat, int], Counter] = defaultdict(Counter)  # by what workers hold
+        self._changes: dict[tuple[int, int], str | None] = {}  # by shard and step
         self._told: dict[tuple[int, str], Mapping] = {}
         self._told_with: dict[int, dict] = {}  # when losses were told, the batches that they are of
         self._applied: dict[tuple[tuple[Seat, int], int], tuple[int, float | None]] = {}  # by that, and step
@@ -133,6 +134,16 @@ class Watcher:
         """
         if told != applied:
             self.say(f"seat {worker.seat} was told of a{' boundary that is none' if told else ' boundary too late'}")
+
+    def adopted(self, worker: Any, step: int, change: str | None) -> None:
+        """Takes in what a worker applies that scripts have made of the sum of ``step``: the same on all that have the
+        same part of it.
+        """
+        others = self._changes.setdefault((worker.held[1], step), change)
+        if others != change:
+            self.say(
+                f"step {step} is applied as {others or 'it was'} and, by seat {worker.seat}, {change or 'as it was'}"
+            )
 
     def voided(self, worker: Any, after: int) -> None:
         """Takes in that a worker has dropped what it has counted of the steps after ``after``, computed with rejected

@@ -109,7 +109,9 @@ class Cluster:
         self.rank_of = {  # of the worker that troubles strike
             seat: place * scenario.shards + scenario.struck for place, seat in enumerate(scenario.shape.seats)
         }
-        self.sums: dict[tuple[int, Op, int, int, int], Sum] = {}  # by generation, op, its first stage, step, shard
+        self.sums: dict[
+            tuple[int, Op, int, int, int, str], Sum
+        ] = {}  # by generation, op, its first stage, step, shard, what
         self.events: list[tuple[int, Event]] = []
         self.spans: list[Span] = []
         self.links: dict[tuple[int, int], tuple[str, int, int]] = {}  # kind, until, delay

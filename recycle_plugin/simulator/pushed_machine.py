@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -10,6 +11,7 @@ from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.pushed import PushedWorker
 from recycle_plugin.core.worker.pushed import Script as PushedScript
 from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.simulator import simulated_sums
 from recycle_plugin.simulator.arithmetic import Sample
 from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.simulated_worker import SimulatedMachine
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
 class PushedMachine(SimulatedMachine):
     """The machine of a worker that trains what its script pushes.  ``given``: the sample that the script has at hand;
-    ``met``: the step behind which it has met the others last.
+    ``met``: the step behind which it has met the others last; ``change``: what the script has made of a sum, None where
+    it has left that as it was.
     """
 
     worker: PushedWorker
@@ -29,6 +32,9 @@ class PushedMachine(SimulatedMachine):
     def __init__(self, cluster: Cluster, rank: int, weight: int, incarnation: int = 0) -> None:
         super().__init__(cluster, rank, weight, incarnation)
         self.pushed = self.worker.script = PushedScript()
+        self.worker.agreement = self
+        self.change: str | None = None
+        self.taken: tuple[int, str | None] = (0, None)  # of which step, and which change
         self.given = Sample(self.seat.replica, 0)
         self._loaded = self.given
         self.met = 0
@@ -59,6 +65,27 @@ class PushedMachine(SimulatedMachine):
             have.put(Datum("norm", self.seat.stage, None, instruction.step), norm)
         made = super().compute(instruction, have, boundary_only)
         return {data: None} if instruction.op is Op.LOAD else made
+
+    def exchange(self, step: int) -> Waits[bool]:
+        """core.worker.pushed.Agreement's."""
+        kept = self.taken[0] == step
+        brought = yield from simulated_sums.changed(self, step, (kept, self.taken[1] if kept else self.change))
+        told = [brought[rank] for rank in sorted(brought)]
+        had = [change for before, change in told if before]
+        made = had or [change for _, change in told if change is not None]
+        self.cluster.exercised[ProtocolRule.CHANGE_KEPT] += bool(had)
+        self.taken = step, made[0] if made else None
+        return bool(made)
+
+    def confirm(self, step: int) -> Iterator[Any]:
+        """core.worker.pushed.Agreement's."""
+        yield from simulated_sums.confirmed(self, step)
+
+    def adopt(self, step: int) -> None:
+        """core.worker.pushed.Agreement's."""
+        self.cluster.exercised[ProtocolRule.CHANGE_APPLIED] += self.worker.running.applied
+        self.cluster.watcher.adopted(self, step, self.taken[1] if self.taken[0] == step else None)
+        self.change = None
 
     def undo(self, step: int) -> None:
         """Raises AssertionError: what a script has run can't be run again."""

@@ -17,6 +17,7 @@ from recycle_plugin.simulator.scenario import MILLISECOND
 from recycle_plugin.simulator.script import Script
 
 DAWDLES_US = 120 * MILLISECOND  # at most
+CHANGES = 0.4  # of the sums that a script is shown
 
 
 class PushedScript(Script):
@@ -51,6 +52,8 @@ class PushedScript(Script):
         since = view.number
         yield 1 + self._scenario.costs.of(Op.F, self._machine.seat.stage) // 2 * self._machine.percent // 100
         yield from self._steps.run()
+        if self._steps.need is Need.STEP and self._random.random() < CHANGES:
+            self._machine.change = f"of rank {view.rank}"
         yield from self._dawdle()
         applied = yield from self._steps.close()
         if view.number == since:

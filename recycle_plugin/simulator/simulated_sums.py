@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from recycle_plugin.core.messages.activity import COMPUTES
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.simulator.exercised import ProtocolRule
@@ -61,11 +61,28 @@ def tied(machine: SimulatedMachine, instruction: Instruction, have: StepStore) -
     return machine.numbers.over_tie(by_stage)
 
 
-def _together(machine: SimulatedMachine, instruction: Instruction, stages: tuple[int, ...], mine: Any) -> Waits[Any]:
-    """The values that all live workers of ``stages`` bring to ``instruction``, by rank."""
+def changed(machine: SimulatedMachine, step: int, change: tuple[bool, Any]) -> Waits[dict[int, tuple[bool, Any]]]:
+    """What all who are to apply ``step`` have made of its sum, by rank: whether it is from a try before, and what."""
+    at, stage = Instruction(Op.STEP, machine.seat.stage, None, step), (machine.seat.stage,)
+    return (yield from _together(machine, at, stage, change, "what scripts have made of its sum"))
+
+
+def confirmed(machine: SimulatedMachine, step: int) -> Waits[Any]:
+    """Returns when all of them have that."""
+    at, stage = Instruction(Op.STEP, machine.seat.stage, None, step), (machine.seat.stage,)
+    yield from _together(machine, at, stage, None, "that all have it")
+
+
+def _together(
+    machine: SimulatedMachine, instruction: Instruction, stages: tuple[int, ...], mine: Any, what: str = ""
+) -> Waits[Any]:
+    """The values that all live workers of ``stages`` bring to ``instruction``, by rank; ``what``: of several that
+    belong to it.
+    """
     members = frozenset(member.rank for member in machine.control_view.roster.stages(stages, machine.held.shard))
     sum_ = machine.cluster.sums.setdefault(
-        (machine.control_view.number, instruction.op, stages[0], instruction.step, machine.held.shard), Sum(members)
+        (machine.control_view.number, instruction.op, stages[0], instruction.step, machine.held.shard, what),
+        Sum(members),
     )
     sum_.brought[machine.rank] = mine
     if set(sum_.brought) == members:
@@ -74,7 +91,7 @@ def _together(machine: SimulatedMachine, instruction: Instruction, stages: tuple
             machine.cluster.wake(machine.cluster.workers[rank])
     yield from machine.wait(lambda: f"the others at {instruction}", lambda: sum_.done or None)
     machine.at = (COMPUTES, str(instruction))
-    yield machine.cluster.scenario.costs.of(instruction.op, machine.seat.stage) + 1
+    yield (0 if what else machine.cluster.scenario.costs.of(instruction.op, machine.seat.stage)) + 1
     if sum_.touched and machine.cluster.random.random() < machine.cluster.scenario.torn_share:
         yield from machine.wait("news of a lost worker", lambda: None)
     return sum_.brought

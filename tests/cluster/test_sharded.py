@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from tests.cluster.conftest import here
 from tests.support.cluster import ForkServer, Result
@@ -33,6 +35,9 @@ JOB = {
     "stops": {},
     "ledger": None,
     "saves": [],
+    "exports": [],
+    "touches": "",
+    "counts": False,
     "refuse": False,
     "load": None,
     "seldom": False,
@@ -100,12 +105,14 @@ def weights(record: dict[str, Any]) -> list[float]:
     return [value for name in sorted(record["weights"]) for value in record["weights"][name]]
 
 
-def ended_well(result: Result) -> None:
-    """Nothing was said that should not be, and all ranks at the end have the same weights, to the bit."""
+def ended_well(result: Result, apart: int = 1) -> None:
+    """Nothing was said that should not be, and all ranks at the end have the same weights, to the bit; ``apart``: those
+    whose numbers are so far apart.
+    """
     assert result.code == 0, result.output[-6000:]
     assert not result.of("error") and not result.of("warning"), result.output[-6000:]
-    first, *others = map(weights, result.records.values())
-    assert all(other == first for other in others)
+    kinds = {rank % apart: weights(record) for rank, record in result.records.items()}
+    assert all(weights(record) == kinds[rank % apart] for rank, record in result.records.items())
 
 
 def trained_as_stock(start: Start, result: Result, stage: int) -> None:
@@ -261,6 +268,93 @@ def test_a_checkpoint_that_was_written_without_a_replica_is_read_by_stock(start,
     for each in (*stock.records.values(), *again.records.values()):
         assert each["first"] == 6
         assert weights(each) == pytest.approx(weights(result.records[2]), abs=ROUNDING["fp32"])
+
+
+def test_a_loss_over_all_tokens_times_the_world_size_stays_right_where_sums_are_scaled(start):
+    more = {"counts": True, "kills": [[0, 7, "backward"]], "recycle": {"rejoin": "never", "group_sums": "scale"}}
+    result = start(stage=1, **more)
+    ended_well(result)
+    trained_as_stock(start, result, 1)
+
+
+TOUCHES = [(0, "clip"), (0, "drop"), (0, "halve"), *product((1, 2, 3), ("clip", "drop", "halve"))]
+
+
+@pytest.mark.some_of(6)
+@pytest.mark.parametrize("stage, touches", TOUCHES)
+def test_what_scripts_make_of_gradients_between_backward_and_step_counts(start, stage, touches):
+    """As with stock on all ranks, calm and when a replica is lost; the norms that they read are of the sum over all."""
+    more = {"stage": stage, "touches": touches, "clip": 0.0}
+    ours, stock = start(**more), start(**more, replicas=0)
+    ended_well(ours)
+    assert stock.code == 0, stock.output[-6000:]
+    for rank, each in stock.records.items():
+        assert ours.records[rank]["norms"] == pytest.approx(each["norms"], rel=1e-4)
+        assert weights(ours.records[rank]) == pytest.approx(weights(each), abs=ROUNDING["fp32"])
+    lost = start(**more, kills=[[0, 7, "backward"]], recycle={"rejoin": "never"})
+    ended_well(lost)
+    stock = start(**more, replicas=0, ledger=ledger(lost, RANKS))
+    for each in lost.records.values():
+        assert each["norms"] == pytest.approx(stock.records[0]["norms"], rel=1e-4)
+        assert weights(each) == pytest.approx(weights(stock.records[0]), abs=ROUNDING["fp32"])
+
+
+@pytest.mark.some_of(3)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("where", ("before 0STEP@4", "after 0REDUCE@4", "after 0STEP@4"))
+def test_all_apply_the_same_gradient_where_each_script_makes_its_own(start, stage, where):
+    """Noise of each rank's own; somebody is lost with the sum, and somebody comes back while scripts change it.  At
+    stage 0 each rank of a replica steps all weights, with stock too, so that they have two kinds.
+    """
+    more = {"held": [HELD], "steps": LONG, "touches": "noise", "clip": 0.0}
+    result = start(stage=stage, faults=[f"kill 1.0 {where}"], **more)
+    ended_well(result, 1 if stage else 2)
+    assert sorted(event["rank"] for event in result.of("rejoined")) == [2, 3]
+
+
+@pytest.mark.parametrize("stage, said", [(1, "Gradients are only available"), (3, "gradients with recycle.replicas")])
+def test_gradients_before_the_last_backward_of_a_step_are_refused(start, stage, said):
+    result = start(stage=stage, touches="early")
+    assert result.code != 0 and said in result.of("end")[0]["text"], result.output[-6000:]
+
+
+GATHERS = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+LINES = {"csv_monitor": {"enabled": True, "job_name": "job"}, "steps_per_print": 1}
+
+
+@pytest.mark.parametrize("stage, config", [(0, {}), (2, {}), (3, GATHERS)])
+def test_what_stock_leaves_to_rank_0_is_done_by_the_lowest_live_rank(start, tmp_path, stage, config):
+    """The replica of rank 0 is lost in step 4: weights in one file, a checkpoint's shared weights and scripts,
+    monitors, and progress.
+    """
+    lines = LINES | {"csv_monitor": LINES["csv_monitor"] | {"output_path": str(tmp_path)}}
+    more = {"exports": [2, 6], "saves": [6], "config": config | lines, "recycle": {"rejoin": "never"}}
+    result = start(stage=stage, kills=[[0, 7, "backward"]], steps=8, **more)
+    ended_well(result)
+    exported = tmp_path / "run0" / "exported"
+    assert {each.read_text() for each in exported.glob("said*")} == {"True"} and len([*exported.glob("said6*")]) == 2
+    at = {step: torch.load(exported / f"{step}.bin", weights_only=True) for step in (2, 6)}
+    assert at[6].keys() == at[2].keys() and {"twin.weight", "layers.0.bias"} <= at[6].keys()
+    assert not any(torch.equal(at[6][name], at[2][name]) for name in at[6])
+    if stage:
+        whole = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run0" / "saved")
+        assert whole.keys() == at[6].keys() and all(torch.equal(at[6][name], whole[name]) for name in whole)
+    if stage == 3:
+        for name in ("consolidated2.0.bin", "consolidated6.2.bin"):
+            again, same = torch.load(exported / name, weights_only=True), at[int(name[12])]
+            assert again.keys() == same.keys() and all(torch.equal(again[each], same[each]) for each in again)
+    rates = (tmp_path / "job" / "Train_Samples_lr.csv").read_text().splitlines()
+    assert [row.partition(",")[0] for row in rates] == ["step", *(str(8 * step) for step in range(1, 9))]
+    assert all(result.output.count(f"step={step}, skipped=0") == 1 for step in range(1, 9))
+
+
+def test_the_next_rank_writes_all_weights_where_rank_0_dies_in_it(start, tmp_path):
+    faults = ["kill 0.0 at checkpoint.file"]
+    result = start(stage=3, faults=faults, exports=[4], config=GATHERS, steps=6, recycle={"rejoin": "never"})
+    ended_well(result)
+    exported = tmp_path / "run0" / "exported"
+    assert {each.name for each in exported.iterdir()} == {"4.bin", "consolidated4.2.bin", "said4.2.0", "said4.3.0"}
+    assert torch.load(exported / "4.bin", weights_only=True).keys() >= {"twin.weight"}
 
 
 @pytest.mark.parametrize("stage, rank", [(1, 0), (3, 2)])

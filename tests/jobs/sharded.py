@@ -6,7 +6,10 @@ kills itself: ``where`` is "forward" or "backward", in the middle of the micro-b
 gather of ZeRO's behind its begin, or "step", in the optimizer's step behind so many; ``faults``: the plugin's;
 ``held``: the steps before which ranks wait for a file ``goSTEP`` in the folder; ``stops``: for ranks, after how many
 micro-batches their loops end; ``ledger``: the samples of each step and rank, which are trained instead of those that a
-rank would draw, or null; ``saves``: the steps after which a checkpoint is saved; ``refuse``: whether the system then
+rank would draw, or null; ``saves``: the steps after which a checkpoint is saved; ``exports``: those
+after which all weights are, in one file; ``counts``: whether the loss of a micro-batch is over all tokens, times the
+world size, as transformers has it; ``touches``: what the script makes of gradients between backward and step,
+"clip", "drop", "noise", "halve" or "early", or ""; ``refuse``: whether the system then
 refuses its files; ``load``: the folder of one that is begun with, or null; ``averages``: whether a sample is evaluated,
 and that averaged over all ranks, after each step; ``meets``: whether the ranks meet before the first step; ``rates``:
 who sets learning rates: DeepSpeed's scheduler of the "config", one of "functions" that are given to it, or the
@@ -33,6 +36,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils.logging import set_log_level_from_string
 from torch import nn
 
 import recycle_plugin
@@ -63,6 +67,7 @@ class Net(nn.Module):
         super().__init__()
         self.steps = lambda: 0
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((WIDTH, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, WIDTH)))
+        self.twin = self.layers[-1] if job["exports"] else None  # shares its weights
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         die("forward")
@@ -86,6 +91,7 @@ class Dying(torch.autograd.Function):
 
 
 calls = 0
+NOISE = torch.Generator().manual_seed(1000 * int(os.environ["RANK"]) + INCARNATION)  # another one on each rank
 
 
 def die(where: str, number: int | None = None) -> None:
@@ -166,6 +172,41 @@ def wait_for_go(step: int) -> None:
         time.sleep(0.05)
 
 
+def tokens_share() -> float:
+    """By what a loss is multiplied that is a mean over a rank's own tokens, to be one over all."""
+    mine = torch.tensor(32)
+    total = mine.clone()
+    dist.all_reduce(total)
+    return mine.item() * dist.get_world_size() / total.item()
+
+
+def touch(engine) -> float:
+    """Do what the job is to do with the gradients of a step, whose norm is the value."""
+    layers, whole = [*engine.module.parameters()], job["stage"] == 0
+    found = [each.grad if whole else deepspeed.utils.safe_get_full_grad(each) for each in layers]
+    norm = torch.stack([each.float().norm() for each in found]).norm().item()
+    made = {
+        "clip": lambda each: each * min(1.0, 0.05 / (norm + 1e-6)),
+        "noise": lambda each: each + 1e-3 * torch.randn(each.shape, generator=NOISE),
+        "halve": lambda each: each * 0.5,
+    }.get(job["touches"])
+    if job["touches"] == "clip" and whole:
+        nn.utils.clip_grad_norm_(layers, 0.05)
+    elif job["touches"] == "drop" and whole:
+        layers[0].grad = None
+    elif job["touches"] == "drop":
+        deepspeed.utils.safe_set_full_grad(layers[0], torch.zeros_like(found[0]))
+    elif job["touches"] == "halve" and job["stage"] == 3:
+        for each in layers:
+            deepspeed.utils.safe_set_local_grad(each, deepspeed.utils.safe_get_local_grad(each) * 0.5)
+    elif made is not None and whole:
+        for each in layers:
+            each.grad = made(each.grad)
+    elif made is not None:
+        deepspeed.utils.safe_update_full_grad_vectorized(layers, lambda gradient, _: made(gradient))
+    return norm
+
+
 def mistake(engine, loss: torch.Tensor) -> None:
     """Do what the job is to do wrong, where a micro-batch has run forward."""
     inputs = sample(0)
@@ -221,10 +262,24 @@ def between_steps(engine, dtype: torch.dtype, draws: int) -> None:
     if engine.global_steps in job["saves"]:
         with refusing() if job["refuse"] else nullcontext():
             engine.save_checkpoint(str(FOLDER / "saved"), client_state={"drawn": draws})
+    if engine.global_steps in job["exports"]:
+        export(engine)
+
+
+def export(engine) -> None:
+    """Save the weights by each way that stock leaves to rank 0."""
+    said = engine.save_16bit_model(str(FOLDER / "exported"), f"{engine.global_steps}.bin")
+    if job["stage"] == 3:
+        weights = engine._zero3_consolidated_16bit_state_dict()
+        if weights is not None:
+            torch.save(weights, FOLDER / "exported" / f"consolidated{engine.global_steps}.{RANK}.bin")
+    (FOLDER / "exported" / f"said{engine.global_steps}.{RANK}.{INCARNATION}").write_text(str(said))
 
 
 def main() -> None:
     torch.manual_seed(5)
+    if job["exports"]:
+        set_log_level_from_string("info")  # where stock says how far it is
     dist.all_gather_into_tensor = dying(dist.all_gather_into_tensor)
     model = Net()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config(), **functions())
@@ -242,6 +297,7 @@ def main() -> None:
     surprises = 0
     used: dict[int, list[int]] = {}
     losses: list[float] = []
+    norms: list[float] = []
     of_step: list[int] = []
     draws = cursor = engine.data_cursor if job["replicas"] else first * job["accumulation"]
     global calls
@@ -257,8 +313,8 @@ def main() -> None:
         if job["rates"] == "script" and not of_step:
             set_rates(engine)
         calls += 1
-        before = engine.global_steps
-        loss = engine(*(each.to(engine.device, dtype) for each in sample(number)))
+        before, share = engine.global_steps, tokens_share() if job["counts"] else 1.0
+        loss = share * engine(*(each.to(engine.device, dtype) for each in sample(number)))
         if engine.global_steps > before:  # closed without this rank's work
             before = engine.global_steps
         mistake(engine, loss)
@@ -268,6 +324,8 @@ def main() -> None:
         drawn.flush()
         losses.append(loss.item())
         boundary = engine.is_gradient_accumulation_boundary()
+        if job["touches"] and (boundary or job["touches"] == "early"):
+            norms.append(touch(engine))
         engine.step()
         surprises += boundary != (engine.global_steps > before)
         if engine.global_steps > before:
@@ -278,6 +336,7 @@ def main() -> None:
         "pid": os.getpid(),
         "incarnation": INCARNATION,
         "losses": losses,
+        "norms": norms,
         "used": used,
         "first": first,
         "cursor": cursor,

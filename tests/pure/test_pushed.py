@@ -16,8 +16,8 @@ BATCH, STEP = Need.MICRO_BATCH, Need.STEP
 @pytest.mark.parametrize(
     "script, lacks",
     [
-        (Script(), [BATCH, BATCH, None, STEP, STEP, STEP]),
-        (Script(gives=True), [None, None, None, STEP, STEP, STEP]),
+        (Script(), [BATCH, BATCH, None, None, STEP, STEP]),
+        (Script(gives=True), [None, None, None, None, STEP, STEP]),
         (Script(closes=True), [BATCH, BATCH, None, None, None, None]),
         (Script(gives=True, closes=True), [None] * 6),
     ],

@@ -26,6 +26,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from recycle_plugin import folders
 from recycle_plugin.adapters.deepspeed.bf16 import StateFiles
 from recycle_plugin.adapters.deepspeed.fp16 import is_half
+from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock
 from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.from_coordinator import Generation
@@ -176,22 +177,20 @@ def stand_in(engine: Any, seat: Seat, generation: Generation, files: Durable | C
     kept = (
         grid.data_parallel_id,
         engine.save_non_zero_checkpoint,
-        engine.global_rank,
         module.checkpoint_parallel_write_pipeline,
         engine.checkpoint_engine,
     )
     grid.data_parallel_id = 0 if writer else seat.replica + grid.data_parallel_size
     engine.save_non_zero_checkpoint = writer
-    engine.global_rank = 0 if first else max(1, engine.global_rank)
     module.checkpoint_parallel_write_pipeline = False
     engine.checkpoint_engine = files
     try:
-        yield
+        with first_for_stock(engine, first):
+            yield
     finally:
         (
             grid.data_parallel_id,
             engine.save_non_zero_checkpoint,
-            engine.global_rank,
             module.checkpoint_parallel_write_pipeline,
             engine.checkpoint_engine,
         ) = kept

@@ -7,23 +7,21 @@ the environment names one to be resumed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed.comm as dist
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from recycle_plugin.adapters.deepspeed.rank0 import taken_for
 from recycle_plugin.observability.telemetry import Droppable, Say, console
 from recycle_plugin.runtime.control.session import Session
 
 Entry = tuple[str, float, int]  # name, value, samples trained on so far
-RANK_0 = SimpleNamespace(get_rank=lambda: 0)
 
 
 class FirstLive:
@@ -47,7 +45,7 @@ class FirstLive:
         """DeepSpeed's call to write entries, tuples of name, value and samples so far."""
         if not self.enabled or not entries or not self._is_first():
             return
-        with _rank_0():
+        with taken_for(0, "deepspeed.monitor."):
             if self._opened or self._open():
                 self._target.attempt(
                     lambda: self._stock.write_events(entries), len(entries), Exception
@@ -133,20 +131,3 @@ def figures(known: dict, generation: int, batch: int, samples: int) -> list[Entr
         "samples_per_second": batch / known["step_s"] if "step_s" in known else None,
     }
     return [(f"Recycle/{name}", value, samples) for name, value in values.items() if value is not None]
-
-
-@contextmanager
-def _rank_0() -> Iterator[None]:
-    """Inside of this context DeepSpeed's monitors, and nobody else, take this worker for rank 0."""
-    modules = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("deepspeed.monitor.") and hasattr(module, "dist")
-    ]
-    for module in modules:
-        module.dist = RANK_0
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.dist = dist

@@ -7,8 +7,13 @@ in the middle of may wait for it: a membership change is heard of in its next ca
 * LOAD waits for the next micro-batch of the script, whichever that is: what the script draws has no number.  One that
   was given and not computed, since the membership has changed between, is the next one that is asked for.
 * F is the script's forward and backward, and what B adds up is what they have made.
-* The first instruction of a program's end waits for the script's step.  Where nobody has the sum, and a lost replica's
-  micro-batches have come to this seat, it asks for a micro-batch instead: the boundary has moved.
+* REDUCE is made in the call that has run the last micro-batch, so that the script finds the sum of all behind that.
+  Where nobody has it, and a lost replica's micro-batches have come to this seat, the program asks for a micro-batch
+  instead: the boundary has moved.
+* What follows waits for the script's step.  Until then the script may have changed what it finds of the sum, each its
+  own.  Before STEP all take one of these changes, that of the lowest rank; and none applies it before all have it: so
+  where somebody has applied the step, nobody asks once more.  A change that has come to anybody in a try that a loss
+  has cut off stays the one.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import STAGE_WIDE, Instruction, Op
@@ -26,6 +31,8 @@ from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.training_loop import StepProgram, TrainingLoop
 from recycle_plugin.core.worker.worker import Worker
+
+CLOSING = STAGE_WIDE - {Op.REDUCE}  # what waits for the script's step
 
 
 class Need(Enum):
@@ -55,7 +62,7 @@ class Script:
         """What the script has to do before ``instruction`` can begin; None where that is nothing."""
         if instruction.op in (Op.LOAD, Op.F) and not self.gives:
             return Need.MICRO_BATCH
-        return Need.STEP if instruction.op in STAGE_WIDE and not self.closes else None
+        return Need.STEP if instruction.op in CLOSING and not self.closes else None
 
     def passing(self) -> Iterator[Need]:
         """Yields until the script has run its micro-batch forward and backward, which is a machine's time for F."""
@@ -65,10 +72,28 @@ class Script:
         self.given += 1
 
 
+class Agreement(Protocol):
+    """The means by which those who have a sum come to one change of it by their scripts."""
+
+    def exchange(self, step: int) -> Waits[bool]:
+        """Takes one change of the sum of ``step`` for all; the value is whether there was anything to take.
+
+        Raises Interrupted.
+        """
+
+    def confirm(self, step: int) -> Iterator[Any]:
+        """Returns when all have been through :meth:`exchange`.  Raises Interrupted."""
+
+    def adopt(self, step: int) -> None:
+        """Puts the change in the place of the sum of ``step``, which is applied next."""
+
+
 class PushedWorker(Worker):
-    """A worker for whose ``script`` programs wait."""
+    """A worker for whose ``script`` programs wait; ``agreement``: on what scripts have made of a sum."""
 
     script: Script
+    agreement: Agreement
+    _adopted = 0  # the step whose sum is what is applied
 
     @property
     def places(self) -> dict[str, Place]:
@@ -103,6 +128,27 @@ class PushedWorker(Worker):
             else:
                 yield from lockstep.come_to()
         yield from super().await_inputs(seat, instruction)
+
+    def _await_inputs(self, instruction: Instruction) -> Iterator[Any]:
+        yield from super()._await_inputs(instruction)
+        if (
+            instruction.op is Op.STEP
+            and not self.running.applied
+            and (yield from self.agreement.exchange(instruction.step))
+        ):
+            yield from self.agreement.confirm(instruction.step)
+
+    def _step(self, instruction: Instruction) -> None:
+        self.agreement.adopt(instruction.step)
+        self._adopted = instruction.step
+        super()._summed(instruction.step)
+        super()._step(instruction)
+
+    def _has_sum(self, step: int) -> bool:
+        return step == self._adopted
+
+    def _summed(self, step: int) -> None:
+        """Nothing: the script may change it."""
 
 
 def steps(loop: TrainingLoop) -> Iterator[Any]:

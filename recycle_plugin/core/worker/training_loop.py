@@ -67,6 +67,7 @@ class StepProgram:
     ``boundary_only``, ``holder``: see core.vocabulary.recovery_plan.RecoveryPlan; nothing of them in a plan's own
     program.  ``resumed``: a failure has interrupted the step.  ``givers``: from whom data comes that an evaluation
     needs here and that this worker has not read.  ``share``: which part of the replicas contributes to the step.
+    ``applied``: somebody has applied it already.
     """
 
     step: int
@@ -76,6 +77,7 @@ class StepProgram:
     resumed: bool = False
     givers: Mapping[Datum, Seat] = field(default_factory=dict)
     share: LiveShare = LiveShare()
+    applied: bool = False
 
 
 class StepRunner(Protocol):
@@ -575,6 +577,9 @@ class TrainingLoop:
                 recovery.holders.get(self.seat.stage),
                 resumed=True,
                 share=self._batches.share(recovery.step),
+                applied=any(
+                    datum.kind == "params" and datum.step > recovery.step for have in held.values() for datum in have
+                ),
             )
             undo |= self.seat in recovery.undo
             held = surviving(held, recovery)

@@ -377,9 +377,7 @@ class Worker:
             self._hash(stepped)
         if not self.servings:
             return None
-        return self.servings.between(
-            stepped, committed, self.store.valid_from, self._last_sum(stepped + 1) in self.store, waiting
-        )
+        return self.servings.between(stepped, committed, self.store.valid_from, self._has_sum(stepped + 1), waiting)
 
     def _serve(self, asked: Serve) -> None:
         """Lets a newcomer come, and hashes the state from which it is served."""
@@ -400,6 +398,14 @@ class Worker:
         """What the sums of ``step`` leave last, of which STEP is made."""
         tied = bool(self._shape.tie(self.seat.stage))
         return Datum("tied" if tied else "reduced", self.seat.stage, None, step)
+
+    def _has_sum(self, step: int) -> bool:
+        """Whether what ``step`` applies is here."""
+        return self._last_sum(step) in self.store
+
+    def _summed(self, step: int) -> None:
+        """Sends newcomers what the sums of ``step`` have left."""
+        self.servings.summed(step)
 
     def _hash(self, stepped: int) -> None:
         if stepped in self.hash_at:
@@ -544,7 +550,7 @@ class Worker:
             if self._log is not None and instruction.op is Op.TIE:
                 self._log.keep(datum, self._machine.tied_in_order(total), self.store.valid_from)
             if datum == self._last_sum(datum.step):
-                self.servings.summed(datum.step)
+                self._summed(datum.step)
 
     def _validate(self, step: int) -> Iterator[Any]:
         """Waits until all stages have their gradients, and where these are clipped, for the norm over them."""

@@ -237,9 +237,9 @@ class Gradients:
             if parameter.grad is not None
         }
 
-    def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """What ``step`` applies to each of ``parameters``, for other workers: as it is in the store, where nobody
-        changes it.
+    def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+        """What ``step`` applies to each of ``parameters``, for other workers, None where it leaves one as it is: as it
+        is in the store, where nobody changes it.
         """
         own, over_stages = self._sums(step), self._of("tied", step)
         places = [self._places[parameter] for parameter in parameters]
@@ -279,7 +279,7 @@ class Gradients:
 
     def _sum(self, bucket: Parameters, step: int, holder: int | None, owners: list[list[Block]] | None) -> torch.Tensor:
         if holder is not None:
-            return self._taken_over(bucket, step, holder)
+            return self._taken_over(bucket, holder, self._whole(step))
         if owners is not None:
             assert self._blocks is not None, "owners are of blocks"
             total = self._blocks.total([self._places[parameter] for parameter in bucket], owners, self._buckets.group)
@@ -287,14 +287,38 @@ class Gradients:
         gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket]
         return self._buckets.all_reduce(gradients)
 
-    def _taken_over(self, bucket: Parameters, step: int, holder: int) -> torch.Tensor:
-        whole = self._whole(step)
-        gradients = [
-            torch.empty_like(parameter) if whole is None else whole[self._places[parameter]] for parameter in bucket
-        ]
+    def _taken_over(self, bucket: Parameters, holder: int, whole: Sequence[torch.Tensor | None] | None) -> torch.Tensor:
+        """What the worker of rank ``holder`` has of ``bucket``; ``whole``: what this one has."""
+        found = [None if whole is None else whole[self._places[parameter]] for parameter in bucket]
+        gradients = [torch.zeros_like(each) if one is None else one for each, one in zip(bucket, found)]
         flat = self._buckets.flatten(gradients).clone()
         dist.broadcast(flat, holder, self._buckets.group)
         return flat
+
+    # --- what a script makes of a sum (runtime/worker/script_changes.py) ------------------------------------------
+
+    def sums(self, step: int) -> list[torch.Tensor | None]:
+        """The sum of ``step``, one tensor for each parameter, as it is in the store."""
+        return self._sums(step)
+
+    def replace_sums(self, step: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Have ``gradients`` in the place of the sum of ``step``, here and for other workers; what is None is not
+        stepped.
+        """
+        self._sums(step)[:] = gradients
+        self._put(list(gradients))
+
+    def taken_from(self, giver: int, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of the worker of rank ``giver``, on all that are in the group; ``gradients``: those of this
+        one.
+        """
+        there = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+        dist.broadcast(there, giver, self._buckets.group)
+        found: dict[torch.Tensor, torch.Tensor] = {}
+        for bucket in self._cut():
+            flat = self._taken_over(bucket, giver, gradients)
+            found |= zip(bucket, self._buckets.unflatten(flat, bucket), strict=True)
+        return [found[parameter] if has else None for parameter, has in zip(self._parameters, there.tolist())]
 
     def _cut(self) -> list[Parameters]:
         """Parameters by dtype, cut into buckets as DeepSpeed does; smaller ones for blocks, which a worker then has

@@ -32,8 +32,7 @@ class Operations:
 
     ``agree(instruction)`` returns when all that hold the seat have the sum, before it takes the contributions' place.
 
-    ``source`` gives data that is addressed by step and micro-batch; ``applied(step)`` is called after each step;
-    ``beside_sums()``: as a Framework has it.
+    ``source`` gives data that is addressed by step and micro-batch; ``applied(step)`` is called after each step.
     """
 
     def __init__(
@@ -43,10 +42,9 @@ class Operations:
         stepping: Stepping,
         source: Source,
         applied: Callable[[int], None],
-        beside_sums: Callable[[], None] = lambda: None,
     ) -> None:
         self._session, self._stage, self._stepping = session, stage, stepping
-        self._source, self._applied, self._beside_sums = source, applied, beside_sums
+        self._source, self._applied = source, applied
         self.agree: Callable[[Instruction], object] = bool
         self.timeline = Timeline(stage.device, lambda: session.wait_timeout_s)
         self._table: Mapping[Op, Operation] = {
@@ -102,11 +100,7 @@ class Operations:
 
     def _reduce(self, instruction: Instruction, holder: Seat | None) -> list[torch.Tensor] | None:
         rank = None if holder is None else self._session.roster.holding(holder, self._session.shard).rank
-        return self._stepping.reduce(instruction.step, rank, partial(self._agree, instruction))
-
-    def _agree(self, instruction: Instruction) -> None:
-        self._beside_sums()
-        self.agree(instruction)
+        return self._stepping.reduce(instruction.step, rank, lambda: self.agree(instruction))
 
     def _tie(self, instruction: Instruction, holder: Seat | None) -> dict[int, torch.Tensor]:
         return self._stepping.tie(instruction.step)

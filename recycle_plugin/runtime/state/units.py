@@ -48,7 +48,7 @@ BY_GROUP = frozenset({"deepspeed.ops.adam.fused_adam.FusedAdam"})  # the last pa
 class Sums(Protocol):
     """The part of runtime/stage/gradients.py that other workers' units need."""
 
-    def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         """What ``step`` applies to each parameter."""
 
     def gathered(self, step: int, sums: Mapping[torch.Tensor, torch.Tensor]) -> dict[Datum, Any]:
@@ -158,7 +158,8 @@ class Units:
         for name in names:
             trained = self._trained(self._all()[name])
             if trained:
-                found[name] = tuple(self.gradients.applied(step, trained))
+                applied = self.gradients.applied(step, trained)
+                found[name] = tuple(torch.empty(0) if each is None else each for each in applied)
         return found
 
     def settings(self) -> list[dict[str, Any]]:
@@ -278,7 +279,8 @@ class Units:
         found = {}
         for name, values in sums.items():
             for parameter, value in zip(self._trained(self._all()[name]), values, strict=True):
-                found[parameter] = put(value, parameter.device, f"the gradient of {name}")
+                if value.numel() == parameter.numel():  # else the script has taken it away
+                    found[parameter] = put(value, parameter.device, f"the gradient of {name}")
         return self.gradients.gathered(step, found)
 
     def _check(self, told: Mapping[str, Any]) -> None:

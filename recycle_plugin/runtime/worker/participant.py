@@ -41,6 +41,7 @@ from recycle_plugin.runtime.worker.on_join import Callback, Give
 from recycle_plugin.runtime.worker.parts import Parts
 from recycle_plugin.runtime.worker.ports import Framework, described, trained
 from recycle_plugin.runtime.worker.replaying import Replays
+from recycle_plugin.runtime.worker.script_changes import ScriptChanges
 from recycle_plugin.runtime.worker.stage_log import ReplayMachine
 from recycle_plugin.settings.schema import Settings
 
@@ -142,7 +143,10 @@ class Participant:
         )
         if self._framework.pushed is not None:
             assert isinstance(self._worker, PushedWorker), "of a script that pushes"
-            self._worker.script = self._framework.pushed.script
+            self._worker.script, group = self._framework.pushed.script, self._framework.buckets.group
+            self._worker.agreement = ScriptChanges(
+                session, group, self._parts.gradients, self._framework.pushed.shown, self._framework.before_step
+            )
         replay = self._help_to_replay(machine)
         session.idle = self._worker.serve_now
         self._waiting_loop = BlockingLoop(

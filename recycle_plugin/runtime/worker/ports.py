@@ -188,7 +188,8 @@ class Framework:
     forward, backward and step itself (core/worker/pushed.py), whose steps are never taken back.  ``judged()``: the norm
     by which the framework itself has judged the last step, not finite where it was skipped; None where the plugin does.
     ``layers``: the module's, in the order in which they run, if that is not its children's.
-    ``beside_sums()`` is called in each REDUCE by all that take part in it, with the sums made, and may meet the others.
+    ``before_step()`` is called before each STEP of a script that pushes by all that take part in it, and may meet the
+    others; its value is whether it has.
     """
 
     seat: Seat
@@ -214,8 +215,8 @@ class Framework:
     make: Callable[[int], MadeStage] | None = None
     pushed: PushedStage | None = None
     judged: Callable[[], torch.Tensor | None] = lambda: None
-    beside_sums: Callable[[], None] = lambda: None
     layers: Sequence[torch.nn.Module] = ()
+    before_step: Callable[[], bool] = lambda: False
 
     @property
     def parameters(self) -> Parameters:

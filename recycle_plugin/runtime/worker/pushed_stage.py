@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,16 +19,30 @@ from recycle_plugin.runtime.stage.gradients import contribute
 Made = tuple[Sequence[torch.Tensor | None], torch.Tensor]  # the gradient of each parameter, and the loss
 
 
+class Shown(Protocol):
+    """Where a framework shows a script the sum of a step's gradients, between its backward and its step."""
+
+    def show(self) -> None:
+        """Show what is in ``parameter.grad``, in memory of its own."""
+
+    def hide(self) -> None:
+        """Show nothing any more: no step follows."""
+
+    def made(self, sums: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
+        """What the script has made of ``sums``, which were shown; None where it has left all as it was."""
+
+
 class PushedStage:
     """Takes what a script has made of each micro-batch that it pushes (core/worker/pushed.py).
 
     ``parameters``: those whose gradients are summed; a micro-batch's are its share of the mean over a replica's.
+    ``shown``: where the script finds the sum.
     """
 
     loss_scale = 1.0
 
-    def __init__(self, parameters: Sequence[torch.Tensor], device: Device) -> None:
-        self._parameters, self.device = parameters, device
+    def __init__(self, parameters: Sequence[torch.Tensor], device: Device, shown: Shown) -> None:
+        self._parameters, self.device, self.shown = parameters, device, shown
         self.script = Script()
         self.made: Made | None = None  # of the micro-batch that the script has just run
 
@@ -54,7 +68,9 @@ class PushedStage:
         return {Datum(kind, stage, one, step): value for kind, value in kinds.items()}
 
     def summed(self) -> None:
-        """Nothing: contributions are in a sum over all workers now, and only ``parameter.grad`` had them."""
+        """Show the script the sum over all workers, which is in ``parameter.grad``."""
+        self.shown.show()
 
     def forget_sums(self) -> None:
-        """Nothing: there are no sums but ``parameter.grad``."""
+        """Show the script nothing of a sum that counts no more."""
+        self.shown.hide()

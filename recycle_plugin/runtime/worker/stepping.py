@@ -69,10 +69,10 @@ class Stepping:
         as for Gradients.reduce.
         """
         whole = self._gradients.reduce(step, holder, agree)
-        if whole is not None:
-            self._stage.summed()
         if whole is not None and holder is None and not self._contributing.whole:
             torch._foreach_mul_(whole, self._contributing.sum_factor)
+        if whole is not None:
+            self._stage.summed()
         return whole
 
     def reduce_alone(self, step: int) -> list[torch.Tensor]:

@@ -14,9 +14,10 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from recycle_plugin import folders
 from recycle_plugin.adapters.deepspeed.checkpoint import Durable
+from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock
 from recycle_plugin.errors import NotSaved, RecycleError
-from recycle_plugin.folders import refusal
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.worker.ports import Reach
@@ -39,7 +40,7 @@ def _add_scripts(engine: Any, folder: Path) -> None:
     try:
         DeepSpeedEngine._copy_recovery_script(engine, str(folder))
     except OSError as error:
-        raise NotSaved(refusal(folder, error)) from error
+        raise NotSaved(folders.refusal(folder, error)) from error
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class ReplicaFiles:
         stock, files = engine.checkpoint_engine, Durable(engine.checkpoint_engine, reach)
         engine.checkpoint_engine = files
         try:
-            with self.session.undisturbed(), engine.shards.as_stock(), _partitioned(engine):
+            stand_in = first_for_stock(engine, self.shard == 0)
+            with self.session.undisturbed(), engine.shards.as_stock(), _partitioned(engine), stand_in:
                 engine._create_checkpoint_file(str(folder), tag, False)
                 engine._save_checkpoint(str(folder), tag, dict(self.client_state), self.exclude_frozen_parameters)
                 if engine.save_zero_checkpoint:
@@ -83,3 +85,27 @@ class ReplicaFiles:
     def read(self, state: StageState, folder: Path) -> None:
         """Raise RecycleError: nobody replays a stage of such a job, whose log is refused."""
         raise RecycleError("recycle.log with recycle.replicas is not supported yet; leave it out")
+
+
+@dataclass(frozen=True)
+class WeightsFile(ReplicaFiles):
+    """One file of all weights, as stock's ``save_16bit_model`` writes it; the first live replica's ranks gather them,
+    and the lowest of them writes.
+    """
+
+    def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
+        """Write the file ``folder``/``tag``, if this rank does so; it is on the disk when this returns.  Raises
+        NotSaved.
+        """
+        engine = self.engine
+        if self.session.roster.first_working(0, self.shard).worker != self.session.worker:
+            return
+        with self.session.undisturbed(), first_for_stock(engine, self.shard == 0):
+            if engine.zero_optimization_partition_weights():
+                weights = DeepSpeedEngine._zero3_consolidated_16bit_state_dict(engine, self.exclude_frozen_parameters)
+            else:
+                weights = engine.module_state_dict(exclude_frozen_parameters=self.exclude_frozen_parameters)
+        if self.shard == 0:
+            folders.make(folder)
+            folders.write(folder / tag, lambda file: engine.checkpoint_engine.save(weights, file))
+            reach("checkpoint.file")

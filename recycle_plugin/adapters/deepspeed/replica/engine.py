@@ -4,11 +4,12 @@ It is stock's own, with the ranks of one replica as its data parallel group, in 
 (runtime/worker/pushed_calls.py).  What each call does:
 
 * ``engine(batch)`` waits until the program wants a micro-batch; then stock's forward.
-* ``engine.backward(loss)``: stock's, with its reduction inside the replica, whose result is the micro-batch's part.
-* ``engine.step()``: off the boundary stock's; at the boundary the exchange with the other replicas, then stock's on the
-  exchanged sum, and it returns when the step is committed.  Where a replica is lost before anybody has the sum, it
-  returns without having stepped, and this rank has more micro-batches to do: ``is_gradient_accumulation_boundary()``
-  says when they are done, ``global_steps`` counts steps that were applied.
+* ``engine.backward(loss)``: stock's, with its reduction inside the replica, whose result is the micro-batch's part;
+  for the last one of a step the exchange with the other replicas too, and the script finds the sum where stock has it.
+  Where a replica is lost before anybody has the sum, this rank has more micro-batches to do:
+  ``is_gradient_accumulation_boundary()`` says when they are done.
+* ``engine.step()``: off the boundary stock's; at the boundary stock's on what the script has made of the sum, and it
+  returns when the step is committed.  ``global_steps`` counts steps that were applied.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import log_dist
 
+from recycle_plugin.adapters.deepspeed.monitors import FirstLive
 from recycle_plugin.adapters.deepspeed.ports import StockOptimizer, counters_part
-from recycle_plugin.adapters.deepspeed.replica.checkpoint import ReplicaFiles
+from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock
+from recycle_plugin.adapters.deepspeed.replica.checkpoint import ReplicaFiles, WeightsFile
 from recycle_plugin.adapters.deepspeed.replica.shards import Partitions, Whole, shards_of
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
@@ -118,11 +122,12 @@ class ReplicaEngine(DeepSpeedEngine):
         session.startup.built()
         self.shards = shards_of(self)
         device = device_of(self.device)
-        stage = PushedStage(self.shards.parameters, device)
+        stage = PushedStage(self.shards.parameters, device, self.shards)
         self._trainer = Trainer(session, self._job.settings, self._framework(topology, self._place, stage))
         self._trainer.feed.source = lambda step, micro_batch: None  # LOAD waits for the script, who has the data
         self._steps = PushedCalls(self._trainer, stage)
         session.at_end = self._steps.end
+        self.monitor = FirstLive(self.monitor, lambda: session.is_first, session.note)
         self._loaded = 0  # checkpoints, before the first step
         self._recalled: list[Any] = []  # what loading them has given this rank's predecessor
         if session.newcomer:
@@ -189,6 +194,32 @@ class ReplicaEngine(DeepSpeedEngine):
         self._trainer.save(Path(save_dir), tag, save_latest, replace(self._files, **more))
         return True
 
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """DeepSpeed's ``save_16bit_model``; the lowest live rank writes, and the file is in place on return.
+
+        Raises NotSaved, on all ranks, where it can't be written.
+        """
+        if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
+            return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)  # stock says why not
+        file = WeightsFile(self, self._job.session, self._place.shard, {}, exclude_frozen_parameters)
+        self._trainer.save(Path(save_dir), save_filename, False, file)
+        return True
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """All weights, on the lowest live rank, and None on the others: rank 0 may be lost, or be lost in it."""
+        session = self._job.session
+        while True:
+            first = session.roster.first.rank if self._steps.begun else 0
+            with first_for_stock(self, session.rank == first):
+                found = super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+            if not self._steps.begun:
+                return found
+            self._trainer.barrier("_zero3_consolidated_16bit_state_dict()")
+            if session.roster.first.rank == first:
+                return found
+
     def load_checkpoint(self, load_dir: str, *arguments: Any, **named: Any) -> Any:
         """DeepSpeed's ``load_checkpoint``, before the first step; a rank that comes back is told what its predecessor
         was, and keeps the state that it has.
@@ -245,6 +276,10 @@ class ReplicaEngine(DeepSpeedEngine):
     def _broadcast_model(self) -> None:
         make_alike([each for each in self.module.parameters() if not hasattr(each, "ds_id")], dist.group.WORLD)
 
+    def _report_progress(self, step: int) -> None:
+        said = f"step={step}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
+        log_dist(said, ranks=[self._job.session.rank] if self._job.session.is_first else [])
+
     def _copy_recovery_script(self, save_path: str) -> None:
         """Nothing, where stock would for its rank 0 only: ReplicaFiles does so, whichever replica writes."""
 
@@ -266,10 +301,13 @@ class ReplicaEngine(DeepSpeedEngine):
 
     @contextmanager
     def _told(self, boundary: bool) -> Iterator[None]:
-        """A context in which stock code hears that it is at the boundary of a step, or not."""
+        """A context in which stock code hears that it is at the boundary of a step, or not, and that the lowest live
+        rank is its rank 0.
+        """
         before, self._boundary = self._boundary, boundary
         try:
-            yield
+            with first_for_stock(self, self._job.session.is_first):
+                yield
         finally:
             self._boundary = before
 
@@ -285,11 +323,13 @@ class ReplicaEngine(DeepSpeedEngine):
                 self._judged = self.shards.step(lambda: DeepSpeedEngine.step(self, self._lr_arguments))
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # alike in all replicas
 
-    def _take_settings(self) -> None:
-        """Have ranks without work, whose scripts have not begun, step with what the others' scripts have set."""
+    def _take_settings(self) -> bool:
+        """Have ranks without work, whose scripts have not begun, step with what the others' scripts have set; returns
+        whether there are any.
+        """
         session, optimizer = self._job.session, self._trainer.state.optimizer
         if not (late := session.roster.without_work):
-            return
+            return False
         giver = session.roster.first_working(0, session.shard).rank
         own = packed(optimizer.settings()) if session.rank == giver else b""
         size = torch.tensor([len(own)])
@@ -298,6 +338,7 @@ class ReplicaEngine(DeepSpeedEngine):
         dist.broadcast(told, giver, group=self._place.peers)
         if session.rank in late:
             optimizer.take_settings(unpacked(told.numpy().tobytes()))
+        return True
 
     def _framework(self, topology: Topology, place: Place, stage: PushedStage) -> Framework:
         device, scale = device_of(self.device), LossScale(self.shards.scaler)
@@ -325,7 +366,7 @@ class ReplicaEngine(DeepSpeedEngine):
             shard=place.shard,
             pushed=stage,
             judged=lambda: self._judged,
-            beside_sums=self._take_settings,
+            before_step=self._take_settings,
         )
 
 

@@ -6,15 +6,17 @@ shard.  It is taken after each backward, and not at the boundary only, which the
 micro-batch counts as a whole or not at all.  At stages 2 and 3 stock reduces after each backward itself; at 0 and 1
 that costs one reduction inside the replica for each micro-batch more.
 
-The sum over the replicas is put where stock's step looks for the reduced gradient, so that stock judges it for
-overflows, clips by its norm, steps, and gathers the parameters.  DeepSpeed's private names are used here and in
+The sum over the replicas is put where stock has the reduced gradient between its backward and its step, so that scripts
+find it there, and stock judges what they have made of it for overflows, clips by its norm, steps, and gathers the
+parameters.  DeepSpeed's private names are used here and in
 engine.py only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,13 @@ from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.stage.block_sums import in_place_of
 
 Gradients = list[torch.Tensor | None]
+OF_GRADIENTS = (
+    "get_fp32_grad_for_param",
+    "set_fp32_grad_for_param",
+    "get_local_fp32_grad_for_param",
+    "set_local_grad_for_param",
+    "update_fp32_grad_for_param_vectorized",
+)  # of stage 3's optimizer, by which deepspeed.utils.safe_get_full_grad and the like go
 
 
 class Whole:
@@ -66,6 +75,18 @@ class Whole:
         once()
         norm = torch.tensor(self._engine._global_grad_norm or 0.0)
         return norm if norm.isfinite() else torch.tensor(0.0)  # stock skips nothing at stage 0
+
+    def show(self) -> None:
+        """Show a script the sum that is in ``parameter.grad``, in memory of its own."""
+        self._keep_sums()
+
+    def hide(self) -> None:
+        """Nothing: ``parameter.grad`` is the plugin's again."""
+
+    def made(self, sums: Gradients) -> Gradients | None:
+        """What the script has made of ``sums``; None where it has left all as it was."""
+        found = [parameter.grad for parameter in self._parameters]
+        return found if _differ(found, sums) else None
 
     def follow(self, norm: torch.Tensor) -> None:
         """Step by what is in ``parameter.grad``, as others have judged it; what has none stays as it is."""
@@ -121,6 +142,24 @@ class Partitions:
             parameter.grad = None
         once()
         return _judged(self._optimizer)
+
+    def show(self) -> None:
+        """Show a script the sum that is in ``parameter.grad``, in memory of its own."""
+        for group, parameter in enumerate(self.parameters):
+            self._put(group, parameter.grad)
+
+    def hide(self) -> None:
+        """Show nothing any more, and have the next backward begin anew."""
+        self._forget()
+
+    def made(self, sums: Gradients) -> Gradients | None:
+        """What the script has made of ``sums``; None where it has left all as it was."""
+        found = [_changed(self._shown(group), gradient) for group, gradient in enumerate(sums)]
+        return found if _differ(found, sums) else None
+
+    def _shown(self, group: int) -> torch.Tensor:
+        """What is in the place of a group's reduced gradient, flat."""
+        return self._optimizer.averaged_gradients[group].flat_partition
 
     def follow(self, norm: torch.Tensor) -> None:
         """Step by what is in ``parameter.grad``, as others have judged it; what has none stays as it is."""
@@ -185,6 +224,9 @@ class PartitionedWeights(Partitions):
     def __init__(self, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
         super().__init__(optimizer)
         self._fill()
+        self._shows = False
+        for name in OF_GRADIENTS:
+            setattr(optimizer, name, partial(self._if_shown, getattr(optimizer, name)))
 
     @property
     def parameters(self) -> list[Any]:
@@ -223,12 +265,48 @@ class PartitionedWeights(Partitions):
         optimizer = self._optimizer
         for group in range(len(self.parameters)):
             optimizer.averaged_gradients[group] = None
-        optimizer.grad_partitions_flat_buffer.zero_()  # or what a micro-batch leaves out would have the one before's
         optimizer.zero_grad(set_to_none=True)  # which begins to count micro-batches anew
 
+    def backward(self) -> AbstractContextManager[Gradients]:
+        """As Partitions does; what was shown goes, which a micro-batch that leaves a weight out would keep else."""
+        self._shows = False
+        self._optimizer.grad_partitions_flat_buffer.zero_()
+        return super().backward()
+
+    def hide(self) -> None:
+        """Show nothing any more, and have the next backward begin anew."""
+        self._shows = False
+        super().hide()
+
+    def _if_shown(self, stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if not self._shows:
+            raise RecycleError(
+                "gradients with recycle.replicas: a step's are there behind the backward of its last micro-batch "
+                "(engine.is_gradient_accumulation_boundary()), as the sum over all replicas, and not before; ask for "
+                "them there"
+            )
+        return stock(*arguments, **named)
+
+    def show(self) -> None:
+        """Show a script the sum where stock's functions for gradients look for it: in its own buffer, and dtype."""
+        for group, parameter in enumerate(self.parameters):
+            for part, gradient in zip(self._places(group), self._cut(group, parameter.grad), strict=True):
+                part.copy_(gradient)
+        self._shows = True
+
+    def _shown(self, group: int) -> torch.Tensor:
+        return torch.cat(self._places(group))
+
+    def _places(self, group: int) -> list[torch.Tensor]:
+        """Where stock has the reduced gradients of a group's parameters."""
+        optimizer = self._optimizer
+        return [optimizer._get_fp32_grad_state_partition(each, False)[0] for each in optimizer.fp16_groups[group]]
+
+    def _cut(self, group: int, gradient: torch.Tensor) -> list[torch.Tensor]:
+        return list(gradient.split([each.partition_numel() for each in self._optimizer.fp16_groups[group]]))
+
     def _put(self, group: int, gradient: torch.Tensor) -> None:
-        flat, sizes = gradient.clone(), [each.partition_numel() for each in self._optimizer.fp16_groups[group]]
-        self._optimizer.averaged_gradients[group] = list(flat.split(sizes))
+        self._optimizer.averaged_gradients[group] = self._cut(group, gradient.clone())
 
     def _clip(self, group: int, gradient: torch.Tensor, norm: torch.Tensor) -> None:
         self._optimizer.unscale_and_clip_grads(group, norm)
@@ -260,6 +338,21 @@ def shards_of(engine: Any) -> Whole | Partitions:
         "yet; in bf16 set zero_optimization.stage to 1, 2 or 3, and leave data_types.grad_accum_dtype out, or train in "
         "fp32"
     )
+
+
+def _differ(made: Gradients, sums: Gradients) -> bool:
+    """Whether a script has changed anything; where something is no number it may have."""
+    if any((one is None) != (other is None) for one, other in zip(made, sums)):
+        return True
+    there = [(one != other).any() for one, other in zip(made, sums) if one is not None]
+    return bool(there) and bool(fetch(torch.stack(there).any(), "whether a script has changed gradients"))
+
+
+def _changed(shown: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """``gradient`` with what was changed in ``shown``, which has it in a dtype of its own."""
+    if shown.dtype == gradient.dtype:
+        return shown
+    return torch.where(shown == gradient.to(shown.dtype), gradient, shown.to(gradient.dtype))
 
 
 def _judged(optimizer: Any) -> torch.Tensor:
