@@ -17,7 +17,7 @@ stock.  This cures five traps of torch's autograd (a test each in tests/torch/te
 5. uses of one parameter are summed by autograd, in the order of the backward, before one accumulation.
 
 Two other ways were measured beside this one (docs/figures.md).  Operators of our own, which compute both halves apart
-from autograd, take about the same host time, and are wrong wherever something stands around a layer.  Splitting the
+from autograd, take a tenth less host time, and are wrong wherever something stands around a layer.  Splitting the
 graph of the whole stage, as torch.distributed.pipelining does, holds all activations until W, recomputes a checkpointed
 layer in each half, and can't split reentrant checkpoints or a stage whose inputs have no gradient.
 
