@@ -19,7 +19,8 @@ from recycle_plugin.adapters.deepspeed.checkpoint import (
 )
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.stage_state import StatePart
-from tests.support.optimizers import same
+from tests.jobs.odd_optimizers import Lookahead, adamw
+from tests.support.optimizers import same, stage_state
 from tests.torch.test_stage_state import Worker, without
 
 
@@ -107,6 +108,8 @@ def test_what_is_left_is_read_again(with_optimizer, tmp_path):
     first = next(iter(source.state.optimizer.parameters()))
     assert set(found["tensors"]) == {"weights/2.bias", f"optimizer/{first}/exp_avg"}
     torch.save(found, tmp_path / "file")
+    if with_optimizer:  # as stock code has done by then
+        target.engine.basic_optimizer.load_state_dict(copy.deepcopy(optimizer))
     before = target.found()
     take_beside(target.state, torch.load(tmp_path / "file", weights_only=False), with_optimizer)
     after = target.found()
@@ -114,11 +117,25 @@ def test_what_is_left_is_read_again(with_optimizer, tmp_path):
         after["weights"]["0.weight"], before["weights"]["0.weight"]
     )
     assert after["loss_scale"] == (source if with_optimizer else Worker(seed=1)).found()["loss_scale"]
-    states = target.engine.basic_optimizer.state
-    assert with_optimizer == bool(states) and all(
-        same(one["exp_avg"], source.engine.basic_optimizer.state[source.trained[0]]["exp_avg"])
-        for one in states.values()
-    )
+    assert same(after["optimizer"], source.found()["optimizer"]) == with_optimizer
+
+
+def test_what_an_optimizer_has_as_attributes_is_read_again(tmp_path):
+    parameters = [[torch.nn.Parameter(torch.ones(2))] for _ in range(2)]
+    optimizers = [Lookahead(adamw(each), 2) for each in parameters]
+    source, target = (stage_state(*each) for each in zip(parameters, optimizers, strict=True))
+    for _ in range(3):
+        parameters[0][0].grad = torch.ones(2)
+        optimizers[0].step()
+    inventory = Inventory(Files(), str, ["0"], {"weights/0"})
+    inventory.save({"module": None, "optimizer": optimizers[0].state_dict()}, "saved/tag/mp_rank_00_model_states.pt")
+    found = inventory.left(source)
+    assert found["small"].keys() == {"attributes"} and set(found["tensors"]) == {"attributes/slow/0/0"}
+    torch.save(found, tmp_path / "file")
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    take_beside(target, torch.load(tmp_path / "file", weights_only=False), True)
+    assert optimizers[1].count == 3 and same(optimizers[1].slow, optimizers[0].slow)
+    assert same(optimizers[1].state_dict(), optimizers[0].state_dict())
 
 
 def test_of_another_model_it_is_refused():

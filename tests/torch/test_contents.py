@@ -20,7 +20,8 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.rates import ScaledRates
 from recycle_plugin.runtime.state.contents import Telling, refusals
 from recycle_plugin.runtime.state.putting import MISSING, Putting
-from recycle_plugin.runtime.state.stage_state import as_text
+from recycle_plugin.runtime.state.stage_state import OptimizerState, as_text
+from recycle_plugin.runtime.worker.changed_state import scheduler_part
 from recycle_plugin.runtime.worker.stepping import undo_record
 from tests.jobs.odd_optimizers import MADE, SCHEDULERS, Lookahead, Mode, Wrapper, adamw
 from tests.support.optimizers import Subject, same, stage_state
@@ -96,9 +97,17 @@ def test_cycles_code_and_locks_stay():
     assert {told[name] for name in ("me", "lock", "code")} == {("stays",)} and not list(refusals(told))
 
 
+class Sends(torch.distributed.ProcessGroup):
+    """What an optimizer has that sends by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an iterator": (lambda: itertools.count(), r"held.where is a itertools.count, whose content can't be read"),
     "a generator": (lambda: (each for each in "ab"), r"held.where is a builtins.generator"),
+    "a process group": (Sends, r"held.where is a process group: the optimizer sends to other workers by itself"),
     "an object of nothing": (object, r"held.where is a builtins.object"),
     "sparse": (lambda: torch.eye(2).to_sparse(), r"held.where is a tensor that is sparse or nested"),
 }
@@ -245,3 +254,56 @@ def test_the_inverse_of_one_with_attributes_is_refused():
     optimizer.average = torch.zeros(2)
     with pytest.raises(RecycleError, match="attributes of its own beside the model's"):
         undo_record("inverse", stage_state(parameters, optimizer))
+
+
+def scheduled(make: Callable[[torch.optim.Optimizer], Any]) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    return optimizer, make(optimizer)
+
+
+lrs = torch.optim.lr_scheduler
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda one: lrs.LambdaLR(one, lambda step: np.cos(step / 9)),
+    "MultiplicativeLR": lambda one: lrs.MultiplicativeLR(one, lambda step: np.float32(0.9)),
+    "StepLR": lambda one: lrs.StepLR(one, 3),
+    "MultiStepLR": lambda one: lrs.MultiStepLR(one, [2, 5, 5]),
+    "CosineAnnealingWarmRestarts": lambda one: lrs.CosineAnnealingWarmRestarts(one, 4),
+    "CyclicLR": lambda one: lrs.CyclicLR(one, 0.01, 0.2, 3),
+    "OneCycleLR": lambda one: lrs.OneCycleLR(one, 0.3, 20),
+    "SequentialLR": lambda one: lrs.SequentialLR(one, [lrs.ConstantLR(one), lrs.CosineAnnealingLR(one, 5)], [4]),
+    "ChainedScheduler": lambda one: lrs.ChainedScheduler([lrs.ConstantLR(one), lrs.ExponentialLR(one, 0.9)]),
+    "SWALR": lambda one: torch.optim.swa_utils.SWALR(one, 0.05),
+    "its own": SCHEDULERS["hoarder"],
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_scheduler_goes_on_elsewhere(name):
+    (mine, schedule), (theirs, other) = scheduled(SCHEDULES[name]), scheduled(SCHEDULES[name])
+    for _ in range(7):
+        mine.step(), schedule.step()
+    here, there = (
+        scheduler_part(lambda one=one: one, lambda of=of: of) for one, of in ((schedule, mine), (other, theirs))
+    )
+    told = sent(here.get())
+    assert not list(refusals(told)) and as_text(told) == as_text(here.get())
+    there.set(told)
+    OptimizerState(theirs, {}).set_shared(sent(OptimizerState(mine, {}).shared()))
+    for _ in range(9):
+        mine.step(), schedule.step(), theirs.step(), other.step()
+        assert mine.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+
+
+def test_an_average_of_the_model_that_the_optimizer_has_comes_along():
+    states, optimizers = [], []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(2, 2)
+        parameters = list(model.parameters())
+        optimizer = Wrapper(adamw(parameters))
+        optimizer.model, optimizer.average = model, torch.optim.swa_utils.AveragedModel(model)
+        states.append(stage_state(parameters, optimizer)), optimizers.append(optimizer)
+    optimizers[0].average.update_parameters(optimizers[0].model)
+    states[1].put(sent(states[0].small()))
+    states[1].fill(states[0].tensors())
+    assert same(*(one.average.state_dict() for one in optimizers)) and states[0].digest() == states[1].digest()

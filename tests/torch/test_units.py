@@ -40,6 +40,7 @@ OPTIMIZERS: dict[str, Make] = {
     "adam, foreach": lambda ps: torch.optim.Adam(ps, lr=0.01, foreach=True),
     "adam, fused": lambda ps: torch.optim.Adam(ps, lr=0.01, fused=True),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "a rate in a tensor": lambda ps: torch.optim.Adam(ps, lr=torch.tensor(0.01), foreach=False),
     "two groups": lambda ps: torch.optim.AdamW([{"params": ps[:2], "lr": 0.1}, {"params": ps[2:]}], lr=0.01),
     "restless": lambda ps: Restless(ps, lr=0.1),
 }

@@ -227,8 +227,10 @@ class Inventory:
 
     def left(self, state: StageState, there: AbstractSet[str] = STOCKS) -> dict[str, Any]:
         """What of the state is in no file yet, beside the small parts ``there``; empty where nothing is left."""
-        small = {name: value for name, value in state.small().items() if value and name not in there | FOLLOWING}
         tensors = {name: tensor.detach() for name, tensor in state.tensors().items() if name not in self._saved}
+        if any(name.startswith("optimizer/") for name in tensors):
+            there = there - {"optimizer"}  # which tells of the room for them
+        small = {name: value for name, value in state.small().items() if value and name not in there | FOLLOWING}
         return {"step": state.step, "small": small, "tensors": tensors} if small or tensors else {}
 
     def __getattr__(self, name: str) -> Any:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 
 from recycle_plugin.errors import RecycleError
@@ -267,10 +268,16 @@ class OptimizerState:
         return {"groups": groups, "of_no_parameter": telling.of(self._of_no_parameter(), "state")}
 
     def settings(self) -> list[dict[str, Any]]:
-        """What is told of the numbers and words among the groups' hyper-parameters, group by group."""
+        """What is told of the numbers and words among the groups' hyper-parameters, group by group, as JSON has it; of
+        numbers in tensors too, but not from an accelerator, which would have to come to a halt.
+        """
         telling = Telling()
         return [
-            {name: telling.of(value, name) for name, value in group.items() if is_plain(name, value)}
+            {
+                name: telling.of(value.detach().numpy() if _is_number(value) else value, name)
+                for name, value in group.items()
+                if is_plain(name, value) or _is_number(value)
+            }
             for group in self.optimizer.param_groups
         ]
 
@@ -285,7 +292,9 @@ class OptimizerState:
     def take_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Set what :meth:`settings` has given."""
         for group, given in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update({name: Putting().back(told, group.get(name, MISSING)) for name, told in given.items()})
+            for name, told in given.items():
+                value = Putting().back(told, group.get(name, MISSING))
+                group[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
     def set_values(self, parameter: torch.Tensor, values: Mapping[str, Any] | None) -> None:
         """Take what was told of the state of ``parameter``; what is not there goes, with None all."""
@@ -362,6 +371,11 @@ class OptimizerState:
         full = whole(self._made, MADE if told is None else told)
         named = {name: one for one, name in self._called.items()} | self._elsewhere()
         Putting(self._like, named).attributes(full, self.optimizer, own_to_torch)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a tensor of one number in host memory, such as a learning rate."""
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_cpu and value.dtype != torch.bfloat16
 
 
 def of_parameters(
