@@ -261,6 +261,24 @@ def scheduled(make: Callable[[torch.optim.Optimizer], Any]) -> tuple[torch.optim
     return optimizer, make(optimizer)
 
 
+class Counting:
+    """A scheduler by an iterator, which its state_dict winds forward."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.rates, self.taken = optimizer, (0.1 / (1 + each) for each in itertools.count()), 0
+
+    def step(self) -> None:
+        self.optimizer.param_groups[0]["lr"] = next(self.rates)
+        self.taken += 1
+
+    def state_dict(self) -> dict:
+        return {"taken": np.int64(self.taken)}
+
+    def load_state_dict(self, state: dict) -> None:
+        while self.taken < state["taken"]:
+            self.step()
+
+
 lrs = torch.optim.lr_scheduler
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "LambdaLR": lambda one: lrs.LambdaLR(one, lambda step: np.cos(step / 9)),
@@ -274,6 +292,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "ChainedScheduler": lambda one: lrs.ChainedScheduler([lrs.ConstantLR(one), lrs.ExponentialLR(one, 0.9)]),
     "SWALR": lambda one: torch.optim.swa_utils.SWALR(one, 0.05),
     "its own": SCHEDULERS["hoarder"],
+    "by an iterator": Counting,
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.stage.stage import Stage
-from recycle_plugin.runtime.state.contents import Surrounding, Telling
+from recycle_plugin.runtime.state.contents import Surrounding, Telling, refusals
 from recycle_plugin.runtime.state.putting import Putting
 from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, of_parameters
 from recycle_plugin.runtime.state.units import Units
@@ -19,6 +19,8 @@ from recycle_plugin.runtime.worker.ports import Framework
 from recycle_plugin.runtime.worker.pushed_stage import PushedStage
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
+
+STATE_DICT = "state_dict()"  # no attribute is called so
 
 
 def stage_state(
@@ -91,19 +93,26 @@ class Counts:
 
 def scheduler_part(current: Callable[[], Any], optimizer: Callable[[], Any]) -> StatePart:
     """The part of a stage's state that is the learning-rate scheduler ``current()``, which may be None, of
-    ``optimizer()``: all that it holds, whatever of that its state_dict() gives.
+    ``optimizer()``: all that it holds, whatever of that its state_dict() gives; where something can't be told, that.
     """
 
     def get() -> Any:
-        if current() is None:
+        if (scheduler := current()) is None:
             return None
         groups = optimizer().param_groups
         around = Surrounding(stays=lambda: (groups, *groups, *(group["params"] for group in groups)))
-        return Telling(around).attributes(current(), "")
+        told = Telling(around).attributes(scheduler, "")
+        if hasattr(scheduler, "load_state_dict") and next(refusals(told), None) is not None:
+            return {STATE_DICT: Telling(around).of(scheduler.state_dict(), STATE_DICT)}
+        return told
 
     def put(told: Any) -> None:
-        if current() is not None:
-            Putting().attributes(told, current())
+        if (scheduler := current()) is None:
+            return
+        if told.keys() == {STATE_DICT}:
+            scheduler.load_state_dict(Putting().back(told[STATE_DICT]))
+        else:
+            Putting().attributes(told, scheduler)
 
     return StatePart("scheduler", get=get, set=put)
 
