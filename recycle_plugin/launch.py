@@ -21,8 +21,11 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from recycle_plugin.runtime.processes import variables
 
 CONFIG, DEFAULT = "--deepspeed_config", "deepspeed"
 IMPORTED = [  # by the process that workers are forked from
@@ -107,6 +110,8 @@ def with_credentials(environment: Mapping[str, str], command: list[str], joins: 
     shared = Path(str(folder), "secret")
     if not named and folder and several and (shared.exists() or not joins):
         named = shared
+        with suppress(OSError):  # that is said when the secret is written
+            shared.parent.mkdir(parents=True, exist_ok=True)
     return found | ({SETTING: str(named)} if named else {}) | dict(environment)
 
 
@@ -258,11 +263,18 @@ def run(arguments: list[str]) -> int | str:
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return 0
+    first = (
+        os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+    )  # of this host: it says so for all
     try:
+        if (unknown := variables.check(os.environ)) and first:
+            print(f"recycle: warning: {unknown}", file=sys.stderr, flush=True)
         if (asked := Join.asked_for(arguments)) is not None:
             return join(asked)
         if arguments and arguments[0].startswith("-") and not _is_rank(arguments[0]):
             return launch_here(arguments)
+    except variables.Misspelt as error:
+        return f"recycle: error: {error}" if first else 1
     except BadCommand as error:
         return f"recycle: error: {error}"
     command = script_command(arguments)

@@ -8,10 +8,12 @@ import array
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from recycle_plugin.core.messages.encoding import HEAD
 from recycle_plugin.experiments.runs import free_port
 from recycle_plugin.launch import Join, OneHost, placement, run, script_command
+from recycle_plugin.runtime.authentication.secret import SETTING, NoSecret
 from recycle_plugin.runtime.processes import fork_server, supervisor
 from recycle_plugin.runtime.processes.spawn import LANGUAGE, ForkedProcess, NoServer, Request, ServerProcess, ask
 from recycle_plugin.runtime.processes.worker_keeper import Here
@@ -460,3 +463,47 @@ def test_another_users_process_is_asked_for_nothing(monkeypatch, tmp_path):
         monkeypatch.undo()
         with listener.accept()[0] as there:
             assert there.recv(100) == b""
+
+
+# --- the environment -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [("RECYCLE_SECRETFILE", "RECYCLE_SECRET_FILE"), ("RECYCLE_TLS_CERTS", "RECYCLE_TLS_CERT")],
+)
+def test_a_misspelt_variable_is_refused_before_anything_starts(monkeypatch, name, meant):
+    monkeypatch.setenv(name, "x")
+    said = f"recycle: error: the environment has {name}, which the plugin does not know: write {meant}, or unset it"
+    assert run(["--workers", "1", __file__]) == said
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert run([__file__]) == 1  # the host's first rank says so
+
+
+def test_a_variable_that_only_begins_as_ours_do_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("RECYCLE_BIN", "x")
+    monkeypatch.setenv("RECYCLE_TEST_X", "x")
+    run([])
+    assert "the environment has RECYCLE_BIN, which the plugin does not know: it reads" in capsys.readouterr().err
+
+
+def test_every_variable_that_is_read_is_known():
+    from recycle_plugin.runtime.processes.variables import OWN, USERS
+
+    package = Path(fork_server.__file__).parents[2]
+    read = {
+        name for path in package.rglob("*.py") for name in re.findall(r'"(RECYCLE_[A-Z_]+[A-Z])"', path.read_text())
+    }
+    assert {name for name in read if not name.startswith("RECYCLE_TEST")} <= {*USERS, *OWN}
+
+
+def test_no_folder_is_made_for_a_secret_that_the_user_places(tmp_path):
+    """What is misspelt would be made, and other hosts look elsewhere."""
+    path = tmp_path / "nosuch" / "secret"
+
+    async def play() -> None:
+        with pytest.raises(NoSecret, match=f"^there is no folder {path.parent}, where the job's secret is to be"):
+            await supervisor.Hosted.start(("127.0.0.1", free_port()), 1, {SETTING: str(path)})
+
+    asyncio.run(play())
+    assert not path.parent.exists()

@@ -43,7 +43,7 @@ class Enrolment:
             rank: {**_flat(asdict(ready.job)), "the checkpoint's step": ready.stepped}
             for rank, ready in sorted(self._ready.items())
         }
-        names = dict.fromkeys(name for want in wants.values() for name in want)
+        names = dict.fromkeys(name for want in wants.values() for name in want if name not in HOSTS)
         differing = [name for name in names if len({str(want.get(name)) for want in wants.values()}) > 1]
         if not differing:
             return self._misplaced()
@@ -68,7 +68,8 @@ class Enrolment:
 
 
 CHANGES = frozenset({"micro_batches", "batch"})  # while a job goes on
-WHERE = frozenset({"run_dir", "metrics.address", "metrics.port", "metrics"})  # the job's own counts
+HOSTS = frozenset({"folders"})  # may be each host's own
+WHERE = HOSTS | {"run_dir", "metrics.address", "metrics.port", "metrics"}  # the job's own counts
 
 
 def unlike(job: JobSpec, newcomers: JobSpec) -> str:

@@ -27,7 +27,8 @@ class JobSpec:
     ``arithmetic``: in exact mode, what decides how operations round.  ``log``: what crosses stages is logged, so that a
     stage without a live worker can be replayed, over which ``boundaries``, and in how many bytes (``log_budget``);
     ``helpers``: how many may help with that, None: as many as there is work for.  ``pushed``: scripts push their
-    micro-batches (core/worker/pushed.py).  Times are in seconds.  The others are the settings of the same name.
+    micro-batches (core/worker/pushed.py).  ``folders``: those that are set beside ``run_dir``, by setting.  Times
+    are in seconds.  The others are the settings of the same name.
     """
 
     replicas: int
@@ -64,6 +65,7 @@ class JobSpec:
     helpers: int | None = None
     boundaries: str | tuple[int, ...] = "all"
     log_budget: int | None = None
+    folders: tuple[tuple[str, str], ...] = ()
 
     @property
     def shape(self) -> Topology:

@@ -132,7 +132,10 @@ class SecretFile:
             return
         folder = self.path.parent
         try:
-            folder.mkdir(mode=0o700, parents=self._given, exist_ok=True)
+            if not self._given:
+                folder.mkdir(mode=0o700, exist_ok=True)
+            elif not folder.is_dir():
+                raise NoSecret(f"there is no folder {folder}, where the job's secret is to be: make it, or {WHERE}")
             status = folder.lstat()
             own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & OTHERS
             if not (self._given or own):

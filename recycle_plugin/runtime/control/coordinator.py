@@ -39,7 +39,15 @@ from recycle_plugin.core.messages.from_coordinator import (
     Welcome,
 )
 from recycle_plugin.core.messages.from_operators import Ask
-from recycle_plugin.core.messages.from_workers import Exited, Hello, Left, Ready, SupervisorHeartbeat, Terminate
+from recycle_plugin.core.messages.from_workers import (
+    Exited,
+    Hello,
+    Left,
+    Ready,
+    SupervisorHeartbeat,
+    Terminate,
+)
+from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.placement import spread
@@ -65,10 +73,18 @@ class Coordinator:
     """The coordinator's server for a job of ``ranks`` workers; ``say(event, now)`` gets every event.
 
     ``store_port`` is that of the job's key-value store; ``run_dir`` the run folder, once workers have said which;
-    ``secret``: what whoever connects has to know.
+    ``secret``: what whoever connects has to know; ``claim(job, job_id)``: claims the job's folders (claims.py),
+    and returns why it can't have one, or "".
     """
 
-    def __init__(self, ranks: int, store_port: int, say: Callable[[Event, float], None], secret: Secret) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        store_port: int,
+        say: Callable[[Event, float], None],
+        secret: Secret,
+        claim: Callable[[JobSpec, str], str] = lambda job, job_id: "",
+    ) -> None:
         self._gone = asyncio.Event()
         self._over = asyncio.Event()
         self._last_word: Over | None = None
@@ -79,7 +95,8 @@ class Coordinator:
         self._welcome = Welcome(
             store_port, f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}", ranks=ranks
         )  # several jobs may start in one second
-        self._say = say
+        self._say, self._claim = say, claim
+        self._claimed = False
         self._door = Door(secret, Port.CONTROL, "at the coordinator", self._say_stranger)
         self._come: set[int] = set()  # ranks of which a worker has
         self._workers: dict[WorkerId, InLoop] = {}
@@ -385,10 +402,21 @@ class Coordinator:
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._closed_by_exit, message.worker)
             return
         if isinstance(message, Ready) and not self._membership.started:
-            self._regroup_timeout_s, self.run_dir = message.job.deadlines.regroup_timeout_s, message.job.run_dir
+            self._begin(message.job)
         self._act(self._membership.receive(message, time.time()))
         if isinstance(message, Left):
             self._workers.pop(message.worker, None)
+
+    def _begin(self, job: JobSpec) -> None:
+        """Take in what the job is, which its first worker says."""
+        self._regroup_timeout_s = job.deadlines.regroup_timeout_s
+        if self._claimed:
+            return
+        self._claimed = True
+        if why := self._claim(job, self._welcome.job_id):
+            self.fail(why)
+        else:
+            self.run_dir = job.run_dir
 
     @property
     def _awaited(self) -> set[int]:

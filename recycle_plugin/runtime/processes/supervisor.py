@@ -53,6 +53,7 @@ from recycle_plugin.observability.exporter import Exporter
 from recycle_plugin.runtime.authentication.datagrams import SealedDatagrams
 from recycle_plugin.runtime.authentication.handshake import Stranger
 from recycle_plugin.runtime.authentication.secret import AT, NoSecret, SecretFile
+from recycle_plugin.runtime.control.claims import Claims
 from recycle_plugin.runtime.control.connections import InProcess, Way
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.in_loop import InLoop
@@ -180,6 +181,12 @@ class Supervisor:
                 self._over.set_result(0)
         else:
             self._tell(Terminate(self._rank, what, socket.gethostname()))
+
+    def pass_on(self, number: int) -> None:
+        """Send the worker a signal that is the script's, if there is a worker."""
+        if self._worker is not None:
+            with suppress(ProcessLookupError):  # it has just ended
+                self._worker.send_signal(number)
 
     async def _connect(self) -> InLoop:
         if self._hosted is not None:
@@ -450,11 +457,7 @@ class Supervisor:
 
     def _fence(self) -> None:
         """Kill the worker: whoever goes on does so without it, and it must not wake up."""
-        try:
-            if self._worker is not None:
-                self._worker.send_signal(signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it has ended by itself
+        self.pass_on(signal.SIGKILL)
 
     async def _listen(self) -> None:
         while self._control.broken is None or await self._resumed():
@@ -546,13 +549,14 @@ class Hosted:
         announcer: Announcer,
         exporter: Exporter,
         secret: SecretFile,
+        claims: Claims,
     ) -> None:
         self._coordinator = coordinator
         self._store = store
         self._access = access
         self._announcer = announcer
         self._exporter = exporter
-        self._secret = secret
+        self._secret, self._claims = secret, claims
         self._closing = False
         self._watching = asyncio.create_task(self._watch_store())
         self._keeping = asyncio.create_task(self._keep_secret())
@@ -585,7 +589,8 @@ class Hosted:
 
         exporter = Exporter(lambda event: say(event, time.time()))
         access = OperatorAccess(address, secret)
-        coordinator = Coordinator(ranks, listener.getsockname()[1], say, secret)
+        claims = Claims(lambda text: say(Event("warning", text), time.time()))
+        coordinator = Coordinator(ranks, listener.getsockname()[1], say, secret, claims.take)
         try:
             await coordinator.start(here, address[1], file.put)
         except OSError as error:
@@ -602,7 +607,7 @@ class Hosted:
             keep_fd=listener.fileno(),
         )
         listener.close()
-        return cls(coordinator, store, access, announcer, exporter, file)
+        return cls(coordinator, store, access, announcer, exporter, file, claims)
 
     def connect(self) -> InProcess:
         """A connection to the coordinator from within this process."""
@@ -642,6 +647,7 @@ class Hosted:
         self._access.remove()
         self._announcer.close()
         self._exporter.close()
+        self._claims.release()
         if folder is not None:
             _begin_report(folder)
 

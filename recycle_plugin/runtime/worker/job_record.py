@@ -67,8 +67,15 @@ def job_spec(
         helpers=None if settings.log is None else settings.log.most_helpers,
         boundaries=boundaries,
         log_budget=None if settings.log is None else settings.log.budget_bytes,
+        folders=_folders(settings),
         **{name: getattr(settings, name) for name in ALIKE},
     )
+
+
+def _folders(settings: Settings) -> tuple[tuple[str, str], ...]:
+    """The folders that the job writes to, by the setting that names each, beside the run folder."""
+    named = {"checkpoint_dir": settings.checkpoint_dir, "log.folder": settings.log and settings.log.folder}
+    return tuple((setting, folder) for setting, folder in named.items() if folder)
 
 
 def check_faults(settings: Settings, topology: Topology) -> None:

@@ -1,0 +1,84 @@
+"""Claims on the folders that a job writes to: while it runs, no other job writes there.
+
+The coordinator's process holds a lock (flock) on a file in each.  The kernel drops it with the process, however that
+ends, so a dead job holds none.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.folders import FULL
+
+LOCK = ".recycle-lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
+
+
+class Claims:
+    """The folders that a job has claimed.  ``warn`` gets a line for each that can't be locked."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._held: dict[Path, int] = {}  # by lock file: its descriptor
+
+    def take(self, job: JobSpec, job_id: str) -> str:
+        """Claim all folders of ``job``, and make them; return why the job can't have one, or ""."""
+        self._owner = f"job {job_id}, process {os.getpid()} on host {socket.gethostname()}"
+        for setting, folder in (("run_dir", job.run_dir), *job.folders):
+            if why := self._take(setting, Path(folder)):
+                return why
+        return ""
+
+    def release(self) -> None:
+        """Release all folders."""
+        for path, descriptor in self._held.items():
+            with suppress(OSError):
+                path.unlink()
+            os.close(descriptor)
+        self._held.clear()
+
+    def _take(self, setting: str, folder: Path) -> str:
+        path = Path(os.path.realpath(folder), LOCK)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            while path not in self._held:
+                self._lock(path)
+        except BlockingIOError:
+            return (
+                f"recycle.{setting}: {folder} is the folder of {_holder(path)}, which runs: write another folder, or "
+                "wait until that job has ended"
+            )
+        except OSError as error:
+            why = f"recycle.{setting}: the folder {folder}"
+            if error.errno not in (*NO_LOCKS, *FULL):
+                return f"{why} can't be made or written to ({error.strerror}): write another one"
+            self._warn(f"{why} can't be locked ({error.strerror}): see to it that no other job has it")
+        return ""
+
+    def _lock(self, path: Path) -> None:
+        """Lock the file at ``path``, unless the job before removes it at this moment.  Raises OSError."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, self._owner.encode())
+                self._held[path], descriptor = descriptor, -1
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def _holder(path: Path) -> str:
+    """The job that holds the lock at ``path``, in words."""
+    try:
+        return path.read_text(errors="replace")[:200] or "another job"
+    except OSError:
+        return "another job"

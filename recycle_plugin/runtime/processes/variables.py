@@ -1,0 +1,33 @@
+"""The plugin's environment variables: what is misspelt among them would be heeded by nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+USERS = ("RECYCLE_SECRET_FILE", "RECYCLE_TLS_CERT", "RECYCLE_TLS_KEY", "RECYCLE_TLS_CA", "RECYCLE_TRACEBACK")
+OWN = (  # from one process of a job to another, and of the scripts that measure and install
+    "RECYCLE_COORDINATOR", "RECYCLE_DAMAGED_CHUNKS", "RECYCLE_FORK_SERVER", "RECYCLE_INCARNATION",
+    "RECYCLE_INSTALL_TIMEOUT", "RECYCLE_PLACEMENT", "RECYCLE_RUN", "RECYCLE_SECRET_AT",
+)  # fmt: skip
+TESTS = "RECYCLE_TEST_"
+ALIKE = 0.8  # from here on a name is a misspelt one
+
+
+class Misspelt(ValueError):
+    """A variable of the environment has almost the name of one of the plugin's; the message says what to write."""
+
+
+def check(names: Iterable[str]) -> str:
+    """Raise Misspelt for one of the environment's ``names`` that is almost the plugin's.  Return a line on those that
+    only begin as the plugin's do, or "".
+    """
+    unknown = [name for name in sorted(names) if name.startswith("RECYCLE_") and name not in (*USERS, *OWN)]
+    others = [name for name in unknown if not name.startswith(TESTS)]
+    if not others:
+        return ""
+    from difflib import get_close_matches  # which a guard is to do without
+
+    for name in others:
+        if meant := get_close_matches(name, USERS, 1, ALIKE):
+            raise Misspelt(f"the environment has {name}, which the plugin does not know: write {meant[0]}, or unset it")
+    return f"the environment has {', '.join(others)}, which the plugin does not know: it reads {', '.join(USERS)}"
