@@ -32,6 +32,7 @@ from recycle_plugin.runtime.processes.spawn import Request, ask
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.02
+NO_FORK = "--no-fork"
 DEEPSPEED = "deepspeed.launcher.launch"  # its launcher's module on a host
 
 
@@ -106,7 +107,7 @@ class Tasks:
     signal for a killed one.
     """
 
-    def __init__(self, tasks: list[WarmLauncher]) -> None:
+    def __init__(self, tasks: list[WarmLauncher | subprocess.Popen]) -> None:
         self.tasks = tasks
         self.pid = tasks[0].pid
 
@@ -190,10 +191,10 @@ class Run:
 
     ``finish`` waits for its end; ``clean`` ends whatever is left, and is called always.
 
-    ``launcher`` "deepspeed", "plain" for the plugin's own, or "tasks" for srun's way on one host.  ``cold``: everything
-    is started as a user starts it, from the command on, workers included. ``plugin``: the module under which
-    DeepSpeed's launcher runs the script, None for the script alone, or that is the plugin's own.  ``more``: environment
-    variables.  ``one_host``: whether it is the plugin's own.
+    ``launcher`` "deepspeed", "plain" for the plugin's own, NO_FORK for that without a fork server, or "tasks" for
+    srun's way on one host.  ``cold``: everything is started as a user starts it, from the command on, workers included.
+    ``plugin``: the module under which DeepSpeed's launcher runs the script, None for the script alone, or that is the
+    plugin's own.  ``more``: environment variables.  ``one_host``: whether it is the plugin's own.
     """
 
     def __init__(
@@ -212,9 +213,9 @@ class Run:
         self.folder = folder
         self.mark = uuid.uuid4().hex
         self.port = port or free_port()
-        self.one_host = launcher == "plain"
+        self.one_host = launcher in ("plain", NO_FORK)
         folder.mkdir(parents=True, exist_ok=True)
-        self._server = server
+        self._server, self._options = server, [NO_FORK] * (launcher == NO_FORK)
         self._output = folder / "output.txt"
         self._events: list[dict] = []
         self._events_read = 0  # bytes
@@ -223,7 +224,7 @@ class Run:
         if launcher == "deepspeed":
             start, program = self._cold if cold else self._warm, [*(["--module", plugin] if plugin else []), *program]
         elif launcher == "tasks":
-            start, program = self._tasks, [plugin, *program]
+            start, program = self._cold_tasks if cold else self._tasks, [plugin, *program]
         else:
             start, program = self._cold_plain if cold else self._warm_plain, [plugin, *program]
         with self._output.open("w") as output:
@@ -244,7 +245,18 @@ class Run:
     ) -> subprocess.Popen:
         module, *script = program
         return _started(
-            [sys.executable, "-u", "-m", module, "--workers", str(ranks), "--port", str(self.port), *script],
+            [
+                sys.executable,
+                "-u",
+                "-m",
+                module,
+                *self._options,
+                "--workers",
+                str(ranks),
+                "--port",
+                str(self.port),
+                *script,
+            ],
             variables,
             output,
         )
@@ -257,14 +269,22 @@ class Run:
 
     def _tasks(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> Tasks:
         module, *script = program
+        places = self._places(ranks, variables)
+        return Tasks([WarmLauncher(self._server, module, script, place, output) for place in places])
+
+    def _cold_tasks(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> Tasks:
+        command = [sys.executable, "-u", "-m", *program]
+        return Tasks([_started(command, place, output) for place in self._places(ranks, variables)])
+
+    def _places(self, ranks: int, variables: dict[str, str]) -> list[dict[str, str]]:
+        """The environment of each task."""
         sizes = {
             "WORLD_SIZE": str(ranks),
             "LOCAL_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.port),
         }
-        places = [variables | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        return Tasks([WarmLauncher(self._server, module, script, place, output) for place in places])
+        return [variables | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
     @property
     def output(self) -> str:

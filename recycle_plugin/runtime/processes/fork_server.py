@@ -2,7 +2,8 @@
 
 ``python -u -m recycle_plugin.runtime.processes.fork_server ADDRESS MODULE…`` imports the modules and prints one line:
 ``ready ADDRESS``, and then it serves what :mod:`recycle_plugin.runtime.processes.spawn` asks for; or ``unsafe WHY``,
-and then it ends.  ADDRESS is the path of a Unix socket, or ``@`` for one without a file, whose name the answer has.
+and then it ends.  ADDRESS is the path of a Unix socket; or ``@``, with the number of a pipe, for a socket without a
+file, whose name the answer has: the server ends once the other end of that pipe is closed.
 
 It has one thread, since a fork has only the one that made it: a lock that another held would stay locked.  So nothing
 that starts threads runs here, no backward pass on a device in particular.  Of NumPy's OpenBLAS, which makes its threads
@@ -30,24 +31,28 @@ from pathlib import Path
 
 from recycle_plugin.core.messages.encoding import HEAD
 from recycle_plugin.core.messages.typed import Unreadable
+from recycle_plugin.runtime.processes import signal_info
 from recycle_plugin.runtime.processes.accepting import Refusals
-from recycle_plugin.runtime.processes.spawn import LANGUAGE, Request, die_with_parent, socket_name, user_of
+from recycle_plugin.runtime.processes.spawn import LANGUAGE, STOPPED, Request, die_with_parent, socket_name, user_of
 
 REQUEST_S = 10.0  # how long who has connected may take to say what it wants
 BACKLOG = 64
-FOR_THE_JOB = (signal.SIGINT, signal.SIGTERM)  # who ends the job ends this process too
 
 
 class Server:
     """Serves requests for forks in one loop, with the ends of workers and of those who asked for them.
 
-    ``in_worker`` is called in each fork, in its environment and before anything else.
+    ``in_worker`` is called in each fork, in its environment and before anything else; ``line``: the pipe whose end ends
+    the server, if there is one.
     """
 
-    def __init__(self, listener: socket.socket, in_worker: Callable[[], None]) -> None:
+    def __init__(self, listener: socket.socket, in_worker: Callable[[], None], line: int | None = None) -> None:
         self._listener = listener
         self._in_worker = in_worker
+        self._line = line
         self._selector = selectors.DefaultSelector()
+        if line is not None:
+            self._selector.register(line, selectors.EVENT_READ, lambda: os._exit(STOPPED))
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._refusals = Refusals(
             lambda text: print(
@@ -117,6 +122,8 @@ class Server:
         self._listener.close()
         self._selector.close()
         connection.close()
+        if self._line is not None:
+            os.close(self._line)
         for other, ended in self._workers.values():
             other.close()
             os.close(ended)
@@ -130,7 +137,7 @@ class Server:
             os.close(stream)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_JOB)
+        signal_info.unblock()
         os.environ.clear()
         os.environ.update(request.environment)
         os.chdir(request.folder)
@@ -250,13 +257,12 @@ def main(address: str, modules: list[str], in_worker: Callable[[], None] = lambd
     ``in_worker``: see :class:`Server`.
     """
     die_with_parent()
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, FOR_THE_JOB
-    )  # not ignored: a worker that gets one before it is set up would lose it
+    signal_info.block()  # not ignored: a worker that gets one before it is set up would lose it
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # an import may print something
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind("" if address == "@" else address)
+    listener.bind("" if address.startswith("@") else address)
+    line = int(address[1:]) if address.startswith("@") else None
     _warm(modules)
     why = unsafe()
     listener.listen(BACKLOG)
@@ -266,7 +272,7 @@ def main(address: str, modules: list[str], in_worker: Callable[[], None] = lambd
         os._exit(1)
     answer.close()
     if not why:
-        Server(listener, in_worker).serve()
+        Server(listener, in_worker, line).serve()
 
 
 def _warm(modules: list[str]) -> None:

@@ -23,7 +23,8 @@ From a supervisor:
 
 * ``{"rank", "incarnation"}``: the rank, and which of its processes is the next worker, for the next supervisor;
 * ``{"start": [module, argument, ...], "environment"}``: start the worker, as that process;
-* ``{"kill"}``: send the worker that signal.
+* ``{"kill"}``: send the worker that signal;
+* ``{"got"}``: the supervisor has got that signal, which is the script's (signal_copies.py).
 
 To the host:
 
@@ -54,6 +55,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from recycle_plugin.runtime.processes import signal_info
+from recycle_plugin.runtime.processes.signal_copies import Copies
 
 Child = Callable[[socket.socket], int]  # runs in a process of its own, with its end of the connection; its exit code
 
@@ -110,6 +112,7 @@ class Guard:
         self._code: int | None = None  # that it has ended with
         self._forked: Pipe | None = None  # from where it was forked, if it was
         self._signal: str | None = None
+        self._copies = Copies(self._send_worker)  # of signals to this process, and to the supervisor
         self._killed: list[float] = []  # when supervisors were
         self._result: int | None = None
 
@@ -122,13 +125,14 @@ class Guard:
         wake = self._take_signals()
         self._watch(wake, lambda: self._signalled(wake.recv(PIECE)))
         if (signals := signal_info.opened()) is not None:
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal_info.ENDING)
-            self._watch(signals, lambda: self._told(signal_info.heard(signals)))
+            signal_info.block()
+            self._watch(signals, lambda: self._came(signal_info.heard(signals)))
         if self._host is not None:
             self._host_pid, self._hosted = self._fork(self._host, self._hear_host)
         self._begin()
         while self._result is None:
-            self._serve()
+            self._serve(self._copies.wait_s)
+            self._copies.settle()
         self._send_worker(signal.SIGKILL)  # if it still runs: nobody watches it any more
         if self._hosted is not None:
             self._hosted.tell(through=True)
@@ -157,12 +161,7 @@ class Guard:
         pid = os.fork()
         if pid == 0:
             near.close()
-            _become(
-                child,
-                far,
-                [own for own, _ in self._watched.values()],
-                "recycle-host" if child is self._host else "recycle-super",
-            )
+            _become(child, far, [own for own, _ in self._watched.values()], child is self._host)
         far.close()
         self._watch(near, hear)
         return pid, Pipe(near)
@@ -185,7 +184,7 @@ class Guard:
 
     def _signalled(self, numbers: bytes) -> None:
         for number in set(numbers) - {signal.SIGCHLD}:
-            self._told(signal.Signals(number).name)
+            self._came(signal_info.Heard(number, signal_info.name(number)))
         if (
             self._worker is not None
             and self._forked is None
@@ -198,13 +197,15 @@ class Guard:
         if self._host_pid and (code := _ended(self._host_pid)) is not None:
             self._host_ended(code)
 
-    def _told(self, what: str | None) -> None:
-        """Pass on that the job is to end: a signal, with its sender where that is known."""
-        if what is not None:
-            self._signal = what
+    def _came(self, what: signal_info.Heard | None) -> None:
+        """Deal with a signal: pass on that the job is to end, with who has sent it, or what is the script's."""
+        if what is not None and what.number not in signal_info.ENDING:
+            self._copies.came(what.number)
+        elif what is not None:
+            self._signal = what.text
             line = self._supervisor if self._supervisor_pid else self._hosted
             if line is not None:
-                line.tell(signal=what)
+                line.tell(signal=what.text)
 
     def _supervisor_ended(self, code: int) -> None:
         """Deal with a supervisor's end; one that ends by itself is through with its worker and the job, else another is
@@ -279,6 +280,8 @@ class Guard:
                 self._start(message["start"], message["environment"])
             if "kill" in message:
                 self._send_worker(message["kill"])
+            if "got" in message:
+                self._copies.came(message["got"], to_other=True)
 
     # --- the worker --------------------------------------------------------------------------------
 
@@ -354,23 +357,26 @@ class Guard:
         out.setblocking(False)
         into.setblocking(False)
         signal.set_wakeup_fd(into.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, *signal_info.ENDING):
+        for number in (signal.SIGCHLD, *signal_info.HEEDED):
             signal.signal(number, lambda *_, keep=into: None)
         return out
 
 
-def _become(child: Child, line: socket.socket, others: list[socket.socket | BinaryIO], name: str) -> None:
-    """Be a child, in a fork of the guard.  Does not return."""
+def _become(child: Child, line: socket.socket, others: list[socket.socket | BinaryIO], hosts: bool) -> None:
+    """Be a child, in a fork of the guard; ``hosts``: the host.  Does not return.
+
+    It ignores signals that end the job until it can deal with them: the guard has got them too, or none of them was
+    meant for the job.  Those that are the script's wait for a supervisor, and a host never deals with them.
+    """
     code = 1
     try:
-        _call_this(name)
+        _call_this("recycle-host" if hosts else "recycle-super")
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in (
-            signal_info.ENDING
-        ):  # until it can deal with them; the guard has got them too, or none of them was meant for the job
+        ignored = signal_info.HEEDED if hosts else signal_info.ENDING
+        for number in ignored:
             signal.signal(number, signal.SIG_IGN)
-        signal_info.unblock()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
         for end in others:  # of the guard: it would not be gone here
             end.close()
         code = child(line)

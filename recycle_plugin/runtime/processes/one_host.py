@@ -7,17 +7,20 @@ DeepSpeed.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Mapping
 
 from recycle_plugin.errors import NoCredentials
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.descriptors import TooFewDescriptors, provide
+from recycle_plugin.runtime.processes.signal_copies import Copies, Witness
 from recycle_plugin.runtime.processes.spawn import SERVER_VARIABLE, NoServer, ServerProcess
 from recycle_plugin.runtime.processes.supervisor import BadMaster, Hosted, Supervisor
 from recycle_plugin.runtime.processes.worker_keeper import Here
 
 HERE = "127.0.0.1"
+PIECE = 1 << 10
 END_S = 30.0  # how long a job that was told to end may take, as under DeepSpeed's launcher
 
 
@@ -56,8 +59,10 @@ class Launcher:
         }
         self._hosted: Hosted | None = None
         self._told = False  # to end
+        self._supervisors: list[Supervisor] = []
+        self._copies = Copies(self._pass_on)  # of signals to this process, and to the witness
 
-    async def run(self) -> int:
+    async def run(self, witness: Witness) -> int:
         """Run the job; returns the exit code: 0 when it has come to its end, whoever died on the way.
 
         It is 1 when the job was told to end; else the largest of its workers', and of what the job has ended with.
@@ -67,7 +72,8 @@ class Launcher:
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in one"
         self._running = task
-        senders.take(self._signalled)
+        senders.take(self._signalled, self._passed)
+        asyncio.get_running_loop().add_reader(witness.comes, self._seen, witness)
         if self._imports is None:
             self._environment.pop(SERVER_VARIABLE, None)
         server = await self._server()
@@ -91,7 +97,8 @@ class Launcher:
 
     async def _train(self) -> int:
         self._hosted = await Hosted.start((HERE, self._port), self._workers, self._environment)
-        running = [asyncio.create_task(self._supervisor(rank).run()) for rank in range(self._workers)]
+        self._supervisors = [self._supervisor(rank) for rank in range(self._workers)]
+        running = [asyncio.create_task(each.run()) for each in self._supervisors]
         given_up = True
         try:
             codes = await asyncio.gather(*running)
@@ -106,6 +113,20 @@ class Launcher:
     def _supervisor(self, rank: int) -> Supervisor:
         described = self._environment | {"RANK": str(rank), "LOCAL_RANK": "0" if self._one_device else str(rank)}
         return Supervisor(self._command, described, self._placement, Here(), self._hosted)
+
+    def _seen(self, witness: Witness) -> None:
+        for number in os.read(witness.comes, PIECE):
+            self._passed(number, to_other=True)
+
+    def _passed(self, number: int, to_other: bool = False) -> None:
+        """Deal with a signal that is the script's."""
+        self._copies.came(number, to_other)
+        if (wait_s := self._copies.wait_s) is not None:
+            asyncio.get_running_loop().call_later(wait_s, self._copies.settle)
+
+    def _pass_on(self, number: int) -> None:
+        for each in self._supervisors:
+            each.pass_on(number)
 
     def _signalled(self, what: str) -> None:
         """End the job at a commit; at the second signal, where there is no job yet, or once it takes too long: at
@@ -125,10 +146,13 @@ def _say(line: str) -> None:
 
 def main(launcher: Launcher) -> int:
     """Run the launcher's job in an event loop; returns the exit code, and prints what could not be started."""
+    witness = Witness()
     try:
-        return asyncio.run(launcher.run())
+        return asyncio.run(launcher.run(witness))
     except (BadMaster, ConnectionError, NoCredentials, TooFewDescriptors) as error:
         _say(f"error: {error}")
         return 1
     except asyncio.CancelledError:
         return 1
+    finally:
+        witness.close()

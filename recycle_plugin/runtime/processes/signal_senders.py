@@ -9,22 +9,29 @@ import asyncio
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-from recycle_plugin.runtime.processes.signal_info import ENDING, heard, opened
+from recycle_plugin.runtime.processes.signal_info import ENDING, HEEDED, Heard, heard, name, opened
 
 
-def take(told: Callable[[str], None]) -> None:
-    """Call ``told("SIGTERM from process 12 (bash)")`` in the running loop for each signal of ``ENDING`` from now on."""
-    loop, before = asyncio.get_running_loop(), signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    for number in ENDING:
-        loop.add_signal_handler(number, told, number.name)
+def take(told: Callable[[str], None], passed: Callable[[int], None]) -> None:
+    """From now on call, in the running loop, ``told("SIGTERM from process 12 (bash)")`` for each signal that ends the
+    job, and ``passed(number)`` for each that is the script's.
+    """
+
+    def came(what: Heard) -> None:
+        told(what.text) if what.number in ENDING else passed(what.number)
+
+    loop, before = asyncio.get_running_loop(), signal.pthread_sigmask(signal.SIG_BLOCK, HEEDED)
+    for number in HEEDED:
+        loop.add_signal_handler(number, partial(came, Heard(number, name(number))))
     if (signals := opened()) is None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before - set(HEEDED))
         return
 
     def read() -> None:
         if (what := heard(signals)) is not None:
-            told(what)
+            came(what)
 
     loop.add_reader(signals, read)
 
@@ -32,5 +39,5 @@ def take(told: Callable[[str], None]) -> None:
 def spare_threads() -> None:
     """Keep these signals from the running loop's threads; call it before there are any."""
     asyncio.get_running_loop().set_default_executor(
-        ThreadPoolExecutor(initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, ENDING))
+        ThreadPoolExecutor(initializer=signal.pthread_sigmask, initargs=(signal.SIG_BLOCK, HEEDED))
     )

@@ -16,7 +16,6 @@ import socket
 import struct
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,8 +27,8 @@ SERVER_S = (
     180.0  # how long a server may take to import what it is to have, and to compile on a machine's very first call
 )
 PR_SET_PDEATHSIG = 1
-STOP = signal.SIGUSR1  # ends a server as nothing else does
-STOP_S = 10.0
+STOP_S = 10.0  # how long a server may take to end
+STOPPED = 0  # its exit code once its line is closed, which it ends with for nothing else
 
 
 class Process(Protocol):
@@ -163,8 +162,8 @@ class ServerProcess:
     Its output is this process's.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, address: str, line: int) -> None:
+        self._process, self._line = process, line
         self.address = address
 
     @classmethod
@@ -172,8 +171,12 @@ class ServerProcess:
         """Start a server, and return once it has imported ``modules``; raises NoServer where it does not within
         ``timeout_s``.
         """
-        command = [sys.executable, "-u", "-m", "recycle_plugin.runtime.processes.fork_server", "@", *modules]
-        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        theirs, line = os.pipe()
+        command = [sys.executable, "-u", "-m", "recycle_plugin.runtime.processes.fork_server"]
+        process = await asyncio.create_subprocess_exec(
+            *command, f"@{theirs}", *modules, stdout=subprocess.PIPE, pass_fds=(theirs,)
+        )
+        os.close(theirs)
         try:
             assert process.stdout is not None, "it has a pipe"
             said = await asyncio.wait_for(process.stdout.readline(), timeout_s)
@@ -186,6 +189,7 @@ class ServerProcess:
                     f"{', '.join(modules)}"
                 )
         except BaseException as error:
+            os.close(line)
             if process.returncode is None:
                 process.kill()
             await process.wait()
@@ -194,20 +198,17 @@ class ServerProcess:
                     f"the process to fork them from has not imported {', '.join(modules)} within {timeout_s:g} s"
                 ) from None
             raise
-        return cls(process, what)
+        return cls(process, what, line)
 
     async def stop(self) -> str:
         """End it, and with it what it has forked.  Returns how it had ended before, or "" if it had not."""
-        with suppress(ProcessLookupError):
-            os.kill(
-                self._process.pid, STOP
-            )  # asyncio's send_signal would take the code of one that has just ended, and nobody could tell it any more
+        os.close(self._line)
         try:
             code = await asyncio.wait_for(self._process.wait(), STOP_S)
         except TimeoutError:  # it was stopped
             self._process.kill()
             code = await self._process.wait()
-        return "" if code == -STOP else how_ended(code)
+        return "" if code == STOPPED else how_ended(code)
 
 
 def die_with_parent(parent: int | None = None) -> None:

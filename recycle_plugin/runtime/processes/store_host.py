@@ -11,6 +11,8 @@ import signal
 import socket
 import sys
 
+from recycle_plugin.runtime.processes import signal_info
+
 
 def main(descriptor: int) -> None:
     """Host the store on the listening socket ``descriptor`` until SIGTERM, or until this process's parent is gone."""
@@ -25,5 +27,5 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # it has to outlive the workers
+    signal_info.block()  # it has to outlive the workers
     main(int(sys.argv[1]))

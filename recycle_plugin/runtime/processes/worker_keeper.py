@@ -96,7 +96,7 @@ class Guarded:
             self.worker = GuardedProcess(held["pid"], self._code, self._tell)
         if held["code"] is not None:
             self._code.set_result(held["code"])
-        senders.take(self._signalled)
+        senders.take(self._signalled, lambda number: self._tell(got=number))
         self._hearing = asyncio.create_task(self._hear())
 
     @classmethod

@@ -1,0 +1,103 @@
+"""Signals that are the script's, SIGUSR1 before SLURM's time limit for instance: each reaches it once, whichever of a
+job's processes it was sent to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+
+import psutil
+import pytest
+
+from tests.support.cluster import Run
+from tests.support.jobs import assert_one_line
+
+SCRIPT = "tests/jobs/signalled.py"
+GROUP = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGALRM, signal.SIGQUIT, signal.SIGRTMIN]
+ALONE, SUPERVISOR, LAST = signal.SIGPROF, signal.SIGVTALRM, signal.SIGRTMAX
+
+
+@pytest.fixture
+def start(plain_server, tmp_path):
+    """``start(launcher, *handled)``: a job of two workers whose script handles those signals, as a user starts it; each
+    process that is started has a session of its own.  It trains until there is the file ``go``.
+    """
+    runs = []
+
+    def start(launcher: str, *handled: int) -> Run:
+        program = [str(tmp_path), *(str(int(number)) for number in handled)]
+        runs.append(Run(plain_server, tmp_path, 2, SCRIPT, program, launcher=launcher, cold=True))
+        runs[0].wait_for(lambda: all((tmp_path / f"trains{rank}").exists() for rank in range(2)), "training")
+        return runs[0]
+
+    yield start
+    left = [thing for run in runs for thing in run.clean()]
+    assert not left, left
+
+
+def come(run: Run, rank: int) -> Counter[int]:
+    """The signals that have come to the script of ``rank``."""
+    return Counter(map(int, (run.folder / f"signals{rank}.txt").read_text().split()))
+
+
+def wait_for(run: Run, rank: int, number: int) -> None:
+    run.wait_for(lambda: come(run, rank)[number], f"signal {number} at rank {rank}")
+
+
+def finish(run: Run):
+    (run.folder / "go").touch()
+    return run.finish()
+
+
+def test_a_signal_to_a_task_of_slurms_reaches_its_script_once(start):
+    """To its process group, to the task alone, and to its supervisor alone.  What were passed on twice would come
+    before the last one, which is passed on after it.
+    """
+    run = start("tasks", *GROUP, ALONE, SUPERVISOR, LAST)
+    task = run.launcher.tasks[1].pid
+    (supervisor,) = [child for child in psutil.Process(task).children() if child.name() == "recycle-super"]
+    for number in GROUP:
+        os.killpg(task, number)
+    os.kill(task, ALONE)
+    supervisor.send_signal(SUPERVISOR)
+    for number in (ALONE, SUPERVISOR):
+        wait_for(run, 1, number)
+    os.kill(task, LAST)
+    wait_for(run, 1, LAST)
+    result = finish(run)
+    assert result.code == 0 and not result.of("lost"), result.output[-6000:]
+    assert come(run, 1) == Counter([*GROUP, ALONE, SUPERVISOR, LAST]) and not come(run, 0)
+
+
+@pytest.mark.parametrize("launcher", ("plain", "--no-fork"))
+def test_a_signal_to_the_launcher_for_one_host_reaches_all_scripts_once(start, launcher):
+    run = start(launcher, *GROUP, ALONE, LAST)
+    for number in GROUP:
+        os.killpg(run.launcher.pid, number)
+    for number in (ALONE, LAST):
+        os.kill(run.launcher.pid, number)
+        for rank in range(2):
+            wait_for(run, rank, number)
+    result = finish(run)
+    assert result.code == 0 and not result.of("lost"), result.output[-6000:]
+    assert come(run, 0) == come(run, 1) == Counter([*GROUP, ALONE, LAST])
+
+
+def test_a_script_that_handles_no_such_signal_is_killed_by_it_and_nobody_else_is(start):
+    """As stock's; that is a loss as any other."""
+    run = start("tasks")
+    task = run.launcher.tasks[1]
+    os.kill(task.pid, signal.SIGUSR1)
+    run.wait_for(lambda: any(event["event"] == "restart" for event in run.events()), "the loss of the worker")
+    result = finish(run)
+    assert result.code == 0, result.output[-6000:]
+    assert [(event["rank"], event["code"]) for event in result.of("confirmed")] == [(1, -signal.SIGUSR1)]
+
+
+def test_where_the_group_of_the_launcher_gets_one_without_a_handler_the_job_ends_and_says_why(start):
+    run = start("plain")
+    os.killpg(run.launcher.pid, signal.SIGUSR2)
+    assert_one_line(run.finish(), "end: the job ends: stage 0 has no live worker left")
+    assert "its process was killed by signal 12 (SIGUSR2)" in run.output
