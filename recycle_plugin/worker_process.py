@@ -14,8 +14,10 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import NoReturn
 
 from recycle_plugin.adapters.deepspeed import Plugin
 from recycle_plugin.core.messages.from_workers import Crashed, Fatal
@@ -53,6 +55,7 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_leave(session, leave))
     signal.signal(signal.SIGINT, lambda *_: _interrupt(session))
     forked.register(session.cut_off)
+    os._exit = functools.partial(_exit, session, os._exit)  # type: ignore[assignment]
     Plugin(session).install()
     try:
         code = run_script(command)
@@ -90,6 +93,17 @@ def main(command: list[str]) -> int:
             raise
         _say_end(session, replace(crash(session.rank, error), step=session.heartbeats.step))
         return 1
+
+
+def _exit(session: Session, leave: Callable[[int], NoReturn], code: int) -> NoReturn:
+    """``os._exit`` as the script has it: with 0 between two steps it may be the script's end, or nobody knows of it
+    (core/coordinator/vanishing.py).
+    """
+    if code == 0 and not session.forked and session.between_two_steps:
+        with suppress(Exception, JobEnded):  # the script wants to be gone, whatever is wrong
+            session.at_end()
+            session.vanish()
+    leave(code)
 
 
 def _say_end(session: Session, why: Fatal | Crashed) -> None:

@@ -42,6 +42,7 @@ HARMLESS = (
     "leave",
     "end",
     "rude",
+    "vanish",
     "again",
     "confused",
 )  # no tensor is lost, or late, by these

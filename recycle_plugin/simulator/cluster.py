@@ -485,7 +485,7 @@ class Cluster:
             case "kill":
                 for rank in ranks:
                     self.kill(rank)
-            case "stop" | "unfenced" | "stuck" | "slow" | "rude":
+            case "stop" | "unfenced" | "stuck" | "slow" | "rude" | "vanish":
                 for rank in ranks:
                     self.trouble(rank, trouble)
             case "drop" | "delay" | "swallow":
@@ -535,7 +535,8 @@ class Cluster:
             self.hits[kind, worker.current.op] += 1
 
     def trouble(self, rank: int, trouble: Trouble) -> None:
-        """Lets a trouble of its own strike the worker of ``rank``: it is slow, stuck, rude or stopped from now on."""
+        """Lets a trouble of its own strike the worker of ``rank``: it is slow, stuck, rude, stopped or about to vanish
+        from now on."""
         worker = self.workers[rank]
         if trouble.kind == "slow":
             worker.percent = trouble.percent
@@ -543,6 +544,8 @@ class Cluster:
             worker.stuck = True
         elif trouble.kind == "rude":
             worker.rude = True
+        elif trouble.kind == "vanish":
+            worker.vanishes = 1 if trouble.at_us else self.scenario.steps
         else:
             worker.stopped, worker.unfenced = True, trouble.kind == "unfenced"
             self.later(trouble.for_us, partial(self._wake_up, rank))
@@ -569,8 +572,9 @@ class Cluster:
                 self.random.choice((0, self.random.randrange(DETECTION_US // 4))),
                 partial(self._disconnect, rank, WORKER, process),
             )
-            exited = Exited(rank, -9, self.now / 1e6, incarnation=process.incarnation)
-            self.later(self.random.randrange(DETECTION_US), partial(self.tell_coordinator, rank, exited, SUPERVISOR))
+            exited = Exited(rank, worker.code, self.now / 1e6, incarnation=process.incarnation)
+            line = SUPERVISOR if worker.code else WORKER  # its last words come first (runtime/control/coordinator.py)
+            self.later(self.random.randrange(DETECTION_US), partial(self.tell_coordinator, rank, exited, line))
 
     def _restart(self, message: Restart) -> None:
         """Starts a process in the place of one that is dead, as its supervisor does."""

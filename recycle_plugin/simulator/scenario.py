@@ -19,15 +19,16 @@ class Trouble:
     """Something that goes wrong ``at_us``, for ``for_us`` where it passes.
 
     ``kind``: kill; stop (SIGSTOP; wakes up again unless it was given up and fenced), unfenced (the same, and its
-    supervisor can't kill it), stuck (an instruction never ends), slow (takes ``percent``); drop, delay (what goes from
-    ``seat`` to ``peer`` is lost, or comes late); deafened, walled (what others send to the worker is lost from then on;
-    it finds so itself, or can't tell that from peers that send nothing); cut (``seats`` are cut off from all others);
-    stall (the coordinator reads nothing); mute, deaf (what the worker says to the coordinator, or the other way, is
-    held up); host (the worker's host is lost whole, with its supervisor, and its log where it is on a disk of that
-    host's own); rude (it dies where it should say goodbye); again (a second process of its rank asks to take part, and
-    goes); confused (beside what it has to say the worker says what is valid and wrong, simulator/confusion.py); swallow
-    (as drop, and nobody who misses anything says so); and what is asked for: leave (a worker is to go),
-    end (the job is).
+    supervisor can't kill it), stuck (an instruction never ends), slow (takes ``percent``); drop, delay (what goes
+    from ``seat`` to ``peer`` is lost, or comes late); deafened, walled (what others send to the worker is lost from
+    then on; it finds so itself, or can't tell that from peers that send nothing); cut (``seats`` are cut off from
+    all others); stall (the coordinator reads nothing); mute, deaf (what the worker says to the coordinator, or the
+    other way, is held up); host (the worker's host is lost whole, with its supervisor, and its log where it is on a
+    disk of that host's own); rude (it dies where it should say goodbye); vanish (its script calls os._exit(0)
+    behind the step that it is in, behind the last one from 0 on); again (a second process of its rank asks to take
+    part, and goes); confused (beside what it has to say the worker says what is valid and wrong,
+    simulator/confusion.py); swallow (as drop, and nobody who misses anything says so); and what is asked for: leave
+    (a worker is to go), end (the job is).
     """
 
     kind: str

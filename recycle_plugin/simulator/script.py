@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recycle_plugin.core.messages.activity import ELSEWHERE
-from recycle_plugin.core.messages.from_workers import Durable, Fatal, Left
+from recycle_plugin.core.messages.from_workers import Durable, Fatal, Left, Vanishing
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.core.vocabulary.ids import MicroBatch
@@ -83,6 +83,8 @@ class Script:
                     continue
                 newcomer = None if what != "pause" else newcomer
                 yield from {"evaluate": self._evaluate, "save": self._save, "pause": self._pause}[what](step)
+            if 0 < self._machine.vanishes <= step and newcomer is None:
+                yield from self._vanish(step)
         if newcomer is None:
             yield from self._loop.settle()
         if self._scenario.logs:
@@ -100,6 +102,15 @@ class Script:
                 yield from self._loop.catch_up()
         machine.counts = False
         machine.cluster.watcher.counts_on(machine)
+
+    def _vanish(self, step: int) -> Iterator[Any]:
+        """Calls os._exit(0) behind ``step``."""
+        machine = self._machine
+        yield from self._loop.settle()
+        machine.through = step == self._scenario.steps
+        machine.send(Vanishing(machine.rank, machine.step))
+        machine.code = 0
+        raise Died
 
     def _set_rate(self, step: int, newcomer: Newcomer | None) -> Iterator[Any]:
         """Sets the learning rate of ``step``, where the script does so: a trainer first finishes what is to be applied

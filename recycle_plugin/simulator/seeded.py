@@ -97,6 +97,20 @@ def with_confusion(seed: int) -> Scenario:
     return confused(calm, random)
 
 
+def with_vanishing(seed: int) -> Scenario:
+    """The scenario of ``seed``, in which some scripts call os._exit(0): all of them or some,
+    behind the last step or at any time; in every second one without any other trouble.
+    """
+    given, random = scenario(seed), Random(f"vanishing in {seed}")
+    if random.random() < 0.5:
+        given = replace(given, troubles=(), faults=(), heavy=())
+    seats = given.shape.seats
+    at = 0 if random.random() < 0.7 else random.randrange(1, CALM_US // 2)
+    most = len(seats) - (at > 0)  # where all do so in mid-job, that is the job's end
+    some = tuple(seats) if not at and random.random() < 0.5 else tuple(random.sample(seats, random.randint(1, most)))
+    return replace(given, troubles=(*given.troubles, Trouble("vanish", at, some)), pushes=False)
+
+
 def _with_weather(given: Scenario, random: Random) -> Scenario:
     """Gives one job in four lines that are all alike.
 

@@ -102,6 +102,8 @@ class SimulatedMachine(Replaying):
         self.fill, self.write, self.gathered = self.shared.fill, self.shared.write, self.shared.gathered
         self.alive = self.runs = True
         self.stopped = self.unfenced = self.stuck = self.rude = self.waiting = self.busy = False
+        self.vanishes = 0  # its script calls os._exit(0) behind this step, or a later one
+        self.code = -9  # that its process ends with, where it does not leave
         self.percent, self.done, self.at, self.step, self.cpu_s = 100, 0, (WAITS, "the start"), 0, 0.0
         self.waits_for, self._waited_us = "", 0
         self.current: Instruction | None = None  # the one that it is at

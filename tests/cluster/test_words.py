@@ -14,6 +14,7 @@ import pytest
 
 from recycle_plugin.cli import main
 from recycle_plugin.experiments.runs import await_reports, processes_with
+from tests.cluster.test_replayed import LOG
 from tests.support.jobs import PLAIN, after_step
 
 SCRIPT = PLAIN.script
@@ -82,10 +83,20 @@ def test_an_error_behind_the_last_step_is_the_jobs_end(launch, wrong, error):
     assert len(result.of("left")) == 3
 
 
-def test_processes_that_vanish_with_code_0_have_not_done_the_job(launch):
-    result = launch("wrong=vanish after 20").finish()
-    (end,) = result.of("end")
-    assert "has no live worker left" in end["text"] and result.code == 1, result.output[-6000:]
+@pytest.mark.parametrize("more", ((), LOG), ids=("", "with a log"))
+def test_scripts_that_all_vanish_with_code_0_behind_the_last_step_have_done_the_job(launch, more):
+    """As with stock; by os._exit."""
+    result = launch("wrong=vanish after 20", *more).finish()
+    assert result.code == 0 and not result.of("lost") and not result.of("end"), result.output[-6000:]
+    (finished,) = result.of("finished")
+    assert finished["text"] == "all workers have left after step 20" and len(result.of("left")) == 4
+
+
+def test_a_script_that_vanishes_in_mid_job_is_a_loss(launch):
+    result = launch("wrong=vanish 1.0 after 5").finish()
+    (lost,) = result.of("lost")
+    assert result.code == 0 and len(result.losses) == 20, result.output[-6000:]
+    assert lost["text"].startswith("seat 1.0 (rank 1): its script has called os._exit(0), and others train on. Stage 0")
 
 
 def test_an_error_before_training_is_the_jobs_cause(launch):

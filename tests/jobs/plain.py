@@ -160,7 +160,7 @@ def go_wrong(job, pipeline: Pipeline) -> None:
         raise ValueError("two\nlines")
     if job.wrong == f"exit {pipeline.seat} after {pipeline.steps}":
         sys.exit(5)
-    if job.wrong == f"vanish after {pipeline.steps}":
+    if job.wrong in (f"vanish after {pipeline.steps}", f"vanish {pipeline.seat} after {pipeline.steps}"):
         os._exit(0)
 
 

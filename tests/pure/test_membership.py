@@ -35,6 +35,7 @@ from recycle_plugin.core.messages.from_workers import (
     Stepped,
     SurvivorReport,
     Through,
+    Vanishing,
     WantResult,
 )
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
@@ -84,6 +85,7 @@ OF_LOST = (
     Left(2),
     Leaving(2, "SIGTERM"),
     Through(2),
+    Vanishing(2, 0),
     Missing(2, 1, "a tensor", "0.0"),
     Fatal(2, "nobody answers"),
     Note(2, "checkpoint", "saved", {"path": "of nobody"}),

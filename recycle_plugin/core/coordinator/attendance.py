@@ -44,6 +44,7 @@ from recycle_plugin.core.messages.from_workers import (
     Stepped,
     SurvivorReport,
     Through,
+    Vanishing,
     WantResult,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
@@ -68,6 +69,7 @@ OF_MEMBERS = (
     WantResult,
     Leaving,
     Through,
+    Vanishing,
     Left,
     Heartbeat,
     Missing,

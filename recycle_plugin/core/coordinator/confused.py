@@ -38,6 +38,7 @@ from recycle_plugin.core.messages.from_workers import (
     SurvivorReport,
     Through,
     Unreplayable,
+    Vanishing,
     WantResult,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
@@ -89,6 +90,8 @@ def why_confused(message: OfWorker, course: Course) -> str:
             )
         case Resized() if message.micro_batches < 1:
             return f"it plans for {message.micro_batches} micro-batches"
+        case Vanishing():
+            return _of_step(message.step, course.committed, "ends after", course)
         case Through() if not job.log:
             return "it waits until it may go, and nothing is logged"
         case Serving():

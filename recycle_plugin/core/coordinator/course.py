@@ -25,7 +25,8 @@ steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/endi
 Here is what holds them together: generations, steps, barriers, plans for a change, deaths.  What follows from these has
 a module for each subject: how all go on once they have reported (core/coordinator/resuming.py), which replicas
 contribute to a step (core/coordinator/contributing.py), who leaves (core/coordinator/departures.py), who comes back
-(core/coordinator/returns.py), who does nothing (core/coordinator/stalls.py), how the job ends
+(core/coordinator/returns.py), who does nothing (core/coordinator/stalls.py), who ends without a word
+(core/coordinator/vanishing.py), how the job ends
 (core/coordinator/ends.py), how a stage that has nobody comes back (core/coordinator/replays.py), and which way a loss
 goes, with what that costs (core/coordinator/recovery_ways.py).
 """
@@ -34,7 +35,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recycle_plugin.core.coordinator import departures, ends, goodbyes, offline, replays, returns, stalls
+from recycle_plugin.core.coordinator import departures, ends, goodbyes, offline, replays, returns, stalls, vanishing
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.boards import Boards
@@ -101,6 +102,9 @@ class Course:
         self.boards = Boards()
         self.throughput_floor = ThroughputFloor()
         self.stood_still = -1  # behind which commit all have regrouped since everybody waited
+        self.vanished: dict[
+            WorkerId, Exited | None
+        ] = {}  # members whose script has ended without a goodbye (vanishing.py)
         self.lacked: dict[WorkerId, int] = {}  # how often each had nothing to draw, since the last commit
         self._suspicions = Suspicions()
         self._resized_in = -1  # the generation in which somebody has planned for another batch size last
@@ -318,6 +322,9 @@ class Course:
 
     def died(self, message: Exited, now: float, out: CoordinatorOutput) -> None:
         """Takes in that a supervisor has seen its worker's process end."""
+        if message.worker in self.vanished:
+            self.vanished[message.worker] = message
+            return
         how = self.attendance.died(message, out)
         if message.worker in self.attendance.lost and self.attendance.outnumbered and not self.ending.failed:
             self.go_on_without(f"death of rank {message.rank}", now, out)
@@ -412,6 +419,8 @@ class Course:
                     self.unsaid.setdefault(each.seat.stage, []).append(each)
             if cause is Cause.SILENT:
                 self.vacancies.silent(member.rank)
+            self.vanished.pop(worker, None)
+            vanishing.take_for_lost(self, now, out)
             self._after_loss(member, now, out)
 
     def _after_loss(self, member: Member, now: float, out: CoordinatorOutput) -> None:

@@ -29,6 +29,7 @@ from recycle_plugin.core.coordinator import (
     replays,
     resuming,
     returns,
+    vanishing,
 )
 from recycle_plugin.core.coordinator.complaints import Complaints
 from recycle_plugin.core.coordinator.confused import why_confused
@@ -74,6 +75,7 @@ from recycle_plugin.core.messages.from_workers import (
     Through,
     Unguarded,
     Unreplayable,
+    Vanishing,
     WantResult,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
@@ -95,6 +97,7 @@ OF_RUNNING = (
     Resized,
     Missing,
     Through,
+    Vanishing,
     Durable,
 )  # nobody says so before the start
 
@@ -201,6 +204,8 @@ class Membership:
                 goodbyes.through(self.course, message, out)
             case Left():
                 departures.goodbye(self.course, message, now, out)
+            case Vanishing():
+                vanishing.vanish(self.course, message)
             case Exited():
                 self.course.died(message, now, out)
             case Unguarded():
@@ -221,6 +226,7 @@ class Membership:
                 self._note(message, out)
             case _:
                 self._hear_of_logs(message, now, out)
+        vanishing.resolve(self.course, now, out)
         return out
 
     def _hear_of_logs(self, message: object, now: float, out: CoordinatorOutput) -> None:
@@ -307,7 +313,7 @@ class Membership:
         peers.
         """
         out = CoordinatorOutput()
-        if not self.is_outside(worker):  # of others the supervisor says how they end
+        if not (self.is_outside(worker) or worker in self.course.vanished):  # of those the supervisor says how they end
             self.course.lose(worker, Cause.DIED, BROKEN, now, now, out)
         return out
 
@@ -317,6 +323,7 @@ class Membership:
         """
         out = CoordinatorOutput()
         self.course.tick(now, out)
+        vanishing.resolve(self.course, now, out)
         return out
 
     def regroup_overdue(self, seconds: float) -> CoordinatorOutput:

@@ -359,6 +359,13 @@ class Left(OfWorker):
 
 
 @dataclass(frozen=True)
+class Vanishing(OfWorker):
+    """A worker's script calls ``os._exit(0)`` after ``step``, which is committed, and before the next one."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Exited(OfWorker):
     """A supervisor saw its worker's process end.  ``code`` is negative for a signal; ``at`` is the time in seconds."""
 

@@ -73,6 +73,7 @@ from recycle_plugin.core.messages.from_workers import (
     Through,
     Unguarded,
     Unreplayable,
+    Vanishing,
     WantResult,
 )
 
@@ -107,6 +108,7 @@ MESSAGES = (
     Leaving,
     Through,
     Left,
+    Vanishing,
     Exited,
     Unguarded,
     Heartbeat,

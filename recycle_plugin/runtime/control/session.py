@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Lease, Posted, Welcome
-from recycle_plugin.core.messages.from_workers import AHEAD_OF_STEPPED, Hello, Leaving, Left, Note, WantResult
+from recycle_plugin.core.messages.from_workers import (
+    AHEAD_OF_STEPPED,
+    Hello,
+    Leaving,
+    Left,
+    Note,
+    Vanishing,
+    WantResult,
+)
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.control_view import ControlView
@@ -171,6 +179,18 @@ class Session(ControlView):
         self.send(Left(self.rank, code, planned, self.heartbeats.step))
         with self.changed:
             self._closed = True
+
+    def vanish(self) -> None:
+        """Say that this process ends without a goodbye, between two steps, as if its script were through."""
+        self.send(Vanishing(self.rank, self.heartbeats.step))
+        with self.changed:
+            self._closed = True
+
+    @property
+    def between_two_steps(self) -> bool:
+        """Whether the script trains, and this thread is in none of its steps; false once goodbye is said."""
+        mine = self.work is None and self.trainer == threading.get_ident()
+        return self.trains and mine and self.end is None and not (self._closed or self.outside)
 
     # --- forks of this process -----------------------------------------------------------------------
 
