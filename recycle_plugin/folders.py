@@ -21,6 +21,7 @@ from recycle_plugin.errors import NotSaved, RecycleError
 
 T = TypeVar("T")
 READ = 1 << 20  # bytes at a time
+SHOWN = 300  # characters of what does not fit
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
@@ -99,6 +100,19 @@ def verify(path: Path) -> None:
         raise RecycleError(f"{path} is damaged: {error}") from error
     if damaged is not None:
         raise RecycleError(f"{path} is damaged: the CRC of {damaged} is another one")
+
+
+def unread(error: Exception) -> str:
+    """Why a checkpoint can't be read, in words that are not those of the library that has met ``error``."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"can't be read ({error.strerror})"
+    return "is damaged, not whole, or none of such a job's"
+
+
+def unfit(error: Exception) -> str:
+    """Which weights of a checkpoint are not the module's, where torch has found that; else empty."""
+    first, _, rest = str(error).partition("\n")
+    return " ".join(rest.split())[:SHOWN] if first.startswith("Error(s) in loading state_dict") else ""
 
 
 class CheckedFile:

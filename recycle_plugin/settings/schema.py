@@ -238,7 +238,7 @@ class Settings(BaseModel):
     run_dir: Folder | None = setting(
         None,
         "a folder's path, or null",
-        "where events, traces and reports go; null lets the plugin choose",
+        "where events, traces and reports go, of one job at a time; null lets the plugin choose",
     )
     secret_file: Folder | None = setting(
         None,

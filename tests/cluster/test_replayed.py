@@ -228,6 +228,26 @@ def test_a_damaged_checkpoint_is_named_and_trains_nothing(launch: Launch):
     assert result.code != 0 and len(said) == 1 and "is damaged: " in said[0]["why"], result.output[-6000:]
 
 
+@BOTH
+@pytest.mark.parametrize("removed", ("all of it", "a file"))
+def test_a_checkpoint_that_was_removed_ends_the_job_at_once_and_an_older_one_is_named(launch: Launch, removed):
+    """Nothing leads from that to what the others have."""
+    often = wrap({"name": "checkpoint_every", "steps": 3})
+    run = launch(*LOG, faults("kill 0.1 before 1F0.0@12"), shape=ALONE, **often)
+    run.wait_for(lambda: any(event["event"] == "lost" for event in run.events()), "the loss of a stage")
+    older, last = [event["path"] for event in run.events() if event["event"] == "checkpoint"][-2:]
+    for path in Path(last).glob("*"):
+        if removed == "all of it" or "stage_01" in path.name or path.name.startswith("layer_02"):
+            path.unlink()
+    if removed == "all of it":
+        Path(last).rmdir()
+    result = run.finish()
+    (end,) = result.of("end")
+    why = {"all of it": f"its checkpoint {last} was removed", "a file": f"the checkpoint {last} can't be loaded: load"}
+    assert why[removed] in end["text"] and end["text"].endswith(f"Last checkpoint: {older}")
+    assert result.code == 1 and len(result.of("restart")) == 1 and "Error" not in result.output, result.output[-6000:]
+
+
 @pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
 @pytest.mark.parametrize("draws", (True, False))
 def test_random_numbers_that_nobody_can_draw_again_are_found(launch: Launch, draws):

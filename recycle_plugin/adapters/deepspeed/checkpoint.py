@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from pickle import PickleError
 from typing import Any
 
 import torch
@@ -105,10 +106,26 @@ class EngineFiles:
         )
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """A context in which stock code loads a checkpoint."""
-        with self.session.heartbeats.at(ELSEWHERE, "a checkpoint"), self._without_optimizer(), self.ties.loading():
+    def loading(self, folder: Path) -> Iterator[None]:
+        """A context in which stock code loads the checkpoint ``folder``.  Raises RecycleError where it can't."""
+        busy = self.session.heartbeats.at(ELSEWHERE, "a checkpoint")
+        with in_words(folder), busy, self._without_optimizer(), self.ties.loading():
             yield
+
+    def check_whole(self, folder: Path) -> None:
+        """Raise RecycleError where the checkpoint ``folder``, or a file of this worker's stage in it, is missing."""
+        if not folder.is_dir():
+            raise RecycleError(f"load_checkpoint: there is no folder {folder}; load another checkpoint")
+        module, missing = self.engine.module, []
+        if not self.engine._get_all_ckpt_names(str(folder.parent), folder.name):
+            missing.append(f"{names.MODEL_FILE_PREFIX}*{names.MODEL_FILE_SUFFIX}")
+        for number, layer in enumerate(module.forward_funcs):
+            if hasattr(layer, "load_state_dict") and not module.ckpt_layer_path_list(str(folder), number):
+                missing.append(Path(module.ckpt_layer_path("", number)).name)
+        if missing:
+            raise RecycleError(
+                f"load_checkpoint: {folder} has no {', '.join(missing)}; copy the checkpoint whole, or load another one"
+            )
 
     @contextmanager
     def _without_optimizer(self) -> Iterator[None]:
@@ -126,10 +143,11 @@ class EngineFiles:
         """Take the state of this worker's stage from the checkpoint ``folder``, by itself, as a newcomer does, whose
         collectives are its own.  Raises RecycleError where it can't be had.
         """
+        self.check_whole(folder)
         stock = self.engine.checkpoint_engine
         self.engine.checkpoint_engine = Verified(stock)
         try:
-            with self.loading():
+            with self.loading(folder):
                 found = PipelineEngine.load_checkpoint(self.engine, str(folder.parent), folder.name)
             if found[0] is None:
                 raise RecycleError(f"{folder} has no file of stage {self.engine.stage_id}")
@@ -164,6 +182,21 @@ class EngineFiles:
                 f"{path} has no loss scale, since it is not of a job with recycle.loss_scaling: it stays at "
                 f"{self.scaler.loss_scale:g}",
             )
+
+
+@contextmanager
+def in_words(folder: Path) -> Iterator[None]:
+    """A context in which stock code reads the checkpoint ``folder``.  Raises RecycleError for what is there an
+    AssertionError, or torch's error.
+    """
+    try:
+        yield
+    except (AssertionError, EOFError, LookupError, OSError, PickleError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, RecycleError):
+            raise
+        fits = folders.unfit(error)
+        why = f"is of another model ({fits})" if fits else folders.unread(error)
+        raise RecycleError(f"load_checkpoint: {folder} {why}; load another checkpoint") from error
 
 
 @contextmanager

@@ -289,11 +289,13 @@ class RecycleEngine(PipelineEngine):
         if self._trainer.behind:
             return self._trainer.recall_loading(place)
         path = chosen(Path(load_dir), tag)
+        if tag is not None or Path(load_dir, "latest").is_file():  # else stock says that there is none, and goes on
+            self._files.check_whole(path)
         if not load_module_only:
             precision = "bf16" if self.bfloat16_enabled() else "fp16" if self.fp16_enabled() else "fp32"
             check_loadable(path, self.num_stages, precision, self._config.zero_enabled)
         self._trainer.begin_loading(place)
-        with self._files.loading(), self._trainer.apart():
+        with self._files.loading(path), self._trainer.apart():
             found = super().load_checkpoint(
                 load_dir,
                 tag,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import HOST
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.worker.ports import Reach
+
+WHOLE = frozenset(("step", "stages", "kinds", "layers", "small", "tensors"))  # what each file has
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class StageFiles:
         folders.verify(file)
         try:
             contents = torch.load(file, map_location=HOST, weights_only=False)
-        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-            raise RecycleError(
-                f"load(): {file} can't be read: {str(error).splitlines()[0]}; load another one"
-            ) from error
+        except Exception as error:  # torch's, or of whatever class is in it
+            raise RecycleError(f"load(): {file} {folders.unread(error)}; load another one") from error
+        if not isinstance(contents, dict) or not contents.keys() >= WHOLE:
+            raise RecycleError(f"load(): {file} is no file that save() has written; load another one")
         if contents["stages"] != self.stages:
             raise RecycleError(
                 f"load(): {folder} is of {contents['stages']} stages, and this pipeline has {self.stages}; use as many"
@@ -81,7 +82,7 @@ class StageFiles:
         try:
             self.module.load_state_dict(contents["layers"])
         except RuntimeError as error:
-            raise RecycleError(f"load(): {file} is of other layers: {' '.join(str(error).split())}") from error
+            raise RecycleError(f"load(): {file} is of other layers ({folders.unfit(error)})") from error
         state.put(contents["small"])
         state.fill(contents["tensors"])
 

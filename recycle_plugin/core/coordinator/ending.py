@@ -21,20 +21,21 @@ from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 NAMED = 3  # causes in a line: one signal may reach all supervisors
 MOST = 100  # causes that are counted
+KEPT = 20  # checkpoints, of which the last may have been removed
 
 
 class Ending:
     """The way in which a job ends.  ``ended``: how, once that is decided; ``finishing``: a training script is through;
-    ``stranded``: why, at a planned end, those left can't go on; ``checkpoint``: the last one's path; ``causes``: of a
-    planned end, all that asked for it; ``held``: whose scripts are through, and who may not go yet; ``undone``: why the
-    job has failed though all steps are committed, once all are through.
+    ``stranded``: why, at a planned end, those left can't go on; ``checkpoints``: the paths of those that are saved, and
+    not removed, in order; ``causes``: of a planned end, all that asked for it; ``held``: whose scripts are through, and
+    who may not go yet; ``undone``: why the job has failed though all steps are committed, once all are through.
     """
 
     def __init__(self) -> None:
         self.ended: End | None = None
         self.finishing = False
         self.stranded = ""
-        self.checkpoint = ""
+        self.checkpoints: list[str] = []
         self.causes: list[str] = []
         self.held: set[WorkerId] = set()
         self.undone = ""
@@ -46,6 +47,19 @@ class Ending:
     def failed(self) -> bool:
         """Whether the job has ended because it could not go on."""
         return self.ended is not None and self.ended.failed
+
+    @property
+    def checkpoint(self) -> str:
+        """The path of the last checkpoint that is there, or ""."""
+        return self.checkpoints[-1] if self.checkpoints else ""
+
+    def saved(self, path: str) -> None:
+        """Notes that the checkpoint at ``path`` is whole."""
+        self.checkpoints = [each for each in self.checkpoints if each != path][-KEPT:] + [path]
+
+    def unusable(self, path: str) -> None:
+        """Notes that the checkpoint at ``path`` is nothing to go on from."""
+        self.checkpoints = [each for each in self.checkpoints if each != path]
 
     @property
     def safe_point(self) -> str:

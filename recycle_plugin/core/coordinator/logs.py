@@ -31,6 +31,7 @@ class Logs:
         self._unreadable: dict[int, str] = {}  # stages of which something was logged and is not found, and what
         self._resized = 0  # the first step that has another number of micro-batches than those before
         self._durable: Durable | None = None
+        self._removed = False  # whether that is there no more
         self._broken: list[tuple[LogBroken, int]] = []  # with the worker's stage; a log may break off again and again
         self._until: dict[WorkerId, int] = {}  # of those that are gone, the last step that they had something of
         self._written: dict[WorkerId, int] = {}  # the last step that is on a worker's disk, as far as it has said
@@ -66,7 +67,7 @@ class Logs:
             return False
         told = self._told if message.boundaries is None else frozenset(message.boundaries)
         self.boundaries, self._told = self._told & told, told
-        self._durable = message
+        self._durable, self._removed = message, False
         self._unreadable.clear()
         self._until = {worker: last for worker, last in self._until.items() if last > message.step}
         self._broken = [
@@ -75,6 +76,10 @@ class Logs:
             if each.step > message.step or each.worker in self._until
         ]
         return True
+
+    def removed(self, path: str) -> None:
+        """Takes in that somebody has removed the checkpoint at ``path``."""
+        self._removed |= self._durable is not None and self._durable.path == path
 
     def broken(self, message: LogBroken, stage: int) -> None:
         """Takes in that the log of a worker of ``stage`` lacks something of a step; of each step once."""
@@ -155,6 +160,8 @@ class Logs:
             return "nothing is logged (recycle.log)"
         if self._durable is None:
             return "no checkpoint that a stage could be replayed from is durable yet"
+        if self._removed:
+            return f"its checkpoint {self._durable.path} was removed"
         if self._durable.step < self._resized - 1:
             return f"from step {self._resized} on, behind the last checkpoint, steps have other micro-batches"
         return ""

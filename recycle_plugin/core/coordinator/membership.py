@@ -317,6 +317,22 @@ class Membership:
             self.course.lose(worker, Cause.DIED, BROKEN, now, now, out)
         return out
 
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """The paths of the checkpoints that may be named as safe, and that stages are replayed from."""
+        return tuple(self.course.ending.checkpoints)
+
+    def removed(self, path: str) -> CoordinatorOutput:
+        """Handles that the checkpoint at ``path`` is there no more."""
+        out, ending = CoordinatorOutput(), self.course.ending
+        last = path == ending.checkpoint
+        ending.unusable(path)
+        self.course.logs.removed(path)
+        if last:
+            more = "; no stage can be replayed before the next one" * self.course.logs.kept
+            out.say("warning", f"the checkpoint {path} was removed{more}. {ending.safe_point}")
+        return out
+
     def tick(self, now: float) -> CoordinatorOutput:
         """Handles that time has passed: it is ``now`` (seconds).  To be told every
         ``core.vocabulary.deadlines.TICK_S``.
@@ -559,5 +575,5 @@ class Membership:
 
     def _note(self, note: Note, out: CoordinatorOutput) -> None:
         if note.kind == "checkpoint" and isinstance(path := note.details.get("path"), str):
-            self.course.ending.checkpoint = path
+            self.course.ending.saved(path)
         out.events.append(Event(note.kind, note.text, {"rank": note.rank, **note.details}))

@@ -330,6 +330,8 @@ def unreplayable(course: Course, message: Unreplayable, now: float, out: Coordin
     assert replays is not None, "who replays is a newcomer or a member"
     stage = replays.seat.stage
     tried = course.logs.told_of.get(message.worker, ())
+    if message.checkpoint:
+        course.ending.unusable(message.checkpoint)
     if message.lacks is None or message.lacks in tried or course.ending.finishing:
         say_of_stages(course, [stage], message.why, out, lacks=message.lacks)
         empty = ", ".join(map(str, course.attendance.empty_stages()))

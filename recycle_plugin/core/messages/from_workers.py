@@ -103,10 +103,13 @@ class Accompanied(OfWorker):
 
 @dataclass(frozen=True)
 class Unreplayable(OfWorker):
-    """A worker can't replay its stage, and ``why``.  ``lacks``: the stage that could make once more what is missing."""
+    """A worker can't replay its stage, and ``why``.  ``lacks``: the stage that could make once more what is missing;
+    ``checkpoint``: the path of the one that can't be read.
+    """
 
     why: str
     lacks: int | None = None
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True)

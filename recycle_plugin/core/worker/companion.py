@@ -78,7 +78,7 @@ class Companion:
             if how := self._machine.otherwise(kept):
                 raise CantReplay(f"stage {store.seat.stage} comes out otherwise than it was: {how}")
         except CantReplay as error:
-            ended: object = Unreplayable(rank, str(error), error.stage)
+            ended: object = Unreplayable(rank, str(error), error.stage, error.checkpoint)
         else:
             ended = Accompanied(rank, committed)
         finally:

@@ -130,7 +130,7 @@ class Newcomer:
                 raise CantReplay("what its script hands over by on_join was lost with the stage's last worker")
             took = yield from self._replay.run(replay)
         except CantReplay as error:
-            self._port.send(Unreplayable(self._view.rank, str(error), error.stage))
+            self._port.send(Unreplayable(self._view.rank, str(error), error.stage, error.checkpoint))
         else:
             self._port.send(CaughtUp(self._view.rank, replay.committed, took.bytes, 0, took.helpers))
             if self._view.place is not None:

@@ -92,11 +92,13 @@ OTHERWISE = (
 
 
 class CantReplay(Exception):
-    """The stage can't be replayed, and why.  ``stage``: the one that could make once more what is missing."""
+    """The stage can't be replayed, and why.  ``stage``: the one that could make once more what is missing;
+    ``checkpoint``: the path of the one that can't be read, if that is why.
+    """
 
-    def __init__(self, why: str, stage: int | None = None) -> None:
+    def __init__(self, why: str, stage: int | None = None, checkpoint: str = "") -> None:
         super().__init__(why)
-        self.stage = stage
+        self.stage, self.checkpoint = stage, checkpoint
 
 
 class StageWork:

@@ -62,6 +62,7 @@ from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatListene
 
 LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
 EXIT_S = 2.0  # how long a supervisor may take to say how its worker ended, before training has started
+LOOK_S, GONE = 1.0, 2  # between two looks at the checkpoints; so many find none where one was removed
 CLOSING_S = 5.0  # how long closed connections may take to be noticed
 HELLO_S = 60.0  # how long who has connected may take to say who it is
 LISTEN_S = (
@@ -120,6 +121,7 @@ class Coordinator:
         self._entrance: Entrance | None = None
         self._heartbeats: HeartbeatListener | None = None
         self._ticking: asyncio.TimerHandle | None = None
+        self._watching: asyncio.Task | None = None
 
     async def start(self, host: str, port: int, claimed: Callable[[], object] = lambda: None) -> None:
         """Listen for workers and supervisors at the address ``host``; raises OSError when the port is taken.
@@ -135,6 +137,19 @@ class Coordinator:
             await self._close_ports()
             raise
         self._tick()
+        self._watching = asyncio.create_task(self._watch_checkpoints())
+
+    async def _watch_checkpoints(self) -> None:
+        """See now and then whether checkpoints are still there: what was removed is nothing to go on from."""
+        looks: dict[str, int] = {}  # how many in a row have not found one that was there; on this host it may never be
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for path in self._membership.checkpoints:
+                there = await asyncio.to_thread(os.path.isdir, path)
+                if there or path in looks:
+                    looks[path] = 0 if there else looks[path] + 1
+                if looks.get(path) == GONE:
+                    self._act(self._membership.removed(path))
 
     async def _close_ports(self) -> None:
         if self._entrance is not None:
@@ -184,6 +199,8 @@ class Coordinator:
         await self._close_ports()
         if self._ticking is not None:
             self._ticking.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         for control in self._serving.values():
             control.close()
         if self._serving:

@@ -89,7 +89,7 @@ class Saving:
                 return self.said(
                     error if isinstance(error, NotSaved) else NotSaved(folders.refusal(folder / tag, error))
                 )
-            session.note("checkpoint", f"{said} in {folder / tag}", path=str(folder / tag), **details)
+            session.note("checkpoint", f"{said} in {folder / tag}", path=str((folder / tag).absolute()), **details)
             self._reach("checkpoint.latest")
             self._tidy(folder, unfinished)
             return ""

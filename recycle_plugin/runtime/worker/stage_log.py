@@ -245,11 +245,17 @@ class ReplayMachine(LoggedWork):
         """
         framework, session, began = self.framework, self.session, time.monotonic()
         self.elsewhere = replay.logs
+        path, why = replay.path, ""
         try:
             with session.heartbeats.at(ELSEWHERE, "a checkpoint"), self.apart():
-                framework.checkpoints.read(self.state, Path(replay.path))
-        except (RecycleError, OSError) as error:
-            raise CantReplay(f"the checkpoint {replay.path} can't be loaded: {error}") from error
+                framework.checkpoints.read(self.state, Path(path))
+        except Exception as error:  # also of torch's or of DeepSpeed's
+            why = str(error) if isinstance(error, RecycleError) else f"it {folders.unread(error)}"
+        if why:
+            gone = f"its checkpoint {path} was removed, and no log reaches back to an older one"
+            raise CantReplay(
+                f"the checkpoint {path} can't be loaded: {why}" if Path(path).is_dir() else gone, checkpoint=path
+            )
         if framework.optimizer.steps != replay.step:
             raise CantReplay(
                 f"the checkpoint {replay.path} is of step {framework.optimizer.steps}, and not of {replay.step}"

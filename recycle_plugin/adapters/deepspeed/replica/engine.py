@@ -26,6 +26,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import log_dist
 
+from recycle_plugin.adapters.deepspeed.checkpoint import in_words
 from recycle_plugin.adapters.deepspeed.monitors import FirstLive
 from recycle_plugin.adapters.deepspeed.ports import StockOptimizer, counters_part
 from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock
@@ -230,7 +231,7 @@ class ReplicaEngine(DeepSpeedEngine):
             raise RecycleError(
                 "load_checkpoint() after the first step is not supported with recycle.replicas yet: call it before that"
             )
-        with self._trainer.lifted(), self.shards.as_stock():
+        with self._trainer.lifted(), self.shards.as_stock(), in_words(Path(load_dir)):
             found = super().load_checkpoint(load_dir, *arguments, **named)
         if found[0] is not None:
             self._trainer.loaded(whole=True)
