@@ -55,3 +55,9 @@ def test_first_host(nodes, first):
 @pytest.mark.parametrize("text, each", [("4", [4]), ("2(x3)", [2, 2, 2]), ("2(x2),1,3(x2)", [2, 2, 1, 3, 3])])
 def test_tasks_of_each_node(text, each):
     assert tasks(text) == each
+
+
+@pytest.mark.parametrize("name, text", [("SLURM_STEP_NODELIST", ""), ("SLURM_STEP_TASKS_PER_NODE", "two")])
+def test_what_is_no_list_is_named(name, text):
+    with pytest.raises(NoPlace, match=f"^{name} is '{text}', which is no list of"):
+        described(TASK | {name: text})

@@ -44,7 +44,8 @@ def described(environment: Mapping[str, str]) -> dict[str, str]:
 def first_host(nodes: str) -> str:
     """The first host of a SLURM node list such as ``rack2n[07-09,12],login1``."""
     first = re.match(r"(?:[^,\[]|\[[^]]*\])+", nodes)
-    assert first is not None, f"{nodes!r} is no list of nodes"
+    if first is None:
+        raise NoPlace(f"SLURM_STEP_NODELIST is {nodes!r}, which is no list of nodes: start by srun")
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0])
 
 
@@ -53,6 +54,7 @@ def tasks(each: str) -> list[int]:
     found = []
     for part in each.split(","):
         count = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        assert count is not None, f"{each!r} is no list of tasks for each node"
+        if count is None:
+            raise NoPlace(f"SLURM_STEP_TASKS_PER_NODE is {each!r}, which is no list of numbers: start by srun")
         found += [int(count[1])] * int(count[2] or 1)
     return found
