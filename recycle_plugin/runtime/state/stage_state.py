@@ -130,8 +130,8 @@ class StageState:
         for name, value in tensors.items():
             if name not in present or present[name].shape != value.shape:
                 raise RecycleError(
-                    f"{name} is no tensor of this worker's state, or another one: the other worker, or the checkpoint, "
-                    "is of another model, or has other layers"
+                    f"{name} is no tensor of this worker's state: the other worker, or the checkpoint, is of another "
+                    "model, or has other layers"
                 )
             present[name].copy_(value)
 
