@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,9 @@ def test_what_is_written_to_the_store_runs_no_code_in_a_newcomer(job: Job, tmp_p
     assert first == [(6.0, {"epoch": 3})] * 3
     for key in (*own_keys(job._store), *(f"{FORMER}startup/{rank}" for rank in range(3))):
         job._store.set(key, forged)
-    assert job.alone(loads, 1) == (6.0, {"epoch": 3})
-    assert not mark.exists()
+    found = job.alone(loads, 1)
+    assert not mark.exists(), "it has run"
+    assert found == (6.0, {"epoch": 3})
 
 
 def cut_off(script: Script) -> Any:
@@ -92,7 +94,8 @@ def cut_off(script: Script) -> Any:
     total = script.value()
     dist.all_reduce(total)
     script.say("has all")
-    script.hear("has all", 0, 1)
+    with suppress(RuntimeError):  # the other one has failed, and does not say so
+        script.hear("has all", 0, 1)
     return total.item(), session.number
 
 
