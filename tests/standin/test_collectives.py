@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recycle_plugin.runtime.collectives import group
+from recycle_plugin.runtime.collectives import calls, group
 from tests.runtime.conftest import FakeCoordinator
 
 
@@ -55,3 +55,19 @@ def test_who_has_looked_may_read_it_at_once(standin):
         work = dist.all_reduce(total, async_op=True)
         with side:
             assert work.is_completed() and total.sum().item() == 12.0
+
+
+def test_a_group_that_is_asked_for_by_a_device_belongs_to_none(standin):
+    """As DeepSpeed asks on CUDA, and as scripts may: torch would ask the group for a backend of that device's."""
+    coordinator, where = FakeCoordinator(), torch.device(standin.NAME, 0)
+    session, own = coordinator.session(0), {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    calls.init_process_group(session, dist.init_process_group, "nccl", **own, device_id=where)
+    try:
+        alone = calls.new_group(session, dist.new_group, [0], device_id=where)
+        for each in (dist.group.WORLD, alone):
+            total = torch.full((4,), 3.0, device=standin.NAME)
+            dist.all_reduce(total, group=each)
+            assert total.tolist() == [3.0] * 4 and each.bound_device_id is None
+        dist.barrier()
+    finally:
+        coordinator.close()

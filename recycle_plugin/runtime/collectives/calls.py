@@ -34,6 +34,7 @@ def init_process_group(session: Session, stock: Stock, *arguments: Any, **given:
     if groups.takes(bound.arguments.get("backend")):
         groups.register(session)
         bound.arguments["backend"] = BACKEND
+        _unbound(bound)
     return stock(*bound.args, **bound.kwargs)
 
 
@@ -49,7 +50,13 @@ def new_group(session: Session, stock: Stock, *arguments: Any, **given: Any) -> 
                 f"torch.distributed.new_group over {asked}, called at {calling_line()}: its members could not go on "
                 'without a lost one; write "gloo" for the backend, or leave it out'
             )
+        _unbound(bound)
     return stock(*bound.args, **bound.kwargs)
+
+
+def _unbound(bound: inspect.BoundArguments) -> None:
+    """Drop ``device_id``, for which torch would ask the group's backend: over Gloo a group belongs to no device."""
+    bound.arguments.pop("device_id", None)
 
 
 def split_group(session: Session, stock: Stock, *arguments: Any, **given: Any) -> Any:

@@ -41,6 +41,18 @@ SAME = (
 )
 
 
+class AsCuda(str):
+    """The stand-in's name, which is also equal to "cuda": so DeepSpeed does all that it does on CUDA alone."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return other == "cuda" or str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
 class StandinAccelerator(CPU_Accelerator):
     """The stand-in as DeepSpeed sees it: a device that works on by itself, with streams, bf16 and fp16."""
 
@@ -57,10 +69,10 @@ class StandinAccelerator(CPU_Accelerator):
     _torch_empty_pinned = DeepSpeedAccelerator._torch_empty_pinned
 
     def __init__(self) -> None:
-        """Communicate over Gloo, whose tensors are the host's: collectives on the device need a backend that stages."""
+        """Ask for NCCL, as on CUDA: collectives on the device need a backend that takes its place."""
         super().__init__()
         self._name = NAME
-        self._communication_backend_name = "gloo"
+        self._communication_backend_name = "nccl"
 
     def is_synchronized_device(self) -> bool:
         """Whether its work is done when a call returns: no."""
@@ -68,7 +80,7 @@ class StandinAccelerator(CPU_Accelerator):
 
     def device_name(self, device_index: int | None = None) -> str:
         """Its kind, or one device's name."""
-        return NAME if device_index is None else f"{NAME}:{device_index}"
+        return AsCuda(NAME) if device_index is None else f"{NAME}:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
         """One device."""
