@@ -17,7 +17,7 @@ from recycle_plugin.runtime.catch_up.rate import Rate
 from recycle_plugin.runtime.catch_up.wire import Arrival
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.state import units as units_module
-from recycle_plugin.runtime.state.stage_state import pieces
+from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, of_parameters, pieces
 from tests.support.secret import SECRET
 from tests.support.stepped_worker import SteppedWorker, small
 
@@ -71,3 +71,23 @@ def test_what_is_on_the_device_goes_over_a_line(standin):
         inlet.close()
     finally:
         listener.close()
+
+
+@pytest.mark.parametrize("fused", (False, True))
+def test_a_state_that_is_read_from_a_file_is_where_torch_has_it(standin, fused):
+    """A file's tensors are all on the host; moments go to their parameters, and counts too where kernels count."""
+    parameter = torch.nn.Parameter(torch.ones(4, device=D))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=fused)
+    state = StageState(
+        lambda: 0, OptimizerState(optimizer, {parameter: "w"}), [of_parameters("weights", {"w": parameter})]
+    )
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    small, saved = state.small(), {name: tensor.detach().cpu() for name, tensor in state.tensors().items()}
+    where = {kind: value.device for kind, value in optimizer.state[parameter].items()}
+    optimizer.state.clear()
+    state.put(small)
+    state.fill(saved)
+    assert {kind: value.device for kind, value in optimizer.state[parameter].items()} == where
+    optimizer.step()
+    assert where["step"].type == (D if fused else "cpu") and optimizer.state[parameter]["step"].item() == 2
