@@ -89,9 +89,20 @@ def do_not_wait(monkeypatch, device: Accelerator) -> None:
     skip(monkeypatch, accelerator, "await_event")
 
 
+def only_poll(monkeypatch, device: Accelerator) -> None:
+    """Wait until an event has happened, and no more: torch.cuda._sanitizer takes that for no order."""
+
+    def poll(event: torch.Event, what: object, timeout_s: float) -> None:
+        while not event.query():
+            pass
+
+    monkeypatch.setattr(accelerator, "await_event", poll)
+
+
 MISTAKES = {
     "no event between computing and a copy": (wait_for_no_compute, down, "mul"),
     "a copy is read that is not over": (do_not_wait, down, "copy_ on the host"),
+    "a copy is read behind a poll alone": (only_poll, down, "copy_ on the host"),
     "a block is freed under a copy that runs": (let_go_at_once, down, "free"),
     "what is changed before it is copied": (wait_for_no_compute, partial(down, shared=False), "fill_|mul"),
     "a pinned buffer is used again too early": (keep_one_buffer, up, "copy_"),
@@ -156,6 +167,20 @@ def test_pinned_memory_has_a_budget_past_which_copies_still_come(standin):
     assert device.room([16], torch.float32).is_pinned()
 
 
+def test_no_copy_stands_behind_one_that_goes_apart(standin):
+    """Of two of a kind the second's end is the first's, too; a step's record has an order of its own."""
+    for apart in (False, True):
+        device = late_device(standin)
+        first = device.to_host([torch.ones(4, device=device.where)], "a record", shared=True, apart=apart)
+        device.to_host([torch.ones(4, device=device.where)], "an activation", shared=True).wait(WAIT_S)
+        if apart:
+            with pytest.raises(RuntimeError, match="two accesses of pinned host memory are not ordered"):
+                standin.host_access(first._targets[0], write=False)
+        else:
+            standin.host_access(first._targets[0], write=False)
+        assert first.wait(WAIT_S)[0].tolist() == [1.0] * 4
+
+
 def test_memory_that_the_machine_does_not_let_one_pin_is_ordinary(standin):
     make, missed, pinned = torch.empty, [], PinnedMemory()
     pinned.limit(1 << 30, missed.append)
@@ -189,4 +214,4 @@ def test_the_process_may_end_while_threads_free_pinned_memory(standin):
     assert all(each.is_pinned() for each in kept) and len(weakref.finalize._registry) == before
     used = device._pinned.used
     kept.clear()
-    assert used - device._pinned.used == 4000
+    assert used - device._pinned.used == 5120  # torch pins powers of two

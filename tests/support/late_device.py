@@ -43,7 +43,7 @@ class LateDevice:
         self.asked: list[Asked] = []
         self.under_way: list[Late] = []
 
-    def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
+    def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool, apart: bool = False) -> Copy:
         return self._copy("host", tensors, what, shared)
 
     def from_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:

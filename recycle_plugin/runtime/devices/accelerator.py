@@ -1,7 +1,8 @@
 """A device with an order of its own: what is started on it is done later, stream by stream.
 
 What layers and optimizers do is on the current stream, as everywhere in torch.  Copies have a stream each way, so that
-they go on beside the computing, and stand in order with it by events alone: no call here waits for the device, but a
+they go on beside the computing, and large ones for which nobody waits one of their own; they stand in order with
+computing by events alone: no call here waits for the device, but a
 copy of host memory for which there is no pinned room left.
 
 A block of device memory that a copy uses on another stream than its own is recorded there, so that torch gives it to
@@ -34,7 +35,7 @@ class Accelerator:
         self.where, self.kind = where, where.type
         self._module: Any = torch.get_device_module(where)
         self._pinned = PinnedMemory()
-        self._down, self._up = self._module.Stream(where), self._module.Stream(where)
+        self._down, self._up, self._apart = (self._module.Stream(where) for _ in range(3))
 
     @property
     def generators(self) -> Sequence[torch.Generator]:
@@ -43,20 +44,21 @@ class Accelerator:
 
     # --- copies ---------------------------------------------------------------------------------------
 
-    def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
+    def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool, apart: bool = False) -> Copy:
         """Start copying tensors to host memory behind all that the calling thread has started on the device.
 
         What is not ``shared`` may change at once: what is started from now on waits for the copy, on the device.
         """
         if all(map(on_host, tensors)):
             return CPU.to_host(tensors, what, shared=shared)
+        down = self._apart if apart else self._down
         computing = self._module.current_stream(self.where)
         sources = [_plain(tensor) for tensor in tensors]
         begun = self._mark(computing)
-        with self._module.stream(self._down):
-            stand_behind(self._down, begun)
-            targets = tuple(self._from(source, shared) for source in sources)
-            over = self._mark(self._down)
+        with self._module.stream(down):
+            stand_behind(down, begun)
+            targets = tuple(self._from(source, shared, down) for source in sources)
+            over = self._mark(down)
         if not shared:
             stand_behind(computing, over)
         return Downward(targets, over, f"{what}, to the host")
@@ -70,13 +72,13 @@ class Accelerator:
             over = self._mark(self._up)
         return Upward(targets, over, f"{what}, to the device", lambda: self._module.current_stream(self.where))
 
-    def _from(self, source: torch.Tensor, shared: bool) -> torch.Tensor:
+    def _from(self, source: torch.Tensor, shared: bool, down: Any) -> torch.Tensor:
         if on_host(source):
             return CPU.to_host((source,), "", shared=shared).wait(0)[0]
         if source.layout is not torch.strided:
             return source.to(CPU.where)
         target = self.room(source.shape, source.dtype)
-        source.record_stream(self._down)
+        source.record_stream(down)
         return target.copy_(source, non_blocking=target.is_pinned())
 
     def _staged(self, tensor: torch.Tensor, shared: bool) -> torch.Tensor:
@@ -230,6 +232,7 @@ def await_event(event: Any, what: object, timeout_s: float) -> None:
             raise WaitTimeout(f"waited {timeout_s:g} s for {what}")
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_S)
+    event.synchronize()  # returns at once; torch.cuda._sanitizer takes no query for an order
 
 
 def _over(event: Any) -> bool:

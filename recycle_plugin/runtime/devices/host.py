@@ -74,7 +74,7 @@ class Cpu:
     where, kind = HOST, HOST.type
     generators = (torch.default_generator,)
 
-    def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
+    def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool, apart: bool = False) -> Copy:
         """Detached tensors, contiguous; copies where their memory may not be shared."""
         given = (tensor.detach() if shared else tensor.detach().clone() for tensor in tensors)
         return There(tuple(tensor.contiguous() if tensor.layout is torch.strided else tensor for tensor in given))

@@ -17,7 +17,7 @@ BUDGET = 4 << 30  # bytes, before a job has said how many
 
 
 class PinnedMemory:
-    """Pinned host memory of at most ``budget`` bytes at a time.
+    """Pinned host memory of at most ``budget`` bytes at a time.  All sizes are of what torch pins, powers of two.
 
     torch keeps what was freed for the next who asks, and gives nobody a block that a copy still reads or writes.  What
     is pinned is taken from the whole machine, so there is a budget; past it memory is of the ordinary kind, to and from
@@ -39,7 +39,7 @@ class PinnedMemory:
 
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised contiguous tensor in host memory, pinned within the budget."""
-        size = torch.Size(shape).numel() * dtype.itemsize
+        size = taken(torch.Size(shape).numel() * dtype.itemsize)
         with self._lock:
             pinned = 0 < size <= self.budget - self._settled()
             self._taken += size * pinned
@@ -81,3 +81,8 @@ class PinnedMemory:
     def _free(self, number: int, size: int, _: object) -> None:
         del self._live[number]
         self._freed.append(size)
+
+
+def taken(size: int) -> int:
+    """Bytes that torch pins for a tensor of ``size`` bytes: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0

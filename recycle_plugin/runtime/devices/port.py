@@ -103,8 +103,11 @@ class Device(Protocol):
     where: torch.device
     kind: str
 
-    def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
-        """Start copying tensors, wherever they are, to host memory, contiguous and without a graph."""
+    def to_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool, apart: bool = False) -> Copy:
+        """Start copying tensors, wherever they are, to host memory, contiguous and without a graph.
+
+        ``apart``: no other copy stands behind it.
+        """
 
     def from_host(self, tensors: Sequence[torch.Tensor], what: object, *, shared: bool) -> Copy:
         """Start copying tensors, wherever they are, to the device, without a graph."""

@@ -96,7 +96,8 @@ class HostCopies:
             keys = [key for key, source in sources.items() if on_host(source) is here]
             if keys:
                 device, given = device_of(sources[keys[0]].device), [sources[key] for key in keys]
-                self._copies.append((keys, device.to_host(given, "what takes a step back", shared=not here)))
+                copy = device.to_host(given, "what takes a step back", shared=not here, apart=True)
+                self._copies.append((keys, copy))
 
     def take(self, sources: Mapping[Any, torch.Tensor]) -> None:
         """Have copies of ``sources`` as they are now: those that were begun, or others where something has changed."""
