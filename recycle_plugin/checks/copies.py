@@ -4,78 +4,77 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from typing import Any
 
 import torch
 
+from recycle_plugin.runtime.devices.host import HOST
 from recycle_plugin.runtime.devices.port import Copy, Device
 
-BYTES, REPEAT, WARM_UP = 64 << 20, 9, 2
+BYTES, IN_A_ROW, REPEAT, WARM_UP = 64 << 20, 8, 3, 2
 WAIT_S = 60.0
 
 
 def bandwidths(device: Device, size: int = BYTES, products: int = 40, side: int = 4096) -> dict[str, float]:
-    """GB/s of copies of ``size`` bytes to the host and back, alone and beside ``products`` of square matrices.
+    """GB/s of several copies of ``size`` bytes each way, alone and beside ``products`` of square matrices.
 
-    ``compute_ms`` is what those take alone, ``compute_beside_ms`` beside as many copies each way as fit.
+    ``pin_ms`` is what so much pinned memory takes that is new, ``compute_ms`` what the products take alone,
+    ``compute_beside_ms`` beside the copies.
     """
     there = torch.ones(size, dtype=torch.uint8, device=device.where)
-    here = device.room((size,), torch.uint8).fill_(1)
+    begun = time.perf_counter()
+    here = device.room((size,), torch.uint8)
+    found = {"pin_ms": 1e3 * (time.perf_counter() - begun)}
+    here.fill_(1)
+    matrix = torch.ones(side, side, device=device.where)
+
+    def compute() -> None:
+        for _ in range(products):
+            torch.mm(matrix, matrix)
+
     ways: dict[str, Callable[[], Copy]] = {
         "to_host": lambda: device.to_host([there], "a copy to the host", shared=True),
         "from_host": lambda: device.from_host([here], "a copy from the host", shared=True),
     }
-    found: dict[str, float] = {}
+    found["compute_ms"] = 1e3 * _beside(device, compute, None)[0]
     for name, start in ways.items():
-        seconds = [_copied(device, start) for _ in range(WARM_UP + REPEAT)][WARM_UP:]
-        found[f"{name}_gb_s"] = _rate(size, median(seconds))
-    found["compute_ms"] = 1e3 * median(_computed(device, products, side, None)[0] for _ in range(3))
-    for name, start in ways.items():
-        taken, copies, copying = _computed(device, products, side, start)
-        found[f"{name}_beside_gb_s"] = _rate(size * copies, copying)
-        found[f"{name}_compute_beside_ms"] = 1e3 * taken
+        found[f"{name}_gb_s"] = IN_A_ROW * size / _beside(device, None, start)[1] / 1e9
+        computing, copying = _beside(device, compute, start)
+        found[f"{name}_beside_gb_s"] = IN_A_ROW * size / copying / 1e9
+        found[f"{name}_compute_beside_ms"] = 1e3 * computing
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def _rate(size: int, seconds: float) -> float:
-    return size / max(seconds, 1e-9) / 1e9
+def _beside(
+    device: Device, compute: Callable[[], None] | None, start: Callable[[], Copy] | None
+) -> tuple[float, float]:
+    """Medians of the seconds of what ``compute`` starts, and of copies in a row that ``start`` begins beside it."""
+    taken = [_once(device, compute, start) for _ in range(WARM_UP + REPEAT)][WARM_UP:]
+    computing, copying = (median(column) for column in zip(*taken))
+    return computing, copying
 
 
-def _over(device: Device, what: str) -> None:
-    """Return when all that was started is done, also copies that came to the device."""
-    device.event(what).wait(WAIT_S)
-
-
-def _copied(device: Device, start: Callable[[], Copy]) -> float:
-    _over(device, "what was before")
-    begun = time.perf_counter()
-    start().wait(WAIT_S)
-    _over(device, "a copy")
-    return time.perf_counter() - begun
-
-
-def _computed(device: Device, products: int, side: int, start: Callable[[], Copy] | None) -> tuple[float, int, float]:
-    """Seconds of matrix products, and beside them how many copies were over, and after how many seconds the last."""
-    matrix = torch.ones(side, side, device=device.where)
-    torch.mm(matrix, matrix)
-    _over(device, "what was before")
-    begun = time.perf_counter()
+def _once(device: Device, compute: Callable[[], None] | None, start: Callable[[], Copy] | None) -> tuple[float, float]:
+    device.event("what was before").wait(WAIT_S)
     first: Any = device.event("the products' begin")
-    for _ in range(products):
-        torch.mm(matrix, matrix)
+    if compute is not None:
+        compute()
     last: Any = device.event("the products")
-    copies, copying = 0, 0.0
-    while start is not None and (not copies or not last.poll()):
-        copy = start()
-        _until(copy)
-        copies, copying = copies + 1, time.perf_counter() - begun
+    begun = time.perf_counter()
+    with _apart(device):
+        for copy in [start() for _ in range(IN_A_ROW)] if start is not None else ():
+            copy.wait(WAIT_S)
+        device.event("the copies").wait(WAIT_S)
+    copying = max(time.perf_counter() - begun, 1e-9)
     last.wait(WAIT_S)
-    return last.since(first), copies, copying
+    return last.since(first), copying
 
 
-def _until(copy: Copy) -> None:
-    """Return when the copy is over, without putting the device's work behind it."""
-    until = time.monotonic() + WAIT_S
-    while not copy.poll() and time.monotonic() < until:
-        time.sleep(20e-6)
+def _apart(device: Device) -> AbstractContextManager[object]:
+    """A context in which the calling thread has started nothing on the device that its copies would stand behind."""
+    if device.kind == HOST.type:
+        return nullcontext()
+    module = torch.get_device_module(device.where)
+    return module.stream(module.Stream(device.where))

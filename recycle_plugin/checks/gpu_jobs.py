@@ -5,8 +5,9 @@ from __future__ import annotations
 import select
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from recycle_plugin.checks.context_worker import BLOCK, SIZE
@@ -61,44 +62,57 @@ MEND = "send the run folder's events.jsonl and output.txt"
 def smoke(place: Place) -> list[Row]:
     """The plain pipeline and a DeepSpeed job on 2 × 2 workers, their losses beside those of the CPU."""
     rows = []
-    for name, run in (("plain", plain), ("deepspeed", gpt)):
-        try:
-            here = run(place.folder / name, place.device)
-            there = run(place.folder / f"{name}_cpu", HOST.type)
-        except RunFailed as error:
-            rows.append(failed(name, error, place.folder))
-            continue
-        rows.append(alike(name, here, there, AS_THE_CPU))
+    for name, start in (("plain", started_plain), ("deepspeed", started_gpt)):
+        here, there = side_by_side(
+            partial(start, place.folder / name, place.device), partial(start, place.folder / f"{name}_cpu", HOST.type)
+        )
+        rows.append(alike(name, here, there, AS_THE_CPU, place.folder))
     return rows
-
-
-def kills(place: Place) -> list[Row]:
-    """A worker killed from outside in each instruction and between steps, with dropout, losses beside the job's own."""
-    started = one_host(place.device, JOB_S)
-    return kill_list(
-        started, place.folder, plain(place.folder / "reference", place.device, 0.1), list(MOMENTS), killed_from_outside
-    )
 
 
 def precision(place: Place) -> list[Row]:
     """A DeepSpeed job in bf16 and fp16 beside the CPU's in fp32, and with a worker killed from outside."""
-    there, rows = gpt(place.folder / "reference", HOST.type), []
-    for name, half in HALVES.items():
-        try:
-            here = gpt(place.folder / name, place.device, half)
-            rows.append(alike(name, here, there, HALF))
-            killed, at = killed_gpt(place.folder / f"{name}_killed", place.device, half)
-            rows.append(row(f"{name}: kill: F", killed, here, at, SURVIVED_HALF))
-        except RunFailed as error:
-            rows.append(refused(name, error) or failed(name, error, place.folder))
+    there, *whole = side_by_side(
+        partial(started_gpt, place.folder / "reference", HOST.type),
+        *(partial(started_gpt, place.folder / name, place.device, half) for name, half in HALVES.items()),
+    )
+    trained = {name: here for name, here in zip(HALVES, whole, strict=True) if isinstance(here, RunOutcome)}
+    fault = f'recycle.faults=["stop {SEAT} {MOMENTS["F"]}"]'
+    struck: dict[str, float] = {}
+    killed = side_by_side(
+        *(partial(started_gpt, place.folder / f"{name}_killed", place.device, HALVES[name], fault) for name in trained),
+        meanwhile=lambda run: struck.update({run.folder.name: killed_from_outside(run, MOMENTS["F"])}),
+    )
+    rows = []
+    for name, here in zip(HALVES, whole, strict=True):
+        said = refused(name, here) if isinstance(here, RunFailed) else None
+        rows.append(said or alike(name, here, there, HALF, place.folder))
+    for (name, here), found in zip(trained.items(), killed, strict=True):
+        rows.append(survived(f"{name}: kill: F", found, here, struck.get(f"{name}_killed"), place.folder))
     return rows
+
+
+def survived(name: str, found: RunOutcome | RunFailed, whole: RunOutcome, at: float | None, folder: Path) -> Row:
+    """Whether a job in half precision that has lost a worker has trained what the ``whole`` one has."""
+    if isinstance(found, RunFailed):
+        return failed(name, found, folder)
+    return row(name, found, whole, at, SURVIVED_HALF)
+
+
+def kills(place: Place) -> list[Row]:
+    """A worker killed from outside in each instruction and between steps, with dropout, losses beside the job's own."""
+    (reference,) = side_by_side(partial(started_plain, place.folder / "reference", place.device, "--dropout", "0.1"))
+    if isinstance(reference, RunFailed):
+        return [failed("without a kill", reference, place.folder)]
+    started, options = one_host(place.device, JOB_S), ("--device", place.device)
+    return kill_list(started, place.folder, reference, list(MOMENTS), killed_from_outside, options)
 
 
 def sanitizer(place: Place) -> list[Row]:
     """The plain pipeline under torch.cuda._sanitizer, with what waits for the device counted by its place."""
     folder = place.folder / "watched"
     try:
-        with one_host(place.device, JOB_S).run(folder, "--watched") as run:
+        with one_host(place.device, JOB_S).run(folder, "--watched", "--device", place.device) as run:
             found = outcome(run, JOB_S)
     except RunFailed as error:
         return [failed("sanitizer", error, folder)]
@@ -120,29 +134,29 @@ def listed(waits: dict[str, int]) -> str:
 # --- jobs --------------------------------------------------------------------------------------------
 
 
-def plain(folder: Path, device: str, dropout: float = 0.0) -> RunOutcome:
-    """The small job without a failure; raises RunFailed where it has trained on another kind of device."""
-    started = one_host(device, JOB_S)
-    with started.run(folder, "--dropout", f"{dropout:g}") as run:
-        found = outcome(run, started.deadline_s)
-    elsewhere = {record["device"] for record in found.records.values() if not record["device"].startswith(device)}
-    if elsewhere:
-        raise RunFailed(f"the run in {folder} has trained on {', '.join(sorted(elsewhere))} instead of {device}")
-    return found
+def side_by_side(
+    *starts: Callable[[], JobRun], meanwhile: Callable[[JobRun], object] = lambda run: None
+) -> list[RunOutcome | RunFailed]:
+    """Start jobs, call ``meanwhile`` with each, and return what each has left, or how it has failed."""
+    with ExitStack() as stack:
+        runs = [stack.enter_context(start()) for start in starts]
+        for run in runs:
+            with suppress(RunFailed):  # so does its end
+                meanwhile(run)
+        return [ended(run) for run in runs]
 
 
-def gpt(folder: Path, device: str, *more: str) -> RunOutcome:
-    """A small GPT under DeepSpeed without a failure."""
-    with started_gpt(folder, device, *more) as run:
+def ended(run: JobRun) -> RunOutcome | RunFailed:
+    """What a job has left at its end, or how it has failed."""
+    try:
         return outcome(run, JOB_S)
+    except RunFailed as error:
+        return error
 
 
-def killed_gpt(folder: Path, device: str, *more: str) -> tuple[RunOutcome, float]:
-    """The same, whose worker of SEAT is killed from outside in a forward; and when that was."""
-    fault = f'recycle.faults=["stop {SEAT} {MOMENTS["F"]}"]'
-    with started_gpt(folder, device, *more, fault) as run:
-        at = killed_from_outside(run, MOMENTS["F"])
-        return outcome(run, JOB_S), at
+def started_plain(folder: Path, device: str, *options: str) -> JobRun:
+    """The small job, without dropout unless its ``options`` say otherwise."""
+    return one_host(device, JOB_S).run(folder, "--device", device, "--dropout", "0", *options)
 
 
 def started_gpt(folder: Path, device: str, *more: str) -> JobRun:
@@ -152,8 +166,13 @@ def started_gpt(folder: Path, device: str, *more: str) -> JobRun:
     return JobRun(folder, [*started.command, str(training_script()), *overrides], started.variables)
 
 
-def alike(name: str, here: RunOutcome, there: RunOutcome, tolerance: float) -> Row:
+def alike(
+    name: str, here: RunOutcome | RunFailed, there: RunOutcome | RunFailed, tolerance: float, folder: Path
+) -> Row:
     """Whether a job has trained on its device what the same one has on the CPU."""
+    for one in (here, there):
+        if isinstance(one, RunFailed):
+            return failed(name, one, folder)
     apart = difference(here, there)
     wrong = "" if apart <= tolerance else f"losses differ from the CPU's by {apart:.2g}, and {tolerance:g} is allowed"
     return judged(name, wrong, f"losses as on the CPU, at most {apart:.2g} apart", MEND, difference=apart)

@@ -45,10 +45,10 @@ class Started(NamedTuple):
         return JobRun(folder, [*self.command, str(JOB), "--run-dir", str(folder), *options], self.variables)
 
 
-def one_host(device: str, deadline_s: float) -> Started:
-    """Four workers under the plugin's own launcher, all of them on one device of this kind."""
+def one_host(device: str, deadline_s: float, workers: int = 4) -> Started:
+    """Workers under the plugin's own launcher, all of them on one device of this kind."""
     return Started(
-        [sys.executable, "-m", "recycle_plugin.launch", "--workers", "4", "--one-device"],
+        [sys.executable, "-m", "recycle_plugin.launch", "--workers", str(workers), "--one-device"],
         on_device(device),
         deadline_s,
     )

@@ -36,7 +36,7 @@ from recycle_plugin.runtime.devices.kinds import kinds
 
 NO_GPU, LEFT, BAD, MINUTES = 69, 75, 2, 9.0
 CHECKOUT = Path(__file__).resolve().parents[2]
-END_S = 45.0  # of a call, for a stage that has to end, and for the report
+END_S = 25.0  # of a call, for a stage that has to end, and for the report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

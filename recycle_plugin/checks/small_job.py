@@ -9,7 +9,9 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from torch import nn
 from recycle_plugin.adapters.plain import Pipeline
 
 WORDS, TOKENS = 64, 32
+GO, HELD_S = "go", 200.0  # the file in the run folder that ends --hold
 SETTLED = 2  # steps in which everything is made that is made once
 
 
@@ -63,7 +66,9 @@ def main() -> None:
         stages=2,
         micro_batches=2,
         settings=settings,
+        device=found.device,
     )
+    hold = Hold(found.hold, found.run_dir / GO)
     record = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "losses": []}
     if found.measure:
         from recycle_plugin.checks import measured
@@ -75,19 +80,34 @@ def main() -> None:
         from recycle_plugin.checks.watched import Watched
 
         with Watched() as watched:
-            train(pipeline, found.steps, record)
+            train(pipeline, found.steps, record, hold)
         record |= {"watched": watched.on, "synchronisations": watched.found}
     else:
-        train(pipeline, found.steps, record)
-    record["device"] = str(next(pipeline.module.parameters()).device)
+        train(pipeline, found.steps, record, hold)
     path = found.run_dir / "losses" / f"rank{record['rank']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record))
 
 
-def train(pipeline: Pipeline, steps: int, record: dict) -> None:
+class Hold(NamedTuple):
+    """Before ``step``, counted from 0, everybody waits for ``file``; before none of them where it is None."""
+
+    step: int | None
+    file: Path
+
+    def wait(self, steps: int) -> None:
+        """Return once step ``steps`` may begin; raises TimeoutError."""
+        until = time.monotonic() + HELD_S
+        while steps == self.step and not self.file.exists():
+            if time.monotonic() > until:
+                raise TimeoutError(f"waited {HELD_S:g} s for {self.file}")
+            time.sleep(0.01)
+
+
+def train(pipeline: Pipeline, steps: int, record: dict, hold: Hold) -> None:
     """Train up to so many steps in all, and wait until they stay."""
     while pipeline.steps < steps:
+        hold.wait(pipeline.steps)
         record["losses"].append(pipeline.step())
     pipeline.settle()
 
@@ -99,6 +119,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--deepspeed_config")  # in which the plugin's launcher looks for the placement
     made.add_argument("--run-dir", type=Path, required=True)
     made.add_argument("--steps", type=int, default=8)
+    made.add_argument("--device", help="its kind (default: an accelerator, or else the host)")
+    made.add_argument(
+        "--hold", type=int, metavar="STEP", help="begin it only once there is a file go in the run folder"
+    )
     made.add_argument("--width", type=int, default=32)
     made.add_argument("--dropout", type=float, default=0.1)
     made.add_argument("--fault", action="append", default=[])

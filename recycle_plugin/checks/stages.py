@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from recycle_plugin.checks import gpu_figures, gpu_jobs
+from recycle_plugin.checks import gpu_figures, gpu_jobs, gpu_recoveries
 from recycle_plugin.checks.killed import failed
 from recycle_plugin.checks.place import Place
 from recycle_plugin.checks.rows import Row
 from recycle_plugin.experiments.runs import RunFailed, terminable
+from recycle_plugin.runtime.devices.host import HOST
 
 
 class Stage(NamedTuple):
@@ -42,11 +43,14 @@ TRACE = gpu_figures.reproduce(
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("smoke", 90, 500, gpu_jobs.smoke),
-        Stage("context", 20, 200, gpu_jobs.context),
-        Stage("kills", 120, 580, gpu_jobs.kills),
-        Stage("precision", 150, 580, gpu_jobs.precision),
-        Stage("sanitizer", 30, 200, gpu_jobs.sanitizer),
+        Stage("smoke", 50, 500, gpu_jobs.smoke),
+        Stage("precision", 60, 580, gpu_jobs.precision),
+        Stage("kills", 85, 580, gpu_jobs.kills),
+        Stage("sanitizer", 20, 200, gpu_jobs.sanitizer),
+        Stage("context", 15, 200, gpu_jobs.context),
+        Stage("returns", 30, 300, gpu_recoveries.returns),
+        Stage("replay", 30, 300, gpu_recoveries.replay),
+        Stage("sharded", 40, 300, gpu_recoveries.sharded),
         Stage("split", 60, 400, gpu_figures.split),
         Stage("undo", 30, 200, gpu_figures.undo),
         Stage("copies", 20, 120, gpu_figures.copies),
@@ -61,7 +65,7 @@ STAGES = {
 
 def run(name: str, out: Path, device: str) -> list[Row]:
     """Run a stage in this process; what it raises is a row that has failed."""
-    place = Place(device, out, out / name)
+    place = Place(device, out, out / name, rehearsal=device == HOST.type)
     place.folder.mkdir(parents=True, exist_ok=True)
     if place.rehearsal:
         torch.set_num_threads(1)

@@ -1,7 +1,8 @@
 """The wheels that a machine needs which has torch and no package index: ``scripts/on_gpu --pack DIR``.
 
 They are what this package depends on and torch does not, in the releases that are installed here, for the Python and
-the system of that machine.  They lie in DIR/part-1, DIR/part-2, ..., none of which is too large to be carried at once.
+the system of that machine; without those that it has already, as a file with its ``pip list`` says (--beside), in a
+release that will do.  They lie in DIR/part-1, DIR/part-2, ..., none of which is too large to be carried at once.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 OURS, GIVEN = "recycle_plugin", "torch"
 EXTRAS = ("", "deepspeed", "megatron", "report")  # of ours, which the stages need
@@ -31,10 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="on_gpu --pack", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="that machine's (default: 3.12)")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="what `pip list` prints there: that is left out")
     found = parser.parse_args(arguments)
     if list(found.folder.glob("part-*")):
         return complain(f"{found.folder} has parts already: name an empty folder")
-    names = needed(found.python)
+    try:
+        there = listed(found.beside.read_text()) if found.beside else {}
+    except (OSError, ValueError) as error:
+        return complain(f"--beside {found.beside}: {error}")
+    names = needed(found.python, there)
     try:
         with tempfile.TemporaryDirectory() as folder:
             collect(names, found.python, Path(folder))
@@ -53,10 +60,36 @@ def complain(line: str) -> int:
     return 2
 
 
-def needed(python: str) -> list[str]:
-    """The names of the distributions that this package needs, without torch and without what torch needs."""
-    found = closure(OURS, python, without=closure(GIVEN, python)) - {canonicalize_name(OURS)}
-    return sorted(found | {BUILDS})
+def needed(python: str, there: Mapping[str, Version]) -> list[str]:
+    """The names of the distributions that this package needs, without torch and what torch needs, and without those
+    that are ``there`` already in a release that will do.
+    """
+    found = closure(OURS, python, without=closure(GIVEN, python))
+    asked = {name: {canonicalize_name(one.name): one.specifier for one in wanted(name, python)} for name in found}
+    own = canonicalize_name(OURS)
+    brought = found - there.keys() | {own}
+
+    def does(name: str) -> bool:
+        """Whether all that is brought allows the release that is there, and nothing that this one needs is replaced."""
+        asking = (asked[by][name] for by in brought if name in asked[by])
+        allowed = all(each.contains(there[name], prereleases=True) for each in asking)
+        return allowed and not asked[name].keys() & brought & there.keys()
+
+    while more := {name for name in found - brought if not does(name)}:
+        brought |= more
+    return sorted(brought - {own} | {BUILDS} - there.keys())
+
+
+def listed(text: str) -> dict[str, Version]:
+    """The releases by name in what ``pip list`` prints, as columns or with --format=freeze.  Raises ValueError."""
+    rows = [line.replace("==", " ").split() for line in text.splitlines()]
+    found = {}
+    for row in rows:
+        if len(row) > 1 and row[1][0].isdigit():
+            found[canonicalize_name(row[0])] = Version(row[1])
+    if not found:
+        raise ValueError("not what `pip list` prints: a name and a release in each line")
+    return found
 
 
 def closure(root: str, python: str, without: Iterable[str] = ()) -> set[str]:

@@ -1,4 +1,4 @@
-"""Times and memory of a GPT's parts on one device, CPU or CUDA with the same code."""
+"""Times and memory of a GPT's parts on one device, a CPU or an accelerator with the same code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,12 +23,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile, Wire
-from recycle_plugin.runtime.stage.split_backward import DeferredWeights
+from recycle_plugin.runtime.devices.host import HOST, on_host
+from recycle_plugin.runtime.devices.kinds import device_of, kinds
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights, PendingWeights
 from recycle_plugin.settings.compose import GPTModel, compose
 
 WARM_UP = 3
+IN_A_ROW = 4  # micro-batches between two waits for an accelerator: else what is timed is the start of its kernels
 PARTS = ("first", "layer", "last")  # of a GPT: embedding, one layer, head with loss
 INSIDE = Wire(5, 240_000)  # NVLink of an A100 at 80%; nothing uses it but placements on one host
+WAIT_S = 300.0
 SMALL, LARGE = 1 << 20, 1 << 26  # bytes of the all-reduces from which a link's latency and bandwidth follow
 
 
@@ -40,37 +45,36 @@ class Case(NamedTuple):
 
 
 class Clock:
-    """Measures the seconds that work on a device takes."""
+    """Measures the seconds that work on a device takes, ``in_a_row`` times between two waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.in_a_row = 1 if on_host(torch.empty(0, device=device)) else IN_A_ROW
 
     def of(self, work: Callable[[], object]) -> float:
-        """Seconds that ``work`` takes until the device is done with it."""
+        """Seconds that the device takes until it is done with ``work``, done several times in a row."""
         self._settle()
         start = time.perf_counter()
-        work()
+        for _ in range(self.in_a_row):
+            work()
         self._settle()
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / self.in_a_row
 
     def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        device_of(self.device).event("what is measured").wait(WAIT_S)
 
 
 def measure(found: argparse.Namespace) -> Profile | None:
     """The profile of ``recycle profile``'s arguments; None on every rank but 0.  Raises ValueError."""
-    device = torch.device(found.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device here")
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if (kind := found.device or kinds()[-1]) not in kinds():
+        raise ValueError(f"--device {kind}: torch finds only {' and '.join(kinds())} here")
+    device = torch.device(kind)
+    if device == HOST:
+        os.environ.setdefault("DS_ACCELERATOR", kind)
     job = compose([f"model={found.model}"])
     if not isinstance(job.model, GPTModel):
         raise ValueError(f"--model {found.model}: not a GPT")
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[
-        found.dtype or ("bf16" if device.type == "cuda" else "fp32")
-    ]
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[found.dtype or ("fp32" if device == HOST else "bf16")]
     with_group = _group(device)
     try:
         across, said = _across(found, device)
@@ -172,27 +176,33 @@ def _part(case: Case, clock: Clock, repeat: int) -> LayerProfile:
 
 def _once(case: Case, clock: Clock, deferred: DeferredWeights | None) -> tuple[float, float, float]:
     """Seconds of F, I and W of one micro-batch; of F, B and nothing where the backward is not split."""
-    x, outputs = _inputs(case), []
-    with nullcontext() if deferred is None else deferred.forward():
-        forward = clock.of(lambda: outputs.append(case.forward(x)))
+    inputs, outputs, left = [_inputs(case) for _ in range(clock.in_a_row)], deque[Tensor](), deque[PendingWeights]()
+
+    def forward() -> None:
+        with nullcontext() if deferred is None else deferred.forward():
+            outputs.append(case.forward(inputs.pop()))
+
+    def backward() -> None:
+        with nullcontext() if deferred is None else deferred.hold() as pending:
+            outputs.popleft().backward(gradient)
+        left.append(pending)
+
+    taken = clock.of(forward)
     gradient = torch.randn_like(outputs[0])
-    if deferred is None:
-        return forward, clock.of(lambda: outputs.pop().backward(gradient)), 0.0
-    with deferred.hold() as pending:
-        backward = clock.of(lambda: outputs.pop().backward(gradient))
-    return forward, backward, clock.of(pending.run)
+    halves = clock.of(backward)
+    return taken, halves, 0.0 if deferred is None else clock.of(lambda: left.popleft().run())
 
 
 def _memory(case: Case, device: torch.device) -> tuple[int, int]:
     """Bytes that a micro-batch holds after F, and after I, with its backward split.
 
-    On CUDA the first is what the allocator says, otherwise what autograd was given to keep.
+    On an accelerator the first is what the allocator says, otherwise what autograd was given to keep.
     """
     deferred, x = DeferredWeights(case.module), _inputs(case)
     before, held = _allocated(device), _Held(case.module)
     with held, deferred.forward():
         output = case.forward(x)
-    size = _allocated(device) - before + x.nbytes if device.type == "cuda" else held.nbytes(x)
+    size = held.nbytes(x) if on_host(x) else _allocated(device) - before + x.nbytes
     gradient = torch.randn_like(output)
     with deferred.hold() as pending:
         output.backward(gradient)
@@ -227,7 +237,7 @@ class _Held(torch.autograd.graph.saved_tensors_hooks):
 
 
 def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return 0 if device == HOST else torch.get_device_module(device).memory_allocated(device)
 
 
 def _step(module: nn.Module, clock: Clock, repeat: int) -> float:
@@ -254,9 +264,8 @@ def _group(device: torch.device) -> bool:
     """A process group: torchrun's, or one of this process alone.  Whether it was made here."""
     if dist.is_initialized():
         return False
-    backend = "nccl" if device.type == "cuda" else "gloo"
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group(backend)
+        dist.init_process_group(dist.get_default_backend_for_device(device))
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return True
@@ -283,14 +292,14 @@ def _all_reduce(size: int, device: torch.device, repeat: int) -> float:
 
 def _memory_of(device: torch.device) -> tuple[int, str]:
     """Bytes, and what they are: a device's own memory, or what its host has to spare."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory, "memory: all of the device's"
+    if device != HOST:
+        return device_of(device).memory().total, "memory: all of the device's"
     return psutil.virtual_memory().available, "memory: what this host had available; workers of one host share it"
 
 
 def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if device != HOST:
+        return torch.get_device_module(device).get_device_name(device)
     names = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()

@@ -40,8 +40,8 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="a GPT of configs/model: gpt_tiny, gpt3_medium, gpt3_3_35b, gpt3_6_7b (default: gpt_tiny)",
     )
     made.add_argument("--micro-batch", type=int, default=1, metavar="B", help="sequences of a micro-batch (default: 1)")
-    made.add_argument("--dtype", choices=["bf16", "fp32"], default=None, help="default: bf16 on CUDA, fp32 on a CPU")
-    made.add_argument("--device", choices=["cpu", "cuda"], default=None, help="default: cuda where there is one")
+    made.add_argument("--dtype", choices=["bf16", "fp32"], default=None, help="default: fp32 on a CPU, else bf16")
+    made.add_argument("--device", metavar="KIND", help="default: the accelerator that torch finds, or else the CPU")
     made.add_argument(
         "--checkpointing", action="store_true", help="with activation checkpointing of the transformer layers"
     )

@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
+from importlib.metadata import version
 
 import pytest
 
@@ -68,6 +69,12 @@ def test_what_does_not_fit_is_left_for_the_next_call(tried, call, tmp_path, caps
     assert tried["ran"] == ["rng"] and "left for the next call: kills" in capsys.readouterr().out
     assert "Left for the next call: kills." in (tmp_path / "report.md").read_text()
     assert call("--stage", "rng", "--stage", "kills") == 0 and tried["ran"] == ["rng", "kills"]
+
+
+def test_correctness_comes_first_and_fits_into_four_minutes():
+    first = [*STAGES][:4]
+    assert {*first} == {"smoke", "precision", "kills", "sanitizer"}
+    assert sum(STAGES[name].estimate_s for name in first) + on_gpu.END_S <= 240
 
 
 def test_what_reads_a_stages_files_waits_for_it(tried, call, capsys):
@@ -170,10 +177,31 @@ def waits() -> None:
 
 
 def test_the_wheels_are_what_torch_does_not_bring():
-    names = set(wheels.needed("3.12"))
+    names = set(wheels.needed("3.12", {}))
     assert {"deepspeed", "megatron-core", "hydra-core", "pydantic-core", "numba", "llvmlite", "setuptools"} <= names
     assert not names & {"torch", "sympy", "networkx", "recycle-plugin", "pytest"}
     assert not any(name.startswith(("nvidia", "cuda")) for name in names)
+
+
+@pytest.mark.parametrize("form", ("{0:<12} {1}", "{0}=={1}"))
+def test_wheels_that_the_machine_has_are_left_out(form):
+    """llvmlite, numba and matplotlib are most of all bytes; with what is replaced goes all that needs it."""
+    has = {"llvmlite": "0.43.0", "numba": version("numba"), "Matplotlib": "3.9.2", "pydantic": "2.1", "numpy": "1.0"}
+    has |= {"pydantic_core": "2.4.0", "hydra-core": "1.0"}
+    lines = ["Package      Version", "------------ -------", *(form.format(*each) for each in has.items())]
+    left = set(wheels.needed("3.12", {})) - set(wheels.needed("3.12", wheels.listed("\n".join(lines))))
+    assert left == {"pydantic", "pydantic-core"}
+    lines = [line for line in lines if "numpy" not in line]
+    left = set(wheels.needed("3.12", {})) - set(wheels.needed("3.12", wheels.listed("\n".join(lines))))
+    assert left == {"llvmlite", "numba", "matplotlib", "pydantic", "pydantic-core"}
+
+
+def test_what_is_no_list_of_packages_is_one_line(tmp_path, capsys):
+    (tmp_path / "list").write_text("nothing\n")
+    for file in ("list", "missing"):
+        assert wheels.main([str(tmp_path / "out"), "--beside", str(tmp_path / file)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"on_gpu --pack: --beside {tmp_path / file}: ")
 
 
 def test_parts_are_small_enough_to_be_carried(tmp_path, monkeypatch):

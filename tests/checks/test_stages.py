@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from recycle_plugin.checks import gpu_figures, gpu_jobs, killed, on_gpu, stages
+from recycle_plugin.checks import gpu_figures, gpu_jobs, gpu_recoveries, killed, on_gpu, stages
 from recycle_plugin.checks.place import Place
 from recycle_plugin.checks.rows import Row
 from recycle_plugin.core.vocabulary.profile import read
@@ -25,7 +26,7 @@ def place(tmp_path) -> Place:
 
 def made(out: Path, name: str) -> Place:
     (out / name).mkdir()
-    return Place("cpu", out, out / name)
+    return Place("cpu", out, out / name, rehearsal=True)
 
 
 def by_name(rows: list[Row]) -> dict[str, Row]:
@@ -139,9 +140,9 @@ def test_a_watched_job_says_what_it_has_seen(warm, place):
 @pytest.mark.processes
 def test_a_deepspeed_job_in_bf16_survives_a_kill_from_outside(server, place, monkeypatch):
     monkeypatch.setenv("RECYCLE_FORK_SERVER", server.path)
-    whole = gpu_jobs.gpt(place.folder / "whole", "cpu", gpu_jobs.HALVES["bf16"])
-    found, at = gpu_jobs.killed_gpt(place.folder / "killed", "cpu", gpu_jobs.HALVES["bf16"])
-    assert killed.row("bf16", found, whole, at, gpu_jobs.SURVIVED_HALF).passed
+    rows = by_name(gpu_jobs.precision(place))
+    assert rows["bf16"].passed and rows["bf16: kill: F"].passed, rows
+    assert rows["fp16"].passed in (True, None) and rows["fp16"].text
 
 
 def test_a_survivor_computes_on_after_its_peer_was_killed(place):
@@ -175,11 +176,53 @@ def test_what_a_stage_has_started_ends_with_it(warm, tmp_path, monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_job_that_falls_back_on_the_cpu_fails(warm, place, monkeypatch):
-    one_host = gpu_jobs.one_host
-    monkeypatch.setattr(gpu_jobs, "one_host", lambda device, deadline_s: one_host("cpu", deadline_s))
-    with pytest.raises(RunFailed, match="has trained on cpu instead of cuda"):
-        gpu_jobs.plain(place.folder / "plain", "cuda")
+def test_a_job_that_would_fall_back_on_the_cpu_fails(warm, place):
+    """Its workers have no other device."""
+    (found,) = gpu_jobs.side_by_side(partial(gpu_jobs.started_plain, place.folder / "plain", "cuda"))
+    assert isinstance(found, RunFailed) and "the accelerator is cuda, and torch finds cpu here" in str(found)
+
+
+RECOVERIES = {
+    stage.__name__: stage for stage in (gpu_recoveries.returns, gpu_recoveries.replay, gpu_recoveries.sharded)
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", RECOVERIES)
+def test_what_is_lost_comes_back(server, place, monkeypatch, stage):
+    monkeypatch.setenv("RECYCLE_FORK_SERVER", server.path)
+    rows = RECOVERIES[stage](place)
+    assert rows and all(row.passed for row in rows), rows
+
+
+@pytest.fixture
+def on_the_standin(server, tmp_path, monkeypatch) -> Place:
+    """A place whose jobs have their tensors on the stand-in accelerator, where late copies are seen."""
+    monkeypatch.setenv("RECYCLE_FORK_SERVER", server.path)
+    one_host = killed.one_host
+
+    def started(device: str, deadline_s: float, workers: int = 4) -> killed.Started:
+        on_it = {"RECYCLE_TEST_ON_STANDIN": "1", "RECYCLE_TEST_STANDIN_LATE": "7"} if device == "standin" else {}
+        made = one_host("cpu", deadline_s, workers)
+        script = str(Path(__file__).parents[1] / "jobs" / "on_standin.py")
+        return made._replace(command=[*made.command, script], variables={**made.variables, **on_it})
+
+    monkeypatch.setattr(gpu_jobs, "one_host", started)
+    monkeypatch.setattr(gpu_recoveries, "one_host", started)
+    return Place("standin", tmp_path, tmp_path, rehearsal=True)
+
+
+JOBS = {stage.__name__: stage for stage in (gpu_jobs.smoke, gpu_jobs.precision, gpu_jobs.kills)} | RECOVERIES
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", JOBS)
+def test_jobs_pass_on_the_standin(on_the_standin, stage):
+    rows = JOBS[stage](on_the_standin)
+    assert rows and all(row.passed for row in rows), rows
+    output = "".join(path.read_text() for path in on_the_standin.folder.rglob("output.txt"))
+    assert output and "never raised" not in output
 
 
 # --- verdicts ----------------------------------------------------------------------------------------
@@ -189,7 +232,7 @@ AFTER = [{"event": "resume", "committed": 3, "throughput": 1.0, "time": 7.1}]
 START = {"event": "start", "time": 0.0, "seats": {"0.1": 2}, "job": {"replicas": 2, "stages": 2, "micro_batches": 2}}
 
 
-def ended(*losses: float, lost: bool = False, pid: int = 5) -> RunOutcome:
+def ended(*losses: float, lost: bool = False, pid: int = 5, then: tuple[dict, ...] = ()) -> RunOutcome:
     steps = enumerate(losses, 1)
     events = [
         event
@@ -201,7 +244,7 @@ def ended(*losses: float, lost: bool = False, pid: int = 5) -> RunOutcome:
     ]
     worker = {"event": "worker", "rank": 0, "pid": 5, "time": 0.0}
     failure = [SEEN, *AFTER] if lost else []
-    whole = [worker, START, *events[:6], *failure, *events[6:]]
+    whole = [worker, START, *events[:6], *failure, *then, *events[6:]]
     return RunOutcome(tuple(whole), 0, {0: {"rank": 0, "pid": pid, "losses": list(losses)}})
 
 
@@ -226,30 +269,88 @@ def test_a_kill_is_judged_by_losses_and_survivors(found, wrong):
         assert (row.figures["seen_s"], row.figures["regrouped_s"]) == (0.5, 0.1)
 
 
-def test_smoke_has_a_row_for_each_adapter(place, monkeypatch):
-    def gpt(folder, device, *more):
-        raise RunFailed("the run in x ended\n[recycle 1.0] end: the job ends: why")
+@pytest.fixture
+def left(monkeypatch) -> dict[str, RunOutcome | RunFailed]:
+    """What jobs leave in the folders that are named so."""
+    found: dict[str, RunOutcome | RunFailed] = {}
 
-    monkeypatch.setattr(gpu_jobs, "plain", lambda folder, device: ended(4.0, 3.0 if device == "cpu" else 3.00001))
-    monkeypatch.setattr(gpu_jobs, "gpt", gpt)
-    found = by_name(gpu_jobs.smoke(Place("cuda", place.out, place.folder)))
+    def side_by_side(*starts, meanwhile=None):
+        return [found[start.args[0].name] for start in starts]
+
+    monkeypatch.setattr(gpu_jobs, "side_by_side", side_by_side)
+    monkeypatch.setattr(gpu_recoveries, "side_by_side", side_by_side)
+    return found
+
+
+def test_smoke_has_a_row_for_each_adapter(place, left):
+    left |= {"plain": ended(4.0, 3.00001), "plain_cpu": ended(4.0, 3.0), "deepspeed_cpu": ended(4.0, 3.0)}
+    left["deepspeed"] = RunFailed("the run in x ended\n[recycle 1.0] end: the job ends: why")
+    found = by_name(gpu_jobs.smoke(place))
     assert found["plain"].passed and found["plain"].figures["difference"] == pytest.approx(1e-5, rel=0.01)
     assert found["deepspeed"].passed is False and "the job ends: why" in found["deepspeed"].text
 
 
-def test_precisions_are_judged_one_by_one(place, monkeypatch):
+def test_precisions_are_judged_one_by_one(place, left):
     """What is refused has no verdict, and does not keep the others from theirs."""
-
-    def gpt(folder, device, *more):
-        if "fp16" in str(more):
-            raise RunFailed("x\nfp16.enabled: DeepSpeed has no fp16 on this device, cpu; set it")
-        return ended(4.0, 3.0, 2.0, 1.001) if more else ended(4.0, 3.0, 2.0, 1.0)
-
-    monkeypatch.setattr(gpu_jobs, "gpt", gpt)
-    monkeypatch.setattr(gpu_jobs, "killed_gpt", lambda *_: (ended(4.0, 3.0, 2.0, 1.01, lost=True), 6.5))
+    left |= {"reference": ended(4.0, 3.0, 2.0, 1.0), "bf16": ended(4.0, 3.0, 2.0, 1.001)}
+    left["fp16"] = RunFailed("x\nfp16.enabled: DeepSpeed has no fp16 on this device, cpu; set it")
+    left["bf16_killed"] = ended(4.0, 3.0, 2.0, 1.01, lost=True)
     found = by_name(gpu_jobs.precision(place))
     assert {name: row.passed for name, row in found.items()} == {"bf16": True, "bf16: kill: F": False, "fp16": None}
     assert "losses differ by 0.009" in found["bf16: kill: F"].text
+
+
+@pytest.mark.parametrize("broken", ("reference", "killed"))
+def test_a_recovery_whose_job_fails_is_a_row(place, left, broken):
+    left |= {name: ended(4.0, 3.0) for name in ("reference", "killed", "calm", "calm_cpu")}
+    left |= {"reference" if broken == "reference" else "killed": RunFailed("the run in x ended\n] end: why")}
+    left |= {"calm": RunFailed("the run in x ended\n] end: why")}
+    for stage in (gpu_recoveries.returns, gpu_recoveries.replay, gpu_recoveries.sharded):
+        assert [row.passed for row in stage(place)][-1:] == [False]
+        assert any("end: why" in row.text for row in stage(place))
+
+
+BACK = {"event": "rejoined", "seat": "0.1", "rank": 2, "step": 4, "time": 7.9}
+
+
+@pytest.mark.parametrize(
+    "found, replayed, wrong",
+    [
+        (ended(4.0, 3.0, 2.0, 1.0, lost=True, then=(BACK,)), False, ""),
+        (ended(4.0, 3.0, 2.0, 1.0), False, "lost nobody instead of 0.1"),
+        (ended(4.0, 3.0, 2.0, 1.0, lost=True), False, "seat 0.1 has not come back"),
+        (ended(4.0, 3.0, 2.0, 1.0, lost=True, then=(BACK,)), True, "stage 1 was not replayed"),
+        (ended(4.0, 3.0, 2.0, 1.5, lost=True, then=(BACK,)), False, "losses differ by 0.5, and 5e-06 is allowed"),
+        (ended(4.0, 3.0, 2.0, float("nan"), lost=True, then=(BACK,)), False, "losses differ by inf"),
+    ],
+)
+def test_a_recovery_is_judged_by_losses_and_who_is_back(place, found, replayed, wrong):
+    row = gpu_recoveries.recovered("return", found, REFERENCE, place.folder, replayed)
+    assert row.passed is not bool(wrong) and wrong in row.text
+
+
+def of_shards(*losses: float, ranks: int = 4, lost: tuple[str, ...] = ()) -> RunOutcome:
+    records = {
+        rank: {"rank": rank, "pid": 5, "losses": {str(step): loss for step, loss in enumerate(losses)}}
+        for rank in range(ranks)
+    }
+    return RunOutcome(tuple({"event": "lost", "seat": seat} for seat in lost), 0, records)
+
+
+@pytest.mark.parametrize(
+    "found, wrong",
+    [
+        (of_shards(2.0, 1.0, lost=("1.0", "1.0")), ""),
+        (of_shards(2.0, 1.0), "lost nobody instead of 1.0"),
+        (of_shards(2.0, 1.0, lost=("0.0", "1.0")), "lost 0.0, 1.0 instead of 1.0"),
+        (of_shards(2.0, 1.0, ranks=2, lost=("1.0",)), "ranks [0, 1] have come to the end, instead of [0, 1, 2, 3]"),
+        (of_shards(2.0, 1.5, lost=("1.0",)), "losses differ by 0.5, and 5e-06 is allowed"),
+        (of_shards(2.0, float("nan"), lost=("1.0",)), "losses differ by inf"),
+    ],
+)
+def test_sharded_replicas_are_judged_by_the_losses_of_each_rank(place, found, wrong):
+    row = gpu_recoveries.compared("sharded", found, of_shards(2.0, 1.0), 5e-6, place.folder, {"1.0"})
+    assert row.passed is not bool(wrong) and wrong in row.text
 
 
 def test_places_that_wait_for_the_device_fail_a_watched_job(place, monkeypatch):
@@ -268,8 +369,8 @@ def test_places_that_wait_for_the_device_fail_a_watched_job(place, monkeypatch):
 
 
 def test_losses_unlike_the_cpus_fail():
-    assert gpu_jobs.alike("plain", ended(4.0, 3.0), ended(4.0, 3.00005), 1e-4).passed
-    row = gpu_jobs.alike("plain", ended(4.0, 3.0), ended(4.0, 3.1), 1e-4)
+    assert gpu_jobs.alike("plain", ended(4.0, 3.0), ended(4.0, 3.00005), 1e-4, Path("x")).passed
+    row = gpu_jobs.alike("plain", ended(4.0, 3.0), ended(4.0, 3.1), 1e-4, Path("x"))
     assert row.passed is False and "differ from the CPU's by 0.1" in row.text
 
 
