@@ -18,10 +18,10 @@ READS = {
         "pickle": "a script's own object collectives, as torch's are",
     },
     "recycle_plugin/adapters/plain/checkpoint.py": {
-        "pickle": "the name of an error",
         "torch.load": "a checkpoint, as torch's are",
     },
     "recycle_plugin/adapters/deepspeed/checkpoint.py": {
+        "pickle": "the name of an error",
         "torch.load": "a checkpoint, as DeepSpeed's are",
     },
     "recycle_plugin/planner/compiled.py": {
