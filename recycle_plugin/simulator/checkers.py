@@ -21,7 +21,7 @@ allows it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 from recycle_plugin.core.coordinator.output import WORKERS
@@ -33,6 +33,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import ends_before
+from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.simulator.arithmetic import Batch, Sample, sampled
 from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.given_up import KNOWN_US
@@ -63,6 +64,7 @@ class Watcher:
         self._ledger = Ledger(self.say, given.policy.shrinks) if given.pushes else None
         self._shrinks = given.policy.shrinks
         self._shards, self._by_replica = given.shards, given.unit == "replica"
+        self._members: Collection[WorkerId] = ()  # of the last generation that was published
         self._contributed: dict[tuple[int, int], frozenset[int]] = {}  # by stage and step, the replicas in the last sum
         self._once_gone: set[int] = set()  # replicas
         if not (given.iterators or given.pushes or self._shrinks):
@@ -249,7 +251,9 @@ class Watcher:
     def _whole(self, generation: Generation) -> None:
         """Checks that whoever comes back in ``generation`` does so with all that come as one with it."""
         there = Counter(member.seat for member in generation.members)
-        for seat in sorted({member.seat for member in generation.members if member.joining}):
+        new = [member for member in generation.members if member.incarnation and member.worker not in self._members]
+        self._members = generation.roster.workers
+        for seat in sorted({member.seat for member in new}):
             unit = [Seat(seat.replica, stage) for stage in range(self.shape.stages)] if self._by_replica else [seat]
             if any(there[each] < self._shards for each in unit):
                 self.say(f"generation {generation.number} has a part of seat {seat}, which comes back whole")
@@ -332,8 +336,9 @@ class Watcher:
             if self._ledger is not None:
                 self._ledger.committed(cluster, self._committed + 1, now)
             self._follow(self._committed + 1, now)
-            roster = cluster.membership.roster  # who is joining may be a step behind, until it has entered
-            live = [cluster.workers[member.rank] for member in roster if not member.joining]
+            roster, joining = cluster.membership.roster, cluster.membership.course.joining
+            entered = (member for member in roster if joining.get(member.worker) is None)  # others may be a step behind
+            live = [cluster.workers[member.rank] for member in entered]
             for step in range(self._committed + 1, now + 1):
                 self._alike([worker.held for worker in live], step)
             self._committed = now

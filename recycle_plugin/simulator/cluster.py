@@ -207,7 +207,8 @@ class Cluster:
         """
         ended = self.membership.ended
         if ended is None or not ended.failed:
-            self._joining = {each.worker for each in self.membership.roster if each.joining}
+            joining = self.membership.course.joining
+            self._joining = {each.worker for each in self.membership.roster if joining.get(each.worker) is not None}
         if self.membership.started and not (ended and ended.failed):
             members = self.membership.roster.workers
             self._departed |= {

@@ -89,7 +89,7 @@ class PushedScript(Script):
 
     def _all_came(self) -> bool | None:
         cluster, view = self._machine.cluster, self._machine.control_view
-        asking = (cluster.workers[each.rank] for each in view.roster if not each.joining)
+        asking = (cluster.workers[each.rank] for each in view.roster)
         came = (other.met for other in asking if isinstance(other, PushedMachine))
         return all(step >= self._machine.met for step in came) or None
 

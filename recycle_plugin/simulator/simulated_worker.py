@@ -178,12 +178,14 @@ class SimulatedMachine(Replaying):
     def wait(
         self, what: Any, ready: Callable[[], T | None], interruptible: bool = True, at_least_s: float = 0.0
     ) -> Waits[T]:
-        """Yields until ``ready()`` is not None; that is the value.  Raises JobEnded, and Interrupted if
-        ``interruptible``.
+        """Yields until ``ready()`` is not None, and serves newcomers meanwhile; that is the value.  Raises JobEnded,
+        and Interrupted if ``interruptible``.
         """
         began_us = self.cluster.now
         try:
             while True:
+                while not self.control_view.outside and self.worker.serve_now(waiting=True):
+                    pass
                 self.control_view.check_end()
                 if interruptible:
                     self.control_view.check()

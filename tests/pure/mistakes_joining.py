@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from recycle_plugin.core.coordinator import returns
 from recycle_plugin.core.coordinator.boards import Boards
+from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.joining import Joining
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.places import Places, Unfinished
 from recycle_plugin.core.messages.from_workers import ALWAYS
-from recycle_plugin.core.vocabulary.roster import Roster
 from recycle_plugin.core.worker.catching_up import CatchingUp
 from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.iterator_data import IteratorData
@@ -121,7 +121,18 @@ def source_lost(monkeypatch) -> None:
 @mistake("a newcomer has work before its state is compared", seen=69)
 def work_at_once(monkeypatch) -> None:
     wrong_weights(monkeypatch)
-    monkeypatch.setattr(Roster, "working", property(lambda self: frozenset(self.seats)))
+    monkeypatch.setattr(Joining, "unproven", lambda self, roster: [])
+
+
+@mistake("nobody looks after a newcomer whose last source is lost before it has sent anything")
+def deserted(monkeypatch) -> None:
+    monkeypatch.setattr(returns, "see_sources", lambda course, now, out: None)
+
+
+@mistake("a rejected step calls off who was announced", seen=92052)
+def called_off_by_rejections(monkeypatch) -> None:
+    regroup = Course.regroup
+    monkeypatch.setattr(Course, "regroup", lambda self, *given, keeps_plan=False, **more: regroup(self, *given, **more))
 
 
 @mistake("a newcomer begins its iterator anew", seen=622)

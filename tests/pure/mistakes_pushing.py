@@ -117,19 +117,6 @@ def norm_of_one_rank(monkeypatch) -> None:
     )
 
 
-@mistake("the zeros of a replica that joins are in the divisor", seen=43)
-def zeros_in_the_divisor(monkeypatch) -> None:
-    def add_up(self, before, instruction, have, holder):
-        total = yield from before(self, instruction, have, holder)
-        peers = self.control_view.roster.peers(self.seat.stage, self.held.shard)
-        joining = sum(member.joining for member in peers)
-        replicas = self.cluster.scenario.shape.replicas
-        zeros = replicas * pow(replicas + joining, -1, arithmetic.PRIME)
-        return total * zeros % arithmetic.PRIME if joining and holder is None else total
-
-    changed(monkeypatch, SimulatedMachine, "add_up", add_up)
-
-
 @mistake("a sum that was made again lacks what a script had run before the loss", seen=13)
 def run_before_is_lost(monkeypatch) -> None:
     def execute(self, before, program):

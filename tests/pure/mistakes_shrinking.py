@@ -27,17 +27,6 @@ def zeros_counted(monkeypatch) -> None:
     monkeypatch.setattr(numbers, "divided", lambda total, share: total)
 
 
-@mistake("who is there without work counts in the divisor, and for the learning rate", seen=26)
-def own_count(monkeypatch) -> None:
-    go_by = SimulatedMachine.go_by
-
-    def counted(self, share) -> None:
-        live = {member.seat.replica for member in self.control_view.roster}
-        go_by(self, share if share.total == 1 else LiveShare(len(live) or share.live, share.total))
-
-    monkeypatch.setattr(SimulatedMachine, "go_by", counted)
-
-
 @mistake("the learning rate of a step that lacks replicas is scaled twice", seen=78)
 def scaled_twice(monkeypatch) -> None:
     monkeypatch.setattr(numbers, "scaled", lambda rate, share: scaled(scaled(rate, share), share))

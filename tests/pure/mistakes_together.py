@@ -5,10 +5,8 @@ As tests/pure/mistakes.py; found in jobs whose seats have two shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from recycle_plugin.core.coordinator import regrouping
-from recycle_plugin.core.coordinator.joining import Joining, Phase
+from recycle_plugin.core.coordinator.joining import Joining
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Group, Roster
 from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.simulator.simulated_worker import SimulatedMachine
@@ -35,16 +33,14 @@ class Crossed(Mixed):
 def half_a_seat_is_admitted(monkeypatch) -> None:
     """Who comes back does not wait for the other shards of its seat."""
     monkeypatch.setattr(Joining, "_whole", lambda self, newcomers: list(newcomers))
-    joining = lambda self, seat: any(member.joining for member in self.group(seat))
-    monkeypatch.setattr(
-        Roster, "working", property(lambda self: frozenset(seat for seat in self.seats if not joining(self, seat)))
-    )
 
 
 @mistake("hashes of all shards of a stage are compared with each other")
 def hashes_of_all_shards(monkeypatch) -> None:
-    compare, mismatches, add_hash = Joining._compare, Joining.mismatches, Joining.add_hash
-    monkeypatch.setattr(Joining, "_compare", lambda self, of, roster: compare(self, of, Mixed(roster)))
+    caught_up, mismatches, add_hash = Joining.caught_up, Joining.mismatches, Joining.add_hash
+    monkeypatch.setattr(
+        Joining, "caught_up", lambda self, one, roster, *more: caught_up(self, one, Mixed(roster), *more)
+    )
     monkeypatch.setattr(Joining, "mismatches", lambda self, roster: mismatches(self, Mixed(roster)))
 
     def of_both(self, message, member) -> None:
@@ -58,16 +54,10 @@ def hashes_of_all_shards(monkeypatch) -> None:
 
 @mistake("a newcomer takes the state of another shard, and no hash is compared")
 def state_of_another_shard(monkeypatch) -> None:
-    compare = Joining._compare
-    monkeypatch.setattr(Joining, "_compare", lambda self, of, roster: compare(self, of, Crossed(roster)))
-
-    def no_mismatches(self, roster) -> Iterator:
-        self._asked.clear()
-        for each in self:
-            each.phase = Phase.EQUAL if each.phase is Phase.ENTERED else each.phase
-        return iter(())
-
-    monkeypatch.setattr(Joining, "mismatches", no_mismatches)
+    catch_up = Joining.catch_up
+    monkeypatch.setattr(Joining, "catch_up", lambda self, one, roster, out: catch_up(self, one, Crossed(roster), out))
+    monkeypatch.setattr(Joining, "mismatches", lambda self, roster: iter(()))
+    monkeypatch.setattr(Joining, "unproven", lambda self, roster: [])
 
 
 @mistake("a lost worker leaves the others of its seat in the job")

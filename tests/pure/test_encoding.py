@@ -264,7 +264,7 @@ def test_what_a_class_refuses_is_said_with_its_place():
         [MESSAGES.index(Ready), *values(Ready(member(1), 0, job()))],
         default=lambda one: (1,) if type(one) is Member else values(one),
     )
-    assert str(decode(framed(body))) == "Ready.member is [1], and it has to be a list of 7"
+    assert str(decode(framed(body))) == "Ready.member is [1], and it has to be a list of 6"
 
 
 def test_what_is_nested_too_deeply_is_refused():

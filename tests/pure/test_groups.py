@@ -10,7 +10,7 @@ import pytest
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.coordinator.state_dump import dump, load
-from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Restart, Resume, Serve
+from recycle_plugin.core.messages.from_coordinator import Fence, Generation, HashAfter, Restart, Resume, Serve
 from recycle_plugin.core.messages.from_workers import (
     CatchUp,
     CaughtUp,
@@ -97,9 +97,6 @@ def following() -> Membership:
         assert {whom.rank for whom, one in out.messages if isinstance(one, Serve)} == sources, "of the same shard"
     for number in (1, 2):
         applied(membership, 1, number)
-    for rank in (6, 7):
-        membership.receive(StateHash(rank, unstarted(0), f"of shard {rank % 2}"), 0.0)
-    assert membership.ended is None and not membership.course.joining.comparisons
     out = membership.receive(CaughtUp(4, 2, 9, 0, incarnation=1), 0.0)
     assert not said(out, Generation), "half a seat is not let in"
     return membership
@@ -108,19 +105,21 @@ def following() -> Membership:
 def announced() -> Membership:
     """Both are announced, and the others have come to the step from which they are to enter."""
     membership = following()
-    (generation,) = said(membership.receive(CaughtUp(5, 2, 9, 0, incarnation=1), 0.0), Generation)
-    assert generation.from_step == 5 and [one.joining for one in generation.roster.group(SEAT)] == [True, True]
-    assert SEAT not in generation.roster.working
+    out = membership.receive(CaughtUp(5, 2, 9, 0, incarnation=1), 0.0)
+    assert {(whom.rank, one.step) for whom, one in out.messages if isinstance(one, HashAfter)} == {(5, 3), (7, 3)}
+    (generation,) = said(out, Generation)
+    assert generation.from_step == 5 and SEAT in generation.roster.working
     for number in (3, 4):
         applied(membership, 1, number)
     return membership
 
 
-def entered() -> Membership:
-    """Both have entered."""
+def compared() -> Membership:
+    """Both are announced, and have their stage's state."""
     membership = announced()
-    report(membership, 2, 4, [*map(WorkerId, STAYING), *BACK])
-    assert {*BACK} <= membership.roster.workers
+    for rank, incarnation in ((6, 0), (4, 1), (7, 0), (5, 1)):
+        membership.receive(StateHash(rank, 3, f"of shard {rank % 2}", incarnation=incarnation), 0.0)
+    assert membership.ended is None and not membership.course.joining.comparisons
     return membership
 
 
@@ -150,36 +149,38 @@ def test_one_that_has_not_come_yet_is_not_waited_for():
     assert dies(membership, BACK[1]) == CoordinatorOutput(), "old news"
 
 
-def test_they_enter_together_and_get_work_when_both_are_equal():
-    membership = announced()
+def test_they_enter_together_where_both_are_equal():
+    membership = compared()
     report(membership, 2, 4, [*map(WorkerId, STAYING), BACK[0]])
     assert membership.is_outside(BACK[0]), "as long as the other has not reported"
-    report(membership, 2, 4, BACK[1:])
+    out = report(membership, 2, 4, BACK[1:])
     assert not membership.is_outside(BACK[0]) and {*BACK} <= membership.roster.workers
-    out = CoordinatorOutput()
-    for rank, incarnation in ((6, 0), (4, 1), (7, 0)):
-        out = membership.receive(StateHash(rank, 4, f"of shard {rank % 2}", incarnation=incarnation), 0.0)
-        assert not said(out, Generation)
-    (work,) = said(membership.receive(StateHash(5, 4, "of shard 1", incarnation=1), 0.0), Generation)
-    assert SEAT in work.roster.working and work.cause == "work for 0.1"
-    for number in (5, 6):
-        for rank, incarnation in (*map(WorkerId, STAYING), *BACK):
-            membership.receive(Stepped(rank, 2, number, incarnation=incarnation), 0.0)
-    out = report(membership, 3, 6, [*map(WorkerId, STAYING), *BACK])
     assert [event.details["rank"] for event in out.events if event.kind == "rejoined"] == [4, 5]
     assert not membership.course.joining
 
 
 def test_who_has_the_state_of_another_shard_is_found_and_goes_with_its_seat():
-    membership = entered()
+    membership = announced()
     for rank, incarnation in ((6, 0), (7, 0), (4, 1)):
-        membership.receive(StateHash(rank, 4, f"of shard {rank % 2}", incarnation=incarnation), 0.0)
-    out = membership.receive(StateHash(5, 4, "of shard 0", incarnation=1), 0.0)
-    assert fenced(out) == {*BACK} and membership.ended is None and membership.roster.ranks == {*STAYING}
+        membership.receive(StateHash(rank, 3, f"of shard {rank % 2}", incarnation=incarnation), 0.0)
+    out = membership.receive(StateHash(5, 3, "of shard 0", incarnation=1), 0.0)
+    assert fenced(out) == {BACK[1]} and membership.ended is None and membership.roster.ranks == {*STAYING}
+    assert fenced(dies(membership, BACK[1])) == {BACK[0]}
+
+
+def test_where_the_comparison_is_late_the_others_go_on_and_the_next_announcement_waits_for_it():
+    membership = announced()
+    (generation,) = said(report(membership, 2, 4, [*map(WorkerId, STAYING)]), Generation)
+    assert not generation.from_step and generation.roster.ranks == {*STAYING}
+    assert not said(report(membership, 3, 4, [WorkerId(rank) for rank in STAYING]), Generation)
+    for rank, incarnation in ((6, 0), (7, 0), (4, 1)):
+        membership.receive(StateHash(rank, 3, f"of shard {rank % 2}", incarnation=incarnation), 0.0)
+    (again,) = said(membership.receive(StateHash(5, 3, "of shard 1", incarnation=1), 0.0), Generation)
+    assert again.from_step and [one.worker for one in again.roster.group(SEAT)] == BACK
 
 
 def test_a_loss_calls_both_off_and_they_are_announced_again():
-    membership = announced()
+    membership = compared()
     report(membership, 2, 4, BACK[:1])
     out = dies(membership, WorkerId(2))
     (generation,) = said(out, Generation)
@@ -191,7 +192,7 @@ def test_a_loss_calls_both_off_and_they_are_announced_again():
 
 
 def test_one_that_has_reported_goes_with_the_other_before_that_is_in_force():
-    membership = announced()
+    membership = compared()
     report(membership, 2, 4, BACK)
     out = dies(membership, BACK[0])
     (generation,) = said(out, Generation)
@@ -234,7 +235,7 @@ def test_a_joiner_takes_one_place_and_the_others_supervisor_starts_its_own_again
 
 
 def test_all_of_it_survives_being_written_down():
-    membership = entered()
+    membership = announced()
     again = load(json.loads(json.dumps(dump(membership), allow_nan=False)))
     for worker in BACK:
         assert dies(again, worker) == dies(membership, worker) and dump(again) == dump(membership)

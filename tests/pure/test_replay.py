@@ -100,7 +100,7 @@ def test_a_stage_that_nobody_holds_is_replayed_and_the_others_wait():
     assert (replay.step, replay.path, replay.committed, replay.stages) == (1, "a folder", 2, (1,))
     out = has_replayed(membership)
     (generation,) = said(out, Generation)
-    assert not generation.roster.holding(Seat(0, 1)).joining
+    assert Seat(0, 1) in generation.roster.working
     assert [event.details["steps"] for event in out.events if event.kind == "replayed"] == [1]
     number = generation.number
     membership.receive(SurvivorReport(2, number, 2, "plan", holds(2), incarnation=1), 1.0)
@@ -223,6 +223,16 @@ def test_who_replays_already_is_accompanied_once_it_misses_what_a_log_has_lost_s
     assert replay.stages == (1,) and [replay.stages for replay in said(out, Replay)] == [(0, 1), (0, 1)]
 
 
+def test_who_catches_up_replays_where_its_last_source_dies_before_the_newcomer_has_heard_of_it():
+    """No line of the newcomer's breaks then, so that it asks for nothing."""
+    membership = logging()
+    lose(membership, 2)
+    assert not said(come(membership), Replay)
+    out = lose(membership, 3)
+    assert [whom for whom, each in out.messages if isinstance(each, Replay)] == [BACK]
+    assert not membership.receive(CatchUp(2, incarnation=1), 2.0).messages, "it is on its way"
+
+
 def test_a_planned_end_leaves_nobody_waiting_for_a_stage_that_nobody_replays():
     membership = logging()
     lose(membership, 2, 3)
@@ -269,7 +279,7 @@ def test_the_second_newcomer_of_a_stage_waits_and_replays_where_the_first_has_go
     assert not said(come(membership, WorkerId(3, 1)), Replay)
     assert membership.course.joining.get(WorkerId(3, 1)).phase is Phase.WAITING
     assert [each.members for each in said(come(membership, WorkerId(3, 1)), Beside)] == [
-        (replace(member(3), incarnation=1, joining=True),)
+        (replace(member(3), incarnation=1),)
     ]
     out = membership.receive(Exited(2, -9, 1.0, incarnation=1), 1.0)
     assert [whom for whom, each in out.messages if isinstance(each, Replay)] == [WorkerId(3, 1)]

@@ -12,9 +12,8 @@ from recycle_plugin.core.coordinator.departures import UNEVEN_S
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
-from recycle_plugin.core.messages.from_coordinator import BarrierPassed, End, Generation, Recorded, Resume
+from recycle_plugin.core.messages.from_coordinator import End, Generation, HashAfter, Recorded, Resume
 from recycle_plugin.core.messages.from_workers import (
-    BarrierReached,
     CatchUp,
     CaughtUp,
     CheckpointLoaded,
@@ -26,7 +25,6 @@ from recycle_plugin.core.messages.from_workers import (
     StateHash,
     SurvivorReport,
 )
-from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
@@ -53,7 +51,6 @@ def following(**more: object) -> Membership:
     membership.receive(CatchUp(2, incarnation=1), 0.0)
     step(membership, 1, 1, list(STAYING))
     step(membership, 1, 2, list(STAYING))
-    membership.receive(StateHash(3, unstarted(0), "alike"), 0.0)
     return membership
 
 
@@ -62,18 +59,12 @@ def announced(**more: object) -> Membership:
     membership = following(**more)
     out = membership.receive(CaughtUp(2, 2, 9, 0, incarnation=1), 0.0)
     (generation,) = said(out, Generation)
-    assert generation.from_step == 5 and generation.roster.holding(Seat(0, 1)).joining
+    assert generation.from_step == 5 and Seat(0, 1) in generation.roster.working
+    assert {whom for whom, each in out.messages if each == HashAfter(3)} == {WorkerId(3), BACK}
     step(membership, 1, 3, list(STAYING))
+    for rank, incarnation in (WorkerId(3), BACK):
+        membership.receive(StateHash(rank, 3, "alike", incarnation=incarnation), 0.0)
     step(membership, 1, 4, list(STAYING))
-    return membership
-
-
-def entered(**more: object) -> Membership:
-    """It has entered that generation."""
-    membership = announced(**more)
-    membership.receive(SurvivorReport(2, 2, 4, "plan", {}, incarnation=1), 0.0)
-    agree(membership, 2, dict.fromkeys(STAYING, 4))
-    assert BACK in membership.roster.workers
     return membership
 
 
@@ -99,22 +90,10 @@ def test_who_follows_a_state_that_is_no_more_ends():
     assert not membership.course.joining and membership.ended is None
 
 
-def test_who_has_entered_loads_the_checkpoint_with_the_others_and_is_their_equal():
-    membership = entered()
-    members = [*map(WorkerId, STAYING), BACK]
-    told = load_checkpoint(membership, 2, members, 9)
-    assert not [message for _, message in told if isinstance(message, End)]
-    (work,) = [message for _, message in told if isinstance(message, Generation) and message.from_step]
-    assert not work.roster.holding(Seat(0, 1)).joining
-    membership.receive(StateHash(3, 4, "of a state that is no more"), 0.0)
-    assert not membership.course.joining.comparisons and membership.ended is None
-
-
 @pytest.mark.parametrize("how", ("dies", "asks again"))
-def test_who_is_gone_before_it_has_entered_what_is_in_force_is_not_waited_for(how):
+def test_who_is_gone_before_it_has_entered_is_not_waited_for_any_more(how):
     membership = announced()
-    agree(membership, 2, dict.fromkeys(STAYING, 4))
-    assert BACK in membership.roster.workers
+    assert not said(agree(membership, 2, dict.fromkeys(STAYING, 4)), Resume), "they wait for its report, for a while"
     out = membership.receive(Exited(2, -9, 0.0, incarnation=1) if how == "dies" else CatchUp(2, incarnation=1), 0.0)
     (generation,) = said(out, Generation)
     assert not generation.from_step and generation.roster.ranks == set(STAYING)
@@ -124,24 +103,19 @@ def test_who_is_gone_before_it_has_entered_what_is_in_force_is_not_waited_for(ho
 # --- where scripts push ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pushed", (True, False))
-def test_who_has_no_work_is_waited_for_at_a_barrier_only_where_its_script_comes_to_it(pushed):
-    membership = entered(pushed=pushed)
-    for rank in STAYING:
-        out = membership.receive(BarrierReached(rank, 2, "checkpoint", {}), 0.0)
-    assert bool(said(out, BarrierPassed)) == pushed
-    if not pushed:
-        out = membership.receive(BarrierReached(2, 2, "checkpoint", {}, incarnation=1), 0.0)
-        assert said(out, BarrierPassed)
-
-
-def test_who_has_no_work_is_sent_away_where_scripts_that_push_end():
-    membership = entered(pushed=True)
-    out = membership.receive(Left(0, 0, False, 4), 0.0)
-    assert [(whom, one.failed) for whom, one in out.messages if isinstance(one, End)] == [(BACK, False)]
-    for rank in STAYING[1:]:
-        out = membership.receive(Left(rank, 0, False, 4), 0.0)
-    assert membership.ended is None and out.events[-1].kind == "finished"
+def test_who_does_not_report_in_time_is_called_off_and_announced_again():
+    played = Played(announced())
+    agree(played.membership, 2, dict.fromkeys(STAYING, 4))
+    generations: list[Generation] = []
+    while not generations:
+        assert played.now < 1100, "the others wait for good"
+        for rank in STAYING:
+            played.signs(rank)
+        generations = said(played.tick(TICK_S), Generation)
+    assert not generations[0].from_step and generations[0].roster.ranks == set(STAYING)
+    out = agree(played.membership, 3, dict.fromkeys(STAYING, 4))
+    (again,) = said(out, Generation)
+    assert said(out, Resume) and again.from_step and BACK in again.roster.workers
 
 
 @pytest.mark.parametrize("at, ends", ((WAITS, True), (ELSEWHERE, False)))

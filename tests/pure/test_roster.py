@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,11 +76,9 @@ def test_every_answer_is_what_a_search_of_the_members_finds(roster, random):
         assert set(roster.replica(replica)) == {one for one in shuffled if one.seat.replica == replica}
 
 
-def test_half_a_seat_and_one_that_is_joining_have_no_work():
+def test_half_a_seat_has_no_work():
     roster = ALL.without({WorkerId(2)})
     assert roster.working == frozenset(ALL.seats) - {ALL.members[2].seat}
-    joining = [replace(one, joining=one.rank == 7) for one in ALL]
-    assert Roster(tuple(joining)).working == frozenset(ALL.seats) - {ALL.members[7].seat}
 
 
 @given(alive, alive)

@@ -40,9 +40,10 @@ from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.boards import Boards
 from recycle_plugin.core.coordinator.ending import Ending
-from recycle_plugin.core.coordinator.joining import Joining, Phase
+from recycle_plugin.core.coordinator.joining import Joining
 from recycle_plugin.core.coordinator.log_places import LogPlaces
 from recycle_plugin.core.coordinator.logs import Logs
+from recycle_plugin.core.coordinator.newcomer_watch import NewcomerWatch
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.places import Places
 from recycle_plugin.core.coordinator.recovery_times import RecoveryTimes
@@ -54,7 +55,7 @@ from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.suspicions import Suspicions
 from recycle_plugin.core.coordinator.throughput_floor import ThroughputFloor
 from recycle_plugin.core.coordinator.vacancies import Vacancies
-from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
+from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Generation
 from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
     CheckpointLoaded,
@@ -94,6 +95,7 @@ class Course:
         self.logs = Logs()
         self.log_places = LogPlaces()
         self.vacancies = Vacancies()
+        self.newcomer_watch = NewcomerWatch()
         self.recovery_times = RecoveryTimes()
         self.batches = StepBatches.full(0)  # whose micro-batches each step has, once the job is known
         self.drops: dict[int, offline.Drops] = {}  # by replica, of those that were slow once
@@ -107,6 +109,7 @@ class Course:
         ] = {}  # members whose script has ended without a goodbye (vanishing.py)
         self.lacked: dict[WorkerId, int] = {}  # how often each had nothing to draw, since the last commit
         self._suspicions = Suspicions()
+        self.put_off: Generation | None = None  # planned for a later step when a step was rejected
         self._resized_in = -1  # the generation in which somebody has planned for another batch size last
 
     @property
@@ -172,17 +175,32 @@ class Course:
 
     # --- regrouping ------------------------------------------------------------------------------
 
-    def regroup(self, cause: str, now: float, out: CoordinatorOutput, from_step: int = 0) -> None:
+    def regroup(
+        self, cause: str, now: float, out: CoordinatorOutput, from_step: int = 0, keeps_plan: bool = False
+    ) -> None:
         """Publishes the membership as a new generation; with ``from_step`` the leaving workers stay members until
-        then, and those who come back join.
+        then, and those who come back join.  ``keeps_plan``: nobody is lost, so that what is planned for a later step is
+        announced again, for the same one.
         """
+        planned, self.put_off = self.regrouping.planned, None
         slowness = tuple(sorted(self.steps.straggler_detector.percent.items()))
         if from_step:
             roster = self.joining.planned(self.attendance.staying)
             self.joining.announced(self.regrouping.generation + 1, roster, from_step)
+        elif keeps_plan and planned is not None:
+            self.put_off, roster = planned, self.roster
         else:
             roster = self.attendance.roster = self.joining.called_off(self.roster)
         self.regrouping.publish(roster, from_step, cause, now, slowness, out)
+
+    def plan_again(self, committed: int, now: float, out: CoordinatorOutput) -> None:
+        """Announces again what was planned before a step was rejected, for the same step, before anybody hears that all
+        go on behind step ``committed``: so nobody begins that step without having heard.  Else steps that are rejected
+        one after the other would keep everybody out, or in, for good.
+        """
+        if (planned := self.put_off) is not None and planned.from_step > committed:
+            self.regroup(planned.cause, now, out, from_step=planned.from_step)
+        self.put_off = None
 
     @property
     def pushed(self) -> bool:
@@ -237,7 +255,10 @@ class Course:
             ends.end(self, f"{mismatch}. {self.ending.safe_point}", out)
             return
         for worker in mismatch.workers:
-            self.give_up(worker, Cause.DIFFERS, str(mismatch), now, out)
+            if self.joining.get(worker) is not None:
+                returns.turn_down(self, worker, str(mismatch), now, out)
+            else:
+                self.give_up(worker, Cause.DIFFERS, str(mismatch), now, out)
 
     def _rebalance(self, now: float, out: CoordinatorOutput) -> None:
         """Plans anew, for a step that nobody has started, where a worker has become slow, or is so no longer."""
@@ -259,16 +280,12 @@ class Course:
     ) -> dict[str, Any] | None:
         """Notes that a worker has arrived at the barrier named ``place``; returns what all have brought along, if with
         this one all are there, else None.
-
-        Where scripts push, one that comes back is not awaited before it is given work: its script is at the others'
-        step only then.
         """
         ends.end_if_stranded(self, out)
         if message.generation != self.regrouping.in_force or self.regrouping.at_once is not None:
             return None
-        awaited = self.roster.at_work if self.pushed else self.roster.workers
         return self.barriers.arrive(
-            message.worker, message.generation, place, values, awaited, not self.attendance.outnumbered
+            message.worker, message.generation, place, values, self.roster.workers, not self.attendance.outnumbered
         )
 
     def passed(self, place: str, values: dict[str, Any], out: CoordinatorOutput) -> None:
@@ -304,9 +321,10 @@ class Course:
             return
         changes = {
             "planned leave of": {member.seat for member in stay.leaves(self.roster)},
-            "return of": {each.seat for each in joins if each.phase is not Phase.EQUAL},
-            "work for": {each.seat for each in joins if each.phase is Phase.EQUAL},
+            "return of": {each.seat for each in joins},
         }
+        if self.regrouping.plans(self.joining.planned(stay)):
+            return
         cause = "; ".join(f"{what} {', '.join(map(str, sorted(seats)))}" for what, seats in changes.items() if seats)
         self.regroup(cause, now, out, from_step=unstarted(self.committed))
 
@@ -415,13 +433,14 @@ class Course:
         else:
             for each in self.attendance.lose(member, cause, how, at, out):
                 self.joining.forget(each.worker)
-                if not (each.joining or self.ending.finishing):
+                if not self.ending.finishing:
                     self.unsaid.setdefault(each.seat.stage, []).append(each)
             if cause is Cause.SILENT:
                 self.vacancies.silent(member.rank)
             self.vanished.pop(worker, None)
             vanishing.take_for_lost(self, now, out)
             self._after_loss(member, now, out)
+            returns.see_sources(self, now, out)
 
     def _after_loss(self, member: Member, now: float, out: CoordinatorOutput) -> None:
         """Goes on after the loss of ``member`` and of whoever was given up with it, or ends."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from recycle_plugin.core.coordinator import ends, resuming
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
-from recycle_plugin.core.coordinator.vacancies import OVER
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_workers import Heartbeat, Leaving, Left
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
@@ -122,24 +121,12 @@ def _script_ended(course: Course, member: Member, step: int, now: float, out: Co
     """
     course.ending.scripts_end(member, step)
     if course.pushed:
-        _send_away_without_work(course, now, out)
         return
     compare_scripts(course, member, step, out)
     for other in course.roster:
         last = course.attendance.failure_detector.last(other.worker)
         if last is not None:
             compare_scripts(course, other, last.step, out)
-
-
-def _send_away_without_work(course: Course, now: float, out: CoordinatorOutput) -> None:
-    """Ends newcomers that have entered, and would wait for a step that does not come: scripts that push end."""
-    for newcomer in course.joining:
-        worker = newcomer.member.worker
-        if worker in course.roster.workers:
-            course.joining.forget(worker)
-            course.attendance.leave(worker)
-            ends.tell_away(newcomer, OVER, out)
-            await_without(course, newcomer.member, False, now, out)
 
 
 def see_uneven(course: Course, out: CoordinatorOutput) -> None:

@@ -1,23 +1,23 @@
 """Newcomers, from their word that they are there to the generation in which they have work.
 
-    behind -> catching up -> caught up -> announced -> entered -> equal -> a member like all
+    behind -> catching up -> caught up -> announced -> entered -> a member like all
 
 * *Behind*: its script replays what is committed.  Nobody else is concerned.
-* *Catching up*: the stage's workers serve it, and say the hash of their state after one step, by which they are
-  compared before any of it is trusted.
-* *Caught up*: it follows.  A generation is announced, from a step that nobody can have started, in which it is a
-  *joining* member: part of sums and steps, and without work.
-* *Entered*: it has come to that step.  The state before it is hashed by it and by its stage's workers.
-* *Equal*: the next generation gives it work.
+* *Catching up*: the stage's workers serve it.
+* *Caught up*: it follows.  Its state and that of its stage's workers after the step under way are hashed and compared.
+* *Announced*: a generation is published, from a step that nobody can have started, in which it has work.  That comes
+  about only if the hashes are equal by then.  Otherwise the newcomer follows on, and is announced again once they are.
+* *Entered*: it has reported for that generation, and is waited for like all.
 
-Until it has entered, a loss, or its being late, takes it back to where it follows, and it is announced anew.  What
-becomes of any of this for the job core/coordinator/course.py decides.
+A loss, or its being late, takes it back to where it follows, and it is announced anew; a rejected step does not.  Each
+of these states has a deadline and a way on (docs/architecture.md).  What becomes of any of this for the job
+core/coordinator/course.py decides.
 
 Those that are given up as one, the shards of a seat or all workers of a replica, come back together: they are
-announced when all of them have caught up, have entered when all have, get work when all are equal, and are called off
-together.  Each is compared with its peers, which hold the same shard of other seats of its stage.  So a replica that is
-the unit takes part only when it is whole: until its last worker has caught up, those that were quicker follow the
-others' steps, and cost nobody anything.
+announced when all of them have caught up, have entered when all have, and are called off together.  Each is compared
+with its peers, which hold the same shard of other seats of its stage.  So a replica that is the unit takes part only
+when it is whole: until its last worker has caught up, those that were quicker follow the others' steps, and cost nobody
+anything.
 
 Where nobody is left in its stage it goes another way (core/coordinator/replays.py):
 
@@ -30,16 +30,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.recorded import Recorder
 from recycle_plugin.core.coordinator.replica_check import Mismatch, compared
-from recycle_plugin.core.messages.from_coordinator import Serve
+from recycle_plugin.core.messages.from_coordinator import HashAfter, Serve
 from recycle_plugin.core.messages.from_workers import StateHash
-from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
@@ -53,28 +52,35 @@ class Phase(Enum):
     CAUGHT_UP = "caught up"
     ANNOUNCED = "announced"
     ENTERED = "entered"
-    EQUAL = "equal"
     REPLAYING = "replaying"
     REPLAYED = "replayed"
     WAITING = "waiting"
 
 
+COMING = (Phase.CATCHING_UP, Phase.CAUGHT_UP, Phase.ANNOUNCED)
+"""The phases in which a newcomer takes its stage's state from others."""
+
+
 @dataclass
 class Newcomer:
     """One of them.  ``generation``: the one that it was announced for last, from step ``from_step`` on;
-    ``in_force_at``: when that came in force, in seconds of the failure detector's clock; ``reported``: it has reported
-    for that; ``told``,
-    ``told_evaluations``: how many steps and evaluations its script was told of.
+    ``awaited_at``: since when all others have reported for that, in seconds of the failure detector's clock;
+    ``reported``: it has done so; ``told``, ``told_evaluations``: how many steps and evaluations its script was told of.
+
+    ``sources``: who serves it; ``comparison``: that of its state; ``equal``: the result.
     """
 
     member: Member
     phase: Phase = Phase.BEHIND
     generation: int = 0
     from_step: int = 0
-    in_force_at: float | None = None
+    awaited_at: float | None = None
     reported: bool = False
     told: int = 0
     told_evaluations: int = 0
+    sources: frozenset[WorkerId] = field(default_factory=frozenset)
+    comparison: Comparison | None = None
+    equal: bool = False
 
     @property
     def stage(self) -> int:
@@ -85,10 +91,6 @@ class Newcomer:
     def seat(self) -> Seat:
         """The seat that it is to hold, or a shard of it."""
         return self.member.seat
-
-    def compared_at(self, step: int) -> Comparison:
-        """The comparison of its state after ``step``."""
-        return Comparison(self.stage, self.member.shard, step)
 
 
 class Comparison(NamedTuple):
@@ -107,6 +109,7 @@ class Joining:
     def __init__(self, size: int = 1, domain: FailureDomain = FailureDomain.SEAT) -> None:
         self._size, self._domain = size, domain
         self._newcomers: dict[WorkerId, Newcomer] = {}
+        self._patient = False  # hashes take longer than it takes to enter
         self._asked: dict[Comparison, set[WorkerId]] = {}  # whose hashes are to be equal
         self._hashes: dict[Comparison, dict[WorkerId, str]] = {}
 
@@ -122,7 +125,7 @@ class Joining:
 
     def add(self, member: Member) -> Newcomer:
         """Takes in that a newcomer is there."""
-        newcomer = self._newcomers[member.worker] = Newcomer(replace(member, joining=True))
+        newcomer = self._newcomers[member.worker] = Newcomer(member)
         return newcomer
 
     def forget(self, worker: WorkerId) -> Newcomer | None:
@@ -140,11 +143,41 @@ class Joining:
 
     # --- on its way --------------------------------------------------------------------------------
 
-    def catch_up(self, newcomer: Newcomer, roster: Roster, committed: int, out: CoordinatorOutput) -> None:
-        """Has the stage's workers serve a newcomer, and hash their state.  Costs a message to each of them."""
-        newcomer.phase, newcomer.in_force_at, step = Phase.CATCHING_UP, None, unstarted(committed)
-        for source in self._compare(newcomer.compared_at(step), roster):
-            out.tell(source, Serve(newcomer.member.worker, step))
+    def catch_up(self, newcomer: Newcomer, roster: Roster, out: CoordinatorOutput) -> None:
+        """Has the stage's workers serve a newcomer.  Costs a message to each of them."""
+        newcomer.phase, newcomer.awaited_at = Phase.CATCHING_UP, None
+        newcomer.comparison, newcomer.equal = None, False
+        newcomer.sources = frozenset(each.worker for each in roster.peers(newcomer.stage, newcomer.member.shard))
+        for source in sorted(newcomer.sources):
+            out.tell(source, Serve(newcomer.member.worker))
+
+    def caught_up(self, newcomer: Newcomer, roster: Roster, committed: int, out: CoordinatorOutput) -> None:
+        """Has the state of a newcomer, which follows, compared with that of its stage's workers, after the first step
+        that nobody can have gone beyond.  Costs a message to each of them.
+
+        Who applies step committed + 2 has heard that the one before is committed, which is said after this.
+        """
+        if newcomer.phase is Phase.CATCHING_UP:
+            newcomer.phase = Phase.CAUGHT_UP
+        peers = {each.worker for each in roster.peers(newcomer.stage, newcomer.member.shard)}
+        of = newcomer.comparison = Comparison(newcomer.stage, newcomer.member.shard, committed + 1)
+        newcomer.equal = False
+        asked = {*peers, newcomer.member.worker}
+        self._asked.setdefault(of, set()).update(asked)
+        for worker in sorted(asked):
+            out.tell(worker, HashAfter(of.step))
+
+    def see_sources(self, roster: Roster) -> list[Newcomer]:
+        """Takes in who is left; returns the newcomers that have no source any more.  Whose source is gone has to get a
+        part of its state anew.
+        """
+        left = []
+        for each in self:
+            if each.phase in COMING and not each.sources <= roster.workers:
+                each.sources, each.comparison, each.equal = each.sources & roster.workers, None, False
+                each.phase = Phase.CATCHING_UP if each.awaited_at is None else each.phase
+                left += [each] if not each.sources else []
+        return left
 
     def with_(self, newcomer: Newcomer) -> list[Newcomer]:
         """The newcomers that come as one with ``newcomer``, itself included, as far as they are there.  Costs one look
@@ -159,28 +192,32 @@ class Joining:
         return [each for each in newcomers if counts[self._domain.unit(each.member)] == self._size]
 
     def ready(self) -> list[Newcomer]:
-        """The newcomers that only wait for a generation: to enter, or to be given work."""
-        doubtful = {(of.stage, of.shard) for of in self._asked}
-        equal = [each for each in self if each.phase is Phase.EQUAL]
+        """The newcomers that only wait for a generation."""
         waiting = [
             each
             for each in self
-            if (each.phase is Phase.CAUGHT_UP and (each.stage, each.member.shard) not in doubtful)
-            or (each.phase is Phase.ANNOUNCED and each.in_force_at is None)
+            if each.phase in (Phase.CAUGHT_UP, Phase.ANNOUNCED)
+            and each.awaited_at is None
+            and (each.equal or not self._patient)
         ]
-        whole = {each.member.worker for each in (*self._whole(equal), *self._whole(waiting))}
-        return [each for each in self if each.member.worker in whole]
+        return self._whole(waiting)
 
     def planned(self, roster: Roster) -> Roster:
         """The roster of a generation to come: ``roster``, with those who wait for it."""
-        ready = {each.member.worker: each for each in self.ready()}
-        members = [replace(member, joining=False) if member.worker in ready else member for member in roster]
-        return Roster((*members, *(each.member for each in ready.values() if each.phase is not Phase.EQUAL)))
+        return Roster((*roster, *(each.member for each in self.ready() if each.member.worker not in roster.workers)))
+
+    def unproven(self, roster: Roster) -> list[Newcomer]:
+        """The newcomers in ``roster`` whose state is not known to be right; none is announced so early again."""
+        found = [
+            each for each in self if each.phase in COMING and not each.equal and each.member.worker in roster.workers
+        ]
+        self._patient |= bool(found)
+        return found
 
     def announced(self, generation: int, roster: Roster, from_step: int) -> None:
         """Notes that ``generation``, of ``roster``, is published, which holds from ``from_step`` on."""
         for each in self.ready():
-            if each.phase is not Phase.EQUAL and each.member.worker in roster.workers:
+            if each.member.worker in roster.workers:
                 each.phase, each.generation, each.from_step = Phase.ANNOUNCED, generation, from_step
                 each.reported = False
         for each in self:
@@ -193,21 +230,27 @@ class Joining:
         """
         waiting = [each for each in self if each.phase is Phase.ANNOUNCED]
         for each in waiting:
-            self._doubt_no_more(each.compared_at(each.from_step - 1))
-            each.phase, each.in_force_at = Phase.CAUGHT_UP, None
+            each.phase, each.awaited_at = Phase.CAUGHT_UP, None
         return roster.without({each.member.worker for each in waiting})
 
-    def in_force(self, roster: Roster, clock: float) -> list[Newcomer]:
-        """Notes that a generation of ``roster`` has come about; returns who is a newcomer no more."""
-        done = []
-        for each in self:
-            member = roster.member(each.member.worker)
-            if member is not None and not member.joining:
-                done.append(each)
-                self.forget(member.worker)
-            elif member is not None and each.phase in (Phase.ANNOUNCED, Phase.ENTERED) and each.in_force_at is None:
-                each.in_force_at = clock
-                self._compare(each.compared_at(each.from_step - 1), roster)
+    def awaits(self, roster: Roster, clock: float) -> bool:
+        """Whether somebody who is announced for a generation of ``roster`` has not reported, as all members have now;
+        ``clock``: of the failure detector, in seconds.
+        """
+        awaited = [each for each in self if each.phase is Phase.ANNOUNCED and each.member.worker in roster.workers]
+        for each in awaited:
+            each.awaited_at = clock if each.awaited_at is None else each.awaited_at
+        return bool(awaited)
+
+    def admitted(self, roster: Roster) -> list[Newcomer]:
+        """The newcomers that a generation of ``roster``, which has come about, makes members like all."""
+        done = [
+            each
+            for each in self
+            if each.phase in (Phase.ENTERED, Phase.REPLAYED) and each.member.worker in roster.workers
+        ]
+        for each in done:
+            self.forget(each.member.worker)
         return done
 
     @staticmethod
@@ -231,20 +274,14 @@ class Joining:
         return unit
 
     def late(self, clock: float, limit_s: float) -> list[Newcomer]:
-        """The newcomers that have not entered ``limit_s`` seconds after their generation came in force."""
+        """The newcomers that all others have waited for, for more than ``limit_s`` seconds."""
         return [
             each
             for each in self
-            if each.phase is Phase.ANNOUNCED and each.in_force_at is not None and clock - each.in_force_at > limit_s
+            if each.phase is Phase.ANNOUNCED and each.awaited_at is not None and clock - each.awaited_at > limit_s
         ]
 
     # --- hashes ------------------------------------------------------------------------------------
-
-    def _compare(self, of: Comparison, roster: Roster) -> set[WorkerId]:
-        """Has the state of a shard's workers compared; returns these."""
-        workers = {member.worker for member in roster.peers(of.stage, of.shard) if not member.joining}
-        self._asked.setdefault(of, set()).update(workers)
-        return workers
 
     @property
     def comparisons(self) -> int:
@@ -262,24 +299,21 @@ class Joining:
         for of, asked in list(self._asked.items()):
             said = self._hashes.get(of, {})
             trusted = [member for member in roster.peers(of.stage, of.shard) if member.worker in asked]
-            new = [
-                each
-                for each in self
-                if each.phase in (Phase.ANNOUNCED, Phase.ENTERED)
-                and each.in_force_at is not None
-                and each.compared_at(each.from_step - 1) == of
-            ]
-            workers = (*(one.worker for one in trusted), *(one.member.worker for one in new))
-            if all(worker in said for worker in workers) and all(each.phase is Phase.ENTERED for each in new):
-                self._doubt_no_more(of)
-                yield from compared(of.step, {member: said[member.worker] for member in trusted})
-                yield from self._judged(of.step, new, said, {said[member.worker] for member in trusted})
+            new = [each for each in self if each.comparison == of and each.phase in COMING]
+            workers = {one.worker for one in trusted if self.get(one.worker) is None}
+            if not new or not workers or workers | {one.member.worker for one in new} <= said.keys():
+                del self._asked[of]
+                self._hashes.pop(of, None)
+                if new and workers:
+                    yield from compared(of.step, {one: said[one.worker] for one in trusted if one.worker in workers})
+                    yield from self._judged(of.step, new, said, {said[worker] for worker in workers})
 
     @staticmethod
     def _judged(step: int, newcomers: list[Newcomer], said: dict[WorkerId, str], right: set[str]) -> Iterator[Mismatch]:
         for each in newcomers:
+            each.comparison = None
             if {said[each.member.worker]} == right:
-                each.phase = Phase.EQUAL
+                each.equal = True
             else:
                 yield Mismatch(step, (each.member,), majority=True)
 
@@ -287,9 +321,3 @@ class Joining:
         """Takes in that the states which were to be compared are no more: all members have loaded the same one."""
         self._asked.clear()
         self._hashes.clear()
-        for each in self:
-            each.phase = Phase.EQUAL
-
-    def _doubt_no_more(self, of: Comparison) -> None:
-        self._asked.pop(of, None)
-        self._hashes.pop(of, None)

@@ -375,6 +375,8 @@ class Membership:
                 returns.catch_up(self.course, message, now, out)
             case CaughtUp():
                 returns.caught_up(self.course, message, now, out)
+            case StateHash():
+                returns.state_hash(self.course, message, now, out)
             case Replaying():
                 replays.progress(self.course, message, now, out)
             case Unreplayable():
@@ -388,8 +390,10 @@ class Membership:
             case Unguarded():
                 self.course.unguarded(message, out)
             case Heartbeat():
+                self.course.newcomer_watch.hear(message, self.course.attendance.failure_detector.clock)
                 out.tell(message.worker, Lease(message.number, 0.0))
             case SupervisorHeartbeat():
+                self.course.newcomer_watch.hear(message, self.course.attendance.failure_detector.clock)
                 self.course.vacancies.heard(message.worker, now)
             case Fatal():
                 out.say("warning", f"{who} can't come back: {message.text}", rank=message.rank)
@@ -500,7 +504,7 @@ class Membership:
             judged=validation.judged,
         )
         if not self.course.halted:
-            self.course.regroup(f"rejection of step {step}", now, out)
+            self.course.regroup(f"rejection of step {step}", now, out, keeps_plan=True)
 
     def _send_again(self, missing: Missing, now: float, out: CoordinatorOutput) -> None:
         """Handles a complaint: a connection between two live workers has lost something.  All regroup, over new

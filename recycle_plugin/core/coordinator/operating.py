@@ -104,7 +104,7 @@ def _no_seat(name: str, course: Course) -> str:
 def _cannot_go(members: Collection[Member], course: Course) -> str:
     """The reason why ``members`` can't leave; else empty."""
     for member in members:
-        if member.joining:
+        if course.joining.get(member.worker) is not None:
             return f"{member} is being let in: ask again in a moment, once it takes part"
     attendance = course.attendance
     empty = attendance.view(attendance.staying.without({member.worker for member in members})).empty_stages()

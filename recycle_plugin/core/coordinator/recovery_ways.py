@@ -248,7 +248,7 @@ def sharing_of(course: Course, stages: Sequence[int]) -> Sharing:
     assert job is not None, "a job that trains has begun"
     if len(stages) > 1 or job.shape.tie(stages[0]) or job.rng != "keyed":
         return Sharing()
-    live = 0 if course.ending.finishing else sum(not member.joining for member in course.roster)
+    live = 0 if course.ending.finishing else len(course.roster)
     return shared(job.policy.blocks(job.shape), live, job.helpers)
 
 

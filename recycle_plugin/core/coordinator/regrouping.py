@@ -133,6 +133,15 @@ class Regrouping:
         """The number of the published generation that holds at once and has not come about yet; else None."""
         return self._awaiting.number if self._awaiting and not self._awaiting.from_step else None
 
+    @property
+    def planned(self) -> Generation | None:
+        """The published generation that holds from a step to come and has not come about yet; else None."""
+        return self._awaiting if self._awaiting and self._awaiting.from_step else None
+
+    def plans(self, roster: Roster) -> bool:
+        """Whether that is one of ``roster``, so that nothing new is to be planned."""
+        return self.planned is not None and self.planned.roster.workers == roster.workers
+
     def publish(
         self, roster: Roster, from_step: int, cause: str, now: float, slowness: tuple[Any, ...], out: CoordinatorOutput
     ) -> None:

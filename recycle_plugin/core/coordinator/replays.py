@@ -15,7 +15,6 @@ way costs, in core/coordinator/recovery_ways.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from recycle_plugin.core.coordinator import ends, replay_deadlines
@@ -24,7 +23,6 @@ from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.recovery_ways import say_of_stages
 from recycle_plugin.core.messages.from_coordinator import Beside, LogsAt, Replay
 from recycle_plugin.core.messages.from_workers import Accompanied, CaughtUp, Durable, Replaying, Unreplayable
-from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ ITERATORS = (
     "its data comes from plain iterators, and which of their batches belong to the step that is under way nobody else "
     "knows yet; engine.set_data_source() has no such limit"
 )
-UNCOMPARED = "its stage's last worker was lost before their states were compared"
 
 
 def durable(course: Course, message: Durable, out: CoordinatorOutput) -> None:
@@ -71,9 +68,6 @@ def after_loss(course: Course, now: float, out: CoordinatorOutput) -> bool:
     if why:
         say_of_stages(course, empty, why, out)
         return False
-    for member in [each for stage in empty for each in course.roster.joining(stage)]:
-        course.give_up(member.worker, Cause.TOGETHER, UNCOMPARED, now, out)  # and comes here again
-        return True
     logs = course.logs
     if logs.waits_since is None:
         logs.lost_at = now
@@ -97,7 +91,7 @@ def _accompany(course: Course, out: CoordinatorOutput) -> None:
     empty = course.attendance.empty_stages()
     for stage, why in course.logs.along(course.committed, empty).items():
         if course.logs.companions.get(stage) not in course.roster.workers:
-            member = course.roster.first_working(stage)
+            member = course.roster.first_of(stage)
             course.logs.accompanies(member, why)
             _tell_replay(course, member, out)
 
@@ -155,7 +149,7 @@ def catch_up(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOut
         _tell_beside(course, newcomer.stage, out)
         return
     newcomer.phase = Phase.REPLAYING
-    helpers = tuple(each for each in course.roster if not (each.joining or course.ending.finishing))
+    helpers = tuple(each for each in course.roster if not course.ending.finishing)
     _tell_replay(course, newcomer.member, out, helpers)
     course.logs.waits_since = now
     replay_deadlines.tell(course, course.attendance.empty_stages(), out)
@@ -282,7 +276,7 @@ def _let_in(course: Course, now: float, out: CoordinatorOutput) -> None:
         return
     if any(_replays(course, worker) for worker in course.roster.workers):
         return
-    news = [replace(each.member, joining=False) for each in done if each.member.worker not in course.roster.workers]
+    news = [each.member for each in done if each.member.worker not in course.roster.workers]
     course.attendance.roster = Roster((*course.roster, *news))
     for member in news:
         course.steps.tell_again(member.worker, out)

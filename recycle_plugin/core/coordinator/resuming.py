@@ -43,7 +43,7 @@ def complete(course: Course, now: float, out: CoordinatorOutput) -> None:
     contradict most of the others, or the job ends.
     """
     reports = course.regrouping.complete(course.roster)
-    if reports is None:
+    if reports is None or _calls_off(course, reports, now, out):
         return
     for worker, why in reports.odd.items():
         course.give_up(worker, Cause.CONFUSED, why, now, out)
@@ -54,6 +54,17 @@ def complete(course: Course, now: float, out: CoordinatorOutput) -> None:
         ends.end(course, contradiction, out)
     else:
         _go_on(course, reports, now, out)
+
+
+def _calls_off(course: Course, reports: Reports, now: float, out: CoordinatorOutput) -> bool:
+    """Whether the members, who have all reported, do not go on yet, since somebody is announced: without who has not
+    been compared by now, or only once all who come have reported too.
+    """
+    if unproven := course.joining.unproven(reports.generation.roster):
+        seats = dict.fromkeys(str(each.seat) for each in unproven)
+        course.regroup(f"{', '.join(seats)} not back yet: its state is not compared", now, out)
+        return True
+    return course.joining.awaits(reports.generation.roster, course.attendance.failure_detector.clock)
 
 
 def _go_on(course: Course, reports: Reports, now: float, out: CoordinatorOutput) -> None:
@@ -78,7 +89,7 @@ def _go_on(course: Course, reports: Reports, now: float, out: CoordinatorOutput)
     if batches.replicas != before.replicas:
         contributing.say_batches(course, out)
     course.attendance.agreed(generation.roster)
-    returns.come_in_force(course, out)
+    returns.come_in_force(course, now, out)
     course.attendance.failure_detector.regrouped()
     course.steps.resume(course.roster, committed)
     course.logs.resume(committed, held, course.roster.workers)
@@ -94,6 +105,7 @@ def _go_on(course: Course, reports: Reports, now: float, out: CoordinatorOutput)
         unfilled,
     )
     decided = course.batches if course.shrinks else None
+    course.plan_again(committed, now, out)
     out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, *data, decided))
     if course.batches.void:
         assert course.job is not None, "a job that trains has begun"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from recycle_plugin.core.coordinator import ends, replays
 from recycle_plugin.core.coordinator.enrolment import unlike
-from recycle_plugin.core.coordinator.joining import Newcomer, Phase
+from recycle_plugin.core.coordinator.joining import COMING, Newcomer, Phase
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import End
 from recycle_plugin.core.messages.from_workers import (
@@ -66,14 +66,28 @@ def begin(course: Course, ready: Ready, out: CoordinatorOutput) -> None:
 def catch_up(course: Course, message: CatchUp, now: float, out: CoordinatorOutput) -> None:
     """Takes in that a newcomer asks for the state of its stage, again perhaps, since it has lost all lines."""
     newcomer = course.joining.get(message.worker)
-    if newcomer is None or newcomer.phase in (Phase.ENTERED, Phase.EQUAL):
-        return
-    if replays.is_awaited(course, newcomer.stage):
-        replays.catch_up(course, newcomer, now, out)
+    if newcomer is None or newcomer.phase in (Phase.ENTERED, Phase.REPLAYING, Phase.REPLAYED):
         return
     before = [replace(each) for each in course.joining.with_(newcomer)]
-    course.joining.catch_up(newcomer, course.roster, course.committed, out)
+    _have_served(course, newcomer, now, out)
     _call_off(course, before, now, out)
+
+
+def _have_served(course: Course, newcomer: Newcomer, now: float, out: CoordinatorOutput) -> None:
+    """Has a newcomer get the state of its stage, from whoever has it by now, or from the logs."""
+    if replays.is_awaited(course, newcomer.stage):
+        replays.catch_up(course, newcomer, now, out)
+    else:
+        course.joining.catch_up(newcomer, course.roster, out)
+
+
+def see_sources(course: Course, now: float, out: CoordinatorOutput) -> None:
+    """Has newcomers whose last source is gone get the state in another way: the source may have gone before the
+    newcomer has heard of it, and nobody but the coordinator knows then.
+    """
+    for newcomer in course.joining.see_sources(course.roster):
+        if newcomer.awaited_at is None:
+            _have_served(course, newcomer, now, out)
 
 
 def serving(course: Course, message: Serving, out: CoordinatorOutput) -> None:
@@ -89,18 +103,26 @@ def caught_up(course: Course, message: CaughtUp, now: float, out: CoordinatorOut
         replays.accompanied(course, message, now, out)
     elif newcomer is not None and newcomer.phase is Phase.REPLAYING:
         replays.replayed(course, newcomer, message, now, out)
-    elif newcomer is not None and newcomer.phase is Phase.CATCHING_UP:
-        newcomer.phase = Phase.CAUGHT_UP
-        out.say(
-            "caught_up",
-            f"{newcomer.member} has the state after step {message.step}, and follows",
-            seat=str(newcomer.member.seat),
-            rank=newcomer.member.rank,
-            step=message.step,
-            bytes=message.bytes,
-            followed_bytes=message.followed,
-        )
+    elif newcomer is not None and newcomer.phase in COMING:
+        if newcomer.awaited_at is not None:  # it was compared, and has lost a part of its state since
+            _call_off(course, course.joining.with_(newcomer), now, out)
+        first = newcomer.phase is Phase.CATCHING_UP
+        course.joining.caught_up(newcomer, course.roster, course.committed, out)
+        if first:
+            _say_caught_up(newcomer, message, out)
         course.plan_change(now, out)
+
+
+def _say_caught_up(newcomer: Newcomer, message: CaughtUp, out: CoordinatorOutput) -> None:
+    out.say(
+        "caught_up",
+        f"{newcomer.member} has the state after step {message.step}, and follows",
+        seat=str(newcomer.member.seat),
+        rank=newcomer.member.rank,
+        step=message.step,
+        bytes=message.bytes,
+        followed_bytes=message.followed,
+    )
 
 
 def state_hash(course: Course, message: StateHash, now: float, out: CoordinatorOutput) -> None:
@@ -126,7 +148,7 @@ def compare(course: Course, now: float, out: CoordinatorOutput) -> bool:
 def enter(course: Course, message: SurvivorReport, out: CoordinatorOutput) -> None:
     """Notes that a newcomer reports for a generation, and so has entered it; from now on it is waited for.
 
-    Where it was called off when it did so, it may go on in a membership that is no more: it has to end.
+    Where it was called off meanwhile, nobody goes on in that generation, and it hears of another one.
     """
     newcomer = course.joining.get(message.worker)
     if newcomer is None:
@@ -135,18 +157,16 @@ def enter(course: Course, message: SurvivorReport, out: CoordinatorOutput) -> No
         for each in course.joining.reported(newcomer):
             course.vacancies.entered(each.member.worker)
             course.attendance.failure_detector.observe(each.member.worker)
-    elif newcomer.phase in (Phase.CAUGHT_UP, Phase.ANNOUNCED):
-        why = "it has come too late into a membership that the others have left"
-        course.attendance.fence(message.worker, why, out)
 
 
-def come_in_force(course: Course, out: CoordinatorOutput) -> None:
+def come_in_force(course: Course, now: float, out: CoordinatorOutput) -> None:
     """Says of whom a generation that has come about makes members like all."""
-    for newcomer in course.joining.in_force(course.roster, course.attendance.failure_detector.clock):
+    for newcomer in course.joining.admitted(course.roster):
         admit(course, newcomer, out)
+    see_sources(course, now, out)
     for newcomer in course.joining:
         if newcomer.phase is Phase.WAITING and not replays.is_awaited(course, newcomer.stage):
-            course.joining.catch_up(newcomer, course.roster, course.committed, out)
+            _have_served(course, newcomer, now, out)
 
 
 def admit(course: Course, newcomer: Newcomer, out: CoordinatorOutput) -> None:
@@ -174,6 +194,15 @@ def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
         course.regroup(f"{', '.join(seats)} not back in time", now, out)
 
 
+def turn_down(course: Course, worker: WorkerId, why: str, now: float, out: CoordinatorOutput) -> None:
+    """Gives up a newcomer that is no member: its process is ended, and the next one is started as after any death."""
+    text = f"{course.attendance.named(worker.rank)} does not come back as process {worker.incarnation}, which is ended"
+    out.say("turned_down", f"{text}: {why}", rank=worker.rank, incarnation=worker.incarnation)
+    course.attendance.confused.add(worker)
+    course.attendance.fence(worker, why, out)
+    _forget([worker], course, now, out)
+
+
 def died(course: Course, message: Exited, now: float, out: CoordinatorOutput) -> None:
     """Takes in that a process which is no member has ended.  Nobody has waited for it."""
     with_it = course.vacancies.died(message, course.is_ending, now, out)
@@ -196,10 +225,15 @@ def lose(course: Course, newcomer: Newcomer, cause: Cause, how: str, at: float, 
 
 
 def tick(course: Course, now: float, out: CoordinatorOutput) -> None:
-    """Lets time pass, which may show that the host of a newcomer is gone."""
+    """Lets time pass, which may show that the host of a newcomer is gone, or that it does nothing."""
     gone = course.vacancies.tick(course.attendance.unreachable, course.is_ending, now, out)
     for worker in gone:
         _forget([worker], course, now, out)
+    detector = course.attendance.failure_detector
+    limits = detector.instruction_s, detector.deadlines.idle_timeout_s
+    replaying = [each.member.worker for each in course.joining if each.phase in (Phase.REPLAYING, Phase.WAITING)]
+    for worker, why in course.newcomer_watch.late(course.vacancies.newcomers, replaying, *limits, detector.clock):
+        turn_down(course, worker, why, now, out)
 
 
 def _forget(workers: list[WorkerId], course: Course, now: float, out: CoordinatorOutput) -> None:
@@ -218,7 +252,7 @@ def _call_off(course: Course, unit: list[Newcomer], now: float, out: Coordinator
     if not announced or course.ending.failed:
         return
     cause = f"{announced[0].seat} not back yet"
-    if announced[0].in_force_at is None and not course.regrouping.has_come(course.committed):
+    if announced[0].awaited_at is None and not course.regrouping.has_come(course.committed):
         course.regroup(cause, now, out, from_step=unstarted(course.committed))
     elif not course.halted:
         gone = {each.member.worker for each in unit}  # where that is in force already
@@ -227,8 +261,6 @@ def _call_off(course: Course, unit: list[Newcomer], now: float, out: Coordinator
 
 
 def loaded(course: Course, out: CoordinatorOutput) -> None:
-    """Takes in that all members go on from a checkpoint.  Who has entered is one of them and has loaded it too, so that
-    it is the others' equal (their states' fingerprints are compared at that); the others can't come to that state.
-    """
+    """Takes in that all members go on from a checkpoint, to whose state newcomers can't come."""
     ends.send_away(course, "a checkpoint was loaded", out)
     course.joining.loaded()

@@ -157,12 +157,18 @@ class Fence(OfWorker):
 
 @dataclass(frozen=True)
 class Serve:
-    """A worker is to serve ``newcomer``, which catches up: with the state after ``from_step``, or a later one; and to
-    send the hash of the state after that step.
-    """
+    """A worker is to serve ``newcomer``, which catches up."""
 
     newcomer: WorkerId
-    from_step: int
+
+
+@dataclass(frozen=True)
+class HashAfter:
+    """A worker is to send the hash of its state after ``step``: one of a stage to which somebody comes back, or that
+    newcomer.
+    """
+
+    step: int
 
 
 @dataclass(frozen=True)

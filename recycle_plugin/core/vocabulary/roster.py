@@ -32,8 +32,7 @@ class WorkerId(NamedTuple):
 class Member:
     """A worker of a generation: where it sits, where its peers reach it, and on which host it runs.
 
-    ``shard``: its place in the seat's group.  ``joining``: it has just come back, so it takes part in sums and steps,
-    and is given no work until its state has been compared.
+    ``shard``: its place in the seat's group.
     """
 
     rank: int
@@ -42,7 +41,6 @@ class Member:
     host: str
     incarnation: int = 0
     shard: int = 0
-    joining: bool = False
 
     @property
     def worker(self) -> WorkerId:
@@ -148,14 +146,8 @@ class Roster:
 
     @cached_property
     def working(self) -> frozenset[Seat]:
-        """The seats whose holders are given work: all but those that are still joining, or of which a shard is
-        missing.
-        """
-        return frozenset(
-            seat
-            for seat, group in self._by_seat.items()
-            if len(group) == self.shards and not any(member.joining for member in group)
-        )
+        """The seats whose holders are given work: all but those of which a shard is missing."""
+        return frozenset(seat for seat, group in self._by_seat.items() if len(group) == self.shards)
 
     @cached_property
     def without_work(self) -> frozenset[int]:
@@ -224,10 +216,6 @@ class Roster:
         """The members that hold ``shard`` of ``stage``, which have one state, in the order of the ranks."""
         return self._by_shard.get((stage, shard), ())
 
-    def joining(self, stage: int, shard: int = 0) -> Group:
-        """The members with ``shard`` of ``stage`` that are still joining.  Costs time in proportion to these."""
-        return tuple(member for member in self.peers(stage, shard) if member.joining)
-
     def working_peers(self, stage: int, shard: int = 0) -> dict[int, Member]:
         """By replica, the members with ``shard`` of ``stage`` whose seat is given work.  Costs time in proportion to
         these.
@@ -235,12 +223,8 @@ class Roster:
         return {member.seat.replica: member for member in self.peers(stage, shard) if member.seat in self.working}
 
     def is_last(self, member: Member) -> bool:
-        """Whether no other seat of ``member``'s stage is at work, so that only this one is known to have its state.
-        Costs time in proportion to the stage's members.
-        """
-        return not member.joining and all(
-            other.seat == member.seat or other.joining for other in self.stage(member.seat.stage)
-        )
+        """Whether nobody holds another seat of ``member``'s stage.  Costs time in proportion to the stage's members."""
+        return all(other.seat == member.seat for other in self.stage(member.seat.stage))
 
     @cached_property
     def live_stages(self) -> tuple[int, ...]:
@@ -252,12 +236,6 @@ class Roster:
         IndexError where nobody is left.
         """
         return self.peers(stage, shard)[0]
-
-    def first_working(self, stage: int, shard: int = 0) -> Member:
-        """The member of the lowest rank with ``shard`` of ``stage`` that is not joining; StopIteration where there is
-        none.
-        """
-        return next(member for member in self.peers(stage, shard) if not member.joining)
 
     def stages(self, stages: Collection[int], shard: int = 0) -> Group:
         """The members with ``shard`` of any of ``stages``, in the order of the ranks.  Costs their number, times the

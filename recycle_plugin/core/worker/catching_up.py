@@ -11,7 +11,7 @@ where it is older than the clock, or where its source has gone, from whom no sum
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,6 +49,9 @@ class FilledState(Protocol):
         """Applies the step that ``marker`` says is committed: to each unit of ``sums`` what is given, to the others
         nothing.
         """
+
+    def hash_after(self, step: int) -> None:
+        """Begins to hash the state, which is that after ``step``; what changes it waits for that."""
 
 
 @dataclass
@@ -90,6 +93,7 @@ class CatchingUp:
         self.damaged = 0  # units that had to be read again
         self.taken = 0  # bytes of units that have come, also of those that came again
         self.followed = 0  # bytes of sums that have come
+        self.renewed = 0  # how often a part of what was here had to be asked for anew
 
     @property
     def whole(self) -> bool:
@@ -123,7 +127,7 @@ class CatchingUp:
         """
         stream = self._streams.get(giver)
         gone = stream is None or stream.inlet.broken
-        if stream is not None:
+        for stream in self._streams.values():
             stream.items.extend(stream.inlet.items())
             for item in stream.items:
                 self._handed = item if isinstance(item, Handed) else self._handed
@@ -131,20 +135,39 @@ class CatchingUp:
             return self._handed.value
         return b"" if gone else None
 
+    def keep_only(self, workers: Collection[WorkerId]) -> None:
+        """Takes nothing any more from sources that are gone: the line to a host that is cut off may stand for long."""
+        for source in self._streams.keys() - workers:
+            self._drop(source)
+
+    def hash_after(self, step: int) -> bool:
+        """Has the state hashed, which is that after ``step``; returns False as long as some of it is still to come."""
+        if self.whole:
+            self._state.hash_after(step)
+        return self.whole
+
+    @property
+    def passed(self) -> bool:
+        """Whether all sources are at a later step, and have nothing more to give of the state after ``clock``."""
+        step = (self.clock or 0) + 1
+        return bool(self._streams) and all(stream.has_passed(step) for stream in self._streams.values())
+
     def close(self) -> None:
         """Takes from nobody any more."""
         for stream in self._streams.values():
             stream.inlet.close()
         self._streams.clear()
 
-    def pump(self) -> bool:
-        """Takes in what has come, and follows as far as that goes; returns whether anything has changed."""
+    def pump(self, until: int) -> bool:
+        """Takes in what has come, and follows as far as that goes, but not beyond step ``until``; returns whether
+        anything has changed.
+        """
         before = self.clock, len(self._here), len(self._streams), self.taken
         for source in [source for source, stream in self._streams.items() if not self._hear(source, stream)]:
             self._drop(source)
         if self.clock is None:
             self._ask_for_head()
-        while self._advance():
+        while (self.clock is None or self.clock < until) and self._advance():
             pass
         return before != (self.clock, len(self._here), len(self._streams), self.taken)
 
@@ -234,6 +257,7 @@ class CatchingUp:
         follow.
         """
         self._streams.pop(source).inlet.close()
+        self.renewed += 1
         for name in [name for name, whom in self._from.items() if whom == source]:
             del self._from[name]
             self._here.discard(name)
@@ -244,11 +268,9 @@ class CatchingUp:
 
     def _advance(self) -> bool:
         """Goes on by one step, if all sources are behind it."""
-        if self.clock is None or not self._streams:
+        if self.clock is None or not self.passed:
             return False
         step = self.clock + 1
-        if not all(stream.has_passed(step) for stream in self._streams.values()):
-            return False
         told = [stream.markers[step] for stream in self._streams.values() if step in stream.markers]
         if not told:
             self._begin_anew()
@@ -268,6 +290,7 @@ class CatchingUp:
     def _begin_anew(self) -> None:
         """Takes nothing for granted any more: all who were there at the next step are gone."""
         self.clock, self._lead, self._weights = None, None, {}
+        self.renewed += 1
         self._from.clear()
         self._here.clear()
         self._ask_for_head()

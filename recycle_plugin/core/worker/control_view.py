@@ -15,6 +15,7 @@ from recycle_plugin.core.messages.from_coordinator import (
     End,
     Expected,
     Generation,
+    HashAfter,
     LogOnly,
     MayGo,
     Recorded,
@@ -83,6 +84,7 @@ class ControlView:
         self.place: Place | None = None  # where the plain iterator of a newcomer's replica stands, as far as is known
         self._sources: list[Serving] = []
         self._serves: list[Serve] = []
+        self._hashes: set[int] = set()  # the steps after which the state is to be hashed
         self.replay: Replay | None = None
         self.beside: tuple[Member, ...] = ()
         self.others: Roster | None = None  # of a newcomer: the last that it has heard of, and is not in
@@ -153,9 +155,10 @@ class ControlView:
                 if message.batches is not None and (void := message.batches.void):
                     self._collected = {key: values for key, values in self._collected.items() if key[0] < void}
             case Committed():
+                if self.outside:
+                    return  # of steps that it has no part in it is told with more (Recorded)
                 self.committed = max(self.committed, message.step)
-                if not self.outside:  # of steps that it has no part in the others tell
-                    self.news.append((self.generation, message))
+                self.news.append((self.generation, message))
                 # the others commit steps behind its last one while who leaves may still be at that
                 first = min(message.step, self._leaves_at - 1) if self._leaves_at else message.step
                 self._collected = {key: values for key, values in self._collected.items() if key[0] >= first}
@@ -173,6 +176,8 @@ class ControlView:
                 self._sources.append(message)
             case Serve():
                 self._serves.append(message)
+            case HashAfter():
+                self._hashes.add(message.step)
             case Durable():
                 self.durable = max(self.durable, message.step)
             case LogOnly():
@@ -270,6 +275,13 @@ class ControlView:
         if not self._serves:
             return []
         found, self._serves = self._serves, []
+        return found
+
+    def take_hashes(self) -> set[int]:
+        """Takes out the steps after which the state is to be hashed, as far as that was not taken before."""
+        if not self._hashes:
+            return set()
+        found, self._hashes = self._hashes, set()
         return found
 
     def take_news(self) -> Iterator[tuple[Generation | None, Committed]]:

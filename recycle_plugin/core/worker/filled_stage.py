@@ -24,6 +24,12 @@ class StateWriter(Protocol):
     def write(self, name: str, value: Any) -> None:
         """Writes a unit of another worker's state."""
 
+    def hash_state(self, step: int) -> None:
+        """Begins to hash the state after ``step``; the coordinator is sent the result."""
+
+    def finish_hash(self) -> None:
+        """Returns when no hash is being made."""
+
     def take_settings(self, settings: Any) -> None:
         """Applies steps with another worker's settings from now on."""
 
@@ -45,19 +51,26 @@ class FilledStage:
 
     def begin(self, step: int, head: Any) -> None:
         """Takes what goes by value of the state after ``step``, and makes room for units."""
+        self._machine.finish_hash()
         self._steps.stepped = self._steps.committed = step
         self._store.rewind(step, self._store.valid_from)
         self._machine.fill(head)
 
     def write(self, name: str, value: Any) -> None:
         """Writes a unit."""
+        self._machine.finish_hash()
         self._machine.write(name, value)
+
+    def hash_after(self, step: int) -> None:
+        """Begins to hash the state, which is that after ``step``; what changes it waits for that."""
+        self._machine.hash_state(step)
 
     def follow(self, marker: Marker, sums: Mapping[str, Any]) -> None:
         """Applies the step that ``marker`` says is committed: to each unit of ``sums`` what is given, to the others
         nothing.
         """
         store, step = self._store, marker.step
+        self._machine.finish_hash()
         store.valid_from = marker.valid_from
         for datum, value in self._machine.gathered(step, sums).items():
             store.put(datum, value)

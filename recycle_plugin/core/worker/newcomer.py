@@ -23,6 +23,7 @@ from recycle_plugin.core.worker.replay import CantReplay, StageReplay
 from recycle_plugin.core.worker.training_loop import DataEnded, LoopPort, TrainingLoop
 
 PROGRESS_S = 1.0  # between two words on how far it has come
+BEHIND_S = 5.0  # between two words on a script that is not at the others' step yet
 
 
 class Asked:
@@ -34,7 +35,7 @@ ASKED = Asked()
 
 class Newcomer:
     """The worker of ``loop`` before it is a member.  ``open_line``: makes the line to a source (from_workers.Serving
-    says where).  ``skip(place)``: reads its plain iterator up to there before anybody waits for that.
+    says where).  ``skip(place, enters)``: reads its plain iterator up to there, before that and as it ``enters``.
     ``wants_script()``: its script asks a peer's for what is theirs alone; ``replay``: how the stage is replayed, where
     nobody has it, in a job that logs; ``handed`` is that, once it is a member, b""
     where the peer has gone before it was there.
@@ -46,12 +47,14 @@ class Newcomer:
         loop: TrainingLoop,
         state: FilledState,
         open_line: Callable[[Serving], Inlet],
-        skip: Callable[[Place], None] = lambda place: None,
+        skip: Callable[[Place, bool], None] = lambda place, enters: None,
         wants_script: Callable[[], bool] = lambda: False,
         replay: StageReplay | None = None,
     ) -> None:
         self._port, self._view, self._loop, self._open = port, port.control_view, loop, open_line
         self._asked = self._said = False
+        self._renewed = 0  # how often a part of the state had been asked for anew when that was said
+        self._hash_at: set[int] = set()  # the steps after which the coordinator wants the state's hash
         self._heard = 0  # words of those that replay
         self._position = 0  # the last step that the script has gone through, or is at
         self._passed: tuple[str, ...] = ()  # barriers behind the last step that was replayed
@@ -59,6 +62,7 @@ class Newcomer:
         self._skip = skip
         self._wants_script = wants_script
         self._catching_up, self._replay = CatchingUp(state, wants_script), replay
+        self._behind: tuple[float, int, int] | None = None  # when that was told of last, its step, and the others'
         self._progress: tuple[float, int] | None = None  # when it was told of last, and the bytes that had come by then
         self.handed = b""
 
@@ -78,6 +82,7 @@ class Newcomer:
         self._check_data(step)
         self._position = step
         if not self._asked and step < self._view.committed:
+            self._tell_behind(step)
             return True  # not the last one: behind that the script may end, with a state that it does not have
         if not self._asked:
             self._asked = True
@@ -125,6 +130,7 @@ class Newcomer:
         assert self._replay is not None, "a job that does not log has nothing to replay"
         self._passed = replay.passed
         self._loop.stop_helping()
+        self._catching_up.close()
         try:
             if self._wants_script():
                 raise CantReplay("what its script hands over by on_join was lost with the stage's last worker")
@@ -134,11 +140,12 @@ class Newcomer:
         else:
             self._port.send(CaughtUp(self._view.rank, replay.committed, took.bytes, 0, took.helpers))
             if self._view.place is not None:
-                self._skip(self._view.place)
+                self._skip(self._view.place, False)
 
     def _await_script(self, generation: Generation) -> Iterator[Any]:
         """Waits for what a peer's script hands over: that of the stage's first worker, which had a part before."""
-        giver = generation.roster.first_working(self._loop.seat.stage, self._view.shard)
+        peers, before = generation.roster.peers(self._loop.seat.stage, self._view.shard), self._view.others
+        giver = next((each for each in peers if before is None or each.worker in before.workers), peers[0])
         self.handed = yield from self._port.wait(
             f"what the script of {giver} hands over by on_join",
             lambda: self._catching_up.handed(giver.worker),
@@ -149,6 +156,8 @@ class Newcomer:
         """Enters the generation; returns whether it is in force here, and has not been replaced by one without this
         worker.
         """
+        if self.replayed is None and self._view.place is not None:
+            self._skip(self._view.place, True)
         yield from self._loop.enter(generation)
         return self._view.generation is generation
 
@@ -177,14 +186,15 @@ class Newcomer:
         if self._view.called_off > self._called_off:
             self._called_off = self._view.called_off
             self._loop.pass_over(self._called_off)
+            self._catching_up.keep_only(self._view.others.workers if self._view.others is not None else ())
         for serving in self._view.take_sources():
             self._loop.stop_helping()
             self._catching_up.add_source(serving.worker, self._open(serving))
         had = not self._catching_up.deserted
-        closer = self._catching_up.pump()
+        closer = self._follow()
         if had and self._catching_up.deserted:  # lines may break between two that live
-            self._said = False
             self._port.send(CatchUp(self._view.rank))
+        self._said &= self._renewed == self._catching_up.renewed
         clock, end, planned = self._catching_up.clock, self._view.end, self._view.pending
         if end is not None and end.step and self._view.committed >= end.step - 1:
             raise JobEnded(end.reason, end.failed, end.code)
@@ -193,15 +203,52 @@ class Newcomer:
             return False if closer else None
         if clock is not None and clock >= step:
             return True
-        if planned is not None and (not planned.from_step or clock == planned.from_step - 1 == step - 1):
+        if planned is not None and self._said and (not planned.from_step or clock == planned.from_step - 1 == step - 1):
             return planned  # one that holds at once has taken the place of one that this worker has reported for
         if not self._said:
-            self._said = True
+            self._said, self._renewed = True, self._catching_up.renewed
             if self._view.place is not None:
-                self._skip(self._view.place)
+                self._skip(self._view.place, False)
             taken, followed = self._catching_up.taken, self._catching_up.followed
             self._port.send(CaughtUp(self._view.rank, clock or 0, taken, followed))
         return False if closer else None
+
+    def _follow(self) -> bool:
+        """Takes in what has come of the state, and follows; returns whether anything has changed.
+
+        Not beyond what the coordinator says is committed: its word that the state after a step is to be hashed has come
+        by then.  A part of the state may come too late for that hash; then the newcomer asks for another one.
+        """
+        catching_up, changed = self._catching_up, False
+        while True:
+            self._hash_at |= self._view.take_hashes()
+            until = min([self._view.committed, *(step for step in self._hash_at if step >= (catching_up.clock or 0))])
+            changed |= catching_up.pump(until)
+            clock = catching_up.clock
+            if clock is None or clock not in self._hash_at:
+                return changed
+            if not catching_up.hash_after(clock):
+                if not catching_up.passed:
+                    return changed
+                self._said = False
+            self._hash_at = {step for step in self._hash_at if step > clock}
+
+    def _tell_behind(self, step: int) -> None:
+        """Says how far the script is behind the others, every so often, and what it can leave out to come to them."""
+        now, committed = self._port.clock(), self._view.committed
+        at, before, others = self._behind or (now, step, committed)
+        if self._behind is None or now - at >= BEHIND_S:
+            self._behind = now, step, committed
+        if now - at < BEHIND_S:
+            return
+        gains, left = (step - before - (committed - others)) / (now - at), committed - step
+        when = f"comes to it in {left / gains:.0f} s" if gains > 0 else "never comes to it"
+        text = (
+            f"the script of {named(self._view.rank, self._loop.seat)} is at step {step}, {left} behind the others, and "
+            f"at this rate {when}: have it leave out what it does beside a step while engine.behind"
+        )
+        details = {"seat": str(self._loop.seat), "step": step, "left": left, "gains_per_s": round(gains, 3)}
+        self._port.send(Note(self._view.rank, "behind", text, details))
 
     def _tell_progress(self) -> None:
         """Says how far it has come, every so often."""

@@ -109,7 +109,7 @@ class PushedWorker(Worker):
             self.script.behind = step, self.script.given
         return Place(read=self.script.behind[1])
 
-    def skip_to(self, place: Place) -> None:
+    def skip_to(self, place: Place, enters: bool = False) -> None:
         """Counts on from where who held this seat before has come to."""
         self.script.given = place.read
 

@@ -64,12 +64,10 @@ class Outlet(Protocol):
 
 
 class Serving:
-    """The serving of one newcomer, over ``outlet``, from the first moment at which the state is that after
-    ``from_step`` or later.
-    """
+    """The serving of one newcomer, over ``outlet``."""
 
-    def __init__(self, state: SharedState, outlet: Outlet, from_step: int) -> None:
-        self._state, self.outlet, self._from_step = state, outlet, from_step
+    def __init__(self, state: SharedState, outlet: Outlet) -> None:
+        self._state, self.outlet = state, outlet
         self._wanted: deque[str] = deque()
         self._wants_head = False
         self._handed: set[str] = set()
@@ -86,8 +84,6 @@ class Serving:
         has nothing else to do.
         """
         self._hear()
-        if stepped < self._from_step:
-            return False
         if self._at is None:  # also where nothing is asked for: the newcomer goes on when all its sources have
             self._at = stepped
             self.outlet.send(Marker(stepped, begins=True, valid_from=valid_from))

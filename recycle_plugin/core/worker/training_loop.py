@@ -40,7 +40,7 @@ from recycle_plugin.core.vocabulary.recovery_plan import (
     unfinished,
     without_later,
 )
-from recycle_plugin.core.vocabulary.roster import Member, WorkerId
+from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.step_batches import LiveShare, StepBatches
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
@@ -165,9 +165,6 @@ class StepRunner(Protocol):
     def hand_over(self, newcomer: WorkerId, step: int) -> None:
         """Sends a newcomer what this worker's script hands over after ``step``, if it has asked for that."""
 
-    def hash_after(self, step: int) -> None:
-        """Has the state after ``step`` hashed for the coordinator, once that is committed."""
-
 
 class Planner(Protocol):
     """The planner as the training loop needs it; the same arguments give the same result on every worker."""
@@ -289,14 +286,8 @@ class TrainingLoop:
         raise DataEnded(step)
 
     def _program(self, step: int) -> StepProgram:
-        if self.seat not in self.plan.view.live:  # it is joining: its state is compared before it is given work
-            return StepProgram(step, self._without_work(step), share=self._batches.share(step))
         program = self._planner.lowered(self.plan, self.seat, step)
         return StepProgram(step, program, share=self._batches.share(step))
-
-    def _without_work(self, step: int) -> tuple[Instruction, ...]:
-        closing = self.plan.policy.closing(bool(self._topology.tie(self.seat.stage)))
-        return tuple(Instruction(op, self.seat.stage, None, step) for op in closing)
 
     def applied(self, step: int) -> None:
         """Tells the coordinator that ``step`` has been applied here."""
@@ -461,10 +452,7 @@ class TrainingLoop:
         self._port.reach("recovery.resume")
         self._take_up(plan, resume)
         self._runner.keep_only(generation.roster.addresses)
-        joining = self._begin_to_join(generation)
-        if joining:
-            self._runner.hash_after(resume.committed)
-            self._hand_over(joining, generation)
+        self._hand_over(generation)
         self._control_view.adopt(generation)
         self._loaded = False
         if self.machine.stepped > self.machine.committed:
@@ -539,18 +527,16 @@ class TrainingLoop:
         pending = view.pending
         return pending is not None and stage in ClusterView(self._topology, pending.roster.working).empty_stages()
 
-    def _begin_to_join(self, generation: Generation) -> list[Member]:
-        """The peers of this worker that are joining since this generation."""
-        before = self._control_view.roster.workers
-        joining = generation.roster.joining(self.seat.stage, self._control_view.shard)
-        return [one for one in joining if one.worker not in before]
-
-    def _hand_over(self, joining: list[Member], generation: Generation) -> None:
+    def _hand_over(self, generation: Generation) -> None:
         """Gives newcomers what is its script's alone, as one worker of the stage does, the first that has it."""
-        giver = generation.roster.first_working(self.seat.stage, self._control_view.shard)
-        if giver.worker == self._control_view.worker:
-            for one in joining:
-                self._runner.hand_over(one.worker, self.machine.stepped)
+        before, peers = (
+            self._control_view.roster.workers,
+            generation.roster.peers(self.seat.stage, self._control_view.shard),
+        )
+        if self._control_view.worker == next((each.worker for each in peers if each.worker in before), None):
+            for one in peers:
+                if one.worker not in before:
+                    self._runner.hand_over(one.worker, self.machine.stepped)
 
     def _take_up(self, plan: Plan, resume: Resume) -> None:
         """Works out what is left of the unfinished steps, and takes the last one back where that is in the way."""

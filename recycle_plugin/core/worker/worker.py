@@ -321,13 +321,14 @@ class Worker:
         if self.iterator_data is not None:
             self.iterator_data.leave_out(step)
 
-    def skip_to(self, place: Place) -> None:
-        """Brings a newcomer's plain iterator to ``place`` if it is that one; there it is not in its place before it is
-        known whether that is its replica's.
+    def skip_to(self, place: Place, enters: bool = False) -> None:
+        """Brings a newcomer's plain iterator to ``place`` if it is that one; there it is in its place if it ``enters``
+        now: before that its replica's place may change.
         """
         data = self.iterator_data
         if data is not None and self.store.reads_iterator and place.iterator == data.stands.iterator:
             data.skip_to(place)
+            data.in_place = enters
 
     def take_state(self, iterator_state: IteratorState) -> None:
         """Takes what everybody knows of plain iterators; it holds from now on, until the next one comes."""
@@ -372,6 +373,7 @@ class Worker:
         """
         for asked in self._control_view.take_serves():
             self._serve(asked)
+        self.hash_at |= self._control_view.take_hashes()
         stepped, committed = self._steps.stepped, max(self._steps.committed, self._control_view.committed)
         if self.hash_at and stepped <= committed:
             self._hash(stepped)
@@ -380,19 +382,14 @@ class Worker:
         return self.servings.between(stepped, committed, self.store.valid_from, self._has_sum(stepped + 1), waiting)
 
     def _serve(self, asked: Serve) -> None:
-        """Lets a newcomer come, and hashes the state from which it is served."""
+        """Lets a newcomer come."""
         state, outlet, address = self._machine.open_outlet(asked.newcomer)
-        self.servings.add(asked.newcomer, Serving(state, outlet, asked.from_step))
-        self.hash_after(asked.from_step)
+        self.servings.add(asked.newcomer, Serving(state, outlet))
         self._machine.send(from_workers.Serving(self._control_view.rank, asked.newcomer, address))
 
     def hand_over(self, newcomer: WorkerId, step: int) -> None:
         """Sends a newcomer what this worker's script hands over after ``step``, if it has asked for that."""
         self.servings.hand_over(newcomer, step, self._machine.script_state)
-
-    def hash_after(self, step: int) -> None:
-        """Has the state after ``step`` hashed, once that is committed."""
-        self.hash_at.add(step)
 
     def _last_sum(self, step: int) -> Datum:
         """What the sums of ``step`` leave last, of which STEP is made."""

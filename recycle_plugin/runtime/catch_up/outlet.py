@@ -27,7 +27,7 @@ from recycle_plugin.runtime.devices.port import Order
 from recycle_plugin.runtime.movers.wire import Nonsense, end
 from recycle_plugin.runtime.state.stage_state import raw
 
-ROOM = 64 << 20  # bytes of units that may wait
+ROOM = 256 << 20  # bytes of units that may wait: what a long instruction leaves no other moment to copy
 STEPS = 2  # whose sums may wait in any case
 LINGER_S = 10.0  # how long what is to get there at the end may take
 LOOK_S = 1.0  # between two looks at whether a line that takes nothing is to end

@@ -62,7 +62,8 @@ class Rate:
         """Whether the thread that trains may copy now.  ``waiting``: it has nothing else to do."""
         now = self._clock()
         share = COPYING * (ALONE if self.alone() else 1.0)
-        self._credit, self._at = min(BURST_S, self._credit + share * (now - self._at)), now
+        since = share * (now - self._at)  # all of it, where nobody could ask in between, as in a long instruction
+        self._credit, self._at = min(max(BURST_S, since), self._credit + since), now
         self._waits = waiting
         return waiting or self._credit > 0
 

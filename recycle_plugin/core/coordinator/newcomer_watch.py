@@ -1,0 +1,63 @@
+"""Newcomers that do nothing: nobody waits for them, but their seats stay empty for as long.
+
+A stopped process is given up after the deadline of any other; a script that has not got on, and waits for nobody, after
+``idle_timeout_s``.  What a newcomer waits for has a deadline there, ``wait_timeout_s``, past which its process ends; a
+replay has its own (core/coordinator/replay_deadlines.py).  A process that ends, and a host that is gone,
+core/coordinator/vacancies.py sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from recycle_plugin.core.messages.activity import WAITS
+from recycle_plugin.core.messages.from_workers import Heartbeat, SupervisorHeartbeat
+from recycle_plugin.core.vocabulary.roster import WorkerId
+
+
+@dataclass
+class _Doing:
+    """What a newcomer is at since when, and since when its process is stopped; in seconds of the detector's clock."""
+
+    last: tuple[object, ...] | None = None
+    since: float = 0.0
+    waits: bool = False
+    stopped_at: float | None = None
+
+
+class NewcomerWatch:
+    """What newcomers are at, by their own and their supervisors' heartbeats."""
+
+    def __init__(self) -> None:
+        self._doing: dict[WorkerId, _Doing] = {}
+
+    def hear(self, message: Heartbeat | SupervisorHeartbeat, clock: float) -> None:
+        """Takes in a heartbeat of a newcomer or of its supervisor."""
+        doing = self._doing.setdefault(message.worker, _Doing())
+        if isinstance(message, SupervisorHeartbeat):
+            doing.stopped_at = (clock if doing.stopped_at is None else doing.stopped_at) if message.stopped else None
+        elif doing.last != (now := (message.done, message.at, message.what, message.step)):
+            doing.last, doing.since, doing.waits = now, clock, message.at == WAITS
+
+    def late(
+        self,
+        newcomers: Collection[WorkerId],
+        replaying: Collection[WorkerId],
+        stopped_s: float,
+        idle_s: float,
+        clock: float,
+    ) -> Iterator[tuple[WorkerId, str]]:
+        """Those of ``newcomers`` that are past a deadline, each once, with the reason in words; ``replaying``: of
+        these, who replays a stage or helps with that.
+        """
+        self._doing = {worker: doing for worker, doing in self._doing.items() if worker in newcomers}
+        for worker, doing in list(self._doing.items()):
+            why = ""
+            if doing.stopped_at is not None and clock - doing.stopped_at > stopped_s:
+                why = f"its process is stopped for {clock - doing.stopped_at:.1f} s (deadline {stopped_s:.1f} s)"
+            elif doing.last and not doing.waits and worker not in replaying and clock - doing.since > idle_s:
+                why = f"its script has not got on for {clock - doing.since:.1f} s (deadline {idle_s:.1f} s)"
+            if why:
+                del self._doing[worker]
+                yield worker, why
