@@ -45,6 +45,11 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="3 stages without replicas, 4 micro-batches: the same where a stage is lost and replayed from logs",
     )
     what.add_argument(
+        "--every-source",
+        action="store_true",
+        help="2 stages x 2 replicas, 2 micro-batches: kill a newcomer's only source at each point of serving it",
+    )
+    what.add_argument(
         "--every-shrink",
         action="store_true",
         help="2 stages x 3 replicas, 4 micro-batches: the same where a replica is lost whole, and the batch shrinks",
@@ -87,8 +92,8 @@ def run(found: argparse.Namespace) -> int:
 
     if found.kill is not None and (found.seed, found.seeds) != (None, None):
         raise ValueError(
-            "--kill is one of --every-instant, --every-return, --every-replay, --every-shrink or --every-push: leave "
-            "out --seed and --seeds"
+            "--kill is one of --every-instant, --every-return, --every-replay, --every-source, --every-shrink or "
+            "--every-push: leave out --seed and --seeds"
         )
     if found.confused and (found.kill is not None or found.every_instant or any(_kinds(found).values())):
         raise ValueError("--confused is for random jobs, those of --seeds and --seed: leave out the other")
@@ -146,6 +151,7 @@ def _kinds(found: argparse.Namespace) -> dict[Any, bool]:
     return {
         campaign.RETURN: found.every_return,
         campaign.REPLAY: found.every_replay,
+        campaign.SOURCE: found.every_source,
         campaign.SHRINK: found.every_shrink,
         campaign.PUSH: found.every_push,
     }

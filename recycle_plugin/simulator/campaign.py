@@ -190,12 +190,15 @@ class Instants:
     option: str  # with which ``recycle campaign`` runs one of them again
     job: Scenario
     steps: range
+    source: Seat | None = None  # it is killed only, at each point of what it does for a newcomer
 
     def moments(self) -> list[str]:
         """The kills before and after each instruction that is run in these steps where nobody else is killed, sends and
         receives, REDUCE and STEP included, or in a replay; and where somebody comes back, at each point of the
         regroupings for that.
         """
+        if self.source is not None:
+            return [f"kill {self.source} at serving.{point}:{number}" for point, number in SERVED]
         back = {fault.seat for fault in self.job.faults}
         who = {seat: f"{seat}#1" if seat in back else str(seat) for seat in sorted(self.job.shape.seats)}
         outcome = run(self.option, self.job)
@@ -229,6 +232,7 @@ def _job(shape: Topology, steps: int, faults: tuple[str, ...] = (), shrinks: boo
     return Scenario(shape, costs, policy, steps, faults=tuple(map(Fault.parse, faults)), **more)
 
 
+SERVED = (("told", 1), *(("given", number) for number in range(1, 9)), ("hash", 1))
 LOSS = Instants("--every-instant", _job(Topology(3, 4, 6), 3), range(2, 3))
 REGROUPINGS = 4  # of a start, a loss, and a return
 # from the newcomer's first word to the first step in which it has work again, a test checks that
@@ -270,6 +274,20 @@ REPLAY = Instants(
         between=((1, "save"),),
     ),
     range(4, 6),
+)
+# a newcomer's only source is lost while, or before, it gives anything; its stage is replayed from logs then
+SOURCE = Instants(
+    "--every-source",
+    _job(
+        Topology(2, 2, 2),
+        60,
+        ("kill 1.1 before 1F1.0@3",),
+        rejoin="always",
+        logs=True,
+        between=((1, "save"), *((step, "pause") for step in range(2, 60))),
+    ),
+    range(3, 4),
+    Seat(0, 1),
 )
 
 

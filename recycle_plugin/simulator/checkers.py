@@ -42,6 +42,8 @@ from recycle_plugin.simulator.reference import Reference
 from recycle_plugin.simulator.samples import Samples
 from recycle_plugin.simulator.scenario import Scenario
 
+CALM_STEPS, CALM_US = 15, 10_000_000  # in which who comes back is let in, where nothing else happens
+
 
 class Watcher:
     """The checker of one scenario.  ``simulator.cluster`` tells it what happens; ``violations`` says in words what was
@@ -471,6 +473,8 @@ class Watcher:
         ended = cluster.membership.ended
         if ended is not None and ended.failed and not may_end:
             self.say(f"the job has ended although it could go on: {ended.reason}")
+        if ended is None or not ended.failed:
+            self._let_in(cluster)
         self._rightly_given_up(cluster)
         self._confused_alone(cluster)
         if not cluster.scenario.logs_apart and any(event.kind == "log_gone" for _, event in cluster.events):
@@ -537,6 +541,22 @@ class Watcher:
         healthy = list(map(str, sorted(lost - deaf)))
         if cluster.deafened and len(healthy) > (not all(cluster.deafened.values())):
             self.say(f"seats {', '.join(healthy)} were given up, since another hears nobody")
+
+    def _let_in(self, cluster: Any) -> None:
+        """Checks that nobody who comes back is kept waiting while nothing happens but steps, one after another."""
+        waiting: dict[int, str] = {}
+        calm, since = 0, 0
+        for at, event in cluster.events:
+            if event.kind in ("newcomer", "caught_up", "replayed"):
+                waiting[event.details["rank"]] = event.text
+            elif event.kind in ("rejoined", "lost", "restart", "not_restarted", "turned_down", "held_back"):
+                waiting.pop(event.details["rank"], None)
+            calm += event.kind == "committed"
+            if event.kind not in ("committed", "loss", "rejected", "resume", "catching_up", "recovery_plan"):
+                calm, since = 0, at
+            if waiting and calm > CALM_STEPS and at - since > CALM_US:
+                self.say(f"{calm} steps pass, and it is not let in: {'; '.join(waiting.values())}")
+                return
 
     def _confused_alone(self, cluster: Any) -> None:
         """Checks that nobody is taken for confused who is not, and that where nothing else is wrong nobody else is

@@ -124,8 +124,8 @@ def work_at_once(monkeypatch) -> None:
     monkeypatch.setattr(Joining, "unproven", lambda self, roster: [])
 
 
-@mistake("nobody looks after a newcomer whose last source is lost before it has sent anything")
 def deserted(monkeypatch) -> None:
+    """Nobody looks after a newcomer whose last source is lost before it has sent anything."""
     monkeypatch.setattr(returns, "see_sources", lambda course, now, out: None)
 
 

@@ -123,6 +123,13 @@ def test_every_worker_killed_while_a_stage_is_replayed() -> None:
     assert {"kill 0.1#1 after 1W0.3@3", "kill 0.0 at recovery.parked:1", "kill 0.2 before 2STEP@4"} <= set(moments)
 
 
+def test_a_newcomers_only_source_killed_at_each_point_of_serving_it(monkeypatch) -> None:
+    assert not campaign.every_instant(campaign.SOURCE).violations
+    mistakes_joining.deserted(monkeypatch)
+    said = campaign.SOURCE.run("kill 0.1 at serving.told:1").violations
+    assert any("it is not let in: seat 1.1" in text for text in said)
+
+
 def test_every_worker_killed_while_a_batch_is_smaller() -> None:
     """A sample, with a replica out, and coming back; all of them with ``recycle campaign --every-shrink``."""
     report = campaign.every_instant(campaign.SHRINK, every=331)

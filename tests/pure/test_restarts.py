@@ -9,9 +9,11 @@ from math import inf
 import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.newcomer_watch import NewcomerWatch
 from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput, Joiner, SupervisorOf
 from recycle_plugin.core.coordinator.restarts import Restarts
 from recycle_plugin.core.coordinator.state_dump import dump, load
+from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Lease, Recorded, Refused, Restart, Seated
 from recycle_plugin.core.messages.from_workers import (
     Contribution,
@@ -29,8 +31,10 @@ from recycle_plugin.core.messages.from_workers import (
     Unguarded,
 )
 from recycle_plugin.core.vocabulary.causes import Cause
+from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import agree, job, member, said, started, step
+from tests.support.played import DEADLINE_S, IDLE_S, Played
 
 NEXT = WorkerId(2, 1)
 
@@ -234,11 +238,28 @@ def test_nothing_that_it_says_costs_the_others_anything(message, told):
     membership = newcomer()
     before = json.dumps(dump(membership))
     out = membership.receive(replace(message, incarnation=1), 0.0)
+    membership.course.newcomer_watch = NewcomerWatch()  # what it is at is noted
     assert json.dumps(dump(membership)) == before and membership.ended is None
     assert [event.kind for event in out.events] == ([told] if told else [])
     assert [(whom, type(one)) for whom, one in out.messages] == (
         [(NEXT, Lease)] if isinstance(message, Heartbeat) else []
     )
+
+
+@pytest.mark.parametrize("stopped, limit_s", ((True, DEADLINE_S), (False, IDLE_S)))
+def test_one_that_does_nothing_is_ended_so_that_the_next_one_is_started(stopped, limit_s):
+    played = Played(newcomer())
+    for _ in range(round((limit_s + 2) / TICK_S)):
+        played.membership.receive(SupervisorHeartbeat(2, stopped, 0.0, incarnation=1), played.now)
+        played.membership.receive(Heartbeat(2, 7, 1, ELSEWHERE, "its script", incarnation=1), played.now)
+        for rank in (0, 1, 3):
+            played.signs(rank)
+        if fences := said(played.tick(TICK_S), Fence):
+            break
+    assert {fence.worker for fence in fences} == {NEXT} and NEXT not in played.membership.lost
+    assert [event.kind for event in played.outs[-1].events][-1] == "turned_down"
+    out = played.membership.receive(Exited(2, -9, played.now, incarnation=1), played.now)
+    assert [one.incarnation for one in said(out, Restart)] == [2]
 
 
 def test_where_it_dies_the_next_one_comes_later_and_at_last_it_is_given_up():

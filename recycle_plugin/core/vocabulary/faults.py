@@ -31,6 +31,9 @@ POINTS = (
     "load.start",
     "load.end",
     "resize",
+    "serving.told",
+    "serving.given",
+    "serving.hash",
 )
 _FORM = re.compile(
     r"(?P<kind>\w+) (?P<seat>\d+\.\d+)(?:#(?P<incarnation>\d+))? (?P<when>before|after|at) "

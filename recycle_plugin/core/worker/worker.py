@@ -94,9 +94,9 @@ class Machine(Protocol):
     def waited_us(self) -> int:
         """How long this worker has waited for others so far, in integer microseconds."""
 
-    def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
-        """Tells that an instruction is about to run or has run (``when``: "before" or "after"): injected faults strike
-        here.
+    def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
+        """Tells that an instruction is about to run or has run (``when``: "before" or "after"), or that a point is
+        reached, which ``when`` names: injected faults strike here.
         """
 
     def record(self, span: Span) -> Iterable[Span]:
@@ -379,10 +379,14 @@ class Worker:
             self._hash(stepped)
         if not self.servings:
             return None
-        return self.servings.between(stepped, committed, self.store.valid_from, self._has_sum(stepped + 1), waiting)
+        summed = self._has_sum(stepped + 1)
+        if gave := self.servings.between(stepped, committed, self.store.valid_from, summed, waiting):
+            self._machine.reach("serving.given")
+        return gave
 
     def _serve(self, asked: Serve) -> None:
         """Lets a newcomer come."""
+        self._machine.reach("serving.told")
         state, outlet, address = self._machine.open_outlet(asked.newcomer)
         self.servings.add(asked.newcomer, Serving(state, outlet))
         self._machine.send(from_workers.Serving(self._control_view.rank, asked.newcomer, address))
@@ -406,6 +410,7 @@ class Worker:
 
     def _hash(self, stepped: int) -> None:
         if stepped in self.hash_at:
+            self._machine.reach("serving.hash")
             self._machine.hash_state(stepped)
         self.hash_at = {step for step in self.hash_at if step > stepped}
 
