@@ -30,15 +30,16 @@ def comes_back(
     shape: Shape = SQUARE,
     wraps: tuple[dict, ...] = (),
     steps: int = STEPS,
+    later: tuple[str, ...] = (),
 ) -> Run:
     """A job, changed by ``wraps``, in which the worker is killed, and the others go on once its newcomer asks to take
-    part.
+    part; ``later``: further faults.
     """
     wrap = json.dumps([held(folder, HELD, "go"), *wraps])
     run = launch(
         f"steps={steps}",
         "recycle.rejoin=always",
-        faults(kill),
+        faults(kill, *later),
         *more,
         shape=shape,
         script=WRAPPED,
@@ -76,6 +77,16 @@ def test_it_trains_on_with_the_others(launch: Launch, reference, tmp_path, kill,
     peers = {f"{replica}.{seat[2]}" for replica in range(shape.replicas)} - {seat}
     assert served and {event["seat"] for event in served} <= peers
     assert {"it is the last worker of its stage" in event["held_by"] for event in served} == {last}
+
+
+def test_where_its_only_source_dies_before_it_sends_anything_it_replays_its_stage(launch: Launch, reference, tmp_path):
+    log = "++recycle.log={}", "++recycle.checkpoint.overhead=0.02"
+    dies = ("kill 0.1 at serving.told",)
+    result = comes_back(launch, tmp_path, "kill 1.1 before 1F1.0@5", *log, later=dies).finish()
+    assert result.code == 0, result.output[-6000:]
+    assert [event["seat"] for event in result.of("lost")] == ["1.1", "0.1"]
+    assert [event["seat"] for event in result.of("replayed")] == ["1.1"], result.output[-6000:]
+    assert difference(result, reference(f"steps={STEPS}", *log)).tolerated
 
 
 def test_in_exact_mode_it_has_the_same_bits(launch: Launch, reference, tmp_path):
