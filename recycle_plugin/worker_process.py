@@ -108,10 +108,9 @@ def _exit(session: Session, leave: Callable[[int], NoReturn], code: int) -> NoRe
 
 def _say_end(session: Session, why: Fatal | Crashed) -> None:
     """Tell the coordinator with what error the script ends, which is nobody else's business while it is a newcomer's
-    that has no work yet.
+    that is no member yet.
     """
-    own = session.roster.member(session.worker)
-    if session.newcomer or (own is not None and own.joining):
+    if session.outside:
         text = why.text if isinstance(why, Fatal) else f"its script has ended with {why.error}"
         session.note("warning", f"rank {session.rank}, which has come back, can't take part: {text}")
     else:

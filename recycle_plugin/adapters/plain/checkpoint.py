@@ -89,7 +89,7 @@ class StageFiles:
     @property
     def _writes(self) -> bool:
         """Whether this worker writes the file of its stage: one does."""
-        return self.session.roster.first_working(self.seat.stage, self.shard).worker == self.session.worker
+        return self.session.roster.first_of(self.seat.stage, self.shard).worker == self.session.worker
 
     @property
     def _name(self) -> str:

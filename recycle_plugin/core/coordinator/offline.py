@@ -112,7 +112,7 @@ def bring_back(course: Course, now: float, out: CoordinatorOutput) -> None:
 def _may_go(course: Course) -> bool:
     """Whether a replica may go now."""
     busy = course.halted or course.regrouping.under_way or course.attendance.leaving or course.ending.finishing
-    if busy or course.is_ending or course.roster.without_work:
+    if busy or course.is_ending:
         return False
     there = {seat.replica for seat in course.roster.working}
     return bool(there - course.steps.slow_replicas.named.keys())

@@ -109,10 +109,8 @@ class Roster:
 
     @property
     def first(self) -> Member:
-        """The member of the lowest rank that is given work, which does what one does for all: one that has just come
-        back may not have come to it.  Raises IndexError where nobody is left.
-        """
-        return next((member for member in self.members if member.worker in self.at_work), self.members[0])
+        """The member of the lowest rank, which does what one does for all.  Raises IndexError where nobody is left."""
+        return self.members[0]
 
     # --- seats and stages --------------------------------------------------------------------------
 
@@ -148,17 +146,6 @@ class Roster:
     def working(self) -> frozenset[Seat]:
         """The seats whose holders are given work: all but those of which a shard is missing."""
         return frozenset(seat for seat, group in self._by_seat.items() if len(group) == self.shards)
-
-    @cached_property
-    def without_work(self) -> frozenset[int]:
-        """The ranks of the members whose seat is given none.  Costs time in proportion to the members."""
-        idle = self._by_seat.keys() - self.working
-        return frozenset(member.rank for seat in idle for member in self._by_seat[seat])
-
-    @cached_property
-    def at_work(self) -> frozenset[WorkerId]:
-        """The members whose seat is given work.  Costs time in proportion to the members."""
-        return frozenset(member.worker for member in self.members if member.rank not in self.without_work)
 
     @cached_property
     def shards(self) -> int:

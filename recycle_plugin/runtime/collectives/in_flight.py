@@ -170,7 +170,7 @@ class Flight:
         with self._lock:
             asked.check()
             order = order_of(tensors_in((asked.tensors, asked.given)))
-            call = Call(asked, link, None, lasts, order, frozenset(self._asking_now if link == SCRIPT else self._live))
+            call = Call(asked, link, None, lasts, order, frozenset(self._live))
             if lasts and startup.alone:
                 self._replay(call, startup)
                 return call
@@ -389,14 +389,6 @@ class Flight:
             return self._ranks
         live = set(self._session.roster.ranks)
         return tuple(rank for rank in self._ranks if rank in live)
-
-    @property
-    def _asking_now(self) -> list[int]:
-        """The members whose scripts may ask for what this one's asks for."""
-        if not self._session.pushed or self._session.generation is None or len(self._ranks) == 1:
-            return self._live
-        late = self._session.roster.without_work
-        return [logical for logical in self._live if self._ranks[logical] not in late]
 
     def _join(self) -> None:
         """Take the session's membership: who is alive, and each one's position in the links."""

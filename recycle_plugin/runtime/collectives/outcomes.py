@@ -141,7 +141,6 @@ class Outcomes:
         self._lock = threading.Lock()
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         self.whereabouts = Whereabouts(session.boards)
-        self._late = False  # a member whose script has not come to the others' step yet
         self._offered: dict[str, dict[int, Values | None]] = {}  # by sequence, what it had then
         self._room = KEPT_BYTES  # for results that others ask for, in this generation
         self._asked: list[str] = []  # boards, of results
@@ -244,11 +243,8 @@ class Outcomes:
     def _tell(self) -> None:
         session, generation = self._session, self._session.generation
         assert generation is not None, "it was adopted just now"
-        if lets_in := self.startup.outside or (session.pushed and self._late):
-            if self.startup.outside:
-                self.startup.join()
-            own = session.roster.member(session.worker)
-            self._late = own is not None and own.seat not in session.roster.working
+        if lets_in := self.startup.outside:
+            self.startup.join()
         followers = list(self._followers)
         for group in followers:
             group.cut()

@@ -188,8 +188,6 @@ class Framework:
     forward, backward and step itself (core/worker/pushed.py), whose steps are never taken back.  ``judged()``: the norm
     by which the framework itself has judged the last step, not finite where it was skipped; None where the plugin does.
     ``layers``: the module's, in the order in which they run, if that is not its children's.
-    ``before_step()`` is called before each STEP of a script that pushes by all that take part in it, and may meet the
-    others; its value is whether it has.
     """
 
     seat: Seat

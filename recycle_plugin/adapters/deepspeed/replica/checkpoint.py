@@ -61,7 +61,7 @@ class ReplicaFiles:
         NotSaved.
         """
         engine = self.engine
-        if self.session.roster.first_working(0, self.shard).worker != self.session.worker:
+        if self.session.roster.first_of(0, self.shard).worker != self.session.worker:
             return
         stock, files = engine.checkpoint_engine, Durable(engine.checkpoint_engine, reach)
         engine.checkpoint_engine = files

@@ -40,7 +40,6 @@ from recycle_plugin.runtime.collectives.place import Place, make_alike, meet
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.stage.buckets import MeanBuckets
-from recycle_plugin.runtime.state.packing import packed, unpacked
 from recycle_plugin.runtime.state.stage_state import StatePart
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
 from recycle_plugin.runtime.worker.ports import Framework, StageModel, trained
@@ -324,23 +323,6 @@ class ReplicaEngine(DeepSpeedEngine):
                 self._judged = self.shards.step(lambda: DeepSpeedEngine.step(self, self._lr_arguments))
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # alike in all replicas
 
-    def _take_settings(self) -> bool:
-        """Have ranks without work, whose scripts have not begun, step with what the others' scripts have set; returns
-        whether there are any.
-        """
-        session, optimizer = self._job.session, self._trainer.state.optimizer
-        if not (late := session.roster.without_work):
-            return False
-        giver = session.roster.first_working(0, session.shard).rank
-        own = packed(optimizer.settings()) if session.rank == giver else b""
-        size = torch.tensor([len(own)])
-        dist.broadcast(size, giver, group=self._place.peers)
-        told = torch.frombuffer(bytearray(own.ljust(int(size), b"\0")), dtype=torch.uint8)
-        dist.broadcast(told, giver, group=self._place.peers)
-        if session.rank in late:
-            optimizer.take_settings(unpacked(told.numpy().tobytes()))
-        return True
-
     def _framework(self, topology: Topology, place: Place, stage: PushedStage) -> Framework:
         device, scale = device_of(self.device), LossScale(self.shards.scaler)
         model = StageModel(self.shards.module, None, topology.micro_batches, True, True, device)
@@ -367,7 +349,6 @@ class ReplicaEngine(DeepSpeedEngine):
             shard=place.shard,
             pushed=stage,
             judged=lambda: self._judged,
-            before_step=self._take_settings,
         )
 
 
