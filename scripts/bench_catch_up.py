@@ -182,7 +182,7 @@ def source(rank: int, given: argparse.Namespace, stepped: Any, talk: Connection)
             if what == "serve":
                 newcomer = WorkerId(SOURCES, number + 1)
                 outlet = listener.expect(newcomer)
-                made.servings.add(newcomer, Serving(made.new_units(outlet.copied), outlet, step))
+                made.servings.add(newcomer, Serving(made.new_units(outlet.copied), outlet))
                 talk.send("announced")
             elif what == "hash":
                 assert number >= step, "that state is gone"
@@ -226,6 +226,8 @@ def newcomer(number: int, given: argparse.Namespace, addresses: list[str], stepp
         write=made.units.write,
         gathered=made.units.gathered,
         take_settings=made.units.take_settings,
+        hash_state=lambda step: None,
+        finish_hash=lambda: None,
         compute=made.compute,
     )
     catching_up = CatchingUp(FilledStage(machine, made.store, made.steps))
@@ -239,7 +241,7 @@ def newcomer(number: int, given: argparse.Namespace, addresses: list[str], stepp
         with changed:
             changed.wait(0.05)
         first = first or (time.monotonic() if any(line.taken["state"] for line in lines) else 0.0)
-        catching_up.pump()
+        catching_up.pump(compared or max(stepped))
         if catching_up.whole and not compared:
             compared = max(stepped) + 1  # which is under way
             whole = time.monotonic()

@@ -78,7 +78,7 @@ class Line:
 
 
 class Newcomer:
-    """A worker that is filled by ``sources``, which have served it from the state after step 3 on."""
+    """A worker that is filled by ``sources``, which have served it since step 3."""
 
     def __init__(self, worker: SteppedWorker, sources: list[SteppedWorker]) -> None:
         self.worker = worker
@@ -88,16 +88,18 @@ class Newcomer:
             gathered=worker.units.gathered,
             take_settings=worker.units.take_settings,
             compute=worker.compute,
+            hash_state=lambda step: None,
+            finish_hash=lambda: None,
             go_by=worker.stepping.go_by,
         )
         self.catching_up = CatchingUp(FilledStage(machine, worker.store, worker.steps))
         for rank, source in enumerate(sources):
             line = Line()
-            source.servings.add(NEWCOMER, Serving(source.units, line, 3))
+            source.servings.add(NEWCOMER, Serving(source.units, line))
             self.catching_up.add_source(WorkerId(rank), line)
 
     def is_at(self, step: int) -> bool:
-        self.catching_up.pump()
+        self.catching_up.pump(step)
         return self.catching_up.whole and self.catching_up.clock == step
 
 
