@@ -32,10 +32,10 @@ from recycle_plugin.core.messages.from_coordinator import (
     End,
     Fence,
     Generation,
+    HashAfter,
     LogOnly,
     Restart,
     Resume,
-    Serve,
 )
 from recycle_plugin.core.messages.from_workers import (
     BarrierReached,
@@ -120,8 +120,8 @@ class OthersPlayByTheRules(RuleBasedStateMachine):
             elif isinstance(each, Committed):
                 for machine in self.machines.values():
                     machine.commit(each.step)
-            elif isinstance(each, Serve) and whom in {WorkerId(rank) for rank in self.machines}:
-                self.asked.add(each.from_step)
+            elif isinstance(each, HashAfter) and whom in {WorkerId(rank) for rank in self.machines}:
+                self.asked.add(each.step)
             elif isinstance(each, Restart) and whom == SupervisorOf(RANK):
                 self.speakers.starts(each.worker)
                 self.process = each.worker

@@ -390,10 +390,10 @@ class Membership:
             case Unguarded():
                 self.course.unguarded(message, out)
             case Heartbeat():
-                self.course.newcomer_watch.hear(message, self.course.attendance.failure_detector.clock)
+                returns.watch(self.course, message)
                 out.tell(message.worker, Lease(message.number, 0.0))
             case SupervisorHeartbeat():
-                self.course.newcomer_watch.hear(message, self.course.attendance.failure_detector.clock)
+                returns.watch(self.course, message)
                 self.course.vacancies.heard(message.worker, now)
             case Fatal():
                 out.say("warning", f"{who} can't come back: {message.text}", rank=message.rank)

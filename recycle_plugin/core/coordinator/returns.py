@@ -19,9 +19,11 @@ from recycle_plugin.core.messages.from_workers import (
     CatchUp,
     CaughtUp,
     Exited,
+    Heartbeat,
     Ready,
     Serving,
     StateHash,
+    SupervisorHeartbeat,
     SurvivorReport,
 )
 from recycle_plugin.core.vocabulary.causes import Cause
@@ -192,6 +194,12 @@ def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
     if late and not course.halted:
         seats = dict.fromkeys(str(each.seat) for each in late)
         course.regroup(f"{', '.join(seats)} not back in time", now, out)
+
+
+def watch(course: Course, message: Heartbeat | SupervisorHeartbeat) -> None:
+    """Takes in what a newcomer is at; of others that are no members nothing is kept."""
+    if course.vacancies.is_newcomer(message.worker):
+        course.newcomer_watch.hear(message, course.attendance.failure_detector.clock)
 
 
 def turn_down(course: Course, worker: WorkerId, why: str, now: float, out: CoordinatorOutput) -> None:
