@@ -98,7 +98,7 @@ class WeightsFile(ReplicaFiles):
         NotSaved.
         """
         engine = self.engine
-        if self.session.roster.first_working(0, self.shard).worker != self.session.worker:
+        if self.session.roster.first_of(0, self.shard).worker != self.session.worker:
             return
         with self.session.undisturbed(), first_for_stock(engine, self.shard == 0):
             if engine.zero_optimization_partition_weights():
