@@ -20,7 +20,7 @@ from recycle_plugin.simulator.seeded import with_vanishing
 from tests.pure.test_replay import decisions, logging
 from tests.support.membership import said, started, step
 
-SEEDS = 15
+SEEDS = 4
 
 
 def vanish(membership, *ranks: int) -> list[CoordinatorOutput]:
