@@ -10,7 +10,9 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_links_and_commands_lead_somewhere():
-    linked = [target for target in re.findall(r"\]\(([^)]+)\)", README) if not target.startswith("https://")]
+    linked = [
+        target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", README) if not target.startswith("https://")
+    ]
     named = re.findall(r"(?:scripts|tests)/[\w/.]*\w", README)
     assert {"scripts/pictures/failure.png", "scripts/pictures/rejoin.png"} <= set(linked)
     assert {"scripts/demo", "scripts/test"} <= set(named)
