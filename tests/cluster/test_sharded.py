@@ -41,6 +41,7 @@ JOB = {
     "refuse": False,
     "load": None,
     "seldom": False,
+    "odd": False,
     "averages": False,
     "meets": False,
     "rates": "config",
@@ -173,7 +174,7 @@ def test_whoever_is_killed_its_replica_goes_and_its_samples_are_drawn_by_the_oth
 def test_a_replica_comes_back_and_begins_at_the_others_step(start, stage, kind):
     """Each step is clipped, and followed with the same rounding."""
     kills = [[2, 7, "backward"]]
-    result = start(stage=stage, kind=kind, clip=0.01, kills=kills, held=[HELD], steps=LONG, averages=True)
+    result = start(stage=stage, kind=kind, odd=True, clip=0.01, kills=kills, held=[HELD], steps=LONG, averages=True)
     ended_well(result)
     for what in ("lost", "restart", "newcomer", "caught_up", "rejoined"):
         assert sorted(event["rank"] for event in result.of(what)) == [2, 3], what

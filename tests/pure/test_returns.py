@@ -12,7 +12,7 @@ from recycle_plugin.core.coordinator.departures import UNEVEN_S
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
-from recycle_plugin.core.messages.from_coordinator import End, Generation, HashAfter, Recorded, Resume
+from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, HashAfter, Recorded, Resume
 from recycle_plugin.core.messages.from_workers import (
     CatchUp,
     CaughtUp,
@@ -98,6 +98,18 @@ def test_who_is_gone_before_it_has_entered_is_not_waited_for_any_more(how):
     (generation,) = said(out, Generation)
     assert not generation.from_step and generation.roster.ranks == set(STAYING)
     assert said(agree(membership, 3, dict.fromkeys(STAYING, 4)), Resume) and membership.ended is None
+
+
+@pytest.mark.parametrize("caught_up", (True, False))
+def test_whose_script_may_be_behind_the_last_step_ends_by_itself(caught_up):
+    """It may be saving weights, as the others' scripts were."""
+    membership = following()
+    if caught_up:
+        membership.receive(CaughtUp(2, 2, 9, 0, incarnation=1), 0.0)
+    for rank in STAYING:
+        out = membership.receive(Left(rank, 0, False, 2), 0.0)
+    assert [worker for worker, one in out.messages if isinstance(one, End)] == [BACK]
+    assert [each.rank for each in said(out, Fence)] == [2] * (not caught_up) and out.events[-1].kind == "finished"
 
 
 # --- where scripts push ---------------------------------------------------------------------------------

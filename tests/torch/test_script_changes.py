@@ -506,3 +506,20 @@ def test_the_engine_computes_outside_of(around: str) -> None:
     with touch.lifted():
         pass
     assert modes() == []
+
+
+def test_gradients_are_no_touch() -> None:
+    """Between two steps there are none: ``zero_grad()`` there reads and changes nothing."""
+    weight = torch.nn.Parameter(torch.full((3,), 0.5))
+    settled = []
+    touch = FirstTouch(lambda: [weight], lambda: bool(settled), lambda: settled.append(True))
+    with touch.lifted():
+        pass
+    assert weight.grad is None
+    weight.grad = None
+    torch.optim.SGD([weight], lr=0.1).zero_grad()
+    assert not settled
+    assert weight.sum().item() == 1.5 and settled
+    with touch.lifted():
+        pass
+    assert modes() == []

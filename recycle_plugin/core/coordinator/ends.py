@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recycle_plugin.core.coordinator.joining import Newcomer
+from recycle_plugin.core.coordinator.joining import Newcomer, Phase
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.vacancies import OVER
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, End
@@ -116,9 +116,10 @@ def finish_if_empty(course: Course, out: CoordinatorOutput) -> None:
         if course.ending.undone:
             end(course, course.ending.undone, out)
             return
+        through = [one.member.worker for one in course.joining if one.phase in (Phase.CAUGHT_UP, Phase.ANNOUNCED)]
         send_away(course, OVER, out)
         course.ending.finish(course.committed, course.attendance.crash_after(course.committed), out)
-        course.vacancies.close(out)
+        course.vacancies.close(out, through)
 
 
 def send_away(course: Course, why: str, out: CoordinatorOutput) -> None:

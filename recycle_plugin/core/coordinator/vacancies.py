@@ -463,12 +463,14 @@ class Vacancies:
 
     # --- ending ----------------------------------------------------------------------------------
 
-    def close(self, out: CoordinatorOutput) -> None:
-        """Ends who has not come so far as to take part, since the job is over."""
+    def close(self, out: CoordinatorOutput, through: Collection[WorkerId] = ()) -> None:
+        """End who has not come so far as to take part, since the job is over.  ``through``: newcomers whose scripts may
+        be behind the last step, as the others' were: these end by themselves.
+        """
         if self._over:
             return
         self._over = True
-        for worker in self.newcomers:
+        for worker in set(self.newcomers) - {*through}:
             out.tell(SUPERVISORS, Fence(worker.rank, OVER, incarnation=worker.incarnation))
         for number in self._spares:
             out.tell(Joiner(number), Refused(f"{OVER}, and no seat was lost that this spare could have taken", code=0))

@@ -217,6 +217,7 @@ class CatchingUp:
         if unit.value is None:
             self.damaged += 1
             del self._from[unit.name]
+            self._here.discard(unit.name)
             self._share_out(but=source)
         elif unit.step < (self.clock or 0):
             stream.inlet.ask(Asked((unit.name,)))

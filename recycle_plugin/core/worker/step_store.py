@@ -102,7 +102,7 @@ class StepStore:
         tiers: Sequence[Tier] = (AsItIs(),),
         committed: int = 0,
     ) -> None:
-        self.seat, self._stages, self._tied, self._retention, self._tiers = seat, stages, tied, retention, tiers
+        self.seat, self._stages, self.tied, self._retention, self._tiers = seat, stages, tied, retention, tiers
         self.reads_iterator = False
         self.committed, self.valid_from = committed, 0
         self.peak = self.peak_weight = self.let_go = 0
@@ -142,7 +142,7 @@ class StepStore:
         """The data that ``instruction`` requires in this pipeline (core.vocabulary.dataflow.requires).  What is
         evaluated is read from an iterator in any case.
         """
-        return requires(instruction, self._stages, own, self._tied, self.reads_iterator or instruction.step < 0)
+        return requires(instruction, self._stages, own, self.tied, self.reads_iterator or instruction.step < 0)
 
     def missing(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> Iterator[Datum]:
         """The data that ``instruction`` requires and that is not here (yet).

@@ -251,7 +251,7 @@ class Gradients:
         """
         whole = [sums.get(parameter) for parameter in self._parameters]
         found: dict[Datum, Any] = {Datum("reduced", self._store.seat.stage, None, step): whole}
-        if self._tied:
+        if self._store.tied:  # also if all that the stages share is frozen
             found[Datum("tied", self._store.seat.stage, None, step)] = {place: whole[place] for place in self._tied}
         return found
 

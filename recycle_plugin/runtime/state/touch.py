@@ -49,10 +49,15 @@ PROPERTIES = (
     "is_cuda",
     "is_sparse",
 )
+GRADIENT: Any = torch.Tensor.grad  # a descriptor, which types know as a tensor
 METHODS = ("size", "dim", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "__len__")
 DESCRIBING = frozenset(
-    [*(getattr(torch.Tensor, name).__get__ for name in PROPERTIES), *(getattr(torch.Tensor, name) for name in METHODS)]
-)  # no value is read
+    [
+        *(getattr(torch.Tensor, name).__get__ for name in PROPERTIES),
+        *(getattr(torch.Tensor, name) for name in METHODS),
+        *(GRADIENT.__get__, GRADIENT.__set__, GRADIENT.__delete__),
+    ]
+)  # no value is read: between two steps there are no gradients, whatever zero_grad() drops
 
 
 class FirstTouch(TorchFunctionMode):

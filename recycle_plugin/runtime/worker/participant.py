@@ -57,7 +57,7 @@ class Participant:
         self._parts = parts = Parts(session, settings, framework)
         self.seat, self.feed, self.state = parts.seat, parts.feed, parts.state
         self._touch = FirstTouch(self._changed, lambda: self.settled and self._in_step, self._show)
-        os.register_at_fork(before=self._touch.now)
+        os.register_at_fork(before=self._forks)
         model = framework.model
         self._surroundings = Surroundings(
             model.module, model.device.kind, lambda: framework.optimizer.wrapped.param_groups
@@ -102,6 +102,11 @@ class Participant:
             with self.lifted(), self._surroundings.restored():
                 self._loop.settle()
             self._parts.store.drop_sums(self.step)
+
+    def _forks(self) -> None:
+        """Settle before a fork, which copies parameters; a newcomer's are on their way, and no fork may fail."""
+        if self._newcomer is None:
+            self._touch.now()
 
     # --- starting ----------------------------------------------------------------------------------
 

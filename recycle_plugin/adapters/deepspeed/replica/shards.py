@@ -224,6 +224,7 @@ class PartitionedWeights(Partitions):
     def __init__(self, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
         super().__init__(optimizer)
         self._fill()
+        self._clear_paddings()
         self._shows = False
         for name in OF_GRADIENTS:
             setattr(optimizer, name, partial(self._if_shown, getattr(optimizer, name)))
@@ -253,6 +254,15 @@ class PartitionedWeights(Partitions):
             yield
         finally:
             self._fill()
+            self._clear_paddings()
+
+    @torch.no_grad()
+    def _clear_paddings(self) -> None:
+        """Zero what stock has allocated beyond a parameter's end and nobody reads: replicas would differ in it."""
+        for group, flat in zip(self._optimizer.fp16_groups, self.parameters, strict=True):
+            for parameter, part in zip(group, flat.split([each.partition_numel() for each in group]), strict=True):
+                begin = parameter.ds_process_group.rank() * len(part)
+                part[max(0, parameter.ds_numel - begin) :].zero_()
 
     def _fill(self) -> None:
         for group in self.wrapped.param_groups:
