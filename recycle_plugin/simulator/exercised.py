@@ -39,7 +39,6 @@ class ProtocolRule(str, Enum):
     TAKEN_BACK = "a step was taken back"
     ROLLED_FORWARD = "a stage's sum was taken from who had it"
     SUMMED_AGAIN = "a sum was made again after a failure"
-    CHANGE_KEPT = "what scripts make of a sum was asked for again, and somebody had it from before"
     CHANGE_APPLIED = "somebody had applied what scripts make of a sum, and nobody asked for it again"
     TIED_AGAIN = "a tied sum was made again after a failure"
     NORM_KEPT = "a norm was asked for again, and was there"

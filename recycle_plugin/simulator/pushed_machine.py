@@ -68,12 +68,8 @@ class PushedMachine(SimulatedMachine):
 
     def exchange(self, step: int) -> Waits[bool]:
         """core.worker.pushed.Agreement's."""
-        kept = self.taken[0] == step
-        brought = yield from simulated_sums.changed(self, step, (kept, self.taken[1] if kept else self.change))
-        told = [brought[rank] for rank in sorted(brought)]
-        had = [change for before, change in told if before]
-        made = had or [change for _, change in told if change is not None]
-        self.cluster.exercised[ProtocolRule.CHANGE_KEPT] += bool(had)
+        brought = yield from simulated_sums.changed(self, step, self.change)
+        made = [change for _, change in sorted(brought.items()) if change is not None]
         self.taken = step, made[0] if made else None
         return bool(made)
 

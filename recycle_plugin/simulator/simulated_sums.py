@@ -61,8 +61,8 @@ def tied(machine: SimulatedMachine, instruction: Instruction, have: StepStore) -
     return machine.numbers.over_tie(by_stage)
 
 
-def changed(machine: SimulatedMachine, step: int, change: tuple[bool, Any]) -> Waits[dict[int, tuple[bool, Any]]]:
-    """What all who are to apply ``step`` have made of its sum, by rank: whether it is from a try before, and what."""
+def changed(machine: SimulatedMachine, step: int, change: str | None) -> Waits[dict[int, str | None]]:
+    """What the scripts of all who are to apply ``step`` have made of its sum, by rank."""
     at, stage = Instruction(Op.STEP, machine.seat.stage, None, step), (machine.seat.stage,)
     return (yield from _together(machine, at, stage, change, "what scripts have made of its sum"))
 
@@ -91,7 +91,7 @@ def _together(
             machine.cluster.wake(machine.cluster.workers[rank])
     yield from machine.wait(lambda: f"the others at {instruction}", lambda: sum_.done or None)
     machine.at = (COMPUTES, str(instruction))
-    yield (0 if what else machine.cluster.scenario.costs.of(instruction.op, machine.seat.stage)) + 1
+    yield machine.cluster.scenario.costs.of(instruction.op, machine.seat.stage) + 1
     if sum_.touched and machine.cluster.random.random() < machine.cluster.scenario.torn_share:
         yield from machine.wait("news of a lost worker", lambda: None)
     return sum_.brought

@@ -12,8 +12,7 @@ in the middle of may wait for it: a membership change is heard of in its next ca
   instead: the boundary has moved.
 * What follows waits for the script's step.  Until then the script may have changed what it finds of the sum, each its
   own.  Before STEP all take one of these changes, that of the lowest rank; and none applies it before all have it: so
-  where somebody has applied the step, nobody asks once more.  A change that has come to anybody in a try that a loss
-  has cut off stays the one.
+  where somebody has applied the step, nobody asks once more, and where nobody has, any change is as good.
 """
 
 from __future__ import annotations

@@ -149,9 +149,7 @@ class Participant:
         if self._framework.pushed is not None:
             assert isinstance(self._worker, PushedWorker), "of a script that pushes"
             self._worker.script, group = self._framework.pushed.script, self._framework.buckets.group
-            self._worker.agreement = ScriptChanges(
-                session, group, self._parts.gradients, self._framework.pushed.shown, self._framework.before_step
-            )
+            self._worker.agreement = ScriptChanges(session, group, self._parts.gradients, self._framework.pushed.shown)
         replay = self._help_to_replay(machine)
         session.idle = self._worker.serve_now
         self._waiting_loop = BlockingLoop(

@@ -214,7 +214,6 @@ class Framework:
     pushed: PushedStage | None = None
     judged: Callable[[], torch.Tensor | None] = lambda: None
     layers: Sequence[torch.nn.Module] = ()
-    before_step: Callable[[], bool] = lambda: False
 
     @property
     def parameters(self) -> Parameters:

@@ -6,7 +6,7 @@ The sum that a worker gives to others who lack it stays as it is until all who t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,35 +23,26 @@ NOBODY = 1 << 40  # more than any rank
 
 
 class ScriptChanges:
-    """core.worker.pushed.Agreement over ``group``, of those who have the same part of a sum.
+    """core.worker.pushed.Agreement over ``group``, of those who have the same part of a sum."""
 
-    ``beside()``: what else the group does before a step; whether there was anything.
-    """
-
-    def __init__(
-        self, session: Session, group: MemberGroup, gradients: Gradients, shown: Shown, beside: Callable[[], bool]
-    ) -> None:
-        self._session, self._group, self._gradients = session, group, gradients
-        self._shown, self._beside = shown, beside
+    def __init__(self, session: Session, group: MemberGroup, gradients: Gradients, shown: Shown) -> None:
+        self._session, self._group, self._gradients, self._shown = session, group, gradients, shown
         self._step = 0  # whose change is here
         self._change: list[torch.Tensor | None] | None = None  # None: the sum stays as it is
 
     def exchange(self, step: int) -> Waits[bool]:
-        """Take the change of whoever has one from a try before, else of the lowest rank that has made one; the value is
-        whether anything was taken.  A generator that never yields.
+        """Take the change of the lowest rank that has made one; the value is whether anything was taken.  A generator
+        that never yields.
         """
-        sums, kept = self._gradients.sums(step), self._step == step
-        made = self._change if kept else self._shown.made(sums)
+        sums = self._gradients.sums(step)
+        made = self._shown.made(sums)
         with self._summing(step):
-            rank = self._session.rank
-            told = torch.tensor([rank if kept else NOBODY, rank if made is not None else NOBODY])
+            told = torch.tensor(NOBODY if made is None else self._session.rank)
             dist.all_reduce(told, dist.ReduceOp.MIN, self._group)
-            giver = next((each for each in told.tolist() if each != NOBODY), None)
-            if giver is not None:
+            if (giver := int(told)) != NOBODY:
                 made = self._gradients.taken_from(giver, sums if made is None else made)
-            more = self._beside()
         self._step, self._change = step, made
-        return giver is not None or more
+        return giver != NOBODY
         yield
 
     def confirm(self, step: int) -> Iterator[None]:
