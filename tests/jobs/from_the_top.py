@@ -5,8 +5,8 @@ for a file ``go`` there, if it ``waits``; ``out``: a folder for what each rank s
 or ""; ``config``: what is otherwise in DeepSpeed's; ``tied``: whether first and last layer share a weight; ``steps``,
 ``epochs``: how many; ``held``: the step before which members wait for a file ``go``, or 0; ``drawn``: what rank 0
 draws, 0 for chance; the process that comes back draws something else; ``source``: data comes by its address, whatever
-the iterator; ``dies_giving``: the rank whose first process is killed when it is to hand over what is its
-script's, or -1.
+the iterator; ``does``: what :func:`between` does between steps; ``dies_giving``: the rank whose first process is killed
+when it is to hand over what is its script's, or -1.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from odd_optimizers import Wrapper
 from samples import Samples
 
 from recycle_plugin.core.messages.from_workers import ALWAYS
@@ -70,22 +72,36 @@ def engine(dataset: Any = None) -> Any:
     }
     end = LayerSpec(torch.nn.Linear, WIDTH, WIDTH)
     if job["tied"]:
-        end = TiedLayerSpec("tied", torch.nn.Linear, WIDTH, WIDTH)
+        end = TiedLayerSpec("tied", Frozen if "frozen" in job["does"] else torch.nn.Linear, WIDTH, WIDTH)
     layers = [end, LayerSpec(torch.nn.Tanh), LayerSpec(torch.nn.Linear, WIDTH, WIDTH), end]
+    if job["does"]:
+        del config["scheduler"]
+    if "wrapped" in job["does"]:
+        del config["optimizer"]
     model = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform")
     made, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config, training_data=dataset
+        model=model,
+        model_parameters=model.parameters(),
+        config=config,
+        training_data=dataset,
+        optimizer=None if "optimizer" in config else lambda parameters: Wrapper(torch.optim.Adam(parameters, lr=0.01)),
     )
     if "bf16" in config:
         made.set_batch_fn(lambda batch: tuple(each.bfloat16() for each in batch))
     return made
 
 
+class Frozen(torch.nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.requires_grad_(False)
+
+
 def batches(number: int) -> Iterator[Any]:
     """Of one epoch; says how many were read of all."""
     for index in range(1_000):
         seen["read"] = seen.get("read", 0) + 1
-        made = torch.Generator().manual_seed(1_000 * number + index)
+        made = torch.Generator().manual_seed((1_000 * number + index) % (1 << 63))
         yield torch.randn(1, WIDTH, generator=made), torch.randn(1, WIDTH, generator=made)
 
 
@@ -144,6 +160,34 @@ def epochs() -> None:
         seen["saved"] = trained.save_checkpoint(job["out"], tag=f"{'newcomer' if trained.behind else 'epoch'}{epoch}")
     if not trained.behind:
         seen["weights"] = weights(trained)
+        seen["averages"] = {name: value.flatten().tolist() for name, value in averages.items()}
+
+
+def between() -> None:
+    """What scripts do between steps, before members and newcomers train the next one: ``does``."""
+    trained, does = engine(), job["does"]
+    dtype = next(trained.module.parameters()).dtype
+    averages = {name: value.detach().clone() for name, value in trained.module.named_parameters()}
+    if "averages" in does:
+        trained.on_join(lambda step, state: averages.update(state), lambda: averages)
+    trained.set_data_source(lambda *place: tuple(each.to(dtype) for each in next(batches(hash(place)))))
+    for step in range(STEPS):
+        rate = 0.02 / (1 + step % 5)
+        for group in trained.optimizer.param_groups if {"rates", "numpy"} & {*does.split("+")} else ():
+            group["lr"] = np.float64(rate) if "numpy" in does else rate
+            group["betas"] = 0.9 - 0.1 * (step % 3), 0.99
+        with torch.no_grad():
+            for number, parameter in enumerate(trained.module.parameters() if "clamped" in does else ()):
+                (parameter.data if number % 2 else parameter).mul_(0.999).clamp_(-0.2, 0.2)
+        if "zero_grad" in does:
+            trained.module.zero_grad()
+            trained.optimizer.zero_grad()
+        train(trained)
+        if "averages" in does and not trained.behind:
+            for name, value in trained.module.named_parameters():
+                averages[name].lerp_(value.detach(), 0.1)
+    seen["weights"] = weights(trained)
+    if "averages" in does:
         seen["averages"] = {name: value.flatten().tolist() for name, value in averages.items()}
 
 
@@ -257,7 +301,7 @@ def wait_for_go() -> None:
 
 
 write_what_is_posted()
-patterns: list[Callable[[], None]] = [readme, epochs, seeds, global_steps, logs_a_mean, plain, replicas]
+patterns: list[Callable[[], None]] = [readme, epochs, between, seeds, global_steps, logs_a_mean, plain, replicas]
 {pattern.__name__: pattern for pattern in patterns}[job["pattern"]]()
 out = Path(job["out"])
 out.mkdir(parents=True, exist_ok=True)

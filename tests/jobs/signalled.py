@@ -16,9 +16,9 @@ import recycle_plugin
 from recycle_plugin.adapters.plain import Replicas
 
 folder = Path(sys.argv[1])
-notes = (folder / f"signals{os.environ['RANK']}.txt").open("a", buffering=1)
-for number in map(int, sys.argv[2:]):
-    signal.signal(number, lambda number, frame: notes.write(f"{int(number)}\n"))
+notes = os.open(folder / f"signals{os.environ['RANK']}.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+for number in map(int, sys.argv[2:]):  # os.write: one handler may interrupt another, which a buffered file refuses
+    signal.signal(number, lambda number, frame: os.write(notes, b"%d\n" % number))
 model = nn.Linear(1, 1)
 
 
