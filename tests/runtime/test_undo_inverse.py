@@ -290,7 +290,7 @@ def single(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
         (
             lambda ps: torch.optim.SGD([ps[0].detach().clone()], lr=0.1),
             torch.float32,
-            "parameters of its own beside the model's",
+            "parameters or attributes of its own beside the model's",
             "",
         ),
     ],

@@ -25,7 +25,10 @@ class Model(nn.Module):
 def framework(dtype: torch.dtype, masters: object = None, compute: object = None) -> SimpleNamespace:
     module = Model(dtype)
     model = SimpleNamespace(module=module, loss=module.loss)
-    return SimpleNamespace(seat=SimpleNamespace(stage=1), model=model, masters=masters, compute=compute)
+    layers = *module.tied.values(), module.first, module.frozen
+    return SimpleNamespace(
+        seat=SimpleNamespace(stage=1), model=model, masters=masters, compute=compute, layers=layers, tied=()
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ ADAPTERS = Path(__file__).parents[2] / "recycle_plugin" / "adapters"
 PRIVATE = re.compile(r"_[a-z]\w*|_[A-Z]\w*")
 USED = {
     "deepspeed": {
+        "checkpoint.py": {"_get_all_ckpt_names"},
         "engine.py": {
             "_INSTRUCTION_MAP",
             "_broadcast_model",
@@ -31,7 +32,7 @@ USED = {
         },
         "model.py": {"_build"},
     },
-    "megatron": {},
+    "megatron": {"layers.py": {"_forward_impl"}},
 }
 FOREIGN = {"deepspeed": ("deepspeed.runtime", "deepspeed.monitor", "deepspeed.pipe"), "megatron": ("megatron.core",)}
 
