@@ -38,6 +38,7 @@ NOTHING_ELSE = {
     "held": 0,
     "drawn": 0,
     "source": False,
+    "does": "",
     "dies_giving": -1,
 }
 

@@ -40,6 +40,7 @@ PATIENCE_S = 30.0
 
 
 def test_what_the_job_makes_is_read_by_its_own_user_alone_and_goes_with_it(tmp_path):
+    (tmp_path / "shared").mkdir()
     file = SecretFile(tmp_path / "shared" / "secret", True)
     assert not file.there
     with pytest.raises(NotThere, match="recycle.secret_file"):

@@ -67,7 +67,8 @@ class Newcomer:
     ``awaited_at``: since when all others have reported for that, in seconds of the failure detector's clock;
     ``reported``: it has done so; ``told``, ``told_evaluations``: how many steps and evaluations its script was told of.
 
-    ``sources``: who serves it; ``comparison``: that of its state; ``equal``: the result.
+    ``sources``: who is to serve it, and ``came``: who of them does; ``comparison``: that of its state; ``equal``: the
+    result.
     """
 
     member: Member
@@ -79,6 +80,7 @@ class Newcomer:
     told: int = 0
     told_evaluations: int = 0
     sources: frozenset[WorkerId] = field(default_factory=frozenset)
+    came: set[WorkerId] = field(default_factory=set)
     comparison: Comparison | None = None
     equal: bool = False
 
@@ -146,7 +148,7 @@ class Joining:
     def catch_up(self, newcomer: Newcomer, roster: Roster, out: CoordinatorOutput) -> None:
         """Has the stage's workers serve a newcomer.  Costs a message to each of them."""
         newcomer.phase, newcomer.awaited_at = Phase.CATCHING_UP, None
-        newcomer.comparison, newcomer.equal = None, False
+        newcomer.comparison, newcomer.equal, newcomer.came = None, False, set()
         newcomer.sources = frozenset(each.worker for each in roster.peers(newcomer.stage, newcomer.member.shard))
         for source in sorted(newcomer.sources):
             out.tell(source, Serve(newcomer.member.worker))
@@ -168,14 +170,17 @@ class Joining:
             out.tell(worker, HashAfter(of.step))
 
     def see_sources(self, roster: Roster) -> list[Newcomer]:
-        """Takes in who is left; returns the newcomers that have no source any more.  Whose source is gone has to get a
-        part of its state anew.
+        """Takes in who is left; returns the newcomers that have no source any more.  A newcomer that was served by one
+        of those who are gone gets a part of its state anew, and says so; of others it hears nothing.
         """
         left = []
         for each in self:
             if each.phase in COMING and not each.sources <= roster.workers:
-                each.sources, each.comparison, each.equal = each.sources & roster.workers, None, False
-                each.phase = Phase.CATCHING_UP if each.awaited_at is None else each.phase
+                if not each.came <= roster.workers:
+                    each.comparison, each.equal = None, False
+                    each.phase = Phase.CATCHING_UP if each.awaited_at is None else each.phase
+                each.sources = each.sources & roster.workers
+                each.came &= each.sources
                 left += [each] if not each.sources else []
         return left
 

@@ -94,7 +94,8 @@ def see_sources(course: Course, now: float, out: CoordinatorOutput) -> None:
 
 def serving(course: Course, message: Serving, out: CoordinatorOutput) -> None:
     """Takes in that a worker serves a newcomer, which is told."""
-    if course.joining.get(message.newcomer) is not None:
+    if (newcomer := course.joining.get(message.newcomer)) is not None:
+        newcomer.came.add(message.worker)
         out.tell(message.newcomer, message)
 
 

@@ -187,7 +187,6 @@ class Newcomer:
             self._called_off = self._view.called_off
             self._loop.pass_over(self._called_off)
             self._catching_up.keep_only(self._view.others.workers if self._view.others is not None else ())
-            self._said = False  # the coordinator waits for the word once more, also for a source that never came
         for serving in self._view.take_sources():
             self._loop.stop_helping()
             self._catching_up.add_source(serving.worker, self._open(serving))
