@@ -49,7 +49,9 @@ class Inverse:
         self._kept: set[str] = set()  # whose gradients the keeper has
         self._gradients = Copies()  # the others
         self._others = Copies()  # state tensors that the rule does not invert: step counts
-        _check_parameters(self._of.parameters(), {**self._of.beside(), **self._of.attributes.tensors()})
+        stock = type(self._optimizer).__module__.startswith(("torch.", "deepspeed."))  # its own tensors are scratch
+        attributes = {} if stock else self._of.attributes.tensors()
+        _check_parameters(self._of.parameters(), {**self._of.beside(), **attributes})
         _check_groups(self._optimizer)
 
     @property
