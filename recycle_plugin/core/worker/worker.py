@@ -322,11 +322,11 @@ class Worker:
             self.iterator_data.leave_out(step)
 
     def skip_to(self, place: Place, enters: bool = False) -> None:
-        """Brings a newcomer's plain iterator to ``place`` if it is that one; there it is in its place if it ``enters``
-        now: before that its replica's place may change.
+        """Brings a newcomer's plain iterator to ``place`` if it is that one or a later one, which is at its beginning;
+        there it is in its place if it ``enters`` now: before that its replica's place may change.
         """
         data = self.iterator_data
-        if data is not None and self.store.reads_iterator and place.iterator == data.stands.iterator:
+        if data is not None and self.store.reads_iterator and place.iterator <= data.stands.iterator:
             data.skip_to(place)
             data.in_place = enters
 
