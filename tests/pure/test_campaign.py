@@ -43,7 +43,8 @@ from tests.pure.mistakes import (
 
 CONFUSED_SEEDS = 8
 FOUND_WITHIN = 2000  # seeds, by every mistake, and every rule is needed in one; most need a few
-RARE = (65, 114, 123, 147, 166, 236, 262, 302, 359, 504, 542, 585, 690, 750, 858, 1623)  # whose failures need rules that few others do
+# whose failures need rules that few others do
+RARE = (65, 114, 123, 147, 166, 236, 262, 302, 359, 504, 542, 585, 690, 750, 858, 1623)
 
 
 @pytest.mark.timeout(900)  # a whole campaign, on a machine that may do other things beside
@@ -80,6 +81,18 @@ def unneeded(exercised: Counter, seeds: int) -> list[str]:
         assert not outcome.violations, f"recycle campaign {outcome.name}: {outcome.violations}"
         exercised.update(outcome.exercised)
     return [rule.value for rule, count in exercised.items() if not count]
+
+
+@pytest.mark.parametrize(
+    "seed",
+    (
+        pytest.param(532, id="a returned replica's script has begun another iterator since"),
+        pytest.param(1011, id="data has ended as a newcomer came in, which was told behind its report"),
+        pytest.param(226, id="a newcomer's source has gone before it served"),
+    ),
+)
+def test_what_a_seed_has_found_once_stays_mended(seed) -> None:
+    assert not campaign.run_seed(seed).violations
 
 
 def test_every_worker_killed_around_its_instructions() -> None:

@@ -59,6 +59,7 @@ class Newcomer:
         self._position = 0  # the last step that the script has gone through, or is at
         self._passed: tuple[str, ...] = ()  # barriers behind the last step that was replayed
         self._called_off = -1  # the last generation without this worker that it has said to have passed over
+        self._entered = False  # it is a member, whose script may still have to hear that the data had ended
         self._skip = skip
         self._wants_script = wants_script
         self._catching_up, self._replay = CatchingUp(state, wants_script), replay
@@ -80,6 +81,8 @@ class Newcomer:
         step on the worker is a member.  Raises JobEnded, and DataEnded where the others' data had ended before it.
         """
         self._check_data(step)
+        if self._entered:
+            return False
         self._position = step
         if not self._asked and step < self._view.committed:
             self._tell_behind(step)
@@ -100,6 +103,8 @@ class Newcomer:
                 if self._wants_script() and self.replayed is None:
                     yield from self._await_script(followed)
                 self._catching_up.close()
+                self._entered = True
+                self._check_data(step)  # the others may have heard so after this worker had reported
                 return False
 
     def meets(self, place: str) -> Waits[bool]:
