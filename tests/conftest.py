@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,14 +13,30 @@ from tests import tiers
 if TYPE_CHECKING:
     from tests.support.cluster import ForkServer
 
+pytest.register_assert_rewrite("tests.support")
 pytest_plugins = ("tests.support.again",)
-WHOLE_JOBS, JOBS = "tests/cluster/", 2  # where each case starts one, and how many a function has by itself
 # Of all processes that tests start: torch asks the name server for the name of each address that a store's client
 # connects to, and waits 5 s where no answer comes; or else it warns each time that nobody tells.
 os.environ |= {"RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
+# How many, how long, or which: (option, type, default, what it is given, help)
+NUMBERS = (
+    ("--kill-seed", int, 0, "S", "chooses which kills run with DeepSpeed, under its launcher, and which of many cases"),
+    ("--real-seeds", int, 1, "N", "real jobs with failures close together"),
+    ("--healthy-steps", int, 40, "N", "steps of a job in which everybody is healthy, and uneven"),
+    ("--soak", float, 0, "MINUTES", "go on losing workers for that long; 0: one job"),
+    ("--fuzz-seconds", int, 20, "N", "say made-up bytes to a job's ports for that long; for a real search 600"),
+    ("--models", int, 100, "N", "random models, plugin against stock autograd"),
+    ("--models-seed", int, 0, "S", "... which ones"),
+    ("--campaign-seeds", int, 100, "N", "simulated jobs with failures; with fewer, more is tried that needs all rules"),
+    ("--frozen-jobs", int, 100, "N", "of 2000 simulated jobs that were written down, so many are compared"),
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    for name, kind, default, given, said in NUMBERS:
+        parser.addoption(name, type=kind, default=default, metavar=given, help=f"{said} (default {default})")
     parser.addoption(
         "--tier",
         choices=("unit", "jobs", "test"),
@@ -34,55 +49,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all-kills",
         action="store_true",
         help="the full matrix of kills, 20 kills at random times, and all cases of tests of which else some run",
-    )
-    parser.addoption(
-        "--kill-seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="chooses which kills run with DeepSpeed, under its launcher, and which of many cases (default 0)",
-    )
-    parser.addoption(
-        "--real-seeds", type=int, default=1, metavar="N", help="real jobs with failures close together (default 1)"
-    )
-    parser.addoption(
-        "--healthy-steps",
-        type=int,
-        default=40,
-        metavar="N",
-        help="steps of a job in which everybody is healthy, and uneven (default 40)",
-    )
-    parser.addoption(
-        "--soak", type=float, default=0, metavar="MINUTES", help="go on losing workers for that long (default: one job)"
-    )
-    parser.addoption(
-        "--fuzz-seconds",
-        type=int,
-        default=20,
-        metavar="N",
-        help="say made-up bytes to a job's ports for that long (default 20; for a real search 600)",
-    )
-    parser.addoption(
-        "--models",
-        type=int,
-        default=100,
-        metavar="N",
-        help="random models, plugin against stock autograd (default 100)",
-    )
-    parser.addoption("--models-seed", type=int, default=0, metavar="S", help="... which ones (default 0)")
-    parser.addoption(
-        "--campaign-seeds",
-        type=int,
-        default=100,
-        metavar="N",
-        help="simulated jobs with failures (default 100; with fewer, more is looked for that needs all rules)",
-    )
-    parser.addoption(
-        "--frozen-jobs",
-        type=int,
-        default=100,
-        metavar="N",
-        help="of 2000 simulated jobs that were written down, so many are compared (default 100)",
     )
     parser.addoption(
         "--prometheus",
@@ -108,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "some_of(n, among=''): n of the function's cases, or of all tests with that word, which --kill-seed chooses, "
-        f"{JOBS} of those in {WHOLE_JOBS} without it; all of them with --all-kills",
+        f"{tiers.OF_EACH} of those in {tiers.WHOLE_JOBS} without it; all of them with --all-kills",
     )
     config.addinivalue_line("markers", "real_launcher: under DeepSpeed's own launcher")
 
@@ -120,40 +86,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all-kills"):
-        leave_out(config, items, [item for item in items if _is_of_all_kills(item)])
-        leave_out(config, items, not_chosen(items, config.getoption("--kill-seed")))
+        tiers.leave_out(config, items, [item for item in items if _is_of_all_kills(item)])
+        tiers.leave_out(config, items, tiers.not_chosen(items, config.getoption("--kill-seed")))
     if wanted := config.getoption("--tier"):
         names = ("unit", "jobs") if wanted == "test" else (wanted,)
         kept = set(tiers.chosen(items, names, config.getoption("--draw")))
-        leave_out(config, items, [item for item in items if item not in kept])
+        tiers.leave_out(config, items, [item for item in items if item not in kept])
 
 
 def _is_of_all_kills(item: pytest.Item) -> bool:
     return item.get_closest_marker("all_kills") is not None and item.get_closest_marker("plain_too") is None
-
-
-def not_chosen(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
-    """Of cases that are much alike, and of whole jobs all but a few; of those under DeepSpeed's launcher, which were
-    chosen before, none.
-    """
-    alike: dict[str, list[pytest.Item]] = {}
-    counts: dict[str, int] = {}
-    for item in items:
-        marker, of_jobs = item.get_closest_marker("some_of"), item.nodeid.startswith(WHOLE_JOBS)
-        if (marker or of_jobs) and not item.get_closest_marker("real_launcher"):
-            name = (marker and marker.kwargs.get("among")) or item.nodeid.partition("[")[0]
-            alike.setdefault(name, []).append(item)
-            (counts[name],) = marker.args if marker else (JOBS,)
-    left_out = []
-    for name, cases in alike.items():
-        left_out += random.Random(f"{seed} {name}").sample(cases, max(0, len(cases) - counts[name]))
-    return left_out
-
-
-def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
-    config.hook.pytest_deselected(items=left_out)
-    kept = set(items).difference(left_out)
-    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 UNIT_FOLDERS = ("pure", "torch", "settings", "cli", "runtime", "demo", "checks")
+WHOLE_JOBS, OF_EACH = "tests/cluster/", 2  # where each case starts one, and how many a function has by itself
 SHARE = 10  # one in so many of the rest is drawn
 
 # Longer than a few seconds of one core, or about what a user waits for.
@@ -215,3 +216,27 @@ def chosen(items: list[pytest.Item], tiers: Iterable[str], draw: int | None) -> 
 
 def _deepspeed(item: pytest.Item) -> bool:
     return hasattr(item, "callspec") and str(item.callspec.params.get("vehicle")) == "deepspeed"
+
+
+def not_chosen(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Of cases that are much alike, and of whole jobs all but a few; of those under DeepSpeed's launcher, which were
+    chosen before, none.
+    """
+    alike: dict[str, list[pytest.Item]] = {}
+    counts: dict[str, int] = {}
+    for item in items:
+        marker, of_jobs = item.get_closest_marker("some_of"), item.nodeid.startswith(WHOLE_JOBS)
+        if (marker or of_jobs) and not item.get_closest_marker("real_launcher"):
+            name = (marker and marker.kwargs.get("among")) or item.nodeid.partition("[")[0]
+            alike.setdefault(name, []).append(item)
+            (counts[name],) = marker.args if marker else (OF_EACH,)
+    left_out = []
+    for name, cases in alike.items():
+        left_out += random.Random(f"{seed} {name}").sample(cases, max(0, len(cases) - counts[name]))
+    return left_out
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=left_out)
+    kept = set(items).difference(left_out)
+    items[:] = [item for item in items if item in kept]

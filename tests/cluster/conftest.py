@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from tests.conftest import leave_out
 from tests.support.cluster import ForkServer, Result, Run
 from tests.support.hosts import Hosts, NoHosts, hosts
-from tests.support.jobs import DEEPSPEED, PLAIN, SQUARE, TRAIN, WRAPPED, Shape, Vehicle
-
-Launch = Callable[..., Run]
-DEADLINE_S = 600  # of a test; a run takes seconds, and minutes where others use the machine
+from tests.support.jobs import DEEPSPEED, PLAIN, SQUARE, Shape, Vehicle
+from tests.support.launching import DEADLINE_S, Launch, here, launching
+from tests.support.returns import HELD, LONG
+from tests.tiers import leave_out
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -68,38 +67,6 @@ def pair() -> Iterator[Hosts]:
         pytest.skip(f"no network namespaces here: {error}")
 
 
-def here(*arguments: object, **options: object) -> Run:
-    """A job under the launcher for one host, which costs half as much as DeepSpeed's; not where something is asked for
-    that is only in that.
-    """
-    return Run(
-        *arguments,
-        **{"launcher": "deepspeed" if "cold" in options or options.get("plugin", "") is None else "plain"} | options,
-    )
-
-
-@contextmanager
-def launching(
-    server: ForkServer, folder: Path, start: Callable[..., Run] = here, vehicle: Vehicle = DEEPSPEED
-) -> Iterator[Launch]:
-    """``launch(*overrides, shape=, script=, …)`` starts a job; at the end nothing of any of them may be left."""
-    runs: list[Run] = []
-
-    def launch(*more: str, shape: Shape = SQUARE, script: str = TRAIN, **options: object) -> Run:
-        place, script = (
-            folder / f"run{len(runs)}",
-            {TRAIN: vehicle.script, WRAPPED: vehicle.wrapped, **vehicle.others}.get(script, script),
-        )
-        runs.append(start(server, place, shape.ranks, script, vehicle.arguments(shape, place, *more), **options))
-        return runs[-1]
-
-    try:
-        yield launch
-    finally:
-        left = [thing for run in runs for thing in run.clean()]
-    assert not left, left
-
-
 @pytest.fixture
 def vehicle(request: pytest.FixtureRequest) -> Vehicle:
     """Of the test's jobs; both in files that are marked ``plain_too``."""
@@ -148,5 +115,31 @@ def reference(
 
     def run(*more: str, shape: Shape = SQUARE) -> Result:
         return references(request.getfixturevalue(vehicle.server), vehicle, shape, *more)
+
+    return run
+
+
+@pytest.fixture
+def come_back(launch, tmp_path):
+    """``come_back(*kills, shape=, case=, comes=, **job)``: the finished job of LONG steps, whose others wait for the
+    newcomers' scripts.
+    """
+
+    def run(*kills: str, shape: Shape = SQUARE, case: str = "plain", comes: bool = True, **more: object) -> Result:
+        folder = tmp_path / "run0"
+        job = {"folder": str(folder), "faults": kills, "steps": LONG, "case": case, "held": HELD}
+        job |= {"replicas": shape.replicas, "stages": shape.stages, **more}
+        started = launch(shape=shape, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))
+        started.wait_for(
+            lambda: len({each["seat"] for each in started.events() if each["event"] == "newcomer"}) == len(kills),
+            "newcomers",
+        )
+        (folder / "go").touch()
+        result = started.finish()
+        assert result.code == 0, result.output[-6000:]
+        seats = sorted(kill.split()[1] for kill in kills)
+        assert sorted(each["seat"] for each in result.of("lost")) == seats
+        assert sorted(each["seat"] for each in result.of("rejoined")) == (seats if comes else [])
+        return result
 
     return run

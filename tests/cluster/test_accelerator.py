@@ -10,12 +10,23 @@ import json
 
 import pytest
 
-from tests.cluster.conftest import launching
-from tests.cluster.test_kills import CLIPPED, FIRST, FUSED, SECOND, THREE, matrix, one_stage_ahead, replica_lost, struck
 from tests.support.cluster import Run
-from tests.support.jobs import DEEPSPEED, PLAIN, SQUARE, STANDIN, STEPS, WRAPPED, assert_same_training, faults
+from tests.support.jobs import (
+    DEEPSPEED,
+    LATE,
+    PLAIN,
+    SQUARE,
+    STANDIN,
+    STEPS,
+    WRAPPED,
+    assert_in_order,
+    assert_same_training,
+    faults,
+    on_deepspeed,
+)
+from tests.support.kills import CLIPPED, FIRST, FUSED, SECOND, THREE, matrix, one_stage_ahead, replica_lost, struck
+from tests.support.launching import launching
 
-LATE = {"RECYCLE_TEST_STANDIN_LATE": "7"}  # a seed
 EXACT = "recycle.exact=true"
 FEATURES = {
     "split backward": ((), "kill 0.1 before 1W0.1@5"),
@@ -39,11 +50,6 @@ def vehicle():
 def on_the_host(request, references):
     """``on_the_host(*overrides)``: the result of the job without a failure on the CPU."""
     return lambda *more, shape=SQUARE: references(request.getfixturevalue("plain_server"), PLAIN, shape, *more)
-
-
-def assert_in_order(result) -> None:
-    """Nothing that the stand-in has found was lost, since nothing could be raised where it was found."""
-    assert "never raised" not in result.output, result.output[-6000:]
 
 
 @pytest.mark.some_of(3)
@@ -154,11 +160,3 @@ def test_with_deepspeed_only_the_script_waits_for_the_device(server, tmp_path):
         assert {kind for kind, *_ in found["synchronisations"]} == {"item"} and found["generators"]
         assert sum(count for *_, count in found["synchronisations"]) == steps
         assert found["waits"].keys() <= {INSTRUCTIONS, PEERS, LOSSES, "all_reduce, to the host"}
-
-
-def on_deepspeed(*wraps: dict) -> dict[str, str]:
-    """The environment of DeepSpeed's job on the stand-in, changed by ``wraps``."""
-    return {
-        "RECYCLE_TEST_WRAP": json.dumps([{"name": "on_the_standin"}, *wraps]),
-        "RECYCLE_TEST_STANDIN_DEVICES": str(SQUARE.ranks),
-    }

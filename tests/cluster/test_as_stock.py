@@ -5,28 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
-from tests.support.cluster import Result
-from tests.support.jobs import SQUARE, WRAPPED, Shape, difference
+from tests.support.jobs import OFF, SQUARE, WRAPPED, Shape, assert_bitwise, difference
 
-OFF = tuple(
-    f"recycle.{switch}" for switch in ("split_backward=false", "stagger_optimizer=false", "reroute=false", "rng=stream")
-)
 CLIPPED = ("optimizer=sgd", "gradient_clipping=0.05", "recycle.norm=deepspeed")
-
-
-def assert_bitwise(result: Result, stock: Result) -> None:
-    assert result.code == stock.code == 0, result.output[-6000:] + stock.output[-6000:]
-    assert result.records.keys() == stock.records.keys()
-    assert result.losses == pytest.approx(
-        stock.losses, rel=3e-7
-    )  # the mean's last bit: we sum in double, stock in fp32
-    for rank in stock.records:
-        mine, theirs = result.parameters(rank), stock.parameters(rank)
-        assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs), (
-            f"rank {rank}"
-        )
 
 
 @pytest.mark.parametrize(

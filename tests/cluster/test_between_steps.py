@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster.conftest import launching
 from tests.support.cluster import Result
 from tests.support.jobs import BF16, PARAMETER_TOLERANCE, STEPS, WRAPPED, assert_one_line, assert_same_training, faults
+from tests.support.launching import launching
 
 PLAIN_TOO = pytest.mark.plain_too
 CLIPPED = {"deepspeed": "gradient_clipping=1.25", "plain": "gradient_clipping=0.54"}  # some steps, and not all

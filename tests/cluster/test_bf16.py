@@ -11,15 +11,13 @@ import json
 import pytest
 import torch
 
-from tests.cluster.test_as_stock import OFF
-from tests.cluster.test_kills import CONTROLS, FIRST, SECOND, matrix, one_stage_ahead, replica_lost, struck
-from tests.cluster.test_rejoin import STEPS as BACK_STEPS
-from tests.cluster.test_rejoin import assert_came_back, comes_back
 from tests.support.cluster import Result
+from tests.support.half_precision import assert_same
 from tests.support.jobs import (
     BF16,
     DEEPSPEED,
     LOSS_TOLERANCE,
+    OFF,
     PARAMETER_TOLERANCE,
     SQUARE,
     STEPS,
@@ -30,6 +28,8 @@ from tests.support.jobs import (
     difference,
     faults,
 )
+from tests.support.kills import CONTROLS, FIRST, SECOND, matrix, one_stage_ahead, replica_lost
+from tests.support.returns import LONG, assert_came_back, comes_back
 
 ZERO_1 = (
     "deepspeed={bf16: {enabled: true}, zero_optimization: {stage: 1}, data_types: {grad_accum_dtype: fp32}, "
@@ -66,7 +66,7 @@ def test_a_newcomer_has_the_same_bits(launch, reference, tmp_path, config):
     """Its masters and moments come with the state."""
     more = (*config, "recycle.exact=true", "recycle.check_replicas=1")
     result = comes_back(launch, tmp_path, "kill 1.1 before 1W1.0@5", *more).finish()
-    whole = reference(f"steps={BACK_STEPS}", *more)
+    whole = reference(f"steps={LONG}", *more)
     assert_came_back(result, whole, "1.1")
     assert difference(result, whole).loss == difference(result, whole).parameters == 0.0
 
@@ -88,16 +88,6 @@ def tolerated(server, references) -> Difference:
     )
     print(f"spread: losses {spread.loss:.2g}, parameters {spread.parameters:.2g}")
     return Difference(max(2 * spread.loss, 10 * LOSS_TOLERANCE), max(2 * spread.parameters, 10 * PARAMETER_TOLERANCE))
-
-
-def assert_same(
-    result: Result, reference: Result, tolerated: Difference, lost: set[str], kills: tuple[str, ...]
-) -> None:
-    assert result.code == 0 and not result.restarted, result.output[-6000:]
-    assert {event["seat"] for event in result.of("lost")} == lost and struck(result) == set(kills)
-    found = difference(result, reference)
-    print(f"lost {', '.join(sorted(lost))}: losses differ by {found.loss:.2g}, parameters by {found.parameters:.2g}")
-    assert found.loss <= tolerated.loss and found.parameters <= tolerated.parameters, found
 
 
 JOBS = {"bf16": (BF16,), "ZeRO 1": REPLICATED, "tied": (BF16, "model.tied=true")}

@@ -4,7 +4,6 @@ once.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from contextlib import suppress
@@ -15,21 +14,14 @@ from recycle_plugin.experiments.runs import processes_with
 from recycle_plugin.observability.run_history import EVENTS, read_events
 from tests.support.jobs import (
     STEPS,
-    WRAPPED,
     after_step,
     assert_one_line,
     assert_same_training,
     difference,
     early_folder,
     faults,
+    strike_at,
 )
-
-
-def strike_at(moment: str, rank: int, flag: str = "") -> dict:
-    return {
-        "script": WRAPPED,
-        "RECYCLE_TEST_WRAP": json.dumps({"name": "strike_at", "moment": moment, "rank": rank, "flag": flag}),
-    }
 
 
 @pytest.mark.some_of(2)

@@ -12,15 +12,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.cluster import test_double_faults as double_faults
-from tests.cluster.conftest import launching
-from tests.cluster.test_kills import FIRST, SECOND, Kill, matrix
-from tests.cluster.test_random_kills import kill_all, named, schedules
+from tests.support import double_faults
 from tests.support.cluster import Result
 from tests.support.jobs import BF16, DEEPSPEED, PLAIN, SQUARE, STEPS, WRAPPED, Shape, faults
+from tests.support.kills import CLIPPED, FIRST, FUSED, SECOND, Kill, kill_all, matrix, named, schedules
+from tests.support.launching import launching
 
 EXACT = "recycle.exact=true"
-CLIPPED, FUSED = "gradient_clipping=0.5", "recycle.split_backward=false"
 SGD = {DEEPSPEED: ("optimizer=sgd", "optimizer.params.momentum=0.9"), PLAIN: ("optimizer=sgd",)}  # with momentum
 WIDE = Shape(replicas=4)
 
@@ -208,7 +206,7 @@ def test_kills_from_outside(launch, calm, tmp_path, kills):
 @pytest.mark.some_of(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_kills_close_together(launch, calm, tmp_path, seed):
-    """Those of tests/cluster/test_double_faults.py, on 4 x 2 and 3 x 3."""
+    """Those of tests/support/double_faults.py, on 4 x 2 and 3 x 3."""
     given = double_faults.scenario(seed)
     settings = tuple(each for each in given.variant if each != "recycle.undo=inverse")
     result = double_faults.kill_all(launch, tmp_path / "gate", given, EXACT, *settings, others=(recorded(tmp_path),))

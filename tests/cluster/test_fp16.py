@@ -13,18 +13,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster.conftest import launching
-from tests.cluster.test_accelerator import LATE, assert_in_order, on_deepspeed
-from tests.cluster.test_as_stock import OFF, assert_bitwise
-from tests.cluster.test_bf16 import assert_same
-from tests.cluster.test_kills import one_stage_ahead, replica_lost
-from tests.cluster.test_loss_scale import OVERFLOW, SCALING, scales
-from tests.cluster.test_rejoin import STEPS as BACK_STEPS
-from tests.cluster.test_rejoin import assert_came_back, comes_back
-from tests.cluster.test_seen import curve
 from tests.support.cluster import Result
+from tests.support.half_precision import (
+    AS_SCALED,
+    HALF,
+    INFINITE,
+    VALIDATED,
+    assert_same,
+    changes,
+    fp16,
+    scales,
+    wrapped,
+)
 from tests.support.jobs import (
+    LATE,
     LOSS_TOLERANCE,
+    OFF,
     PARAMETER_TOLERANCE,
     SQUARE,
     STEPS,
@@ -32,36 +36,22 @@ from tests.support.jobs import (
     Difference,
     Emulated,
     Shape,
+    assert_bitwise,
+    assert_in_order,
+    curve,
     difference,
     faults,
+    on_deepspeed,
 )
+from tests.support.kills import one_stage_ahead, replica_lost
+from tests.support.launching import launching
+from tests.support.returns import LONG, assert_came_back, comes_back
 
 MORE = pytest.mark.all_kills
-HALF, AS_SCALED = {"name": "half_on_cpu"}, {"name": "unscaled_as_scaled"}
-INFINITE = OVERFLOW | {"name": "overflow_in_half"}
 TOLERATED = Difference(10 * LOSS_TOLERANCE, 10 * PARAMETER_TOLERANCE)  # a weight that rounds to its neighbour
 
 
-def fp16(stage: int = 0, **section: object) -> str:
-    """The override of an fp16 job at this ZeRO stage."""
-    config: dict[str, object] = {"fp16": {"enabled": True, **SCALING, **section}}
-    if stage:
-        config |= {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": "fp32"}}
-        config |= {"communication_data_type": "fp32", "zero_allow_untested_optimizer": True}
-    return "deepspeed=" + json.dumps(config).replace('"', "")
-
-
-def wrapped(*wraps: dict) -> dict[str, str]:
-    return {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps([HALF, *wraps])}
-
-
 REPLICATED = "recycle.zero=replicate"
-VALIDATED = "recycle.clip=validate"
-
-
-def changes(result: Result) -> dict[int, float]:
-    """By the step after which it is another one: the loss scale.  Of a step that is taken back the last word counts."""
-    return dict(sorted({event["step"]: event["scale"] for event in result.of("loss_scale")}.items()))
 
 
 def test_bit_for_bit_as_stock(launch, tmp_path):
@@ -130,10 +120,10 @@ def test_a_newcomer_follows_steps_that_overflow(launch, tmp_path, stage):
     """Some before it comes, and, where steps take their time, some of those that it follows: scale and counts are the
     others'.
     """
-    overflows = INFINITE | {"at": [f"1W0.1@{step}" for step in range(4, BACK_STEPS, 10)]}
+    overflows = INFINITE | {"at": [f"1W0.1@{step}" for step in range(4, LONG, 10)]}
     settings = (fp16(stage), VALIDATED, "recycle.exact=true", *[REPLICATED] * stage)
     result = comes_back(launch, tmp_path, "kill 1.1 before 1W1.0@5", *settings, wraps=(HALF, overflows)).finish()
-    whole = launch(f"steps={BACK_STEPS}", *settings, **wrapped(overflows)).finish()
+    whole = launch(f"steps={LONG}", *settings, **wrapped(overflows)).finish()
     assert_came_back(result, whole, "1.1")
     assert difference(result, whole).loss == difference(result, whole).parameters == 0.0
     assert changes(result) == changes(whole)

@@ -20,10 +20,10 @@ from recycle_plugin.core.messages.from_coordinator import Recorded
 from recycle_plugin.core.messages.from_workers import ALWAYS, Crashed, Fatal, Left, Note, Post, Ready
 from recycle_plugin.runtime.authentication.secret import AT
 from recycle_plugin.runtime.collectives.startup import BOARD
-from tests.cluster.conftest import Launch, launching
-from tests.runtime.conftest import FakeCoordinator
 from tests.support.cluster import ForkServer, Result, Run, WarmLauncher
+from tests.support.coordinator import FakeCoordinator
 from tests.support.jobs import DEEPSPEED, PLAIN, Shape
+from tests.support.launching import Launch, launching
 from tests.support.secret import written
 
 SCRIPT = "tests/jobs/from_the_top.py"

@@ -25,11 +25,11 @@ from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.span import Span, run_again
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.observability.trace import read_traces
-from tests.cluster.conftest import launching
-from tests.cluster.test_iterators import ends, retired
 from tests.support.cluster import ForkServer, Result
 from tests.support.counted import Books, Place, counted
+from tests.support.iterators import ends, retired
 from tests.support.jobs import BF16, LOSS_TOLERANCE, SQUARE, Shape, faults
+from tests.support.launching import launching
 
 PATH = Path(__file__).with_name("frozen.json")
 STEPS = 6

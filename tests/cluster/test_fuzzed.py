@@ -33,9 +33,9 @@ from recycle_plugin.runtime.authentication.datagrams import SealedDatagrams
 from recycle_plugin.runtime.authentication.handshake import ANSWER, MAGIC, NONCE, PROOF, Port, answer, call
 from recycle_plugin.runtime.authentication.secret import Secret, SecretFile
 from recycle_plugin.runtime.movers.wire import LANGUAGE, Sender
-from tests.cluster.test_strangers import CONTROL, PATIENCE_S, Place, forged, letting_in, listeners, told
 from tests.support.cluster import Run
 from tests.support.jobs import WRAPPED, after_step, assert_same_training, difference, held
+from tests.support.strangers import CONTROL, PATIENCE_S, Place, forged, letting_in, listeners, told
 
 pytestmark = pytest.mark.plain_too(deepspeed=False)
 

@@ -10,10 +10,8 @@ import pytest
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import sentence
-from tests.cluster.conftest import Launch
-from tests.cluster.test_edges import strike_at
-from tests.cluster.test_replayed import ALONE, BOTH, LOG
-from tests.support.jobs import PLAIN, STEPS, after_step, difference, faults
+from tests.support.jobs import ALONE, BOTH, LOG, PLAIN, STEPS, after_step, difference, faults, strike_at
+from tests.support.launching import Launch
 
 PLAINLY = pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
 

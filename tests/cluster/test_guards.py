@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from recycle_plugin.cli import main
-from tests.cluster.conftest import launching
 from tests.support.cluster import Run
 from tests.support.jobs import PLAIN, after_step, assert_one_line, assert_same_training, hold
+from tests.support.launching import launching
 
 pytestmark = pytest.mark.plain_too(deepspeed=False)
 

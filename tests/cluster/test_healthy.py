@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from recycle_plugin.settings.schema import Settings
-from tests.cluster.conftest import launching
 from tests.support.cluster import Run
 from tests.support.jobs import PLAIN, WRAPPED, Emulated, after_step, held
+from tests.support.launching import launching
 
 pytestmark = pytest.mark.plain_too(deepspeed=False)
 

@@ -17,9 +17,9 @@ from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.experiments.runs import environment, free_port
 from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.runtime.authentication.secret import SETTING
-from tests.cluster.conftest import launching
 from tests.support.hosts import HostsRun
 from tests.support.jobs import STEPS, WRAPPED, after_step, assert_one_line, assert_same_training, hold
+from tests.support.launching import launching
 
 SILENT = "nothing was heard of it or its supervisor for"
 BREAK_S = 1.2  # less than the default deadline, which is 3 s, and more than an exponential back-off leaves of it

@@ -8,9 +8,8 @@ import json
 
 import pytest
 
-from tests.cluster.test_iterator_returns import come_back  # noqa: F401  a fixture
-from tests.cluster.test_iterators import A_STEP, counts, ends
 from tests.support.cluster import Result
+from tests.support.iterators import A_STEP, counts, ends
 from tests.support.jobs import SQUARE, Shape
 
 STEPS = 8
@@ -80,7 +79,7 @@ def test_a_loss_in_the_last_step_of_an_epoch(train, kill):
     assert (sum(first) + sum(second)) % (2 * A_STEP) == 0
 
 
-def test_who_was_out_gives_more_afterwards(come_back):  # noqa: F811  the fixture
+def test_who_was_out_gives_more_afterwards(come_back):
     """While a replica was out the other gave more of its own samples; then it gives what it has left, until both have
     given all.
     """
@@ -99,7 +98,7 @@ def test_who_was_out_gives_more_afterwards(come_back):  # noqa: F811  the fixtur
     ),
     ids=("one end", "both ends"),
 )
-def test_who_comes_back_in_a_later_epoch_hears_where_the_first_ended(come_back, kills):  # noqa: F811  the fixture
+def test_who_comes_back_in_a_later_epoch_hears_where_the_first_ended(come_back, kills):
     """What it had left of the first is not used, and of the second it gives its own."""
     length, steps = 480, 140
     result = come_back(*kills, lengths=(length, length), steps=steps, held=66, late=True)

@@ -4,42 +4,14 @@ on at its place, and each sample is used once, of each epoch's iterator (see tes
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.cluster.test_iterators import A_STEP, counts, retired
 from tests.support.cluster import Result
+from tests.support.iterators import A_STEP, counts, retired
 from tests.support.jobs import SQUARE, Shape
+from tests.support.returns import LONG
 
-LONG, HELD = 60, 12
 EPOCH = 20  # steps
-
-
-@pytest.fixture
-def come_back(launch, tmp_path):
-    """``come_back(*kills, shape=, case=, comes=, **job)``: the finished job of LONG steps, whose others wait for the
-    newcomers' scripts.
-    """
-
-    def run(*kills: str, shape: Shape = SQUARE, case: str = "plain", comes: bool = True, **more: object) -> Result:
-        folder = tmp_path / "run0"
-        job = {"folder": str(folder), "faults": kills, "steps": LONG, "case": case, "held": HELD}
-        job |= {"replicas": shape.replicas, "stages": shape.stages, **more}
-        started = launch(shape=shape, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))
-        started.wait_for(
-            lambda: len({each["seat"] for each in started.events() if each["event"] == "newcomer"}) == len(kills),
-            "newcomers",
-        )
-        (folder / "go").touch()
-        result = started.finish()
-        assert result.code == 0, result.output[-6000:]
-        seats = sorted(kill.split()[1] for kill in kills)
-        assert sorted(each["seat"] for each in result.of("lost")) == seats
-        assert sorted(each["seat"] for each in result.of("rejoined")) == (seats if comes else [])
-        return result
-
-    return run
 
 
 def stays_out(result: Result) -> list[str]:

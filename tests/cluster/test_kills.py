@@ -9,7 +9,6 @@ DeepSpeed one of each kind.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 import pytest
 
@@ -18,46 +17,24 @@ from recycle_plugin.core.vocabulary.instruction import COMPUTE
 from recycle_plugin.core.vocabulary.span import run_again
 from recycle_plugin.observability.trace import read_traces
 from tests.support.jobs import WRAPPED, Shape, assert_same_training, difference, faults
+from tests.support.kills import (
+    CLIPPED,
+    CONTROLS,
+    FIRST,
+    FUSED,
+    MOMENTS,
+    SECOND,
+    THREE,
+    Kill,
+    matrix,
+    one_stage_ahead,
+    replica_lost,
+    struck,
+)
 
 pytestmark = pytest.mark.plain_too
 
 # --- at named instructions, 2 x 2 -------------------------------------------------------------------
-
-OPS = {
-    0: ("LOAD", "F", "SA", "RG", "I", "W", "REDUCE", "STEP"),
-    1: ("LOAD", "RA", "F", "I", "SG", "W", "REDUCE", "STEP"),
-}
-MOMENTS = {stage: [f"{when} {op}" for op in ops for when in ("before", "after")] for stage, ops in OPS.items()}
-FIRST, SECOND = 5, 12  # the steps of a run's two kills, one for each stage
-
-
-@dataclass(frozen=True)
-class Kill:
-    """Of the worker at ``seat`` at a moment such as ``before F`` of its own second micro-batch."""
-
-    seat: str
-    moment: str
-
-    def at(self, step: int) -> str:
-        replica, stage = self.seat.split(".")
-        when, op = self.moment.split()
-        micro_batch = "" if op in ("REDUCE", "VALIDATE", "STEP") else f"{replica}.1"
-        way = {"SA": ">", "SG": ">", "RA": "<", "RG": "<"}.get(op)
-        peer = f"{way}{replica}.{1 - int(stage)}" if way else ""
-        return f"kill {self.seat} {when} {stage}{op}{micro_batch}{peer}@{step}"
-
-    def __str__(self) -> str:
-        return f"{self.seat} {self.moment}"
-
-
-def matrix() -> list[tuple[Kill, Kill]]:
-    """Every seat of 2 x 2 at every moment, two kills a run: one in each stage, the second while degraded."""
-    pairs = []
-    for number, moment in enumerate(MOMENTS[0]):
-        for seats in (("0.0", "1.1"), ("1.0", "0.1")):
-            kills = Kill(seats[0], moment), Kill(seats[1], MOMENTS[1][(number + 5) % len(MOMENTS[1])])
-            pairs.append(kills if number % 2 == 0 else kills[::-1])
-    return pairs
 
 
 @pytest.mark.some_of(10)
@@ -74,9 +51,6 @@ def test_the_matrix_has_every_seat_at_every_moment():
     assert len(set(map(str, kills))) == 2 * sum(map(len, MOMENTS.values()))
 
 
-CLIPPED, FUSED = "gradient_clipping=0.5", "recycle.split_backward=false"
-
-
 @pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.parametrize("seats", (("0.0", "1.1"), ("0.1", "1.0")))
 @pytest.mark.parametrize(
@@ -88,10 +62,6 @@ def test_each_rank_at_what_only_some_jobs_run(launch, reference, seats, setting,
         result = launch(faults(*kills), setting).finish()
         assert_same_training(result, reference(setting), set(seats))
         assert struck(result) == set(kills)
-
-
-def struck(result) -> set[str]:
-    return {str(Fault.parse(event["fault"])) for event in result.of("fault")}
 
 
 @pytest.mark.some_of(2)
@@ -111,20 +81,6 @@ def test_killed_within_an_instruction(launch, reference, tmp_path, seat, after):
 # --- between two stages' steps, and during recovery -------------------------------------------------
 
 
-def one_stage_ahead(folder, ahead: int, step: int, replicas: int = 2) -> dict[str, str]:
-    """Environment of a job in which stage ``ahead`` has stepped, and the other has not, when the other's REDUCE
-    begins.
-    """
-    behind = 1 - ahead
-    gate = {
-        "name": "gate",
-        "folder": str(folder / "gate"),
-        "before": f"{behind}REDUCE@{step}",
-        "until": f"{ahead}STEP@{step}",
-    }
-    return {"RECYCLE_TEST_WRAP": json.dumps(gate | {"by": [f"{replica}.{ahead}" for replica in range(replicas)]})}
-
-
 @pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.parametrize("ahead", (0, 1))
 def test_a_stage_that_has_stepped_stays_so_where_nobody_needs_its_old_parameters(launch, reference, tmp_path, ahead):
@@ -136,16 +92,6 @@ def test_a_stage_that_has_stepped_stays_so_where_nobody_needs_its_old_parameters
     assert_same_training(result, reference(), {victim})
     assert [event["ahead"] for event in result.of("resume")] == [0, 1]
     assert result.of("recovery_plan") and not any(event["undone"] for event in result.of("recovery_plan"))
-
-
-THREE = Shape(replicas=3)
-
-
-def replica_lost(ahead: int) -> tuple[str, str]:
-    """Both workers of replica 0 die while one stage is ahead: nobody has their boundary tensors any more, and to make
-    them again the stage that is ahead has to take its step back.
-    """
-    return f"kill 0.{ahead} after {ahead}STEP@7", f"kill 0.{1 - ahead} before {1 - ahead}REDUCE@7"
 
 
 @pytest.mark.parametrize("ahead, undo", ((0, "snapshot"), (1, "host_snapshot"), (1, "inverse")))
@@ -250,13 +196,6 @@ def test_other_topologies(launch, reference, shape, kill):
 
 
 # --- negative controls ------------------------------------------------------------------------------
-
-CONTROLS = {
-    "one micro-batch dropped": {"name": "scale_micro_batch", "micro_batch": "0.1", "step": 10, "factor": 0},
-    "one micro-batch doubled": {"name": "scale_micro_batch", "micro_batch": "0.1", "step": 10, "factor": 2},
-    "division by the live workers": {"name": "divide_by_live"},
-    "another dropout mask": {"name": "masks_by_worker"},
-}
 
 
 @pytest.mark.plain_too(deepspeed=False)

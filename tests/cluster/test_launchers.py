@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from recycle_plugin.experiments.runs import processes_with
-from tests.cluster.conftest import launching
 from tests.support.hosts import ProgramRun
 from tests.support.jobs import WRAPPED, after_step, assert_same_training, hold
+from tests.support.launching import launching
 
 LOST = {"1.0", "1.1"}  # beta's replica
 WRAP = {"script": WRAPPED, "RECYCLE_TEST_WRAP": '{"name": "config_file"}'}

@@ -8,10 +8,9 @@ import pytest
 
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS
 from recycle_plugin.runtime.log.reader import LogReader, runs
-from tests.cluster.conftest import Launch
-from tests.cluster.test_replayed import BOTH, LOG
 from tests.support.cluster import Result
-from tests.support.jobs import PLAIN, WRAPPED, Shape, faults
+from tests.support.jobs import BOTH, LOG, PLAIN, WRAPPED, Shape, faults
+from tests.support.launching import Launch
 
 FOUR = Shape(1, 4, 4, layers=4)
 ONE = pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)

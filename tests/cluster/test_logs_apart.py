@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import Launch, launching
 from tests.support.cluster import Result
 from tests.support.hosts import HostsRun
 from tests.support.jobs import PLAIN, WRAPPED, Shape, difference, faults
+from tests.support.launching import Launch, launching
 
 LOG = ("++recycle.log={}", "++recycle.checkpoint.overhead=0.02", "recycle.rejoin=always")
 EXACT = (*LOG, "recycle.exact=true", "recycle.exact_block=1")

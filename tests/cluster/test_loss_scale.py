@@ -8,33 +8,17 @@ import json
 
 import pytest
 
-from tests.support.jobs import STEPS, WRAPPED, assert_same_training, difference, faults
+from tests.support.half_precision import OVERFLOW, SCALING, scales
+from tests.support.jobs import WRAPPED, assert_same_training, difference, faults
 
 MORE = pytest.mark.all_kills
 CLIPPED = "gradient_clipping=1.25"
-OVERFLOW = {"name": "overflow", "at": ["1W0.1@4", "0W1.0@9"]}
-SCALING = {"initial_scale_power": 8, "loss_scale_window": 4, "hysteresis": 1}
 SCALED = (CLIPPED, "recycle.clip=validate", "recycle.nonfinite=skip", "recycle.loss_scaling=true")
 
 
 def scaled(launch, *more: str, also: tuple[dict, ...] = (), **options):
     wraps = json.dumps([{"name": "fp16_section", "section": SCALING}, *also])
     return launch(*SCALED, *more, script=WRAPPED, RECYCLE_TEST_WRAP=wraps, **options).finish()
-
-
-def scales(skipped: set[int]) -> list[tuple[int, float]]:
-    """After which steps the scale changes, and to what: four good steps in a row double it, an overflow halves it."""
-    scale, good, found = 2.0**8, 0, []
-    for step in range(1, STEPS + 1):
-        before = scale
-        if step in skipped:
-            scale, good = scale / 2, -1
-        elif good and good % 4 == 0:
-            scale *= 2
-        good += 1
-        if scale != before:
-            found.append((step, scale))
-    return found
 
 
 def test_a_scaled_loss_changes_nothing_but_what_overflows(launch, reference):

@@ -23,10 +23,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from recycle_plugin.experiments.runs import free_port
-from tests.cluster.conftest import Launch
-from tests.runtime.test_metrics import expressions
 from tests.support.cluster import Run
+from tests.support.expressions import expressions
 from tests.support.jobs import PLAIN, STEPS, after_step, assert_same_training, hold
+from tests.support.launching import Launch
 
 KILLED_AT = 8
 PATIENCE_S = 60.0

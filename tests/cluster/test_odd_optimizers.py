@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from tests.cluster.conftest import Launch
-from tests.cluster.test_rejoin import assert_came_back, comes_back
 from tests.jobs.odd_optimizers import MADE
 from tests.support.jobs import WRAPPED, assert_one_line, difference
+from tests.support.launching import Launch
+from tests.support.returns import assert_came_back, comes_back
 
 pytestmark = pytest.mark.plain_too
 STEPS = 80  # a step in which slow weights and fast ones meet is behind the return

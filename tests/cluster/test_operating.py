@@ -16,10 +16,10 @@ import pytest
 from recycle_plugin.cli import main
 from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.control.operator_access import FILE, OperatorAccess
-from tests.cluster.conftest import Launch, launching
 from tests.support.cluster import Run
 from tests.support.hosts import HostsRun
 from tests.support.jobs import WRAPPED, after_step, assert_same_training, difference, held
+from tests.support.launching import Launch, launching
 
 STEPS = 60
 

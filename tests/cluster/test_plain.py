@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from recycle_plugin.core.vocabulary.faults import Fault
-from tests.cluster.conftest import Launch
 from tests.support.cluster import Run
 from tests.support.jobs import PLAIN, Shape, assert_one_line, difference, faults
+from tests.support.launching import Launch
 
 SCRIPT = "tests/jobs/plain_against_torch.py"
 

@@ -14,9 +14,9 @@ import pytest
 
 from recycle_plugin.cli import main
 from recycle_plugin.experiments.runs import processes_with
-from tests.cluster.conftest import DEADLINE_S
 from tests.support.cluster import Run
 from tests.support.jobs import TRAIN, after_step, assert_one_line, assert_same_training, early_folder, faults
+from tests.support.launching import DEADLINE_S
 
 SCRIPT = "tests/jobs/launched.py"
 SERVER = "recycle_plugin.runtime.processes.fork_server"

@@ -16,9 +16,9 @@ import pytest
 
 from recycle_plugin.core.messages.encoding import CONTROL, HEAD
 from recycle_plugin.runtime.movers.wire import LANGUAGE
-from tests.cluster.test_strangers import letting_in
 from tests.support.cluster import Run
 from tests.support.jobs import WRAPPED, after_step, assert_same_training, hold
+from tests.support.strangers import letting_in
 
 TLS_HELLO = bytes.fromhex("16030100c1010000bd0303") + os.urandom(190)
 DEEP = b"\x91" * 1000 + b"\x01"

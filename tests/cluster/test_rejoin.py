@@ -7,56 +7,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import pytest
 
-from tests.cluster.conftest import Launch
-from tests.support.cluster import Result, Run
-from tests.support.jobs import SQUARE, WRAPPED, Shape, after_step, difference, faults, held
+from tests.support.cluster import Run
+from tests.support.jobs import SQUARE, WRAPPED, Shape, after_step, difference, held
+from tests.support.launching import Launch
+from tests.support.returns import HELD, LONG, assert_came_back, comes_back
 
 pytestmark = pytest.mark.plain_too
 SPACE = 50  # steps of a cycle
-STEPS, HELD = 60, 12  # the others wait at this step until the newcomer's process is there
-
-
-def comes_back(
-    launch: Launch,
-    folder: Path,
-    kill: str,
-    *more: str,
-    shape: Shape = SQUARE,
-    wraps: tuple[dict, ...] = (),
-    steps: int = STEPS,
-    later: tuple[str, ...] = (),
-) -> Run:
-    """A job, changed by ``wraps``, in which the worker is killed, and the others go on once its newcomer asks to take
-    part; ``later``: further faults.
-    """
-    wrap = json.dumps([held(folder, HELD, "go"), *wraps])
-    run = launch(
-        f"steps={steps}",
-        "recycle.rejoin=always",
-        faults(kill, *later),
-        *more,
-        shape=shape,
-        script=WRAPPED,
-        RECYCLE_TEST_WRAP=wrap,
-    )
-    run.wait_for(lambda: any(event["event"] == "newcomer" for event in run.events()), "a newcomer")
-    (folder / "go").touch()
-    return run
-
-
-def assert_came_back(result: Result, reference: Result, seat: str) -> None:
-    """All workers have trained to the end, the newcomer from where it was let in."""
-    assert result.code == 0, result.output[-6000:]
-    came_back = [event["seat"] for event in result.of("rejoined")]
-    assert [event["seat"] for event in result.of("lost")] == [seat] == came_back, result.output[-6000:]
-    assert result.records.keys() == reference.records.keys()
-    assert difference(result, reference).tolerated
 
 
 @pytest.mark.some_of(2)
@@ -72,7 +34,7 @@ def assert_came_back(result: Result, reference: Result, seat: str) -> None:
 def test_it_trains_on_with_the_others(launch: Launch, reference, tmp_path, kill, shape, more):
     result = comes_back(launch, tmp_path, kill, *more, shape=shape).finish()
     seat = kill.split()[1]
-    assert_came_back(result, reference(f"steps={STEPS}", *more, shape=shape), seat)
+    assert_came_back(result, reference(f"steps={LONG}", *more, shape=shape), seat)
     served, last = result.of("served"), shape.replicas == 2
     peers = {f"{replica}.{seat[2]}" for replica in range(shape.replicas)} - {seat}
     assert served and {event["seat"] for event in served} <= peers
@@ -86,13 +48,13 @@ def test_where_its_only_source_dies_before_it_sends_anything_it_replays_its_stag
     assert result.code == 0, result.output[-6000:]
     assert [event["seat"] for event in result.of("lost")] == ["1.1", "0.1"]
     assert [event["seat"] for event in result.of("replayed")] == ["1.1"], result.output[-6000:]
-    assert difference(result, reference(f"steps={STEPS}", *log)).tolerated
+    assert difference(result, reference(f"steps={LONG}", *log)).tolerated
 
 
 def test_in_exact_mode_it_has_the_same_bits(launch: Launch, reference, tmp_path):
     more = ("recycle.exact=true",)
     result = comes_back(launch, tmp_path, "kill 1.1 before 1W1.0@5", *more).finish()
-    whole = reference(f"steps={STEPS}", *more)
+    whole = reference(f"steps={LONG}", *more)
     assert_came_back(result, whole, "1.1")
     assert difference(result, whole).loss == difference(result, whole).parameters == 0.0
 
@@ -101,7 +63,7 @@ def test_in_exact_mode_it_has_the_same_bits(launch: Launch, reference, tmp_path)
 def test_what_the_script_sets_for_each_step_is_what_the_others_have_applied_it_with(launch, reference, tmp_path):
     more = ("recycle.exact=true", "by_hand=true", "recycle.check_replicas=1")
     result = comes_back(launch, tmp_path, "kill 1.1 before 1W1.0@5", *more).finish()
-    whole = reference(f"steps={STEPS}", *more)
+    whole = reference(f"steps={LONG}", *more)
     assert_came_back(result, whole, "1.1")
     assert difference(result, whole).loss == difference(result, whole).parameters == 0.0
 
@@ -112,7 +74,7 @@ def test_automatic_checkpoints_are_made_by_all_at_one_step(launch: Launch, refer
     """
     more = ("++recycle.checkpoint.overhead=0.02",)
     result = comes_back(launch, tmp_path, "kill 1.1 before 1F1.0@5", *more).finish()
-    assert_came_back(result, reference(f"steps={STEPS}", *more), "1.1")
+    assert_came_back(result, reference(f"steps={LONG}", *more), "1.1")
     back, last = result.of("caught_up")[0]["step"], result.of("checkpoint")[-1]["path"]
     assert int(last.rpartition("step")[2]) > back
     assert not [each for each in result.of("warning") if "everybody waits" in each["text"]]

@@ -11,15 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import Launch
-from tests.cluster.test_fp16 import INFINITE, VALIDATED, changes, fp16, wrapped
-from tests.support.jobs import BF16, CHECKPOINT, DEEPSPEED, PLAIN, WRAPPED, Shape, difference, faults
-
-LOG = ("++recycle.log={}", "++recycle.checkpoint.overhead=0.02", "recycle.rejoin=always")
-ALONE = Shape(1, 3, 4)
-
-
-BOTH = pytest.mark.parametrize("vehicle", (PLAIN, DEEPSPEED), ids=lambda vehicle: vehicle.name, indirect=True)
+from tests.support.half_precision import INFINITE, VALIDATED, changes, fp16, wrapped
+from tests.support.jobs import ALONE, BF16, BOTH, CHECKPOINT, DEEPSPEED, LOG, PLAIN, WRAPPED, Shape, difference, faults
+from tests.support.launching import Launch
 
 
 @pytest.mark.some_of(4)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.conftest import Launch
-from tests.cluster.test_replayed import ALONE, BOTH, LOG
-from tests.support.jobs import BF16, DEEPSPEED, PLAIN, Shape, difference, faults
+from tests.support.jobs import ALONE, BF16, BOTH, DEEPSPEED, LOG, PLAIN, Shape, difference, faults
+from tests.support.launching import Launch
 
 FOUR = (*LOG, "model.layers=4")
 

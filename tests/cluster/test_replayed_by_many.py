@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.cluster.conftest import Launch
 from tests.support.jobs import BF16, DEEPSPEED, PLAIN, WRAPPED, Shape, difference, faults
+from tests.support.launching import Launch
 
 LOG = ("++recycle.log={}", "++recycle.checkpoint.overhead=0.02", "recycle.rejoin=always")
 EXACT = (*LOG, "recycle.exact=true", "recycle.exact_block=1")

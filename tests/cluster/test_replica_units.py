@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster.conftest import Launch
 from tests.jobs import shrinking
 from tests.support.cluster import Result
 from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, WRAPPED, Shape, difference, faults, held
+from tests.support.launching import Launch
 
 WIDE = Shape(3, 2, 2)
 STEPS, HELD = 60, 12  # the others wait at this step until the newcomers' processes are there

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from recycle_plugin.experiments.runs import MARK, environment
-from tests.cluster.conftest import Launch, launching
 from tests.support.cluster import ROOT, Run
 from tests.support.jobs import PLAIN, SQUARE, WRAPPED, after_step, assert_same_training, hold
+from tests.support.launching import Launch, launching
 
 pytestmark = pytest.mark.plain_too
 PATIENCE_S = 60

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.conftest import Launch, launching
 from tests.cluster.test_from_the_top import BF16, HELD, NOTHING_ELSE, SCRIPT, STEPS
 from tests.support.cluster import ForkServer, Result
 from tests.support.jobs import Shape
+from tests.support.launching import Launch, launching
 
 DOES = ("rates", "wrapped", "numpy", "frozen", "averages", "zero_grad")
 PAIRS = tuple("+".join(pair) for pair in combinations(DOES, 2))

@@ -12,8 +12,8 @@ import torch
 
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
 from recycle_plugin.experiments.runs import processes_with
-from tests.cluster.conftest import launching
 from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, Shape, assert_one_line, faults
+from tests.support.launching import launching
 
 PLAIN_TOO, PLAIN = pytest.mark.plain_too, pytest.mark.plain_too(deepspeed=False)
 SAVES = [3, 6, 9]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from recycle_plugin import cli
-from tests.cluster.conftest import launching
 from tests.support.cluster import ForkServer, Result
 from tests.support.jobs import PLAIN, Shape
+from tests.support.launching import launching
 
 SCRIPT = "tests/jobs/seats.py"
 STEPS, HELD = 40, 14

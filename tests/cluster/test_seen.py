@@ -4,26 +4,13 @@ job that is too slow.
 
 from __future__ import annotations
 
-import csv
 import json
-from pathlib import Path
 
 import pytest
 
 from recycle_plugin.cli import main
 from recycle_plugin.experiments.runs import await_reports
-from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, faults
-
-SAMPLES = 4  # of a step
-
-
-def curve(folder: Path, name: str) -> dict[int, float]:
-    """By step, from a file of DeepSpeed's CSV monitor: one heading, then each step at most once, in order."""
-    (_, heading), *rows = csv.reader((folder / f"{name}.csv").open())
-    steps = [int(samples) // SAMPLES for samples, _ in rows]
-    assert heading == name.rpartition("_")[2] or name.endswith(heading)
-    assert steps == sorted(set(steps)), f"{name}: {steps}"
-    return dict(zip(steps, (float(value) for _, value in rows)))
+from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, curve, faults
 
 
 def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):

@@ -17,8 +17,8 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from tests.cluster.conftest import here
 from tests.support.cluster import ForkServer, Result
+from tests.support.launching import here
 
 SCRIPT = "tests/jobs/sharded.py"
 RANKS, HELD, LONG = 4, 8, 40

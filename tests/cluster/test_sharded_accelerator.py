@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.test_accelerator import assert_in_order
 from tests.cluster.test_sharded import HELD, LONG, ended_well, start, trained_as_stock, weights  # noqa: F401  a fixture
+from tests.support.jobs import assert_in_order
 
 KILLS = {
     "in a forward": {"kills": [[2, 6, "forward"]]},

@@ -10,8 +10,8 @@ import pytest
 
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import facts
-from tests.cluster.conftest import Launch
 from tests.support.jobs import WRAPPED, Shape, difference, held
+from tests.support.launching import Launch
 
 SQUARE = Shape(2, 2, 2)
 SLOW, STEPS = "1.1", 90

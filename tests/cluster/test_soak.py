@@ -19,8 +19,8 @@ import pytest
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology
-from tests.cluster.conftest import launching
 from tests.support.jobs import WRAPPED, Shape, after_step, held
+from tests.support.launching import launching
 
 pytestmark = pytest.mark.plain_too
 

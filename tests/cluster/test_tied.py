@@ -12,7 +12,6 @@ import torch
 
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.observability.trace import read_traces
-from tests.cluster.test_kills import FIRST, SECOND, matrix, struck
 from tests.support.jobs import (
     LOSS_TOLERANCE,
     PARAMETER_TOLERANCE,
@@ -22,6 +21,7 @@ from tests.support.jobs import (
     difference,
     faults,
 )
+from tests.support.kills import FIRST, SECOND, matrix, struck
 
 MORE = pytest.mark.all_kills
 TIED = "model.tied=true"

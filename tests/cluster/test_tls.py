@@ -15,11 +15,11 @@ import pytest
 from recycle_plugin.cli import main
 from recycle_plugin.experiments.runs import environment, free_port
 from recycle_plugin.runtime.authentication.handshake import MAGIC
-from tests.cluster.test_rejoin import HELD, STEPS, assert_came_back
-from tests.cluster.test_strangers import CONTROL, PATIENCE_S, forged, listeners, told
 from tests.support.certificates import authority, files
 from tests.support.cluster import Run
 from tests.support.jobs import WRAPPED, difference, faults, held
+from tests.support.returns import HELD, LONG, assert_came_back
+from tests.support.strangers import CONTROL, PATIENCE_S, forged, listeners, told
 
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 HANGUP_S = 5.0  # until a port is one of Gloo's, which does not hang up
@@ -49,7 +49,7 @@ def attack(run: Run) -> None:
     for said in CONTROL.values():
         told(run.port, said)
     ports = [("127.0.0.1", run.port), *(place for pid in run.pids().values() for place in listeners(pid))]
-    said = MAGIC + forged(STEPS - 1)
+    said = MAGIC + forged(LONG - 1)
     with ThreadPoolExecutor(32) as at_once:
         each = [(*place, said, context) for place in ports for context in map(somebodys, (False, True))]
         [*at_once.map(lambda given: in_tls(*given), each)]
@@ -61,7 +61,7 @@ def test_a_killed_worker_comes_back_and_the_weights_are_those_without_tls(launch
     """To the bit; who has no certificate is counted at each port, and changes nothing; operators have their way in."""
     own, more = files("alpha"), ("recycle.exact=true",)
     run = launch(
-        f"steps={STEPS}",
+        f"steps={LONG}",
         "recycle.rejoin=always",
         faults("kill 1.1 before 1W1.0@5"),
         *(f"++recycle.tls.{name}={path}" for name, path in own._asdict().items()),
@@ -74,7 +74,7 @@ def test_a_killed_worker_comes_back_and_the_weights_are_those_without_tls(launch
     attack(run)
     assert main(["admit", "0.0", "--run", str(run.folder)]) == 1 and "0.0" in capsys.readouterr().out
     (tmp_path / "go").touch()
-    result, whole = run.finish(), reference(f"steps={STEPS}", *more)
+    result, whole = run.finish(), reference(f"steps={LONG}", *more)
     assert_came_back(result, whole, "1.1")
     assert difference(result, whole).loss == difference(result, whole).parameters == 0.0
     first = {event["text"].partition(" what comes")[0]: event["text"] for event in reversed(result.of("stranger"))}

@@ -14,8 +14,7 @@ import pytest
 
 from recycle_plugin.cli import main
 from recycle_plugin.experiments.runs import await_reports, processes_with
-from tests.cluster.test_replayed import LOG
-from tests.support.jobs import PLAIN, after_step
+from tests.support.jobs import LOG, PLAIN, after_step
 
 SCRIPT = PLAIN.script
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,49 +16,7 @@ from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.experiments.runs import RunFailed, RunOutcome
 from recycle_plugin.observability.report import panels
 from recycle_plugin.observability.run_history import RunHistory, step_times
-
-STEPS = 9
-LOSSES = [5.0 - step / 10 for step in range(STEPS)]
-
-
-def outcome(*killed: int, pids: Mapping[int, int] = {}, losses: Mapping[int, list[float]] = {}) -> RunOutcome:
-    """The run of the hand-written events; ranks in ``killed`` have left no record."""
-    events = tuple(map(json.loads, (Path(__file__).parent / "with_failure.jsonl").read_text().splitlines()))
-    ranks = [rank for rank in range(4) if rank not in killed]
-    return RunOutcome(
-        events,
-        0,
-        {
-            rank: {"rank": rank, "pid": pids.get(rank, 1000 + rank), "losses": losses.get(rank, LOSSES)}
-            for rank in ranks
-        },
-    )
-
-
-def spans() -> list[Span]:
-    """Steps of 200 ms from 101.7 s on: on each stage F 20 ms, I 10 ms, W 5 ms, REDUCE 8 ms for who comes last, STEP 3
-    ms.
-    """
-    made = []
-    for step in range(1, STEPS + 1):
-        for seat in (Seat(0, 0), Seat(1, 0), Seat(0, 1), Seat(1, 1)):
-            if seat == Seat(0, 1) and step > 5:
-                continue
-            at = 101_550_000 + 200_000 * step + 1000 * seat.stage
-            reduce = 8000 if seat.replica else 30_000
-            for text, took in (
-                (f"F{seat.replica}.0", 20_000),
-                (f"I{seat.replica}.0", 10_000),
-                (f"W{seat.replica}.0", 5000),
-                ("REDUCE", reduce),
-                ("STEP", 3000),
-            ):
-                made.append(Span(seat, Instruction.parse(f"{seat.stage}{text}@{step}"), at, at + took))
-                at += took
-    return made
-
-
-FAULT_FREE, FAILED = outcome(), outcome(2)
+from tests.support.run_folder import FAILED, FAULT_FREE, LOSSES, STEPS, outcome, spans
 
 
 def test_what_the_failure_cost():

@@ -15,16 +15,10 @@ from recycle_plugin.experiments.runs import RunFailed, RunOutcome
 from recycle_plugin.observability import report
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import sentence
-from tests.demo.test_report import FAILED, FAULT_FREE, LOSSES, spans
-from tests.support.run_folder import WHY, Read, rewrite
+from tests.support.run_folder import CAME, FAILED, FAULT_FREE, LOSSES, WHY, Read, resume, rewrite, spans
 
-CAME = {"event": "newcomer", "seat": "0.1", "rank": 2, "incarnation": 1, "step": 8}
 CAUGHT_UP = {"event": "caught_up", "seat": "0.1", "rank": 2, "step": 8, "bytes": 1200, "followed_bytes": 400}
 BACK = {"event": "rejoined", "seat": "0.1", "rank": 2, "incarnation": 1, "step": 10}
-
-
-def resume(time: float, committed: int, throughput: float) -> dict:
-    return {"time": time, "event": "resume", "committed": committed, "throughput": throughput}
 
 
 def commits(*times: float) -> list[dict]:

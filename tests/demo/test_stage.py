@@ -12,9 +12,7 @@ from recycle_plugin.experiments.runs import RunFailed, RunOutcome
 from recycle_plugin.observability import report
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import sentence
-from tests.demo.test_report import FAILED, FAULT_FREE, LOSSES, spans
-from tests.demo.test_returns import CAME, resume
-from tests.support.run_folder import rewrite
+from tests.support.run_folder import CAME, FAILED, FAULT_FREE, LOSSES, resume, rewrite, spans
 
 REPLAYED = {"event": "replayed", "seat": "0.1", "rank": 2, "step": 5, "steps": 3, "bytes": 1200}
 

@@ -24,8 +24,7 @@ from recycle_plugin.observability.console import QUIET
 from recycle_plugin.observability.run_history import NO_REASON, RunHistory
 from recycle_plugin.observability.run_summary import UNKNOWN, end, facts, sentence, wall_clock
 from recycle_plugin.render import gantt
-from tests.demo.test_report import spans
-from tests.support.run_folder import Read, rewrite, trace, two_at_once
+from tests.support.run_folder import Read, rewrite, spans, trace, two_at_once
 
 
 def test_without_a_trace_and_figures_it_shows_the_plans_with_assumed_costs_and_says_so(folder):

@@ -22,22 +22,20 @@ from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.message_delays import UNEVEN
 from recycle_plugin.simulator.reference import Reference
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
-from tests.pure import (  # noqa: F401  add their own
-    mistakes_between,
-    mistakes_confused,
-    mistakes_joining,
-    mistakes_pushing,
-    mistakes_replay,
-    mistakes_shrinking,
-    mistakes_slow,
-    mistakes_suspicion,
-    mistakes_together,
-)
-from tests.pure.mistakes import (
+from tests.mistakes import (  # noqa: F401  add their own
     MISTAKES,
     SEEN,
     believed_of_many,
+    between,
+    confused,
     evaluations_bound_too_low,
+    joining,
+    pushing,
+    replay,
+    shrinking,
+    slow,
+    suspicion,
+    together,
     void_is_not_heard_again,
 )
 
@@ -138,7 +136,7 @@ def test_every_worker_killed_while_a_stage_is_replayed() -> None:
 
 def test_a_newcomers_only_source_killed_at_each_point_of_serving_it(monkeypatch) -> None:
     assert not campaign.every_instant(campaign.SOURCE).violations
-    mistakes_joining.deserted(monkeypatch)
+    joining.deserted(monkeypatch)
     said = campaign.SOURCE.run("kill 0.1 at serving.told:1").violations
     assert any("it is not let in: seat 1.1" in text for text in said)
 
@@ -314,7 +312,7 @@ def two_that_go_at_a_planned_end() -> Scenario:
 
 def test_who_knows_that_all_is_committed_at_a_planned_end_reports_for_no_change(monkeypatch) -> None:
     assert not campaign.run("x", two_that_go_at_a_planned_end()).violations
-    mistakes_between.reports_for_a_change_that_nobody_needs(monkeypatch)
+    between.reports_for_a_change_that_nobody_needs(monkeypatch)
     said = campaign.run("x", two_that_go_at_a_planned_end()).violations
     assert any(text.startswith("the job has failed at its planned end, with all steps committed") for text in said)
 
@@ -349,7 +347,7 @@ def stage_lost_at_a_planned_end() -> Scenario:
 def test_nobody_waits_at_a_planned_end_for_a_change_that_nobody_needs_any_more(monkeypatch) -> None:
     outcome = campaign.run("x", stage_lost_at_a_planned_end())
     assert not outcome.violations and sum(" lost: seat" in line for line in outcome.story) == 2
-    mistakes_between.waits_for_a_change_that_nobody_needs(monkeypatch)
+    between.waits_for_a_change_that_nobody_needs(monkeypatch)
     said = campaign.run("x", stage_lost_at_a_planned_end()).violations
     assert any(text.startswith("the job has failed at its planned end, with all steps committed") for text in said)
 
@@ -367,7 +365,7 @@ def one_shard_later_than_the_other() -> Scenario:
 def test_a_seat_comes_back_when_all_its_shards_have_caught_up(monkeypatch) -> None:
     outcome = campaign.run("x", one_shard_later_than_the_other())
     assert not outcome.violations and outcome.exercised[ProtocolRule.SEAT_RETURNED] == 2
-    mistakes_together.half_a_seat_is_admitted(monkeypatch)
+    together.half_a_seat_is_admitted(monkeypatch)
     said = campaign.run("x", one_shard_later_than_the_other()).violations
     assert any(text.endswith("has a part of seat 0.1, which comes back whole") for text in said)
 
@@ -392,9 +390,9 @@ def test_a_mistake_is_found(mistake, monkeypatch) -> None:
     assert next(said, None) is not None
 
 
-@pytest.mark.parametrize("mistake", mistakes_confused.CONFUSED)
+@pytest.mark.parametrize("mistake", confused.CONFUSED)
 def test_a_mistake_about_whose_word_counts_is_found(mistake, monkeypatch) -> None:
-    patch, seen = mistakes_confused.CONFUSED[mistake]
+    patch, seen = confused.CONFUSED[mistake]
     assert not campaign.run_confused(seen).violations
     patch(monkeypatch)
     assert campaign.run_confused(seen).violations

@@ -35,7 +35,7 @@ def test_frozen_jobs_end_as_they_did(request) -> None:
 
 
 def test_a_mistake_in_the_protocol_changes_a_digest(monkeypatch) -> None:
-    from tests.pure.mistakes import MISTAKES
+    from tests.mistakes import MISTAKES
 
     records = frozen.frozen()[:40]
     MISTAKES["a weight gradient is left out"](monkeypatch)

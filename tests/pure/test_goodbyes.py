@@ -14,8 +14,8 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.simulator import campaign
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
-from tests.pure.test_replay import come, decisions, has_replayed, logging, lose
 from tests.support.membership import said
+from tests.support.replaying import come, decisions, has_replayed, logging, lose
 
 LATER = WorkerId(3, 1)  # of stage 1, who follows where rank 2 is not started again any more
 

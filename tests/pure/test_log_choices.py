@@ -22,10 +22,10 @@ from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, measured
 from recycle_plugin.simulator import seeded
 from recycle_plugin.simulator.campaign import REPLAY, run
-from tests.pure.mistakes import changed
-from tests.pure.test_replay import Kept, logging, lose
+from tests.mistakes import changed
 from tests.support import membership as played
 from tests.support.membership import agree, job, member, said
+from tests.support.replaying import Kept, logging, lose
 
 # --- what the setting says ----------------------------------------------------------------------------
 

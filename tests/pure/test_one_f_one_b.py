@@ -12,7 +12,7 @@ from recycle_plugin.core.vocabulary.instruction import COMPUTE
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import plan
-from tests.pure.jobs import STOCK
+from tests.support.planned import STOCK
 
 SHAPES = [(1, 1), (1, 4), (2, 1), (2, 3), (4, 1), (4, 2), (4, 8), (5, 3), (8, 16)]
 

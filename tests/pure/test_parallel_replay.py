@@ -30,7 +30,7 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.simulator import campaign
 from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
-from tests.pure.test_replay import Kept
+from tests.support.replaying import Kept
 
 SHAPE = Topology(2, 3, 4)  # the second stage is replayed, by rank 2
 BACK = WorkerId(2, 1)

@@ -20,7 +20,7 @@ from recycle_plugin.planner import PlanError, lowered, plan
 from recycle_plugin.planner.assemble import timeline
 from recycle_plugin.planner.reroute import route
 from recycle_plugin.render.grid import draw
-from tests.pure.jobs import EXAMPLE, LOST, REROUTE, SPLIT, STOCK, UNIT, jobs, views
+from tests.support.planned import EXAMPLE, LOST, REROUTE, SPLIT, STOCK, UNIT, jobs, views
 
 FULL, DEGRADED = EXAMPLE.full(), EXAMPLE.full().without(LOST)
 

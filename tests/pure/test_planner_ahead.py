@@ -16,7 +16,7 @@ from recycle_plugin.planner.benchmark import against_exact, bounds_hold, small_c
 from recycle_plugin.planner.make import prepare, solve
 from recycle_plugin.planner.plan_store import next_failures
 from recycle_plugin.planner.search import climbed
-from tests.pure.jobs import EXAMPLE, LOST, UNIT, wide_jobs
+from tests.support.planned import EXAMPLE, LOST, UNIT, wide_jobs
 
 SHAPE = Topology(4, 4, 16)
 COSTS = CostModel.uniform(4, 100, 100, 100)

@@ -22,7 +22,7 @@ from recycle_plugin.planner.cp_sat import exact
 from recycle_plugin.planner.make import prepare, solve
 from recycle_plugin.planner.moves import opened
 from recycle_plugin.planner.search import climbed, net
-from tests.pure.jobs import UNIT
+from tests.support.planned import UNIT
 
 IMPROVABLE = Topology(1, 3, 3).full(), CostModel((3,) * 3, (2, 1, 2), (3,) * 3, step=(1,) * 3), Policy(activation_cap=4)
 

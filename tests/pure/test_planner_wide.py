@@ -19,8 +19,8 @@ from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.planner import PlanError, VerificationError, memory, plan, verify
 from recycle_plugin.planner.assemble import timeline
 from recycle_plugin.planner.reroute import shares
-from tests.pure.jobs import EXAMPLE, LOST, UNIT, jobs, wide_jobs
-from tests.pure.reference import acceptable
+from tests.support.acceptable import acceptable
+from tests.support.planned import EXAMPLE, LOST, UNIT, jobs, wide_jobs
 
 
 @given(wide_jobs())

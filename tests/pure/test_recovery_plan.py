@@ -23,7 +23,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import arrange, lowered, plan
 from recycle_plugin.simulator.machine_constants import by_name
 from recycle_plugin.simulator.simulated_job import SimulatedJob
-from tests.pure.jobs import costs, jobs, policies
+from tests.support.planned import costs, jobs, policies
 
 SHAPE = Topology(3, 4, 6)
 COSTS = CostModel.uniform(4)

@@ -27,11 +27,12 @@ from recycle_plugin.core.coordinator.recovery_ways import (
     shared,
     step_of,
 )
-from recycle_plugin.core.messages.from_workers import ComputeTime, Durable, Exited, Logged, Note, Ready, Stepped
+from recycle_plugin.core.messages.from_workers import Durable, Note, Ready
 from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
 from tests.support.membership import agree, job, member, started
+from tests.support.replaying import lose, trained
 
 TIMES = Times(Time(6.0), Time(0.5), Time(0.4), (Time(0.8), Time(1.0), Time(0.9, ASSUMED)))
 
@@ -134,29 +135,6 @@ def test_blocks_are_shared_as_they_are_dealt(size, live, limit, found):
 # --- of a job -----------------------------------------------------------------------------------------
 
 
-def trained(write_s: float = 0.0, **more: object) -> Membership:
-    """2 x 2 that logs, with a checkpoint of step 0, and three steps committed, of 2 s; workers of stage 0 compute
-    0.25 s in each, those of stage 1 0.5 s.
-    """
-    membership = started(**({"log": True, "rejoin": "always"} | more))
-    for rank in range(4):
-        membership.identify(WorkerId(rank))
-    membership.receive(Durable(0, 0, "a folder", write_s=write_s), 0.0)
-    for number in (1, 2, 3):
-        for rank in range(4):
-            spent = 250_000 * (1 + rank // 2)
-            membership.receive(ComputeTime(rank, number, spent, spent), 2.0 * number)
-            membership.receive(Logged(rank, number), 2.0 * number)
-            membership.receive(Stepped(rank, 0, number), 2.0 * number)
-    return membership
-
-
-def lose(membership: Membership, *ranks: int) -> CoordinatorOutput:
-    for rank in ranks:
-        out = membership.receive(Exited(rank, -9, 7.0), 7.0)
-    return out
-
-
 def decision(out: CoordinatorOutput) -> Event:
     (found,) = [event for event in out.events if event.kind == "recovery"]
     return found
@@ -164,7 +142,7 @@ def decision(out: CoordinatorOutput) -> Event:
 
 def test_a_replay_is_predicted_from_what_the_steps_have_taken():
     """Two micro-batches, one for each of the two that are left and replay; the stage's two workers compute 1 s."""
-    found = decision(lose(trained(write_s=0.25), 2, 3))
+    found = decision(lose(trained(write_s=0.25), 2, 3, now=7.0))
     assert found.text == ("stage 1 is without a worker: replayed from the logs, 3 steps; the others wait, about 11.8 s")
     details = found.details
     assert (details["way"], details["seconds"], details["assumed"]) == ("replay", 11.75, ["start"])
@@ -175,13 +153,13 @@ def test_a_replay_is_predicted_from_what_the_steps_have_taken():
 def test_without_figures_the_cost_model_speaks_and_it_is_said():
     membership = started(log=True, rejoin="always", helpers=0)
     membership.receive(Durable(0, 0, "a folder"), 0.0)
-    found = decision(lose(membership, 2, 3))
+    found = decision(lose(membership, 2, 3, now=7.0))
     assert found.details["assumed"] == ["start", "load", "steps"] and found.details["helpers"] == 0
 
 
 def test_who_has_peers_is_rerouted_and_that_is_said_once_these_have_planned():
     membership = trained()
-    out = lose(membership, 2)
+    out = lose(membership, 2, now=7.0)
     assert not [event for event in out.events if event.kind == "recovery"]
     out = agree(membership, membership.generation, {0: 3, 1: 3, 3: 3})
     found = decision(out)
@@ -193,7 +171,7 @@ def test_who_has_peers_is_rerouted_and_that_is_said_once_these_have_planned():
 
 def test_two_that_are_lost_at_once_are_one_decision():
     membership = trained()
-    lose(membership, 0, 3)
+    lose(membership, 0, 3, now=7.0)
     found = decision(agree(membership, membership.generation, {1: 3, 2: 3}))
     assert found.text.startswith(
         "seat 0.0 (rank 0) and seat 1.1 (rank 3) are lost: others of the stage take the work; "
@@ -209,20 +187,20 @@ def test_a_line_is_short_however_many_are_lost(unit, count):
 
 def test_who_is_lost_with_the_rest_of_its_stage_is_not_rerouted():
     membership = trained()
-    lose(membership, 2, 3)
+    lose(membership, 2, 3, now=7.0)
     assert membership.course.unsaid == {}
 
 
 def test_where_nobody_comes_back_the_throughput_is_less_for_good():
     membership = trained(rejoin="never")
-    lose(membership, 2)
+    lose(membership, 2, now=7.0)
     found = decision(agree(membership, membership.generation, {0: 3, 1: 3, 3: 3}))
     assert found.text.endswith(" s and keeps throughput at 100%")
 
 
 def test_an_end_says_why_and_what_it_is_to_go_on_by_hand():
     membership = trained(rejoin="never")
-    found = decision(lose(membership, 2, 3))
+    found = decision(lose(membership, 2, 3, now=7.0))
     assert found.text == "stage 1 can't be replayed: recycle.rejoin is never, and no spare waits"
     assert found.details["way"] == "end" and found.details["instead"]["replay"]["seconds"] == 11.5
 
@@ -244,7 +222,7 @@ def test_who_comes_back_is_measured_from_when_its_supervisor_was_to_start_it():
     membership = trained()
     assert membership.course.recovery_times.start_up_s is None
     assert recovery_ways.times_of(membership.course).start == Time(1.0 + START_UP_S, ASSUMED)
-    lose(membership, 2)
+    lose(membership, 2, now=7.0)
     back = WorkerId(2, 1)
     membership.identify(back)
     membership.greet(back, "h")
@@ -256,7 +234,7 @@ def test_who_comes_back_is_measured_from_when_its_supervisor_was_to_start_it():
 
 def test_a_load_goes_before_what_a_checkpoint_took_to_be_written():
     membership = trained(write_s=2.0)
-    lose(membership, 2, 3)
+    lose(membership, 2, 3, now=7.0)
     assert recovery_ways.times_of(membership.course).load == Time(2.0)
     membership.identify(WorkerId(2, 1))
     membership.receive(Note(2, "restored", "it has", {"seconds": 0.75}, incarnation=1), 9.0)

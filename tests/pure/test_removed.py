@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from recycle_plugin.core.messages.from_coordinator import Generation
 from recycle_plugin.core.messages.from_workers import Durable, Note
-from tests.pure.test_replay import decisions, logging, lose
 from tests.support.membership import said, started
+from tests.support.replaying import decisions, logging, lose
 
 
 def saved(*paths: str, log: bool = False):

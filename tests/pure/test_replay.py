@@ -10,17 +10,14 @@ import pytest
 
 from recycle_plugin.core.coordinator.joining import Phase
 from recycle_plugin.core.coordinator.logs import Logs
-from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import Beside, End, Generation, Replay, Resume
 from recycle_plugin.core.messages.from_workers import (
     CatchUp,
-    CaughtUp,
     Durable,
     Exited,
     LogBroken,
     Logged,
-    Ready,
     Replaying,
     SurvivorReport,
     Terminate,
@@ -42,50 +39,10 @@ from recycle_plugin.core.worker.step_log import StepLog, StepRecord
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.simulator import campaign
 from recycle_plugin.simulator.scenario import MILLISECOND, Trouble
-from tests.support.membership import agree, holds, job, member, said, started, step
+from tests.support.membership import agree, holds, member, said, started
+from tests.support.replaying import BACK, LEFT, Kept, come, decisions, has_replayed, logging, lose
 
 LIMIT_S = 100.0  # of tests/support/membership: wait_timeout_s
-LEFT, BACK = (0, 1), WorkerId(2, 1)  # stage 0; who comes back to stage 1, whose ranks are 2 and 3
-
-
-def logging(durable: bool = True, **more: Any) -> Membership:
-    """2 x 2 that logs, with a checkpoint of step 1, and two steps committed that are on all disks."""
-    membership = started(**({"log": True, "rejoin": "always"} | more))
-    for rank in range(4):
-        membership.identify(WorkerId(rank))
-    for number in (1, 2):
-        step(membership, 0, number)
-        for rank in range(4):
-            membership.receive(Logged(rank, number), 0.0)
-        if durable and number == 1:
-            membership.receive(Durable(0, 1, "a folder"), 0.0)
-    return membership
-
-
-def lose(membership: Membership, *ranks: int, now: float = 1.0) -> CoordinatorOutput:
-    """They die; what is said at the last one's death."""
-    for rank in ranks:
-        out = membership.receive(Exited(rank, -9, now), now)
-    return out
-
-
-def decisions(out: CoordinatorOutput) -> list[Event]:
-    return [event for event in out.events if event.kind == "recovery"]
-
-
-def come(membership: Membership, worker: WorkerId = BACK, **more: Any) -> CoordinatorOutput:
-    """The next process of a rank comes, and asks for its stage's state."""
-    membership.identify(worker)
-    membership.greet(worker, "h")
-    asks = job(**({"log": True, "rejoin": "always"} | more))
-    seated = replace(member(worker.rank, replicas=asks.replicas), incarnation=worker.incarnation)
-    ready = Ready(seated, 0, asks)
-    membership.receive(ready, 1.0)
-    return membership.receive(CatchUp(worker.rank, incarnation=worker.incarnation), 1.0)
-
-
-def has_replayed(membership: Membership, worker: WorkerId = BACK) -> CoordinatorOutput:
-    return membership.receive(CaughtUp(worker.rank, 2, 9, 0, incarnation=worker.incarnation), 1.0)
 
 
 # --- which way a loss goes ----------------------------------------------------------------------------
@@ -385,16 +342,6 @@ def test_what_was_lost_of_a_step_that_is_finished_by_lineage_is_made_again(held)
 
 
 # --- what a worker logs -------------------------------------------------------------------------------
-
-
-class Kept:
-    """A log that notes what is asked of it."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple] = []
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *given: self.calls.append((name, *given))
 
 
 def act(number: int, stage: int = 0) -> Datum:

@@ -14,10 +14,9 @@ from recycle_plugin.core.messages.from_coordinator import Expected, Fence, Gener
 from recycle_plugin.core.messages.from_workers import Durable, Exited, Replaying
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.control_view import ControlView
-from tests.pure.test_recovery_ways import lose, trained
-from tests.pure.test_replay import BACK, come, has_replayed
-from tests.pure.test_training_loop import MEMBERS, Worker
+from tests.support.loop_worker import MEMBERS, Worker
 from tests.support.membership import said, started
+from tests.support.replaying import BACK, come, has_replayed, lose, trained
 
 WAIT_S = 100.0  # of tests/support/membership; busy_timeout_s is 20 there
 
@@ -25,7 +24,7 @@ WAIT_S = 100.0  # of tests/support/membership; busy_timeout_s is 20 there
 def away(**more: object) -> Membership:
     """Stage 1 has nobody; its two workers together computed 1 s in each step."""
     membership = trained(**more)
-    lose(membership, 2, 3)
+    lose(membership, 2, 3, now=7.0)
     return membership
 
 
@@ -68,14 +67,14 @@ def test_the_first_step_comes_behind_a_load():
 def test_what_was_not_measured_costs_nobody():
     membership = started(log=True, rejoin="always")
     membership.receive(Durable(0, 0, "a folder"), 0.0)
-    lose(membership, 2, 3)
+    lose(membership, 2, 3, now=7.0)
     come(membership)
     assert limits(membership) == (None, WAIT_S)
 
 
 def test_who_waits_is_told_what_to_expect_and_waits_longer_than_the_coordinator():
     membership = trained()
-    (first,) = said(lose(membership, 2, 3), Expected)
+    (first,) = said(lose(membership, 2, 3, now=7.0), Expected)
     assert first == Expected("the start of the next process, predicted to take 10 s, assumed", WAIT_S + LATER_S)
     (then,) = said(come(membership), Expected)
     assert then == Expected("the next replayed step, predicted to take 1 s", WAIT_S + LATER_S)

@@ -16,7 +16,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import plan
 from recycle_plugin.simulator import Deadlock, predict, simulate, train
 from recycle_plugin.simulator.campaign import initial_weights
-from tests.pure.jobs import EXAMPLE, LOST, STOCK, UNIT, jobs
+from tests.support.planned import EXAMPLE, LOST, STOCK, UNIT, jobs
 
 WEIGHTS = (3, 5, 7, 11)
 

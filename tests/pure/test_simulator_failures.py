@@ -28,7 +28,7 @@ from recycle_plugin.simulator import ExactWorld, predict, train
 from recycle_plugin.simulator.campaign import initial_weights
 from recycle_plugin.simulator.machine_constants import LOCAL, by_name
 from recycle_plugin.simulator.simulated_job import SimulatedJob
-from tests.pure.jobs import jobs
+from tests.support.planned import jobs
 
 STEPS = 3
 FREE = by_name("free")

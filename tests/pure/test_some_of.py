@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import not_chosen
+from tests.tiers import not_chosen
 
 MANY, FEW = 12, 2
 

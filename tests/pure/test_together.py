@@ -24,7 +24,7 @@ from recycle_plugin.planner.assemble import timeline
 from recycle_plugin.simulator import simulate
 from recycle_plugin.simulator.machine_constants import LOCAL
 from recycle_plugin.simulator.simulated_job import SimulatedJob
-from tests.pure.jobs import EXAMPLE, LOST, jobs, wide_jobs
+from tests.support.planned import EXAMPLE, LOST, jobs, wide_jobs
 
 TOGETHER = Policy(activation_cap=8, stagger_optimizer=False)
 STEPS = 8

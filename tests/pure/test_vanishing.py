@@ -17,8 +17,8 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.simulator import campaign
 from recycle_plugin.simulator.scenario import MILLISECOND, Trouble
 from recycle_plugin.simulator.seeded import with_vanishing
-from tests.pure.test_replay import decisions, logging
 from tests.support.membership import said, started, step
+from tests.support.replaying import decisions, logging
 
 SEEDS = 4
 

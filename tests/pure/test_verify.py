@@ -11,7 +11,7 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.planner import VerificationError, plan, verify
 from recycle_plugin.render.grid import draw_error
-from tests.pure.jobs import EXAMPLE, LOST, UNIT
+from tests.support.planned import EXAMPLE, LOST, UNIT
 
 GOOD = plan(EXAMPLE.full().without(LOST), UNIT, Policy(activation_cap=8))
 SEAT = Seat(0, 2)

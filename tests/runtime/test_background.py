@@ -13,8 +13,7 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.checkpoint_files import Saving
-
-from .conftest import generation
+from tests.support.coordinator import generation
 
 
 class Folders:

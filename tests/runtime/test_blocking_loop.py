@@ -18,8 +18,7 @@ from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop, _Planner
 from recycle_plugin.runtime.worker.machine import TorchMachine
-
-from .conftest import NO_STATE, generation
+from tests.support.coordinator import NO_STATE, generation
 
 
 class Nothing:

@@ -25,9 +25,8 @@ from recycle_plugin.runtime.collectives.average import scale_sum
 from recycle_plugin.runtime.collectives.callers import Callers
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
+from tests.support.coordinator import FakeCoordinator, generation
 from tests.support.secret import SECRET, way
-
-from .conftest import FakeCoordinator, generation
 
 RANKS, HERE = 3, Path(__file__).name
 DIED = "rank 2 is lost"

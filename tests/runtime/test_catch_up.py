@@ -4,10 +4,10 @@ and what is bounded.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -23,63 +23,17 @@ from recycle_plugin.runtime.catch_up import inlet as inlet_module
 from recycle_plugin.runtime.catch_up import outlet as outlet_module
 from recycle_plugin.runtime.catch_up.inlet import TcpInlet
 from recycle_plugin.runtime.catch_up.listener import StateListener
-from recycle_plugin.runtime.catch_up.outlet import TcpOutlet
 from recycle_plugin.runtime.catch_up.rate import ALONE, BURST_S, COPYING, LEAST, Rate
 from recycle_plugin.runtime.catch_up.served import Served
 from recycle_plugin.runtime.catch_up.transfers import Transfers
 from recycle_plugin.runtime.catch_up.wire import Arrival, Mark, frame, mark, receive
 from recycle_plugin.runtime.devices.host import CPU
-from recycle_plugin.runtime.state.units import UnitValue
+from tests.support.coordinator import generation
 from tests.support.descriptors import none_left
 from tests.support.secret import SECRET, answered, called
+from tests.support.state_lines import ITEMS, NEWCOMER, PATIENCE_S, Ends, plain, unit
 
-from .conftest import generation
-
-NEWCOMER = WorkerId(3, 1)
-PATIENCE_S = 30.0
 OURS = ("recycle: to ", "recycle: from ", "recycle: state for newcomers", "recycle: a newcomer")  # threads
-
-
-class Ends:
-    """A source's listener, and newcomers that come there."""
-
-    def __init__(self, session, alone: bool = False, **given) -> None:
-        self.session, self.changed, self.noted = session, threading.Condition(), []
-        self.secret = given.pop("secret", SECRET)  # of newcomers
-        rate = Rate(lambda: alone, idle=lambda: 8.0)
-        self.listener = StateListener(session, given.pop("interface", None), rate, **given)
-        self.inlets: list[TcpInlet] = []
-
-    def line(self, newcomer: WorkerId = NEWCOMER) -> tuple[TcpOutlet, TcpInlet]:
-        outlet = self.listener.expect(newcomer)
-        return outlet, self.come(newcomer)
-
-    def come(self, newcomer: WorkerId = NEWCOMER, job: str = "job") -> TcpInlet:
-        made = TcpInlet(self.listener.address, Arrival(job, newcomer), self.secret, self.changed, self.noted.append)
-        self.inlets.append(made)
-        return made
-
-    def wait(self, ready: Callable[[], object], what: str) -> None:
-        """Until ``ready()``, which something that comes may change."""
-        with self.changed:
-            assert self.changed.wait_for(ready, PATIENCE_S), f"waited for {what}"
-
-    def poll(self, ready: Callable[[], object], what: str) -> None:
-        """Until ``ready()``, which nobody notifies of."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not ready():
-            assert time.monotonic() < deadline, f"waited for {what}"
-            threading.Event().wait(0.002)
-
-    def received(self, inlet: TcpInlet, count: int) -> list[Item]:
-        found: list[Item] = []
-        self.wait(lambda: found.extend(inlet.items()) or len(found) >= count, f"{count} items")
-        return found
-
-    def close(self) -> None:
-        for inlet in self.inlets:
-            inlet.close()
-        self.listener.close()
 
 
 @pytest.fixture
@@ -87,46 +41,6 @@ def ends(coordinator) -> Iterator[Ends]:
     made = Ends(coordinator.session(0))
     yield made
     made.close()
-
-
-def unit(name: str, step: int, size: int = 700_000) -> Unit:
-    generator = torch.Generator().manual_seed(step)
-    weight = torch.randn(size, generator=generator)
-    tensors = {f"weights/{name}": weight.view(2, -1), f"optimizer/{name}/step": torch.tensor(3.0)}
-    tensors[f"masters/{name}"], tensors[f"optimizer/{name}/none"] = weight.bfloat16(), torch.empty(0, 3)
-    return Unit(step, name, UnitValue(tensors, b"plain", frozenset({f"optimizer/{name}/step"})))
-
-
-def plain(item: Item) -> object:
-    """The item without tensors, which compare element by element."""
-    match item:
-        case Marker():
-            norm = item.norm
-            return item.step, (str(norm.dtype), norm.item()) if torch.is_tensor(norm) else norm, item.begins
-        case Sums():
-            values = {name: [*map(told, tensors)] for name, tensors in item.values.items()}
-            return item.step, values
-        case Unit() if item.value is not None:
-            tensors = {name: told(tensor) for name, tensor in item.value.tensors.items()}
-            return item.step, item.name, tensors, item.value.plain, item.value.on_host
-    return item
-
-
-def told(tensor: torch.Tensor) -> object:
-    return str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-ITEMS: list[Item] = [
-    Marker(4, begins=True, valid_from=2),
-    Head(4, b"what goes by value", {"0.weight": 12, "ä/b": 3}),
-    unit("0.weight", 4),
-    Sums(5, {"0.weight": (torch.arange(600_000.0),)}),
-    Marker(5, torch.tensor(0.1), valid_from=2),
-    Marker(6, 0.1),
-    Sums(7, {"group": (torch.ones(3, 2).t(), torch.zeros(()))}),
-    Marker(7, torch.tensor(float("inf"))),
-    Marker(8),
-]
 
 
 def test_what_is_sent_comes_whole_and_in_its_order(ends):
@@ -320,6 +234,7 @@ def test_threads_and_descriptors_are_given_back(coordinator):
         ends.close()
         ends.poll(lambda: inlet.broken and outlet.broken, "both ends")
         ends.poll(lambda: not [one for one in threading.enumerate() if one.name.startswith(OURS)], "threads to end")
+        gc.collect()  # sockets of tests before this one
         counts.append(len(os.listdir("/proc/self/fd")))
     assert counts[1:] == counts[:-1]
 

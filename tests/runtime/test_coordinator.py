@@ -44,9 +44,9 @@ from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatSender
 from recycle_plugin.runtime.processes.accepting import PAUSE_S
-from tests.pure.test_replay import logging
 from tests.support.descriptors import none_left
 from tests.support.membership import job, member
+from tests.support.replaying import logging
 from tests.support.secret import SECRET, way
 
 PATIENCE_S = 10.0

@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.devices import kinds
-from recycle_plugin.runtime.devices.host import CPU, LARGE, Cpu, There, on_host
+from recycle_plugin.runtime.devices.host import CPU, LARGE, Cpu, There
 from recycle_plugin.runtime.devices.kinds import device_of, fetch
 from recycle_plugin.runtime.movers.batches import packed, unpacked
 from recycle_plugin.runtime.movers.tcp import Transport
@@ -28,14 +28,13 @@ from recycle_plugin.runtime.stage.randomness import keyed, keyed_torch
 from recycle_plugin.runtime.state.stage_state import raw
 from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.tiers import AsMade, Host
+from tests.support.coordinator import NO_STATE, generation
+from tests.support.device_port import *  # noqa: F403  tests
+from tests.support.device_port import WAIT_S, there
 from tests.support.late_device import LateDevice
 from tests.support.moved import Inbox, act
 
-from .conftest import NO_STATE, generation
-
-WAIT_S = 30.0
 DEVICES = {"the host": Cpu, "one whose copies are late": LateDevice}
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64]
 
 
 @pytest.fixture(params=DEVICES)
@@ -49,11 +48,6 @@ def late():
     device = LateDevice(held=True)
     yield device
     device.let()
-
-
-def there(device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Copies of ``tensors`` on it."""
-    return device.from_host(tensors, "of a test", shared=False).wait(WAIT_S)
 
 
 # --- memory of the host ------------------------------------------------------------------------------
@@ -74,33 +68,6 @@ def test_large_memory_of_the_host_is_as_any_other(dtype):
 # --- copies -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_there_and_back_every_dtype_and_shape_is_the_same_bit_for_bit(device, dtype):
-    tensors = tuple(torch.randint(0, 2, shape).to(dtype) for shape in [(2, 3, 4), (1,), (0, 5), ()])
-    for shared in (True, False):
-        copy = device.to_host(device.from_host(tensors, "", shared=shared).wait(WAIT_S), "", shared=shared)
-        found = copy.wait(WAIT_S)
-        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, tensors, strict=True))
-        assert copy.poll() and copy.nbytes == sum(tensor.nbytes for tensor in tensors)
-
-
-@pytest.mark.parametrize("shared", (True, False))
-def test_what_comes_to_the_host_is_contiguous_there_and_has_no_graph(device, shared):
-    (made,) = there(device, torch.arange(12.0).reshape(3, 4))
-    (found,) = device.to_host([made.t().requires_grad_() * 1], "", shared=shared).wait(WAIT_S)
-    assert (
-        found.is_contiguous()
-        and on_host(found)
-        and not found.requires_grad
-        and torch.equal(found, torch.arange(12.0).reshape(3, 4).t())
-    )
-
-
-def test_what_comes_to_the_device_is_a_leaf_without_a_graph(device):
-    (found,) = device.from_host([torch.ones(3, requires_grad=True) * 2], "", shared=True).wait(WAIT_S)
-    assert found.is_leaf and not found.requires_grad and found.device == device.where
-
-
 @pytest.mark.parametrize("way", ("to_host", "from_host"))
 def test_what_is_not_shared_may_be_changed_right_afterwards_and_what_comes_of_it_too(device, way):
     given = torch.arange(4.0) if way == "from_host" else there(device, torch.arange(4.0))[0]
@@ -119,27 +86,6 @@ def test_on_the_host_nothing_is_copied_that_may_be_shared(way):
     assert found.data_ptr() == given.data_ptr()
     assert fetch(given, "").data_ptr() == given.data_ptr() and raw(given).ctypes.data == given.data_ptr()
     assert Host(CPU).keep((given,)).wait(0)[0].data_ptr() == given.data_ptr()
-
-
-def test_nothing_to_copy_is_a_copy_too(device):
-    assert device.to_host((), "", shared=True).wait(WAIT_S) == device.from_host((), "", shared=True).wait(WAIT_S) == ()
-
-
-def test_a_copy_can_be_waited_for_by_several_threads_and_again(device):
-    copy, found = device.to_host(there(device, torch.arange(1000.0)), "", shared=True), []
-    threads = [threading.Thread(target=lambda: found.append(copy.wait(WAIT_S)[0])) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert len(found) == 4 and all(torch.equal(each, torch.arange(1000.0)) for each in (*found, *copy.wait(WAIT_S)))
-
-
-def test_room_is_in_host_memory_to_be_written_to(device):
-    made = device.room([2, 3], torch.bfloat16)
-    made.fill_(3)
-    assert on_host(made) and made.shape == (2, 3) and made.dtype is torch.bfloat16 and made.is_contiguous()
-    assert torch.equal(fetch(there(device, made)[0], ""), torch.full((2, 3), 3.0, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("start", ("to_host", "from_host", "event"))
@@ -166,20 +112,6 @@ def test_what_fails_is_over_and_raises_its_error_at_each_wait(late):
 # --- events, random numbers, memory, kinds ------------------------------------------------------------
 
 
-def test_events_happen_in_their_order(device):
-    first = device.event("")
-    first.wait(WAIT_S)
-    second = device.event("")
-    second.wait(WAIT_S)
-    assert (
-        first.poll()
-        and second.poll()
-        and second.since(first) > 0
-        and first.since(second) == -second.since(first)
-        and first.since(first) == 0
-    )
-
-
 @pytest.mark.parametrize("draws", (keyed, keyed_torch))
 def test_keyed_draws_are_the_same_for_the_same_seed_and_leave_the_streams_alone(device, draws):
     def draw() -> list[float]:
@@ -200,25 +132,6 @@ def test_keyed_draws_are_the_same_for_the_same_seed_and_leave_the_streams_alone(
         assert draw() != inside
 
 
-def test_the_last_generator_is_the_devices_own_and_all_are_default_ones(device):
-    torch.manual_seed(11)
-    assert device.generators[-1].device.type == device.where.type and all(
-        generator.initial_seed() == 11 for generator in device.generators
-    )
-
-
-def test_memory_is_what_is_used_and_what_there_is(device):
-    held = torch.ones(1 << 20, device=device.where)
-    used, total = device.memory()
-    assert held.nbytes <= used < total
-
-
-def test_its_kind_is_one_that_autocast_knows(device):
-    weight = there(device, torch.ones(2, 2))[0]
-    with torch.autocast(device.kind, torch.bfloat16):
-        assert (weight @ weight).dtype is torch.bfloat16
-
-
 def test_a_device_is_found_by_where_its_tensors_are_and_another_kind_is_refused_in_one_line():
     assert device_of(torch.ones(1).device) is CPU and device_of(torch.device(f"{CPU.kind}:0")) is CPU
     with pytest.raises(RecycleError, match=r"^the accelerator is meta, and torch finds cpu.* here$") as refused:
@@ -236,17 +149,6 @@ def test_a_job_computes_on_what_it_was_asked_to_or_else_on_what_torch_finds(monk
 
 
 # --- the store, and what is read --------------------------------------------------------------------
-
-
-def test_a_store_starts_the_copy_of_what_is_sent_once_and_lets_the_original_go(device):
-    store = StepStore(Seat(0, 0), 2, tiers=(AsMade(), Host(device)))
-    (made,) = there(device, torch.arange(6.0))
-    store.put(act(0), (made,))
-    size, copy = store.weight, store.move(act(0), -1)
-    assert store.move(act(0), -1) is copy is store[act(0)], "a second one is not needed for a peer that lacks it"
-    assert Host(device).weigh(copy) == size == made.nbytes
-    (kept,) = copy.wait(WAIT_S)
-    assert torch.equal(kept, torch.arange(6.0))
 
 
 def test_the_original_lives_until_it_is_copied(late):

@@ -6,32 +6,21 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runtime.conftest import generation
-from tests.runtime.test_newcomer import Job
+from tests.support.coordinator import generation
 from tests.support.results import DIED, result_of
-from tests.support.scenario import Script
+from tests.support.scenario import Job, Script
 
 TORCHS = ("store_based_barrier_key:", "/store_based_barrier_key:")  # torch's own, when groups are made
 FORMER = "0//cpu//"  # where an earlier version had its own keys
 LOADED = "a checkpoint, number 1"
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    made = Job()
-    try:
-        yield made
-    finally:
-        made.end()
 
 
 class Runs:
@@ -73,8 +62,8 @@ def test_what_is_written_to_the_store_runs_no_code_in_a_newcomer(job: Job, tmp_p
     forged = saved(([], {LOADED: pickle.dumps(Runs(mark))}))
     first = job.run(loads)
     assert first == [(6.0, {"epoch": 3})] * 3
-    for key in (*own_keys(job._store), *(f"{FORMER}startup/{rank}" for rank in range(3))):
-        job._store.set(key, forged)
+    for key in (*own_keys(job.store), *(f"{FORMER}startup/{rank}" for rank in range(3))):
+        job.store.set(key, forged)
     found = job.alone(loads, 1)
     assert not mark.exists(), "it has run"
     assert found == (6.0, {"epoch": 3})
@@ -105,7 +94,7 @@ def test_a_result_that_somebody_has_written_to_the_store_is_nobodys(job: Job) ->
     said = {name: (5, [], {number: [torch.tensor([1000.0])] for number in range(5)}, 5) for name in names}
     members = [job.start(cut_off, rank) for rank in range(3)]
     assert result_of(members[2]) == DIED
-    job._store.set(f"{FORMER}outcomes/1 0", saved(said))
+    job.store.set(f"{FORMER}outcomes/1 0", saved(said))
     job.coordinator.tell(generation(1, [0, 1]))
     assert [result_of(one) for one in members[:2]] == [(3.0, 1), (3.0, 1)]
 
@@ -116,4 +105,4 @@ def test_the_store_has_nothing_of_the_plugins_own(job: Job) -> None:
     assert result_of(members[2]) == DIED
     job.coordinator.tell(generation(1, [0, 1]))
     assert [result_of(one) for one in members[:2]] == [(3.0, 1), (3.0, 1)]
-    assert own_keys(job._store) == []
+    assert own_keys(job.store) == []

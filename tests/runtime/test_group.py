@@ -17,8 +17,7 @@ from recycle_plugin.runtime.collectives.callers import Callers
 from recycle_plugin.runtime.collectives.group import MemberGroup
 from recycle_plugin.runtime.collectives.outcomes import Outcomes
 from recycle_plugin.runtime.state.touch import FirstTouch
-
-from .conftest import FakeCoordinator, generation
+from tests.support.coordinator import FakeCoordinator, generation
 
 RANKS = 3
 

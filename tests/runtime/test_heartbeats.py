@@ -14,8 +14,7 @@ from recycle_plugin.core.messages.from_workers import Heartbeat
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import CutOff
 from recycle_plugin.runtime.control.heartbeats import SCRIPT
-
-from .conftest import generation
+from tests.support.coordinator import generation
 
 
 def beats(coordinator, count: int) -> list[Heartbeat]:

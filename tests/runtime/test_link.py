@@ -39,7 +39,7 @@ from recycle_plugin.runtime.collectives.link import (
 )
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
-from tests.runtime.conftest import FakeCoordinator
+from tests.support.coordinator import FakeCoordinator
 from tests.support.results import DIED, result_of
 from tests.support.secret import SECRET, way
 from tests.support.threads_link import Meeting, ThreadsLink

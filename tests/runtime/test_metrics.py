@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import socket
 import urllib.request
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
-import recycle_plugin
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.messages.job_spec import Endpoint
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.observability.exporter import Exporter
 from recycle_plugin.observability.metrics import Metrics
+from tests.support.expressions import DOCS, expressions
 from tests.support.membership import job
 
-DOCS = Path(recycle_plugin.__file__).parent / "docs"
 SEATS = {"0.0": 0, "1.0": 1, "0.1": 2, "1.1": 3}
 BEGAN = 1000.0  # the start event
 
@@ -324,14 +321,6 @@ def test_where_nobody_asks_for_metrics_nothing_listens():
 
 
 # --- the board ---------------------------------------------------------------------------------------------
-
-
-def expressions() -> list[str]:
-    return [
-        target["expr"]
-        for panel in json.loads((DOCS / "grafana.json").read_text())["panels"]
-        for target in panel["targets"]
-    ]
 
 
 def test_the_board_asks_for_metrics_that_there_are(fed):

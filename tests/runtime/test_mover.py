@@ -11,11 +11,10 @@ from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.runtime.devices.host import CPU, Cpu
 from recycle_plugin.runtime.movers.tcp import Transport
 from recycle_plugin.runtime.worker.tiers import Host
+from tests.support.coordinator import generation
 from tests.support.late_device import LateDevice
 from tests.support.moved import Inbox, act
 from tests.support.thread_mover import ThreadMover
-
-from .conftest import generation
 
 MOVERS = {"between hosts": lambda session, hub: Transport(session, CPU), "between threads": ThreadMover}
 DEVICES = {"from the host": Cpu, "from one whose copies are late": LateDevice}

@@ -4,98 +4,23 @@ once it is let in, groups have it again.  Two or three real processes over Gloo.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import secrets
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from recycle_plugin.adapters.deepspeed.entry import Plugin
 from recycle_plugin.core.messages.from_workers import ALWAYS, Post
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.collectives import group
 from recycle_plugin.runtime.collectives.gloo import GlooLink
 from recycle_plugin.runtime.collectives.link import Handle
 from recycle_plugin.runtime.collectives.startup import MOST, OF_MODELS, Startup
-from recycle_plugin.runtime.control.connections import connect
-from recycle_plugin.runtime.control.session import Session
+from tests.support.coordinator import generation
 from tests.support.results import DIED, result_of
-from tests.support.scenario import LONG_S, WAIT_S, Script
-from tests.support.secret import SECRET, way
+from tests.support.scenario import LONG_S, RANKS, Script
 
-from .conftest import FakeCoordinator, generation
-
-RANKS = 3
 LARGE = MOST // 4 + 1  # numbers of 4 bytes
-
-
-def worker(
-    scenario: Callable[[Script], Any], rank: int, newcomer: bool, coordinator: tuple[str, int], port: int, result: Any
-) -> None:
-    session = Session(connect(way(coordinator), LONG_S), rank, SECRET, wait_timeout_s=WAIT_S)
-    session.newcomer = newcomer
-    Plugin(session).install()
-    group.register(session)
-    stores = [dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False) for _ in range(2)]
-    dist.init_process_group("recycle", store=stores[0], rank=rank, world_size=RANKS)
-    script = Script(rank, session, stores[1])
-    session.between_steps = script.recover
-    try:
-        result.send(scenario(script))
-    except Exception as error:
-        result.send(f"{type(error).__name__}: {error}")
-    os._exit(0)
-
-
-class Job:
-    """A job of three ranks, each in a process, whose coordinator is the test."""
-
-    def __init__(self) -> None:
-        self.coordinator, self._started = FakeCoordinator(), []
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "recycle_plugin.runtime.collectives.group"])
-        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-
-    def start(self, scenario: Callable[[Script], Any], rank: int, newcomer: bool = False) -> Any:
-        """Where the result of ``scenario`` on ``rank`` will come."""
-        reading, writing = self._context.Pipe(duplex=False)
-        process = self._context.Process(
-            target=worker,
-            args=(scenario, rank, newcomer, self.coordinator.address, self._store.port, writing),
-            daemon=True,
-        )
-        process.start()
-        self._started.append(process)
-        writing.close()
-        self.coordinator.accept()
-        return reading
-
-    def run(self, scenario: Callable[[Script], Any]) -> list[Any]:
-        """What it returns on each rank."""
-        return [result_of(one) for one in [self.start(scenario, rank) for rank in range(RANKS)]]
-
-    def alone(self, scenario: Callable[[Script], Any], rank: int) -> Any:
-        """What it returns in a newcomer."""
-        return result_of(self.start(scenario, rank, newcomer=True))
-
-    def end(self) -> None:
-        for process in self._started:
-            process.kill()
-            process.join(LONG_S)
-        self.coordinator.close()
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    made = Job()
-    try:
-        yield made
-    finally:
-        made.end()
 
 
 # --- before the first step ----------------------------------------------------------------------------
@@ -372,7 +297,7 @@ def test_who_is_let_in_counts_on_where_the_others_are(job):
     members = [job.start(stays, rank) for rank in range(RANKS)]
     assert result_of(members[2]) == DIED
     job.coordinator.tell(generation(1, [0, 1]))
-    newcomer, store = job.start(comes_back, 2, newcomer=True), Script(9, None, job._store)
+    newcomer, store = job.start(comes_back, 2, newcomer=True), Script(9, None, job.store)
     store.hear("is about to let it in", 0, 1)
     store.hear("has come", 2)
     job.coordinator.tell(generation(2, [0, 1, 2], from_step=5))
@@ -411,7 +336,7 @@ def test_two_meet_though_the_newcomer_calls_nothing(job):
     members = [job.start(receives, rank) for rank in range(RANKS)]
     assert result_of(members[2]) == DIED
     job.coordinator.tell(generation(1, [0, 1]))
-    newcomer, store = job.start(calls_nothing, 2, newcomer=True), Script(9, None, job._store)
+    newcomer, store = job.start(calls_nothing, 2, newcomer=True), Script(9, None, job.store)
     store.hear("is about to let it in", 0, 1)
     store.hear("has come", 2)
     job.coordinator.tell(generation(2, [0, 1, 2], from_step=5))

@@ -28,14 +28,11 @@ from recycle_plugin.runtime.log.served import (
     Want,
     token_of,
 )
-from recycle_plugin.runtime.log.writer import LogWriter
 from recycle_plugin.runtime.processes.log_server import LogServer
 from recycle_plugin.runtime.worker import log_mirror
 from recycle_plugin.runtime.worker.log_mirror import Mirror
-from tests.support.logs import PATIENCE_S, RUN, News, act, content, put, put_step, stream
+from tests.support.logs import HERE, LOOK_S, PATIENCE_S, RUN, act, content, put, put_step, stream, until, written
 from tests.support.secret import SECRET, answered, called
-
-HERE, LOOK_S = "127.0.0.1", 0.01
 
 
 @pytest.fixture
@@ -64,14 +61,6 @@ def server(folder, complaints, strangers) -> Iterator[LogServer]:
     made.close()
 
 
-def written(folder: Path, rank: int, steps: int, run: str = RUN, **options: int) -> LogWriter:
-    writer = LogWriter(folder, stream(rank, run=run), 1 << 24, News(), **options)
-    for step in range(1, steps + 1):
-        assert put_step(writer, step)
-    writer.flush(PATIENCE_S)
-    return writer
-
-
 @contextmanager
 def line(server: LogServer) -> Iterator[Line]:
     made, seals = called(server.address, Port.LOGS)
@@ -87,16 +76,6 @@ def asked(connection: Line, server: LogServer) -> dict[str, int]:
 def assert_over(connection: Line) -> None:
     with pytest.raises((EOFError, ConnectionError)):
         served.exactly(connection.connection, 1)
-
-
-def until(found: Callable[[], object], what: str) -> None:
-    """Waits for another thread to have done something."""
-    waiting = threading.Event()
-    for _ in range(int(PATIENCE_S / LOOK_S)):
-        if found():
-            return
-        waiting.wait(LOOK_S)
-    raise AssertionError(f"no {what}")
 
 
 # --- who serves ----------------------------------------------------------------------------------------

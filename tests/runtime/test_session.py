@@ -15,9 +15,8 @@ from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.control.connections import InProcess
 from recycle_plugin.runtime.control.session import Session, connect_from_environment
+from tests.support.coordinator import generation
 from tests.support.secret import SECRET
-
-from .conftest import generation
 
 
 def arrived(session, what) -> None:

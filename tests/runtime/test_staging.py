@@ -12,8 +12,8 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.runtime.collectives import gloo, staging
 from recycle_plugin.runtime.collectives.link import AllReduce, Handle
-
-from .test_in_flight import DIED, Script, run
+from tests.support.results import DIED
+from tests.support.scenario import Script, run
 
 PIECE, NUMBERS = 100, 1050
 REDUCE = Instruction(Op.REDUCE, 0, None, 1)

@@ -36,11 +36,10 @@ from recycle_plugin.runtime.processes.accepting import PAUSE_S
 from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.tiers import Host
+from tests.support.coordinator import NO_STATE, generation
 from tests.support.descriptors import none_left
 from tests.support.moved import Inbox, act
 from tests.support.secret import SECRET, called
-
-from .conftest import NO_STATE, generation
 
 
 @pytest.fixture

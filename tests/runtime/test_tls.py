@@ -29,12 +29,11 @@ from recycle_plugin.runtime.processes import supervisor, worker_keeper
 from recycle_plugin.runtime.processes.log_server import LogServer
 from recycle_plugin.runtime.worker.log_mirror import Mirror
 from tests.support.certificates import files, tls_secret
+from tests.support.logs import HERE, LOOK_S, RUN, until
+from tests.support.logs import written as logged
 from tests.support.moved import Inbox, act
 from tests.support.secret import SECRET, written
-
-from .test_catch_up import ITEMS, Ends, plain
-from .test_served_logs import HERE, LOOK_S, RUN, until
-from .test_served_logs import written as logged
+from tests.support.state_lines import ITEMS, Ends, plain
 
 PATIENCE_S = 30.0
 OURS, BETA = tls_secret("alpha"), tls_secret("beta")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from recycle_plugin.runtime.collectives import calls, group
-from tests.runtime.conftest import FakeCoordinator
+from tests.support.coordinator import FakeCoordinator
 
 
 @contextmanager

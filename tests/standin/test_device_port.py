@@ -1,15 +1,13 @@
-"""The accelerator behind the Device port passes what every device does (tests/runtime/test_device.py)."""
+"""The accelerator behind the Device port passes what every device does (tests/support/device_port.py)."""
 
 from __future__ import annotations
-
-import inspect
 
 import pytest
 import torch
 
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.devices.port import Device
-from tests.runtime import test_device
+from tests.support.device_port import *  # noqa: F403  tests
 
 
 def accelerator() -> Device:
@@ -30,12 +28,3 @@ class InTheChild:
 @pytest.fixture
 def device(standin) -> InTheChild:
     return InTheChild()
-
-
-GIVEN = {"device", "dtype", "shared"}  # what these tests ask for, and can be handed to a process
-PORT = {
-    name: test
-    for name, test in vars(test_device).items()
-    if name.startswith("test_") and "device" in inspect.signature(test).parameters
-}
-globals().update({name: test for name, test in PORT.items() if {*inspect.signature(test).parameters} <= GIVEN})

@@ -35,7 +35,7 @@ def worker(kind: str, seed: int, dtype: torch.dtype) -> SteppedWorker:
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_newcomer_on_an_accelerator_is_filled_and_follows(standin, kind, dtype):
-    from tests.torch.test_units import caught_up
+    from tests.support.caught_up import caught_up
 
     units_module.SLICE_S, units_module.pieces = 0.0, partial(pieces, nbytes=48)
     caught_up(lambda seed: worker(kind, seed, dtype), lambda step: None, 0)

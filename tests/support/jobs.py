@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import pytest
+import torch
 
 from tests.support.cluster import ROOT, Result, Run
 
@@ -206,3 +211,60 @@ PLAIN = Vehicle(
     {CHECKPOINT: "tests/jobs/plain.py", COUNT: "tests/jobs/plain_count.py"},
 )
 STANDIN = replace(PLAIN, name="stand-in", overrides=lambda shape: [*plain_overrides(shape), "device=standin"])
+
+OFF = tuple(
+    f"recycle.{switch}" for switch in ("split_backward=false", "stagger_optimizer=false", "reroute=false", "rng=stream")
+)
+
+
+def assert_bitwise(result: Result, stock: Result) -> None:
+    assert result.code == stock.code == 0, result.output[-6000:] + stock.output[-6000:]
+    assert result.records.keys() == stock.records.keys()
+    assert result.losses == pytest.approx(
+        stock.losses, rel=3e-7
+    )  # the mean's last bit: we sum in double, stock in fp32
+    for rank in stock.records:
+        mine, theirs = result.parameters(rank), stock.parameters(rank)
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs), (
+            f"rank {rank}"
+        )
+
+
+LATE = {"RECYCLE_TEST_STANDIN_LATE": "7"}  # a seed
+
+
+def assert_in_order(result) -> None:
+    """Nothing that the stand-in has found was lost, since nothing could be raised where it was found."""
+    assert "never raised" not in result.output, result.output[-6000:]
+
+
+def on_deepspeed(*wraps: dict) -> dict[str, str]:
+    """The environment of DeepSpeed's job on the stand-in, changed by ``wraps``."""
+    return {
+        "RECYCLE_TEST_WRAP": json.dumps([{"name": "on_the_standin"}, *wraps]),
+        "RECYCLE_TEST_STANDIN_DEVICES": str(SQUARE.ranks),
+    }
+
+
+def strike_at(moment: str, rank: int, flag: str = "") -> dict:
+    return {
+        "script": WRAPPED,
+        "RECYCLE_TEST_WRAP": json.dumps({"name": "strike_at", "moment": moment, "rank": rank, "flag": flag}),
+    }
+
+
+SAMPLES = 4  # of a step
+
+
+def curve(folder: Path, name: str) -> dict[int, float]:
+    """By step, from a file of DeepSpeed's CSV monitor: one heading, then each step at most once, in order."""
+    (_, heading), *rows = csv.reader((folder / f"{name}.csv").open())
+    steps = [int(samples) // SAMPLES for samples, _ in rows]
+    assert heading == name.rpartition("_")[2] or name.endswith(heading)
+    assert steps == sorted(set(steps)), f"{name}: {steps}"
+    return dict(zip(steps, (float(value) for _, value in rows)))
+
+
+LOG = ("++recycle.log={}", "++recycle.checkpoint.overhead=0.02", "recycle.rejoin=always")
+ALONE = Shape(1, 3, 4)
+BOTH = pytest.mark.parametrize("vehicle", (PLAIN, DEEPSPEED), ids=lambda vehicle: vehicle.name, indirect=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -191,3 +191,24 @@ class _Recording:
 
     def close(self) -> None:
         pass
+
+
+HERE, LOOK_S = "127.0.0.1", 0.01
+
+
+def written(folder: Path, rank: int, steps: int, run: str = RUN, **options: int) -> LogWriter:
+    writer = LogWriter(folder, stream(rank, run=run), 1 << 24, News(), **options)
+    for step in range(1, steps + 1):
+        assert put_step(writer, step)
+    writer.flush(PATIENCE_S)
+    return writer
+
+
+def until(found: Callable[[], object], what: str) -> None:
+    """Waits for another thread to have done something."""
+    waiting = threading.Event()
+    for _ in range(int(PATIENCE_S / LOOK_S)):
+        if found():
+            return
+        waiting.wait(LOOK_S)
+    raise AssertionError(f"no {what}")

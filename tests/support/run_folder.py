@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.experiments.runs import RunOutcome
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.trace import TraceFile
-from tests.demo.test_report import spans
 
 LOG = Path(__file__).parents[1] / "demo" / "with_failure.jsonl"
 WHY = "its process was killed by signal 9 (SIGKILL), says its supervisor"
@@ -67,3 +70,52 @@ def two_at_once(events: list[dict]) -> list[dict]:
     lost = {"time": 102.815, "event": "lost", "text": "", "seat": "1.0", "rank": 1, "how": "silent", "seen_at": 102.81}
     place = next(number for number, event in enumerate(events) if event["event"] == "confirmed")
     return [*events[:place], lost, *events[place:]]
+
+
+STEPS = 9
+LOSSES = [5.0 - step / 10 for step in range(STEPS)]
+
+
+def outcome(*killed: int, pids: Mapping[int, int] = {}, losses: Mapping[int, list[float]] = {}) -> RunOutcome:
+    """The run of the hand-written events; ranks in ``killed`` have left no record."""
+    events = tuple(map(json.loads, LOG.read_text().splitlines()))
+    ranks = [rank for rank in range(4) if rank not in killed]
+    return RunOutcome(
+        events,
+        0,
+        {
+            rank: {"rank": rank, "pid": pids.get(rank, 1000 + rank), "losses": losses.get(rank, LOSSES)}
+            for rank in ranks
+        },
+    )
+
+
+def spans() -> list[Span]:
+    """Steps of 200 ms from 101.7 s on: on each stage F 20 ms, I 10 ms, W 5 ms, REDUCE 8 ms for who comes last, STEP 3
+    ms.
+    """
+    made = []
+    for step in range(1, STEPS + 1):
+        for seat in (Seat(0, 0), Seat(1, 0), Seat(0, 1), Seat(1, 1)):
+            if seat == Seat(0, 1) and step > 5:
+                continue
+            at = 101_550_000 + 200_000 * step + 1000 * seat.stage
+            reduce = 8000 if seat.replica else 30_000
+            for text, took in (
+                (f"F{seat.replica}.0", 20_000),
+                (f"I{seat.replica}.0", 10_000),
+                (f"W{seat.replica}.0", 5000),
+                ("REDUCE", reduce),
+                ("STEP", 3000),
+            ):
+                made.append(Span(seat, Instruction.parse(f"{seat.stage}{text}@{step}"), at, at + took))
+                at += took
+    return made
+
+
+FAULT_FREE, FAILED = outcome(), outcome(2)
+CAME = {"event": "newcomer", "seat": "0.1", "rank": 2, "incarnation": 1, "step": 8}
+
+
+def resume(time: float, committed: int, throughput: float) -> dict:
+    return {"time": time, "event": "resume", "committed": committed, "throughput": throughput}

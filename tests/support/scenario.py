@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 from recycle_plugin.adapters.deepspeed.entry import Plugin
+from recycle_plugin.runtime.collectives import group
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
-from tests.runtime.conftest import FakeCoordinator, generation
+from tests.support.coordinator import FakeCoordinator, generation
 from tests.support.results import result_of
 from tests.support.secret import SECRET, way
 
 LONG_S = 30.0
+RANKS = 3  # of a Job
 WAIT_S = 15.0  # of the workers: where they would wait for ever, they say so
 IMPORTED = ["torch", "recycle_plugin.runtime.collectives.calls", "tests.support.calls", "tests.support.scenario"]
 
@@ -130,3 +132,56 @@ def _of_all(
         for process in started:
             process.kill()
             process.join(LONG_S)
+
+
+def member(
+    scenario: Callable[[Script], Any], rank: int, newcomer: bool, coordinator: tuple[str, int], port: int, result: Any
+) -> None:
+    """A rank of a job that workers may come back to."""
+    session = Session(connect(way(coordinator), LONG_S), rank, SECRET, wait_timeout_s=WAIT_S)
+    session.newcomer = newcomer
+    Plugin(session).install()
+    group.register(session)
+    stores = _client(port), _client(port)
+    dist.init_process_group("recycle", store=stores[0], rank=rank, world_size=RANKS)
+    script = Script(rank, session, stores[1])
+    session.between_steps = script.recover
+    _send(scenario, script, result)
+
+
+class Job:
+    """A job of three ranks, each in a process, whose coordinator is the test."""
+
+    def __init__(self) -> None:
+        self.coordinator, self._started = FakeCoordinator(), []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "recycle_plugin.runtime.collectives.group"])
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    def start(self, scenario: Callable[[Script], Any], rank: int, newcomer: bool = False) -> Any:
+        """Where the result of ``scenario`` on ``rank`` will come."""
+        reading, writing = self._context.Pipe(duplex=False)
+        process = self._context.Process(
+            target=member,
+            args=(scenario, rank, newcomer, self.coordinator.address, self.store.port, writing),
+            daemon=True,
+        )
+        process.start()
+        self._started.append(process)
+        writing.close()
+        self.coordinator.accept()
+        return reading
+
+    def run(self, scenario: Callable[[Script], Any]) -> list[Any]:
+        """What it returns on each rank."""
+        return [result_of(one) for one in [self.start(scenario, rank) for rank in range(RANKS)]]
+
+    def alone(self, scenario: Callable[[Script], Any], rank: int) -> Any:
+        """What it returns in a newcomer."""
+        return result_of(self.start(scenario, rank, newcomer=True))
+
+    def end(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.join(LONG_S)
+        self.coordinator.close()

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from recycle_plugin.runtime.stage.layer_graph import LayerGraph
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from tests.support.grammar import PIECES, WIDTH
-from tests.torch.test_split_backward import KINDS, Checkpointed, activations, block, in_i
+from tests.support.split_backward import KINDS, Checkpointed, activations, block, in_i
 
 SPLIT = {  # uses whose weight gradients wait
     "linear": 1,

@@ -5,12 +5,13 @@ any number of replicas.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+
+from tests.support.zero_files import MAKE, assert_alike, load, model
 
 pytest.importorskip("deepspeed")
 
@@ -23,22 +24,6 @@ from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, of_parameters
 from recycle_plugin.runtime.state.undo import KINDS
 from tests.support.optimizers import same
-
-MAKE: dict[str, Callable] = {
-    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01),
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
-    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
-}
-
-
-def model(seed: int) -> torch.nn.Module:
-    """13 and 8 numbers: no number of parts divides both.  One parameter has no dimension."""
-    module = torch.nn.Module()
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"first": (3, 4), "scale": (), "second": (2, 2), "bias": (4,)}
-    for name, shape in shapes.items():
-        module.register_parameter(name, torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()))
-    return module
 
 
 class Subject:
@@ -82,10 +67,6 @@ class Subject:
     def save(self, folder: Path, parts: int) -> None:
         for number in range(parts):
             torch.save(self.files.part(number, parts), folder / self.files.name(number))
-
-
-def load(path: str) -> dict:
-    return torch.load(path, weights_only=False)
 
 
 def test_steps_are_of_the_masters_and_weights_are_rounded():
@@ -261,19 +242,3 @@ def test_the_files_are_those_of_deepspeed_itself(stock, kind, tmp_path):
     reader = Subject(kind, seed=5)
     reader.files.read(tmp_path, load)
     assert same(reader.state(), subject.state())
-
-
-def assert_alike(mine: object, theirs: object) -> None:
-    """Numbers bit for bit; parameters are tensors on one side."""
-    if torch.is_tensor(mine):
-        assert torch.equal(mine.detach(), theirs.detach())
-    elif isinstance(mine, dict):
-        assert mine.keys() == theirs.keys()
-        for key in mine:
-            assert_alike(mine[key], theirs[key])
-    elif isinstance(mine, (list, tuple)):
-        assert len(mine) == len(theirs)
-        for one, other in zip(mine, theirs):
-            assert_alike(one, other)
-    else:
-        assert mine == theirs

@@ -12,39 +12,9 @@ import torch
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.runtime.stage import block_sums
 from recycle_plugin.runtime.stage.block_sums import fixed_order_sum
+from tests.support.threads import DEADLINE_S, Threads
 
-DEADLINE_S = 30
 BLOCKS = [Block(replica, number) for replica in range(3) for number in range(2)]
-
-
-class Threads:
-    """As many live workers as threads of this process."""
-
-    def __init__(self, live: int) -> None:
-        self.live, self._barrier, self._sent = live, threading.Barrier(live), {}
-
-    def member(self, position: int) -> Member:
-        return Member(self, position)
-
-    def swap(self, position: int, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        self._sent[position] = parts
-        self._barrier.wait(DEADLINE_S)
-        found = [self._sent[other][position] for other in range(self.live)]
-        self._barrier.wait(DEADLINE_S)
-        return found
-
-
-class Member:
-    def __init__(self, threads: Threads, position: int) -> None:
-        self._threads, self._position = threads, position
-
-    def live_position(self) -> tuple[int, int]:
-        return self._position, self._threads.live
-
-    def exchange(self, target, source, incoming, outgoing) -> None:
-        got = self._threads.swap(self._position, [part.clone() for part in source.split(outgoing)])
-        assert [len(part) for part in got] == incoming
-        target.copy_(torch.cat(got))
 
 
 def summed(values: dict[Block, torch.Tensor], owners: list[list[Block]]) -> list[torch.Tensor]:

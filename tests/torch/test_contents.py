@@ -24,9 +24,9 @@ from recycle_plugin.runtime.state.stage_state import OptimizerState, as_text
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
 from recycle_plugin.runtime.worker.stepping import undo_record
 from tests.jobs.odd_optimizers import MADE, SCHEDULERS, Lookahead, Mode, Wrapper, adamw
+from tests.support.caught_up import caught_up
 from tests.support.optimizers import Subject, same, stage_state
 from tests.support.stepped_worker import SteppedWorker
-from tests.torch.test_units import caught_up
 
 
 def sent(told: Any) -> Any:

@@ -19,7 +19,7 @@ from recycle_plugin.adapters.deepspeed.ports import loss_scaler
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.masters import Masters
 from tests.support.optimizers import same
-from tests.torch.test_bf16_files import MAKE, assert_alike, load, model
+from tests.support.zero_files import MAKE, assert_alike, load, model
 
 SECTION = SimpleNamespace(
     loss_scale=0.0,

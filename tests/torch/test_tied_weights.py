@@ -13,7 +13,7 @@ from recycle_plugin.core.vocabulary.roster import Member, Roster
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
 from recycle_plugin.runtime.stage.tied import TiedWeight
-from tests.torch.test_block_sums import DEADLINE_S, Threads
+from tests.support.threads import DEADLINE_S, Threads
 
 STAGES, REPLICAS = (0, 1, 3), 3
 SUMS = {stage: torch.randn(5, 7, generator=torch.Generator().manual_seed(stage)) * 10**stage for stage in STAGES}

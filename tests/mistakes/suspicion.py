@@ -7,7 +7,7 @@ from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.failure_detector import FailureDetector, Suspicion
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.roster import Roster
-from tests.pure.mistakes import mistake
+from tests.mistakes import mistake
 
 
 @mistake("what has cost a worker is a proof against the next", seen=187)

@@ -1,6 +1,6 @@
 """Mistakes about scripts that run their own loops, and about the shards of their replicas.
 
-As tests/pure/mistakes.py; found in jobs whose scripts push micro-batches.
+As tests/mistakes; found in jobs whose scripts push micro-batches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from recycle_plugin.core.worker.pushed import Need, PushedWorker, Script
 from recycle_plugin.simulator import arithmetic
 from recycle_plugin.simulator.pushed_machine import PushedMachine
 from recycle_plugin.simulator.simulated_worker import SimulatedMachine
-from tests.pure.mistakes import changed, changed_recovery_plans, mistake
+from tests.mistakes import changed, changed_recovery_plans, mistake
 
 
 @mistake("a script's boundary does not move when a replica is lost", seen=22)

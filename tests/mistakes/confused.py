@@ -1,6 +1,6 @@
 """Mistakes about whose word counts, of when, and how often: what the campaign has to notice where workers are confused.
 
-As tests/pure/mistakes.py, with a registry of their own, since the jobs are others (``recycle campaign --confused``).
+As tests/mistakes, with a registry of their own, since the jobs are others (``recycle campaign --confused``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.control_view import ControlView
-from tests.pure.mistakes import Patch
+from tests.mistakes import Patch
 
 CONFUSED: dict[str, tuple[Patch, int]] = {}
 

@@ -1,6 +1,6 @@
 """Mistakes about seats that several workers hold together.
 
-As tests/pure/mistakes.py; found in jobs whose seats have two shards.
+As tests/mistakes; found in jobs whose seats have two shards.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from recycle_plugin.core.coordinator.joining import Joining
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Group, Roster
 from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.simulator.simulated_worker import SimulatedMachine
-from tests.pure.mistakes import mistake
+from tests.mistakes import mistake
 
 
 class Mixed:

@@ -1,6 +1,6 @@
 """Mistakes in what goes on around steps: plain iterators' data, evaluations, checkpoints, paces, and the planned end.
 
-As tests/pure/mistakes.py.
+As tests/mistakes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.simulator import script
 from recycle_plugin.simulator.simulated_worker import SimulatedMachine
-from tests.pure.mistakes import mistake
+from tests.mistakes import mistake
 
 # --- iterators' data ------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Mistakes about stages that are replayed from logs, as tests/pure/mistakes.py."""
+"""Mistakes about stages that are replayed from logs, as tests/mistakes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from recycle_plugin.simulator.helped_stage import HelpedStage
 from recycle_plugin.simulator.script import SimulatedFiles
 from recycle_plugin.simulator.simulated_log import SimulatedLogs
 from recycle_plugin.simulator.simulated_worker import SimulatedMachine
-from tests.pure.mistakes import changed, mistake
+from tests.mistakes import changed, mistake
 
 
 @mistake("what was made in a rejected attempt is replayed", seen=448)

@@ -1,6 +1,6 @@
 """Mistakes about replicas that are lost whole, and about batches that shrink.
 
-As tests/pure/mistakes.py; found in jobs whose unit is the replica.
+As tests/mistakes; found in jobs whose unit is the replica.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.simulator import numbers
 from recycle_plugin.simulator.arithmetic import scaled
 from recycle_plugin.simulator.simulated_worker import SimulatedMachine
-from tests.pure.mistakes import mistake
-from tests.pure.mistakes_joining import all_hashes_are_equal
+from tests.mistakes import mistake
+from tests.mistakes.joining import all_hashes_are_equal
 
 
 @mistake("a sum is divided for replicas that have contributed nothing", seen=78)

@@ -1,6 +1,6 @@
 """Mistakes about workers that come back.
 
-As tests/pure/mistakes.py.  What gives a newcomer a wrong state is planted together with a coordinator that takes every
+As tests/mistakes.  What gives a newcomer a wrong state is planted together with a coordinator that takes every
 hash for equal: else the comparison finds it, and nothing wrong gets in.
 """
 
@@ -22,7 +22,7 @@ from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.serving import Serving, Servings
 from recycle_plugin.simulator.simulated_state import Pipe
 from recycle_plugin.simulator.simulated_worker import SimulatedMachine
-from tests.pure.mistakes import mistake
+from tests.mistakes import mistake
 
 
 def all_hashes_are_equal(monkeypatch) -> None:

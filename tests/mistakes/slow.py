@@ -1,12 +1,12 @@
 """Mistakes about slow replicas: whom they are taken to be, and when it pays to go on without one.
 
-As tests/pure/mistakes.py; found in jobs in which a worker is slow and nothing else is wrong.
+As tests/mistakes; found in jobs in which a worker is slow and nothing else is wrong.
 """
 
 from __future__ import annotations
 
 from recycle_plugin.core.coordinator import offline, slow_replicas
-from tests.pure.mistakes import mistake
+from tests.mistakes import mistake
 
 
 def changed_times(monkeypatch, change) -> None:
