@@ -91,7 +91,8 @@ def ledger(result: Result, ranks: int, accumulation: int = 2) -> dict[str, dict[
 
     What the lost have drawn for a step counts where the others have not drawn all of it.
     """
-    dealt, gone = {}, [file for file in result.folder.glob("drawn/*.0") if int(file.stem) not in result.records]
+    stayed = {rank for rank, record in result.records.items() if record["incarnation"] == 0}
+    dealt, gone = {}, [file for file in result.folder.glob("drawn/*.0") if int(file.stem) not in stayed]
     drawn = [line.split() for file in gone for line in file.read_text().splitlines()]
     for step in sorted({step for each in result.records.values() for step in each["used"]}, key=int):
         samples = [one for each in result.records.values() for one in each["used"].get(step, [])]
@@ -172,7 +173,7 @@ def test_whoever_is_killed_its_replica_goes_and_its_samples_are_drawn_by_the_oth
 
 @pytest.mark.parametrize("stage, kind", [(0, "fp32"), (1, "fp32"), (3, "fp32"), (3, "bf16")])
 def test_a_replica_comes_back_and_begins_at_the_others_step(start, stage, kind):
-    """Each step is clipped, and followed with the same rounding."""
+    """Each step is clipped, and followed with the same rounding; what it trains from its first step on is stock's."""
     kills = [[2, 7, "backward"]]
     result = start(stage=stage, kind=kind, odd=True, clip=0.01, kills=kills, held=[HELD], steps=LONG, averages=True)
     ended_well(result)
@@ -183,6 +184,9 @@ def test_a_replica_comes_back_and_begins_at_the_others_step(start, stage, kind):
     assert {each["surprises"] for each in back} == {0}
     assert {each["incarnation"] for each in back} == {1} and HELD <= back[0]["first"] == back[1]["first"] < LONG
     assert {len(samples) for step, samples in back[0]["used"].items() if int(step) > back[0]["first"]} == {2}
+    stock = start(stage=stage, kind=kind, odd=True, clip=0.01, steps=LONG, replicas=0, ledger=ledger(result, RANKS))
+    for each in result.records.values():
+        assert weights(each) == pytest.approx(weights(stock.records[0]), abs=ROUNDING[kind])
 
 
 @pytest.mark.parametrize("stage, rank", [(0, 0), (2, 2), (3, 2)])

@@ -75,9 +75,9 @@ class Startup:
     @property
     def alone(self) -> bool:
         """Whether the script runs by itself: it is a newcomer's, and that is no member yet, or is one whose script has
-        not come to its first step yet.
+        not come to its first step yet, but for what it does apart.
         """
-        return self.outside or (self._begins and self._session.between_steps is not None)
+        return self.outside or (self._begins and not self._apart and self._session.between_steps is not None)
 
     @property
     def outside(self) -> bool:

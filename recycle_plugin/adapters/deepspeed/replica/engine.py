@@ -133,6 +133,8 @@ class ReplicaEngine(DeepSpeedEngine):
         if session.newcomer:
             self._recalled = [*_recalled(session)]
             self._steps.join()
+            with session.startup.apart():
+                self.shards.refresh_model()  # following has stepped the shards alone
 
     # --- what scripts call -----------------------------------------------------------------------------
 

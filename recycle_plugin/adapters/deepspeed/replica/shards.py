@@ -95,6 +95,9 @@ class Whole:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, limit, norm)  # with stock's rounding
         self.wrapped.step()
 
+    def refresh_model(self) -> None:
+        """Do nothing: the optimizer steps the model's own weights."""
+
     def _keep_sums(self) -> None:
         """Have what changes gradients in place do so with copies."""
         for parameter in self._parameters:
@@ -172,7 +175,6 @@ class Partitions:
                 parameter.grad = gradient.clone()
                 self._clip(group, parameter.grad, scaled)
                 optimizer._optimizer_step(group)
-                self._spread(group)
                 parameter.grad = None
         optimizer._update_scale(False)
 
@@ -205,11 +207,9 @@ class Partitions:
     def _clip(self, group: int, gradient: torch.Tensor, norm: torch.Tensor) -> None:
         self._optimizer.unscale_and_clip_grads([gradient], norm)
 
-    def _spread(self, group: int) -> None:
-        """Take the partition over into the model's weights; other ranks' come with the next step."""
-        optimizer = self._optimizer
-        place = optimizer.real_dp_process_group[group].rank()
-        optimizer.parallel_partitioned_bit16_groups[group][place].data.copy_(self.parameters[group].data)
+    def refresh_model(self) -> None:
+        """Copy the partitions of all ranks of the replica into the model's weights.  All of them call it."""
+        self._optimizer.update_lp_params()
 
 
 class PartitionedWeights(Partitions):
@@ -321,8 +321,10 @@ class PartitionedWeights(Partitions):
     def _clip(self, group: int, gradient: torch.Tensor, norm: torch.Tensor) -> None:
         self._optimizer.unscale_and_clip_grads(group, norm)
 
-    def _spread(self, group: int) -> None:
-        self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
+    def refresh_model(self) -> None:
+        """Copy this rank's partitions into those of the model's weights, which forwards gather."""
+        for group in range(len(self.parameters)):
+            self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
 
 
 class Shard(torch.nn.Module):
