@@ -165,7 +165,7 @@ WRONG = {
     ),
     "a scheduler of metrics": (
         "wrong=plateau",
-        "ReduceLROnPlateau is stepped with a metric, which a step does not know",
+        "ReduceLROnPlateau.step() needs 'metrics', which a step does not know",
     ),
     "a function as a layer": (
         "layer=function",

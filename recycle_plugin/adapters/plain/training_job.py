@@ -20,7 +20,7 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.buckets import MeanBuckets
-from recycle_plugin.runtime.stage.fitness import check_layers, check_optimizer
+from recycle_plugin.runtime.stage.fitness import check_layers, check_optimizer, check_scheduler
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
 from recycle_plugin.runtime.worker.ports import Compute, Framework, MadeStage, StageModel, trained
@@ -90,12 +90,8 @@ class PlainJob:
         self.seat, self.module, self.optimizer, self.scheduler = place.seat, module, optimizer, scheduler
         check_layers(module)
         check_optimizer(module, optimizer)
+        check_scheduler(scheduler)
         device = device_of_all(module)
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise RecycleError(
-                "ReduceLROnPlateau is stepped with a metric, which a step does not know: give no scheduler=, and call "
-                "its step() between steps"
-            )
         if not clip >= 0:
             raise RecycleError(f"clip is {clip}: write the largest norm that gradients may have, or 0 for any")
         stage, peers = self.seat.stage, place.peers

@@ -5,9 +5,11 @@ in.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from recycle_plugin.errors import RecycleError
 
@@ -17,6 +19,11 @@ def check_layers(module: torch.nn.Module) -> None:
     instead.
     """
     for name, part in module.named_modules():
+        if any(map(is_lazy, part.parameters(recurse=False))):
+            raise RecycleError(
+                f"{name} has no weights before its first forward: build it with its sizes, as nn.Linear(8, 8) for "
+                "nn.LazyLinear(8)"
+            )
         if getattr(part, "track_running_stats", False):
             raise RecycleError(
                 f"{name} keeps running statistics, which a forward that is run again would count twice; "
@@ -40,10 +47,10 @@ def check_optimizer(module: torch.nn.Module, optimizer: Any) -> None:
             f"the optimizer is a {type(optimizer).__name__}: give one of torch's, or of a class that is made from "
             "torch.optim.Optimizer"
         )
-    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+    if missing := _missing(optimizer.step):
         raise RecycleError(
-            f"{type(optimizer).__name__} computes losses of its own in each step, by a closure, which are not summed "
-            "over replicas: use another optimizer"
+            f"{type(optimizer).__name__}.step() needs {missing!r}, such as a closure that computes losses of its own, "
+            "which are not summed over replicas: use another optimizer"
         )
     known = set(module.parameters())
     strange = next(
@@ -62,3 +69,26 @@ def check_optimizer(module: torch.nn.Module, optimizer: Any) -> None:
             "give a module that has all of them, such as nn.ModuleList([one, other]), or the optimizer those of the "
             "module"
         )
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise RecycleError where the learning-rate scheduler, None for none, can't be stepped behind each step."""
+    if scheduler is None:
+        return
+    if not callable(getattr(scheduler, "step", None)):
+        raise RecycleError(
+            f"the scheduler is a {type(scheduler).__name__}, without a step(): give an object as those of "
+            "torch.optim.lr_scheduler are"
+        )
+    if missing := _missing(scheduler.step):
+        raise RecycleError(
+            f"{type(scheduler).__name__}.step() needs {missing!r}, which a step does not know: give no scheduler=, and "
+            "call its step() between steps"
+        )
+
+
+def _missing(step: Callable[..., Any]) -> str | None:
+    """The first argument without which ``step`` can't be called, None where there is none."""
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    needed = (each for each in inspect.signature(step).parameters.values() if each.default is each.empty)
+    return next((each.name for each in needed if each.kind not in kinds), None)
