@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cluster import ForkServer, Result, Run
 from tests.support.hosts import Hosts, NoHosts, hosts
-from tests.support.jobs import DEEPSPEED, PLAIN, SQUARE, Shape, Vehicle
+from tests.support.jobs import CHECKPOINT, DEEPSPEED, PLAIN, SQUARE, Shape, Vehicle
 from tests.support.launching import DEADLINE_S, Launch, here, launching
 from tests.support.returns import HELD, LONG
 from tests.tiers import leave_out
@@ -87,6 +87,29 @@ def launch(starts: tuple[ForkServer, Callable[..., Run]], vehicle: Vehicle, tmp_
     server, start = starts
     with launching(server, tmp_path, start, vehicle) as launch:
         yield launch
+
+
+@pytest.fixture
+def by_plan(launch: Launch, tmp_path: Path) -> Launch:
+    """``by_plan(*overrides, shape=, **plan)``: a run of tests/jobs/checkpoint.py, whose folders are in tmp_path."""
+
+    def run(*overrides: str, shape: Shape = SQUARE, **plan: object) -> Run:
+        plan = {"folder": str(tmp_path / "saved"), "flags": str(tmp_path / "flags")} | plan
+        return launch(*overrides, shape=shape, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan))
+
+    return run
+
+
+@pytest.fixture
+def trained_by_plan(by_plan: Launch) -> Callable[..., Result]:
+    """The result of such a run, without dropout, whose masks are others in stock."""
+
+    def run(*overrides: str, **more: object) -> Result:
+        result = by_plan("model.dropout=0.0", *overrides, **more).finish()
+        assert result.code == 0, result.output[-6000:]
+        return result
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ import json
 import pytest
 import torch
 
-from tests.support.cluster import Result
 from tests.support.half_precision import assert_same
 from tests.support.jobs import (
     BF16,
@@ -157,37 +156,21 @@ def test_a_mistake_in_the_recovery_would_be_seen(launch, reference, tolerated, m
 
 # --- checkpoints ------------------------------------------------------------------------------------
 
-HALF, SCRIPT = STEPS // 2, "tests/jobs/checkpoint.py"
+HALF = STEPS // 2
 
 
-@pytest.fixture
-def train(launch, tmp_path):
-    """``train(*overrides, shape=, **plan)``: the result of tests/jobs/checkpoint.py.
-
-    Without dropout, since stock draws other masks.
-    """
-
-    def run(*overrides: str, shape: Shape = SQUARE, **plan: object) -> Result:
-        plan = {"folder": str(tmp_path / "saved"), "flags": str(tmp_path / "flags")} | plan
-        result = launch(
-            "model.dropout=0.0", *overrides, shape=shape, script=SCRIPT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan)
-        ).finish()
-        assert result.code == 0, result.output[-6000:]
-        return result
-
-    return run
-
-
-def test_stock_goes_on_from_a_degraded_checkpoint(train, tolerated, tmp_path):
+def test_stock_goes_on_from_a_degraded_checkpoint(trained_by_plan, tolerated, tmp_path):
     """Both stages have lost a worker; whoever is left writes the parts of all, and so do background checkpoints."""
-    whole = train(BF16)
-    degraded = train(*REPLICATED, faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF])
+    whole = trained_by_plan(BF16)
+    degraded = trained_by_plan(
+        *REPLICATED, faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF]
+    )
     assert {event["seat"] for event in degraded.of("lost")} == {"0.0", "1.1"}
     parts = {path.name for path in (tmp_path / "saved" / f"global_step{HALF}").glob("*_optim_states.pt")}
     assert parts == {
         f"bf16_zero_pp_rank_{replica}_mp_rank_{stage:02d}_optim_states.pt" for replica in range(2) for stage in range(2)
     }
-    stock = train(*STOCK, load=True)
+    stock = trained_by_plan(*STOCK, load=True)
     assert {record["engine"] for record in stock.records.values()} == {"PipelineEngine"}
     assert stock.losses == pytest.approx(whole.losses[HALF:], abs=tolerated.loss)
     for rank in stock.records:
@@ -207,25 +190,25 @@ def test_zero_1_in_fp32(launch, reference):
 
 
 @pytest.mark.all_kills
-def test_from_stocks_checkpoint_and_from_one_of_three_replicas(train, tolerated):
+def test_from_stocks_checkpoint_and_from_one_of_three_replicas(trained_by_plan, tolerated):
     """Everywhere the same micro-batches, dealt out otherwise."""
-    stock = train(*STOCK, "steps=12", save_at=[HALF])
-    mine = train(BF16, "steps=12", load=True)
+    stock = trained_by_plan(*STOCK, "steps=12", save_at=[HALF])
+    mine = trained_by_plan(BF16, "steps=12", load=True)
     assert mine.losses == pytest.approx(stock.losses[HALF:], abs=tolerated.loss)
-    three = train(BF16, "steps=12", shape=Shape(replicas=4, micro_batches=1), load=True)
+    three = trained_by_plan(BF16, "steps=12", shape=Shape(replicas=4, micro_batches=1), load=True)
     assert three.losses == pytest.approx(stock.losses[HALF:], abs=tolerated.loss)
 
 
 @pytest.mark.all_kills
-def test_load_while_training_and_save_in_the_background(train, tolerated, tmp_path):
-    whole = train(BF16, "steps=12")
+def test_load_while_training_and_save_in_the_background(trained_by_plan, tolerated, tmp_path):
+    whole = trained_by_plan(BF16, "steps=12")
     expected = whole.losses[:7] + whole.losses[3:]
-    result = train(
+    result = trained_by_plan(
         BF16, "steps=12", faults("kill 1.0 at load.start", "kill 0.1 at load.end"), save_at=[3], load_at=7, load_step=3
     )
     assert len(result.of("lost")) == 2 and result.losses == pytest.approx(expected, abs=tolerated.loss)
     folder = tmp_path / "own"
-    made = train(
+    made = trained_by_plan(
         BF16,
         "steps=40",
         "recycle.checkpoint={overhead: 0.9}",
@@ -234,5 +217,5 @@ def test_load_while_training_and_save_in_the_background(train, tolerated, tmp_pa
     )
     assert made.of("checkpoint")
     (saved,) = {int(event["path"].rpartition("step")[2]) for event in made.of("checkpoint")[-1:]}
-    again = train(BF16, "steps=40", load=True, folder=str(folder))
+    again = trained_by_plan(BF16, "steps=40", load=True, folder=str(folder))
     assert again.losses == pytest.approx(made.losses[saved:], abs=tolerated.loss)

@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, PARAMETER_TOLERANCE, STEPS, assert_same_training, faults
+from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, STEPS, assert_same_training, faults
 
 HALF = STEPS // 2
-
-
-@pytest.fixture
-def train(launch, tmp_path):
-    """``train(*overrides, **plan)``: the result of tests/jobs/checkpoint.py.
-
-    Without dropout, since stock draws other masks.
-    """
-
-    def run(*overrides: str, **plan: object):
-        plan = {"folder": str(tmp_path / "saved"), "flags": str(tmp_path / "flags")} | plan
-        result = launch(
-            "model.dropout=0.0", *overrides, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan)
-        ).finish()
-        assert result.code == 0, result.output[-6000:]
-        return result
-
-    return run
 
 
 def parameter_difference(mine: dict, theirs: dict) -> float:
@@ -39,14 +19,14 @@ def parameter_difference(mine: dict, theirs: dict) -> float:
 
 
 @pytest.mark.parametrize("tied", (pytest.param("false", marks=pytest.mark.all_kills), "true"))
-def test_stock_goes_on_from_a_degraded_checkpoint(train, tied):
+def test_stock_goes_on_from_a_degraded_checkpoint(trained_by_plan, tied):
     """Both stages have lost a worker, rank 0 among them, when the checkpoint is written; ``tied``: they also share a
     weight.
     """
     model = f"model.tied={tied}"
-    whole = train(model, evaluate_at=HALF)
+    whole = trained_by_plan(model, evaluate_at=HALF)
     ((evaluated,),) = {tuple(record["evaluated"]) for record in whole.records.values()}
-    degraded = train(
+    degraded = trained_by_plan(
         model, faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF], evaluate_at=HALF
     )
     assert_same_training(degraded, whole, {"0.0", "1.1"})
@@ -55,7 +35,7 @@ def test_stock_goes_on_from_a_degraded_checkpoint(train, tied):
     assert all(
         record["evaluated"] == pytest.approx([evaluated], abs=LOSS_TOLERANCE) for record in degraded.records.values()
     )
-    stock = train(model, "recycle.enabled=false", load=True)
+    stock = trained_by_plan(model, "recycle.enabled=false", load=True)
     assert {record["engine"] for record in stock.records.values()} == {"PipelineEngine"}
     assert stock.losses == pytest.approx(whole.losses[HALF:], abs=LOSS_TOLERANCE)
     assert all(
@@ -66,10 +46,12 @@ def test_stock_goes_on_from_a_degraded_checkpoint(train, tied):
 
 
 @pytest.mark.plain_too(deepspeed=False)
-def test_a_job_goes_on_from_a_degraded_checkpoint(train):
-    whole = train(evaluate_at=HALF)
-    degraded = train(faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF], evaluate_at=HALF)
-    again = train(load=True)
+def test_a_job_goes_on_from_a_degraded_checkpoint(trained_by_plan):
+    whole = trained_by_plan(evaluate_at=HALF)
+    degraded = trained_by_plan(
+        faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF], evaluate_at=HALF
+    )
+    again = trained_by_plan(load=True)
     assert_same_training(degraded, whole, {"0.0", "1.1"})
     assert again.losses == pytest.approx(whole.losses[HALF:], abs=LOSS_TOLERANCE) and len(again.losses) == STEPS - HALF
     ((evaluated,),) = {tuple(record["evaluated"]) for record in whole.records.values()}
@@ -83,7 +65,7 @@ def test_a_job_goes_on_from_a_degraded_checkpoint(train):
 
 
 @pytest.mark.plain_too
-def test_reading_parameters_waits_for_the_commit(train):
-    records = train("recycle.trace=true", read_at=6).records
+def test_reading_parameters_waits_for_the_commit(trained_by_plan):
+    records = trained_by_plan("recycle.trace=true", read_at=6).records
     for rank in (2, 3):
         assert (records[rank]["committed_before"], records[rank]["committed_after"]) == (5, 6)

@@ -8,12 +8,12 @@ scale out of gradients that it has never put in.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.cluster import Result
 from tests.support.half_precision import (
     AS_SCALED,
     HALF,
@@ -157,24 +157,12 @@ def test_a_step_that_has_raised_the_scale_is_taken_back(launch, tmp_path, ahead)
 
 # --- checkpoints ------------------------------------------------------------------------------------
 
-HALF_WAY, SCRIPT = STEPS // 2, "tests/jobs/checkpoint.py"
+HALF_WAY = STEPS // 2
 
 
 @pytest.fixture
-def train(launch, tmp_path):
-    """``train(*overrides, shape=, **plan)``: the result of tests/jobs/checkpoint.py, without dropout, whose masks are
-    others in stock.
-    """
-
-    def run(*overrides: str, shape: Shape = SQUARE, **plan: object) -> Result:
-        plan = {"folder": str(tmp_path / "saved"), "flags": str(tmp_path / "flags"), "half": True} | plan
-        result = launch(
-            "model.dropout=0.0", *overrides, shape=shape, script=SCRIPT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan)
-        ).finish()
-        assert result.code == 0, result.output[-6000:]
-        return result
-
-    return run
+def train(trained_by_plan):
+    return partial(trained_by_plan, half=True)
 
 
 GOING_UP = {"initial_scale_power": 18, "loss_scale_window": 3, "hysteresis": 2}

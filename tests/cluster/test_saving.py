@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,16 +23,9 @@ FILES = {"deepspeed": 3, "plain": 1}  # of a stage: two layers, and the optimize
 
 
 @pytest.fixture
-def start(launch, tmp_path):
-    """``start(*overrides, shape=, **plan)``: a run of tests/jobs/checkpoint.py that saves to tmp_path/saved."""
-
-    def run(*overrides: str, shape: Shape = Shape(), **plan: object):
-        plan = {"folder": str(tmp_path / "saved"), "flags": str(tmp_path / "flags")} | plan
-        return launch(
-            f"steps={STEPS}", *overrides, shape=shape, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan)
-        )
-
-    return run
+def start(by_plan):
+    """``start(*overrides, shape=, **plan)``: a run that saves to tmp_path/saved."""
+    return partial(by_plan, f"steps={STEPS}")
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from recycle_plugin.runtime.movers.wire import LANGUAGE, Header, Sender
 from tests.support.cluster import POLL_S, Run
 from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training, faults, held, hold
 from tests.support.returns import assert_came_back
-from tests.support.strangers import CONTROL, PATIENCE_S, WORKER, Place, forged, letting_in, listeners, told
+from tests.support.strangers import CONTROL, PATIENCE_S, WORKER, Place, Runs, forged, letting_in, listeners, told
 
 JUNK = 300 << 20  # bytes
 CONNECTIONS = 100
@@ -211,14 +211,6 @@ def would_run(mark: Path) -> bytes:
     text = io.BytesIO()
     torch.save(([], {"load_checkpoint, number 1": pickle.dumps(Runs(mark))}), text)
     return text.getvalue()
-
-
-class Runs:
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Callable, tuple]:
-        return open, (str(self.mark), "w")
 
 
 @pytest.mark.plain_too

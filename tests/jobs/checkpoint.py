@@ -19,6 +19,7 @@ from pathlib import Path
 
 import deepspeed
 import deepspeed_wrappers
+import endings
 import plans
 import torch
 from deepspeed.pipe import PipelineModule
@@ -28,9 +29,8 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.settings.compose import compose_from_command_line
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from train_gpt import gpt, write
+from train_gpt import gpt
 
-RANK = int(os.environ["RANK"])
 plan = json.loads(os.environ["RECYCLE_TEST_CHECKPOINT"])
 job = compose_from_command_line(sys.argv[1:], __doc__)
 plans.follow(plan)
@@ -46,7 +46,7 @@ model = PipelineModule(layers=layers, topology=topology, loss_fn=loss, partition
 engine, *_ = deepspeed.initialize(
     model=model, model_parameters=model.parameters(), config=job.deepspeed_config(), training_data=data
 )
-record = {"rank": RANK, "pid": os.getpid(), "losses": [], "engine": type(engine).__name__}
+record = {"losses": [], "engine": type(engine).__name__}
 
 
 def evaluate() -> None:
@@ -90,5 +90,4 @@ while engine.global_steps < job.steps and not plans.told(plan):
         engine.load_checkpoint(plan["folder"], f"global_step{plan['load_step']}")
     if engine.global_steps == plan.get("read_at"):
         read_parameters()
-write(Path(job.run_dir) / "parameters" / f"rank{RANK}.pt", lambda path: torch.save(engine.module.state_dict(), path))
-write(Path(job.run_dir) / "losses" / f"rank{RANK}.json", lambda path: path.write_text(json.dumps(record)))
+endings.leave(job.run_dir, record, engine.module)

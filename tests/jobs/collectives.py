@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import deepspeed
+import endings
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -132,11 +132,5 @@ for step in range(1, STEPS + 1):
     if step == job["uncaught"]:
         engine.settle()
         dist.barrier()
-    path = Path(job["folder"]) / "losses" / f"rank{engine.global_rank}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps(
-            {"rank": engine.global_rank, "pid": os.getpid(), "said": said, "backend": dist.get_backend(groups["gloo"])}
-        )
-    )
+    endings.leave(job["folder"], {"said": said, "backend": dist.get_backend(groups["gloo"])})
     losses.append(engine.train_batch().item())

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import endings
 import torch
 from plain import batch, loss
 from torch import nn
@@ -134,6 +135,4 @@ for step in range(1, STEPS + 1):
     losses.append(pipeline.step())
     if step == 4:
         found = HELPERS[how]()
-path = run_dir / "losses" / f"rank{RANK}.json"
-path.parent.mkdir(parents=True, exist_ok=True)
-path.write_text(json.dumps({"rank": RANK, "pid": os.getpid(), "losses": losses, "found": found}))
+endings.leave(run_dir, {"losses": losses, "found": found})

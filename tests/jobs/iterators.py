@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import time
+from pathlib import Path
 
 import deepspeed
+import endings
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.utils import RepeatingLoader
 
-MICRO_BATCHES, SIZE, PATIENCE_S = 2, 2, 120.0
+MICRO_BATCHES, SIZE = 2, 2
 job = json.loads(os.environ["RECYCLE_TEST_ITERATORS"])
+folder = Path(job["folder"])
 EACH = job.get("each") or 2 * MICRO_BATCHES * SIZE * job["steps"] * job["replicas"]
 
 
@@ -91,16 +92,8 @@ def counted(batches):
         yield {"text": ids, "labels": labels} if job["case"] == "batch_fn" else (ids, labels)
 
 
-def wait_for(name: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not os.path.exists(f"{job['folder']}/{name}"):
-        if time.monotonic() > deadline:
-            sys.exit(f"there is no {job['folder']}/{name} after {PATIENCE_S:.0f} s")
-        time.sleep(0.02)
-
-
 if job.get("late") and int(os.environ.get("RECYCLE_INCARNATION", "0")) > 0:
-    wait_for("held")
+    endings.wait_for(folder / "held")
 deepspeed.init_distributed()
 model = PipelineModule(
     [LayerSpec(Rows) for _ in range(job["stages"])],
@@ -158,8 +151,8 @@ if job.get("loaded"):
 begun = engine.global_steps
 for step in range(begun + 1, job["steps"] + 1):
     if step == job.get("held") and not engine.behind:
-        open(f"{job['folder']}/held", "w").close()
-        wait_for("go")
+        (folder / "held").touch()
+        endings.wait_for(folder / "go")
     if job["case"] == "epochs" and step > 1 and step % job["epoch"] == 1 and ends:
         batches = iterator(replica, (step - 1) * EACH // job["steps"])
     if (job["case"], step) == ("another batch size", 4):
@@ -177,9 +170,6 @@ for step in range(begun + 1, job["steps"] + 1):
         session.wait("the announcement of the leave", lambda: session.pending)
 if job.get("saved"):
     engine.save_checkpoint(job["saved"])
-rank = os.environ["RANK"]
 (rows,) = engine.module.state_dict().values()
-os.makedirs(f"{job['folder']}/rows", exist_ok=True)
-torch.save(
-    {"rows": rows.flatten(), "losses": losses, "reads": reads, "ended": ended}, f"{job['folder']}/rows/rank{rank}.pt"
-)
+record = {"rows": rows.flatten(), "losses": losses, "reads": reads, "ended": ended}
+endings.write(folder / "rows" / f"rank{os.environ['RANK']}.pt", lambda path: torch.save(record, path))

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import deepspeed
+import endings
 import torch
 import wrappers
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -88,21 +88,14 @@ model = PipelineModule(
 engine, *_ = deepspeed.initialize(
     model=model, model_parameters=model.parameters(), config=config, training_data=Samples(WIDTH), **more
 )
-record = {
-    "rank": int(os.environ["RANK"]),
-    "pid": os.getpid(),
-    "losses": [],
-    "rates": [],
-    "engine": type(engine).__name__,
-}
+record = {"losses": [], "rates": [], "engine": type(engine).__name__}
 for step in range(STEPS):
     if str(step) in job["batch_sizes"]:
         engine.set_train_batch_size(
-            job["batch_sizes"][str(step)] + (job["batch_sizes"].get("more on rank 0", 0) if record["rank"] == 0 else 0)
+            job["batch_sizes"][str(step)]
+            + (job["batch_sizes"].get("more on rank 0", 0) if engine.global_rank == 0 else 0)
         )
     record["losses"].append(engine.train_batch().item())
     record["rates"] += engine.get_lr()
 record["seen"] = getattr(engine, "seen", None)
-path = Path(job["folder"]) / "losses" / f"rank{record['rank']}.json"
-path.parent.mkdir(parents=True, exist_ok=True)
-path.write_text(json.dumps(record))
+endings.leave(job["folder"], record)

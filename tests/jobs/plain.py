@@ -12,10 +12,10 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import endings
 import plain_wrappers
 import plans
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 
 from recycle_plugin.adapters.plain import Pipeline
 
-RANK, TOKENS = os.environ["RANK"], 32
+TOKENS = 32
 DEFAULTS = {
     "topology": {"replicas": 2, "stages": 2, "micro_batches": 2},
     "model": {"layers": 2, "width": 16},
@@ -178,13 +178,7 @@ def set_by_hand(pipeline: Pipeline) -> None:
 
 def train(job, pipeline: Pipeline) -> dict:
     """What is recorded of all steps, and of what the plan has for between them."""
-    record = {
-        "rank": int(RANK),
-        "pid": os.getpid(),
-        "losses": [],
-        "evaluated": [],
-        "deepspeed": "deepspeed" in sys.modules,
-    }
+    record = {"losses": [], "evaluated": [], "deepspeed": "deepspeed" in sys.modules}
     if plan.get("load"):
         pipeline.load(plan["folder"])
         record["evaluated"].append(pipeline.evaluate(evaluated))
@@ -205,17 +199,7 @@ def main() -> None:
     prepare(job)
     pipeline = pipeline_of(job)
     record = train(job, pipeline)
-    folder = Path(job.run_dir)
-    write(folder / "parameters" / f"rank{RANK}.pt", lambda path: torch.save(pipeline.module.state_dict(), path))
-    write(folder / "losses" / f"rank{RANK}.json", lambda path: path.write_text(json.dumps(record)))
-
-
-def write(path: Path, save: Callable[[Path], object]) -> None:
-    """Under another name first: who comes back late may be ended at any time, once all others have left."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}")
-    save(unfinished)
-    unfinished.replace(path)
+    endings.leave(job.run_dir, record, pipeline.module)
 
 
 if __name__ == "__main__":

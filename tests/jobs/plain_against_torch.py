@@ -6,11 +6,9 @@ Overrides as in plain.py, and ``dataset=true``: the data is a map-style dataset.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-from pathlib import Path
 
+import endings
 import torch
 from omegaconf import OmegaConf
 from torch import nn
@@ -111,13 +109,9 @@ for name, layer in pipeline.module.named_children():
 for mine, first in zip(pipeline.module.parameters(), begun, strict=True):
     changed = max(changed, (mine - first).abs().max().item())
 record = {
-    "rank": int(os.environ["RANK"]),
-    "pid": os.getpid(),
     "losses": losses,
     "alone": {"losses": expected},
     "weights_differ": differ,
     "weights_changed": changed,
 }
-path = Path(job.run_dir) / "losses" / f"rank{record['rank']}.json"
-path.parent.mkdir(parents=True, exist_ok=True)
-path.write_text(json.dumps(record | {"deepspeed": "deepspeed" in sys.modules}))
+endings.leave(job.run_dir, record | {"deepspeed": "deepspeed" in sys.modules})

@@ -6,11 +6,10 @@ Overrides as in plain.py; ``wrong``: what is refused; ``kept=true``: gradients a
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from pathlib import Path
 
+import endings
 import torch
 from omegaconf import OmegaConf
 from torch import nn
@@ -93,14 +92,10 @@ differ = max(
     (mine - theirs).abs().max().item() for mine, theirs in zip(model.parameters(), other.parameters(), strict=True)
 )
 record = {
-    "rank": int(os.environ["RANK"]),
-    "pid": os.getpid(),
     "losses": losses,
     "alone": {"losses": expected},
     "weights_differ": differ,
     "computed": computed,
     "undo_bytes": trained._trainer._parts.stepping._undo.held_bytes,
 }
-path = Path(job.run_dir) / "losses" / f"rank{record['rank']}.json"
-path.parent.mkdir(parents=True, exist_ok=True)
-path.write_text(json.dumps(record))
+endings.leave(job.run_dir, record)

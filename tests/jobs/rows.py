@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import endings
 import torch
 import wrappers
 
@@ -43,9 +44,7 @@ def loss(outputs, labels) -> torch.Tensor:
 def write(module: torch.nn.Module) -> None:
     """This stage's rows."""
     (rows,) = module.state_dict().values()
-    folder = Path(job["folder"]) / "rows"
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save(rows, folder / f"rank{os.environ['RANK']}.pt")
+    endings.write(Path(job["folder"]) / "rows" / f"rank{os.environ['RANK']}.pt", lambda path: torch.save(rows, path))
 
 
 if job["wrap"]:

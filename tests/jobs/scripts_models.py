@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import endings
 import torch
 
 VOCABULARY, WIDTH = 64, 16
@@ -79,6 +81,5 @@ def masked_loss(outputs, labels) -> torch.Tensor:
 
 def save(folder: str, engine, record: dict) -> None:
     """What this rank has to say at the end."""
-    os.makedirs(f"{folder}/ends", exist_ok=True)
-    weights = dict(engine.module.state_dict())
-    torch.save(record | {"weights": weights}, f"{folder}/ends/rank{os.environ['RANK']}.pt")
+    whole = record | {"weights": dict(engine.module.state_dict())}
+    endings.write(Path(folder) / "ends" / f"rank{os.environ['RANK']}.pt", lambda path: torch.save(whole, path))

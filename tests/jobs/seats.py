@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
+import endings
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,7 +22,7 @@ from torch import nn
 import recycle_plugin
 from recycle_plugin.adapters.plain import Pipeline
 
-WIDTH, HIDDEN, PATIENCE_S = 8, 12, 120.0
+WIDTH, HIDDEN = 8, 12
 job = json.loads(os.environ["RECYCLE_TEST_SEATS"])
 RANK, INCARNATION = int(os.environ["RANK"]), int(os.environ.get("RECYCLE_INCARNATION", "0"))
 FOLDER = Path(job["folder"])
@@ -81,14 +81,6 @@ def batch(step: int, replica: int, micro_batch: int) -> tuple[torch.Tensor, torc
     return torch.randn(4, WIDTH, generator=generator), torch.randn(4, WIDTH, generator=generator)
 
 
-def wait_for_go() -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (FOLDER / "go").exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"there is no {FOLDER / 'go'} after {PATIENCE_S} s")
-        time.sleep(0.05)
-
-
 def main() -> None:
     pipeline = Pipeline(
         [Halves] * (2 * job["stages"]),
@@ -110,14 +102,12 @@ def main() -> None:
         at_step = step = pipeline.steps + 1
         die("between")
         if step == job["held"] and not pipeline.behind:
-            wait_for_go()
+            endings.wait_for(FOLDER / "go")
         losses.append(pipeline.step())
         if step == job["save"]:
             pipeline.save(FOLDER.parent / "saved")
     weights = {name: value.detach().flatten().tolist() for name, value in pipeline.module.named_parameters()}
-    record = {"rank": RANK, "pid": os.getpid(), "losses": losses, "weights": weights, "incarnation": INCARNATION}
-    (FOLDER / "losses").mkdir(exist_ok=True)
-    (FOLDER / "losses" / f"rank{RANK}.json").write_text(json.dumps(record))
+    endings.leave(FOLDER, {"losses": losses, "weights": weights, "incarnation": INCARNATION})
 
 
 if __name__ == "__main__":

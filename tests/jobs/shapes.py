@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import deepspeed
+import endings
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
@@ -62,14 +62,9 @@ engine, *_ = deepspeed.initialize(
 )
 if tuples:
     engine.set_batch_fn(lambda batch: ((batch["ids"], batch["mask"]), batch["labels"]))
-rank = int(os.environ["RANK"])
-record = {"rank": rank, "pid": os.getpid(), "losses": [], "layers": list(map(int, engine.module.parts))}
+record = {"losses": [], "layers": list(map(int, engine.module.parts))}
 for step in range(STEPS):
     record["losses"].append(engine.train_batch().item())
     if step + 1 < STEPS and LENGTHS[step + 1] != LENGTHS[step]:
         engine.reset_activation_shape()
-folder = Path(job["folder"])
-(folder / "parameters").mkdir(parents=True, exist_ok=True)
-torch.save(engine.module.state_dict(), folder / "parameters" / f"rank{rank}.pt")
-(folder / "losses").mkdir(exist_ok=True)
-(folder / "losses" / f"rank{rank}.json").write_text(json.dumps(record))
+endings.leave(job["folder"], record, engine.module)

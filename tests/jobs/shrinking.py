@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -76,6 +75,7 @@ def alone(replicas: int, micro_batches: int, ledger: Mapping[int, list[int]]) ->
 
 
 def main() -> None:
+    import endings
     import wrappers
     from omegaconf import OmegaConf
 
@@ -95,17 +95,11 @@ def main() -> None:
         seed=SEED,
         settings=OmegaConf.to_container(job.recycle) | {"run_dir": job.run_dir},
     )
-    record = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "losses": [], "rates": []}
+    record = {"losses": [], "rates": []}
     while pipeline.steps < STEPS:
         record["losses"].append(pipeline.step())
         record["rates"].append(pipeline.optimizer.param_groups[0]["lr"])
-    folder = Path(job.run_dir)
-    for name in ("losses", "parameters"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    torch.save(pipeline.module.state_dict(), folder / "parameters" / f"rank{record['rank']}.pt")
-    unfinished = folder / "losses" / f".rank{record['rank']}"
-    unfinished.write_text(json.dumps(record))
-    unfinished.replace(folder / "losses" / f"rank{record['rank']}.json")
+    endings.leave(job.run_dir, record, pipeline.module)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import os
 import re
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import deepspeed
+import endings
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -193,6 +193,4 @@ if job["config"].get("bf16"):
     found["optimizer._global_grad_norm"] = asked(lambda: engine.optimizer._global_grad_norm)
     found["optimizer.defaults"] = asked(lambda: engine.optimizer.defaults)
     unknown += more
-path = Path(job["folder"]) / "losses" / f"rank{engine.global_rank}.json"
-path.parent.mkdir(parents=True, exist_ok=True)
-path.write_text(json.dumps({"rank": engine.global_rank, "pid": os.getpid(), "surface": found, "unknown": unknown}))
+endings.leave(job["folder"], {"surface": found, "unknown": unknown})

@@ -11,6 +11,7 @@ from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Committ
 from recycle_plugin.core.messages.from_workers import BarrierReached, Durable
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
+from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.checkpoint_files import Saving
 from tests.support.coordinator import generation
@@ -29,18 +30,34 @@ class Folders:
         self.published.append(tag)
         return ""
 
+    def discard(self, folder: Path, unfinished: str) -> None:
+        pass
+
+
+LOOP = SimpleNamespace(settle=lambda: None, barrier=lambda place, values: None)
+
 
 @pytest.fixture
-def begun(coordinator):
-    """A checkpoint that the session's only worker has begun before the step that is due, and what that says of it."""
-    session, folders, written = coordinator.session(0), Folders(), []
-    session.await_lease = lambda what: None
-    session.adopt(generation(1, [0]))
-    interval = CheckpointInterval(0.1, 0)
-    loop = SimpleNamespace(settle=lambda: None, barrier=lambda place, values: None)
+def interval() -> CheckpointInterval:
+    return CheckpointInterval(0.1, 0)
+
+
+@pytest.fixture
+def session(coordinator) -> Session:
+    """The only worker's."""
+    made = coordinator.session(0)
+    made.await_lease = lambda what: None
+    made.adopt(generation(1, [0]))
+    return made
+
+
+@pytest.fixture
+def begun(session, interval):
+    """A checkpoint that the worker has begun before the step that is due, and what that says of it."""
+    folders, written = Folders(), []
     background = Background(
         session,
-        loop,
+        LOOP,
         folders,
         interval,
         Path("checkpoints"),
@@ -53,13 +70,10 @@ def begun(coordinator):
     return background, session, folders, written, step
 
 
-def test_where_somebody_comes_while_the_steps_before_it_settle_all_begin_anew(coordinator):
+def test_where_somebody_comes_while_the_steps_before_it_settle_all_begin_anew(session, interval):
     """Who has come does not know when it was due: nobody waits for it at one that only the others find due."""
-    session = coordinator.session(0)
-    session.await_lease = lambda what: None
     session.adopt(generation(1, [0, 1]))
-    interval, barriers = CheckpointInterval(0.1, 0), []
-    step = interval.due
+    barriers, step = [], interval.due
 
     def settle() -> None:
         session.changed_behind = step - 2
@@ -75,17 +89,17 @@ def test_where_somebody_comes_while_the_steps_before_it_settle_all_begin_anew(co
     assert barriers == [f"checkpoint automatic_step{step}"]
 
 
-def test_where_somebody_has_come_nobody_counts_from_one_that_is_under_way(begun, coordinator):
+def test_where_somebody_has_come_nobody_counts_from_one_that_is_under_way(begun, interval, coordinator):
     """Who has come has none under way, and counts from when it came."""
     background, session, folders, _, step = begun
     session.changed_behind, session.generation = step, generation(2, [0, 2])
     background.before(step + 1)
-    due = background._interval.due
+    due = interval.due
     assert due == unstarted(step)
     all_have_written(coordinator, step)
     session.wait_committed(step)
     background.before(step + 2)
-    assert background._interval.due == due and not folders.published
+    assert interval.due == due and not folders.published
 
 
 def all_have_written(coordinator, step: int) -> None:
@@ -120,16 +134,12 @@ class Choice:
 
 
 @pytest.fixture
-def choosing(coordinator):
-    """A worker that logs, and has begun a checkpoint."""
-    session, choice = coordinator.session(0), Choice()
-    session.await_lease = lambda what: None
-    session.adopt(generation(1, [0]))
-    interval = CheckpointInterval(0.1, 0)
-    loop = SimpleNamespace(settle=lambda: None, barrier=lambda place, values: None)
+def choosing(session, interval):
+    """A worker that logs, and has begun a checkpoint behind the one before its first step, at which all wait."""
+    choice, session.newcomer = Choice(), True
     background = Background(
         session,
-        loop,
+        LOOP,
         Folders(),
         interval,
         Path("checkpoints"),
@@ -139,13 +149,12 @@ def choosing(coordinator):
         lambda: 4,
         choice,
     )
-    background._first = False  # as behind the one before the first step, at which everybody waits
     step = interval.due
     background.before(step)
     return background, session, choice, step
 
 
-def test_what_all_have_measured_comes_along_and_the_first_worker_chooses(choosing, coordinator):
+def test_what_all_have_measured_comes_along_and_the_first_worker_chooses(choosing, interval, coordinator):
     background, _, choice, step = choosing
     place = f"the end of checkpoint automatic_step{step - 1}"
     coordinator.tell(BarrierPassed(place, {"0": [0.1, 1.0, 0.3, "", [1]], "1": [0.2, 1.0, 0.3, "", [5]]}, step + 2))
@@ -154,7 +163,7 @@ def test_what_all_have_measured_comes_along_and_the_first_worker_chooses(choosin
     assert reached.values["0"][4] == [1], "what it had measured when the checkpoint began"
     (durable,) = coordinator.hear(Durable)
     assert (durable.step, durable.valid_from, durable.boundaries) == (step - 1, 4, (2, 0))
-    assert choice.calls == [("made",), ("choose", [[1], [5]], background._interval.every)]
+    assert choice.calls == [("made",), ("choose", [[1], [5]], interval.every)]
 
 
 def test_of_a_checkpoint_that_was_not_written_nothing_is_chosen(choosing, coordinator):
@@ -162,7 +171,6 @@ def test_of_a_checkpoint_that_was_not_written_nothing_is_chosen(choosing, coordi
     coordinator.tell(
         BarrierPassed(f"the end of checkpoint automatic_step{step - 1}", {"0": [0.1, 1.0, 0.3, "full", [1]]}, step)
     )
-    background._saving.discard = lambda folder, unfinished: None
     background.conclude()
     assert choice.calls == []
 

@@ -24,9 +24,45 @@ import torch.distributed.nn.functional as differentiable
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.gloo import GlooLink
 from tests.support.calls import CALLS, LOST, Call
-from tests.support.not_calls import NOT_CALLS
 from tests.support.results import DIED
 from tests.support.scenario import Script, run, run_stock
+
+NOT_CALLS = {
+    **dict.fromkeys(("Store", "PrefixStore", "ProcessGroup", "ProcessGroupGloo", "Backend", "BackendConfig", "P2POp",
+                     "Work", "ReduceOp", "reduce_op", "GroupMember", "GroupName", "group", "DebugLevel",
+                     "AllToAllOptions", "AllreduceCoalescedOptions", "AllreduceOptions", "BarrierOptions",
+                     "BroadcastOptions", "GatherOptions", "ReduceOptions", "ReduceScatterOptions", "ScatterOptions"),
+                    "a type, or a value"),
+    **dict.fromkeys(("get_backend", "get_backend_config", "get_debug_level", "get_default_backend_for_device",
+                     "get_global_rank", "get_group_rank", "get_node_local_rank", "get_pg_count",
+                     "get_process_group_ranks", "get_rank", "get_world_size", "is_backend_available",
+                     "is_gloo_available", "is_initialized", "is_mpi_available", "is_nccl_available",
+                     "is_torchelastic_launched", "is_ucc_available", "is_xccl_available", "supports_complex",
+                     "default_pg_timeout", "record_comm"), "asks nobody else"),
+    **dict.fromkeys(("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration",
+                     "destroy_process_group", "split_group", "shrink_group"), "tests/runtime/test_groups_of_all.py"),
+    **dict.fromkeys(("Work.block_current_stream", "Work.boxed", "Work.unbox", "Work.get_future_result"),
+                    "not there over Gloo either"),
+    **dict.fromkeys(("functional.wait_tensor", "functional.wait_tensor_backward",
+                     "functional.wait_tensor_setup_context",
+                     "functional.allow_inflight_collective_as_graph_input_ctx"), "of all functional ones"),
+    **{f"functional.{name}{kind}": "one that is there, for autograd"
+       for name in ("all_gather_single", "all_gather_tensor", "reduce_scatter_single", "reduce_scatter_tensor",
+                    "all_to_all_single") for kind in ("_autograd",)},
+    **{f"functional.{name}{kind}": "for autograd, of one that is there"
+       for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
+                    "all_reduce_coalesced", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")
+       for kind in ("_backward", "_setup_context")},
+    **dict.fromkeys(("functional.all_gather_single", "functional.all_gather_single_coalesced",
+                     "functional.reduce_scatter_single", "functional.reduce_scatter_single_coalesced"),
+                    "torch's newer name of one that is there"),
+    **{f"functional.{name}_inplace": "for compiled code, which the plugin refuses"
+       for name in ("all_gather_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all", "all_gather", "isend",
+                    "irecv", "batch_p2p_ops")},
+    **dict.fromkeys(("checkpoint.save_state_dict", "checkpoint.load_state_dict",
+                     "checkpoint.load_sharded_optimizer_state_dict"), "torch's older name, or builds on one"),
+}  # fmt: skip
+
 
 PAGE = Path(__file__).parents[2] / "recycle_plugin" / "docs" / "collectives.md"
 COLUMNS = ("nobody lost", "somebody lost", "lost in it")
@@ -57,7 +93,7 @@ def test_all_that_torch_has_is_in_the_table():
     """So that a new release shows what it has added."""
     known = {call.of for call in CALLS} | NOT_CALLS.keys()
     assert not (new := torchs_names() - known), (
-        f"torch has {', '.join(sorted(new))}: give each a row in tests/support/calls.py, or say in not_calls.py why it "
+        f"torch has {', '.join(sorted(new))}: give each a row in tests/support/calls.py, or say in NOT_CALLS why it "
         "has none; then pytest --freeze tests/runtime/test_calls.py"
     )
 

@@ -101,10 +101,6 @@ async def four_workers(said: list):
             worker.close()
 
 
-def address_of(coordinator: Coordinator) -> tuple[str, int]:
-    return coordinator._entrance._listener.getsockname()
-
-
 async def heard(kind: str, said: list) -> None:
     """Returns once the coordinator has said such an event."""
     while all(event.kind != kind for event in said):
@@ -214,7 +210,7 @@ def test_a_moment_without_descriptors_makes_it_deaf_for_that_moment_and_says_so_
         async with serving(said) as coordinator:
             with socket.socket() as caller:
                 with none_left(os.getpid()):
-                    caller.connect(address_of(coordinator))
+                    caller.connect(coordinator.address)
                     while not said:
                         await asyncio.sleep(0.01)
                     await asyncio.sleep(2 * PAUSE_S)
@@ -300,7 +296,7 @@ def test_over_a_network_it_says_from_where():
 
     async def play() -> None:
         async with serving(said) as coordinator:
-            address = address_of(coordinator)
+            address = coordinator.address
             control = InLoop(await asyncio.to_thread(connect, way(address), PATIENCE_S))
             control.send(Hello(0, "supervisor", 1, "h"))
             assert isinstance(await control.receive(PATIENCE_S), Welcome)
@@ -327,7 +323,7 @@ def test_what_a_process_of_the_job_says_that_is_no_message_is_said_and_hung_up_o
 
     async def play() -> None:
         async with serving(said) as coordinator:
-            control = await asyncio.to_thread(connect, way(address_of(coordinator)), PATIENCE_S)
+            control = await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S)
             control._socket.sendall(encode(Over(0))[:4] + bytes(20))
             assert await asyncio.to_thread(control.receive, PATIENCE_S) is None and control.broken is not None
             control.close()
@@ -430,7 +426,7 @@ def test_nobody_says_what_is_anothers_to_say_though_it_knows_the_secret():
 
 async def comes(coordinator: Coordinator, hello: Hello) -> tuple[SocketControl, HeartbeatSender]:
     """A supervisor over the network, and what sends its datagrams."""
-    control = await asyncio.to_thread(connect, way(address_of(coordinator)), PATIENCE_S)
+    control = await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S)
     control.send(hello)
     assert isinstance(await asyncio.to_thread(control.receive, PATIENCE_S), Welcome)
     port = coordinator._heartbeats.transport.get_extra_info("sockname")

@@ -231,15 +231,15 @@ def test_others_get_theirs_while_one_waits_for_a_copy(pair, late, coordinator):
         other.close()
 
 
-def test_what_is_not_on_the_host_would_not_survive_its_sender(pair, late):
+def test_what_is_not_on_the_host_would_not_survive_its_sender(coordinator, pair, late):
     sender, receiver = pair
     copy = Host(late).keep((torch.ones(3),))
     sender.send(receiver.address, act(0), copy, 0)
-    sender._session.wait_timeout_s = 0.05
+    coordinator.sessions[0].wait_timeout_s = 0.05
     with pytest.raises(WaitTimeout, match="a peer to take what is sent to it"):
         sender.wait_sent([receiver.address])
     copy.come()
-    sender._session.wait_timeout_s = WAIT_S
+    coordinator.sessions[0].wait_timeout_s = WAIT_S
     sender.wait_sent([receiver.address])
     assert Inbox(receiver).wait(act(0))[0].tolist() == [1, 1, 1]
 
@@ -254,7 +254,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_copy_that_fails_is_an_error_of_the_senders_at_its_next_call_and_no_peers_fault(
-    pair, late, call, monkeypatch
+    coordinator, pair, late, call, monkeypatch
 ):
     (sender, receiver), blamed = pair, []
     monkeypatch.setattr(sender, "_broke", blamed.append)
@@ -262,8 +262,8 @@ def test_a_copy_that_fails_is_an_error_of_the_senders_at_its_next_call_and_no_pe
     copy = Host(late).keep((torch.ones(3),))
     sender.send(receiver.address, act(0), copy, 0)
     copy.come()
-    with sender._session.changed:
-        assert sender._session.changed.wait_for(lambda: sender._failure is not None, WAIT_S)
+    with coordinator.sessions[0].changed:
+        assert coordinator.sessions[0].changed.wait_for(lambda: sender._failure is not None, WAIT_S)
     with pytest.raises(
         RecycleError, match=r"act of stage 0, micro-batch 0\.0, step 1 could not be sent: an illegal memory access"
     ):
@@ -271,11 +271,11 @@ def test_a_copy_that_fails_is_an_error_of_the_senders_at_its_next_call_and_no_pe
     assert not Inbox(receiver).take() and not sender._outboxes[receiver.address].backlog and not blamed
 
 
-def test_a_copy_that_does_not_come_in_time_is_one_too_and_says_what_it_was(pair, late):
+def test_a_copy_that_does_not_come_in_time_is_one_too_and_says_what_it_was(coordinator, pair, late):
     sender, receiver = pair
-    sender._session.wait_timeout_s = 0.05
+    coordinator.sessions[0].wait_timeout_s = 0.05
     sender.send(receiver.address, act(0), Host(late).keep((torch.ones(3),)), 0)
-    sender._session.wait_timeout_s = WAIT_S
+    coordinator.sessions[0].wait_timeout_s = WAIT_S
     with pytest.raises(
         RecycleError, match=r"micro-batch 0\.0, step 1 could not be sent: waited 0\.05 s for what goes to a peer"
     ):
@@ -292,8 +292,8 @@ def test_what_arrives_is_read_into_room_of_the_devices(pair, late, coordinator, 
 
 def test_what_is_drawn_for_a_peer_travels_as_it_is_packed(pair, coordinator):
     sender, receiver = pair
-    sender._session.adopt(generation(1, [0, 1], addresses={0: sender.address, 1: receiver.address}))
-    machine = TorchMachine(sender._session, sender, Nothing(), FaultScript((), Seat(0, 0)), *NO_STATE)
+    coordinator.sessions[0].adopt(generation(1, [0, 1], addresses={0: sender.address, 1: receiver.address}))
+    machine = TorchMachine(coordinator.sessions[0], sender, Nothing(), FaultScript((), Seat(0, 0)), *NO_STATE)
     drawn = act(0)._replace(kind="drawn")
     machine.transfer(drawn, packed((torch.arange(3.0), None)), Seat(1, 0), 0)
     assert unpacked(Inbox(receiver).wait(drawn))[0].tolist() == [0, 1, 2]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,11 @@ import torch.distributed as dist
 from tests.support.coordinator import generation
 from tests.support.results import DIED, result_of
 from tests.support.scenario import Job, Script
+from tests.support.strangers import Runs
 
 TORCHS = ("store_based_barrier_key:", "/store_based_barrier_key:")  # torch's own, when groups are made
 FORMER = "0//cpu//"  # where an earlier version had its own keys
 LOADED = "a checkpoint, number 1"
-
-
-class Runs:
-    """Makes the file ``mark`` where it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Callable, tuple]:
-        return open, (str(self.mark), "w")
 
 
 def saved(value: Any) -> bytes:

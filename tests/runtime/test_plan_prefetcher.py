@@ -24,7 +24,7 @@ def test_every_single_loss_and_every_host_is_in_store_and_as_on_demand() -> None
     assert prefetcher.prepared.wait(60)
     for lost in [[seat] for seat in SHAPE.seats] + [[Seat(replica, 0), Seat(replica, 1)] for replica in range(3)]:
         after = view.without(*lost)
-        assert after in prefetcher._store
+        assert after in prefetcher.store
         assert prefetcher.plan(after).digest == planner.plan(after, COSTS, POLICY).digest
 
 
@@ -32,7 +32,7 @@ def test_a_failure_does_not_wait_for_what_is_being_planned() -> None:
     prefetcher, view = PlanPrefetcher(COSTS, POLICY), SHAPE.full()
     with prefetcher._lock:  # as the thread has it while it plans
         assert prefetcher.plan(view).digest == planner.plan(view, COSTS, POLICY).digest
-    assert view not in prefetcher._store
+    assert view not in prefetcher.store
 
 
 def test_what_was_begun_for_an_older_membership_is_left() -> None:
@@ -40,4 +40,4 @@ def test_what_was_begun_for_an_older_membership_is_left() -> None:
     prefetcher.prepare(old, members(old))
     prefetcher.prepare(new, members(new))
     assert prefetcher.prepared.wait(60)
-    assert new.without(Seat(0, 1)) in prefetcher._store and new.without(Seat(2, 0)) in prefetcher._store
+    assert new.without(Seat(0, 1)) in prefetcher.store and new.without(Seat(2, 0)) in prefetcher.store

@@ -62,7 +62,7 @@ def control(coordinator, folder) -> Iterator[Listening]:
 
     run(start())
     try:
-        address = made[0]._entrance._listener.getsockname()
+        address = made[0].address
         yield Listening(address, Port.CONTROL, CONTROL, Hello(2, "worker", 1, "h"), LIMIT)
     finally:
         run(made[0].close())

@@ -82,20 +82,20 @@ def test_what_a_lost_peer_has_sent_is_heard_though_nobody_has_read_it_yet(coordi
         receiver.close()
 
 
-def test_who_cannot_come_to_its_own_door_hears_out_who_is_in(pair, monkeypatch):
+def test_who_cannot_come_to_its_own_door_hears_out_who_is_in(coordinator, pair, monkeypatch):
     sender, receiver = pair
     sender.send(receiver.address, act(0), There((torch.tensor([1]),)), 0)
     Inbox(receiver).wait(act(0))
     sender.send(receiver.address, act(1), There((torch.tensor([1]),)), 0)
     sender.wait_sent([receiver.address])
     sender.keep_only(set())
-    monkeypatch.setattr(type(receiver._session), "own_address", "192.0.2.1")  # an address that no machine has
+    monkeypatch.setattr(type(coordinator.sessions[1]), "own_address", "192.0.2.1")  # an address that no machine has
     receiver.hear_out(set())
     assert [datum for datum, *_ in receiver.arrivals()] == [act(1)]
 
 
 def test_the_coordinator_hears_what_does_not_come(pair, coordinator):
-    session = pair[1]._session
+    session = coordinator.sessions[1]
     session.wait_timeout_s = 0.05
     operations = Operations(session, Nothing(), None, None, None)
     machine = TorchMachine(session, pair[1], operations, FaultScript((), Seat(0, 1)), *NO_STATE)
@@ -115,7 +115,7 @@ def test_the_coordinator_hears_of_a_connection_that_broke_and_what_is_sent_after
 ):
     sender, receiver = pair
     members = (Member(0, Seat(0, 0), sender.address, "h"), Member(1, Seat(0, 1), receiver.address, "h"))
-    sender._session.adopt(Generation(3, members, 0, "start", 0.0))
+    coordinator.sessions[0].adopt(Generation(3, members, 0, "start", 0.0))
     sender.send(receiver.address, act(0), There((torch.tensor([1]),)), 0)
     inbox = Inbox(receiver)
     inbox.wait(act(0))
@@ -166,7 +166,7 @@ def test_a_moment_without_descriptors_makes_nobody_deaf_and_is_said_once(pair, c
         peer.sendall(said(call(peer, SECRET, Port.TENSORS).seals, Sender("tcp://peer:1"), Header(act(0), 7, ())))
         assert [
             valid_from
-            for _, _, valid_from in receiver._session.wait(
+            for _, _, valid_from in coordinator.sessions[1].wait(
                 "the peer's datum", lambda: list(receiver.arrivals()) or None
             )
         ] == [7]
@@ -190,7 +190,7 @@ def test_who_has_no_descriptor_for_a_connection_tries_again(pair):
 
 def test_who_finds_no_descriptor_complains_of_itself(pair, coordinator, monkeypatch):
     sender, receiver = pair
-    sender._session.adopt(
+    coordinator.sessions[0].adopt(
         Generation(
             3,
             (Member(0, Seat(0, 0), sender.address, "h"), Member(1, Seat(0, 1), receiver.address, "h")),
@@ -208,7 +208,7 @@ def test_who_finds_no_descriptor_complains_of_itself(pair, coordinator, monkeypa
 def test_who_lets_nobody_in_says_so_when_something_does_not_come_and_when_all_meet_again(
     pair, coordinator, monkeypatch
 ):
-    receiver, session = pair[1], pair[1]._session
+    receiver, session = pair[1], coordinator.sessions[1]
     session.adopt(Generation(3, (Member(1, Seat(0, 1), receiver.address, "h"),), 0, "start", 0.0))
     session.wait_timeout_s = 0.05
     machine = TorchMachine(
@@ -298,7 +298,7 @@ def test_what_is_for_a_step_that_nobody_can_have_come_to_is_refused_before_there
 ):
     """... and that is said once.  What is said to be committed moves the bound on, and evaluations have their own."""
     receiver, rooms = pair[1], []
-    session, room = receiver._session, receiver._device.room
+    session, room = coordinator.sessions[1], receiver._device.room
     monkeypatch.setattr(receiver, "_device", Rooms(rooms, room))
     host, _, port = receiver.address.removeprefix("tcp://").rpartition(":")
 

@@ -445,7 +445,7 @@ def test_a_host_whose_tls_is_not_the_coordinators_ends_with_one_line(tmp_path, t
     async def play() -> NoCredentials:
         coordinator = Coordinator(2, 1, lambda event, now: said.append(event), theirs)
         await coordinator.start("127.0.0.1", 0)
-        host, port = coordinator._entrance._listener.getsockname()
+        host, port = coordinator.address
         environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
         environment[SETTING] = written(tmp_path / "secret")
         environment |= own.tls.files.variables if own.tls is not None else {}

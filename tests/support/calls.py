@@ -1,7 +1,7 @@
 """The calls of torch.distributed that docs/collectives.md tells of: each as a function that a rank of three runs.
 
 What a call gives is made comparable (lists and numbers), so that the same function says what stock torch gives over
-Gloo.  Torch's other public names are in not_calls.py; tests/runtime/test_calls.py compares both with torch's own lists.
+Gloo.  Torch's other public names are in tests/runtime/test_calls.py, which compares both with torch's own lists.
 """
 
 from __future__ import annotations

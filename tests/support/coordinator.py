@@ -33,6 +33,7 @@ class FakeCoordinator:
         self._controls: list[Control] = []
         self._hearing: list[threading.Thread] = []
         self.heard: list[object] = []
+        self.sessions: dict[int, Session] = {}  # of this process, by rank
         self.news = threading.Condition()
         self._boards, self._members = Boards(), dict[WorkerId, Control]()
 
@@ -40,7 +41,8 @@ class FakeCoordinator:
         self, rank: int, wait_timeout_s: float = 10.0, ended_early: Callable[[Session], None] | None = None
     ) -> Session:
         """A session of this process."""
-        return Session(InProcess(self._answer), rank, SECRET, wait_timeout_s, ended_early)
+        self.sessions[rank] = Session(InProcess(self._answer), rank, SECRET, wait_timeout_s, ended_early)
+        return self.sessions[rank]
 
     def accept(self) -> None:
         """The next session of another process."""

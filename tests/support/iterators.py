@@ -15,7 +15,7 @@ def ends(result: Result, folder: str = "rows") -> dict[int, dict]:
     """What each rank that got to the end has written."""
     assert result.code == 0, result.output[-6000:]
     return {
-        int(path.stem.removeprefix("rank")): torch.load(path) for path in sorted((result.folder / folder).iterdir())
+        int(path.stem.removeprefix("rank")): torch.load(path) for path in sorted((result.folder / folder).glob("rank*"))
     }
 
 

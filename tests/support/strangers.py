@@ -7,8 +7,9 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -86,3 +87,13 @@ def forged(step: int) -> bytes:
     tensor = struct.pack("<512f", *[1e3] * 512)
     heads = [LANGUAGE.encode(Header(datum, 1 << 40, (("float32", (1, 32, 16)),))) for datum in data]
     return LANGUAGE.encode(Sender("tcp://10.0.0.1:1")) + b"".join(head + tensor for head in heads)
+
+
+class Runs:
+    """Makes the file ``mark`` where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return open, (str(self.mark), "w")

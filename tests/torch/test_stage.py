@@ -25,6 +25,7 @@ from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage.stage import Key, LoadedBatch, Stage
 from recycle_plugin.runtime.worker.ports import StageModel
+from tests.support.differential.plugin import Alone
 from tests.support.late_device import Asked, LateDevice
 from tests.support.stored_stage import StoredStage
 
@@ -356,16 +357,6 @@ def test_bare_work_in_bf16_changes_no_sum():
 # --- exact mode: sums of blocks ---------------------------------------------------------------------
 
 OWN, TAKEN = [MicroBatch(0, index) for index in range(4)], [MicroBatch(1, index) for index in range(4)]
-
-
-class Alone:
-    """A stage's only live worker, as runtime.stage.block_sums.Group."""
-
-    def live_position(self) -> tuple[int, int]:
-        return 0, 1
-
-    def exchange(self, target, source, incoming, outgoing) -> None:
-        target.copy_(source)
 
 
 def total(runner: Runner) -> torch.Tensor:

@@ -123,6 +123,12 @@ class Coordinator:
         self._ticking: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task | None = None
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens, once it has started."""
+        assert self._entrance is not None
+        return self._entrance.address
+
     async def start(self, host: str, port: int, claimed: Callable[[], object] = lambda: None) -> None:
         """Listen for workers and supervisors at the address ``host``; raises OSError when the port is taken.
 

@@ -31,6 +31,11 @@ class Entrance:
             self._listener.close()
             raise
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Its own, with the port that it got if it asked for any."""
+        return self._listener.getsockname()[:2]
+
     def open(self) -> None:
         """Let who comes in from now on.  Raises OSError when the port is taken."""
         self._listener.listen(BACKLOG)

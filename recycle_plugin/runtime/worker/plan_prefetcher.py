@@ -28,7 +28,7 @@ class PlanPrefetcher:
 
     def __init__(self, costs: CostModel, policy: Policy, whole: bool = False) -> None:
         self.costs, self._policy = costs, policy
-        self._store = planner.PlanStore(costs, policy, whole=whole)
+        self.store = planner.PlanStore(costs, policy, whole=whole)
         self._lock = threading.Lock()  # of the store: for one plan at a time
         self._view: ClusterView | None = None
         self.prepared = threading.Event()
@@ -38,7 +38,7 @@ class PlanPrefetcher:
         if not self._lock.acquire(blocking=False):
             return planner.plan(view, self.costs, self._policy)
         try:
-            return self._store.plan(view)
+            return self.store.plan(view)
         finally:
             self._lock.release()
 
@@ -55,7 +55,7 @@ class PlanPrefetcher:
         self._view = None
 
     def _work(self, view: ClusterView, hosts: Hosts) -> None:
-        plans = self._store.prepare(view, hosts)
+        plans = self.store.prepare(view, hosts)
         while self._view is view:
             with self._lock:
                 if next(plans, None) is None:
