@@ -154,7 +154,7 @@ def come_back(launch, tmp_path):
         job |= {"replicas": shape.replicas, "stages": shape.stages, **more}
         started = launch(shape=shape, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))
         started.wait_for(
-            lambda: len({each["seat"] for each in started.events() if each["event"] == "newcomer"}) == len(kills),
+            lambda: len({each["seat"] for each in started.of("newcomer")}) == len(kills),
             "newcomers",
         )
         (folder / "go").touch()

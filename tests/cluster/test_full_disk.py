@@ -36,10 +36,6 @@ def start(launch, tmp_path):
     return run
 
 
-def wait_for(run, kind: str, count: int) -> None:
-    run.wait_for(lambda: sum(event["event"] == kind for event in run.events()) >= count, f"{count} events {kind}")
-
-
 @PLAIN_TOO
 def test_a_checkpoint_that_one_worker_cannot_write_is_none_for_all_and_a_script_may_go_on(start, vehicle, tmp_path):
     """First there is no room for the tag, then for what seat 0.1 writes, and then there is.
@@ -106,7 +102,7 @@ def test_background_checkpoints_that_cannot_be_written_leave_nothing_and_are_tri
         not (folder / "latest").exists() and len(list(folder.glob("*.incomplete-*"))) <= 1
     )  # one that is being written
     room.touch()
-    wait_for(run, "checkpoint", 1)
+    run.hear("checkpoint", 1)
     enough.touch()
     result = run.finish()
     assert result.code == 0 and not result.of("lost"), result.output[-6000:]
@@ -134,7 +130,7 @@ def test_a_trace_and_a_log_that_cannot_be_written_are_dropped_and_come_back(star
     run.wait_for(lambda: "step: 5:" in run.output, "step 5")
     for path in files:
         path.unlink()
-    wait_for(run, "written", len(files))
+    run.hear("written", len(files))
     enough.touch()
     result = run.finish()
     assert result.code == 0 and not result.of("lost"), result.output[-6000:]

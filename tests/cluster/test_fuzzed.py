@@ -261,9 +261,9 @@ def test_nor_while_a_stage_is_replayed_and_its_workers_come_back(launch, tmp_pat
             attack, grown = Fuzz(attacker, pytestconfig), Growth(run, LAST_STAGE)
         for rank in LAST_STAGE:
             os.kill(run.pids()[rank], signal.SIGKILL)
-        attack_until(attack, run, lambda: of(run, "newcomer")[2 * at + 1 :], "both newcomers")
+        attack_until(attack, run, lambda: run.of("newcomer")[2 * at + 1 :], "both newcomers")
         (tmp_path / f"{AWAY}.{at}").touch()
-        back = attack_until(attack, run, lambda: of(run, "rejoined")[2 * at + 1 :], "return of both")
+        back = attack_until(attack, run, lambda: run.of("rejoined")[2 * at + 1 :], "return of both")
         attack_until(attack, run, lambda: time.monotonic() > until and back, "end of the cycle", 2 * seconds)
         if at == cycles - 1:
             attacker.close()
@@ -297,10 +297,6 @@ def attack_until(attack: Fuzz, run: Run, found: Callable[[], object], what: str,
         return found()
 
     return run.wait_for(attacked, what, PATIENCE_S * 5 + within_s)
-
-
-def of(run: Run, kind: str) -> list[dict]:
-    return [event for event in run.events() if event["event"] == kind]
 
 
 class Fuzz:

@@ -20,7 +20,7 @@ def killed_at_its_end(launch: Launch, flag, *more: str):
     """The worker of stage 1 is killed in the last lines of its script, when all others have left."""
     run = launch(*LOG, *more, shape=ALONE, **strike_at("script's end", 1, str(flag)))
     run.wait_for(lambda: flag.exists() and flag.read_text(), "stage 1 at the end of its script")
-    run.wait_for(lambda: sum(event["event"] == "left" for event in run.events()) == 2, "the others to leave")
+    run.hear("left", 2)
     os.kill(int(flag.read_text()), signal.SIGKILL)
     return run.finish()
 

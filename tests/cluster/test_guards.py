@@ -62,9 +62,9 @@ def test_workers_do_not_notice_that_their_supervisors_are_killed(start, referenc
     after_step(run, 4)
     for rank in (3, 0, 3):
         kill_supervisor(run, run.launcher.tasks[rank].pid)
-    assert not [event for event in run.events() if event["event"] == "lost"]
+    assert not run.of("lost")
     os.kill(run.pids()[3], signal.SIGKILL)
-    run.wait_for(lambda: any(event["event"] == "confirmed" for event in run.events()), "word of the worker's end")
+    run.hear("confirmed")
     (tmp_path / "go").touch()
     result = run.finish()
     assert_same_training(result, reference(), {result.seat_of(3)})
@@ -82,7 +82,7 @@ def test_a_guard_that_is_killed_costs_one_worker(start, reference, tmp_path, cap
     after_step(run, 4)
     guard = run.launcher.tasks[0].pid
     os.kill(guard, signal.SIGKILL)
-    run.wait_for(lambda: any(event["event"] == "lost" for event in run.events()), "word of the loss")
+    run.hear("lost")
     (tmp_path / "go").touch()
     result = run.finish()
     assert result.code == 128 + signal.SIGKILL

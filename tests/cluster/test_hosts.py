@@ -146,11 +146,11 @@ def test_a_partition_that_heals_leaves_one_side(launch, reference, pair, tmp_pat
     run = launch("recycle.trace=true", **wraps(hold(tmp_path), {"name": "save_each", "folder": str(saved), "steps": 2}))
     after_step(run, 5)
     pair.cut("beta")
-    run.wait_for(lambda: len(of(run, "lost")) == 2, "loss of both workers on beta")
+    run.hear("lost", 2)
     after_step(run, STEPS - 4)
-    assert run.others["beta"].poll() is None and not of(run, "confirmed")
+    assert run.others["beta"].poll() is None and not run.of("confirmed")
     pair.mend("beta")
-    run.wait_for(lambda: len(of(run, "confirmed")) == 2, "word of beta's supervisors")
+    run.hear("confirmed", 2)
     (tmp_path / "go").touch()
     result = run.finish()
     assert_same_training(result, reference(), LOST)
@@ -211,10 +211,6 @@ def test_as_deepspeed_places_them_the_loss_of_a_host_is_that_of_a_stage(launch, 
     assert_one_line(result, "the job ends: stage 1 has no live worker left")
     (warning,) = [event for event in result.of("warning") if "beta holds every replica of stage 1" in event["text"]]
     assert 'set recycle.placement to "spread"' in warning["text"]
-
-
-def of(run, kind: str) -> list[dict]:
-    return [event for event in run.events() if event["event"] == kind]
 
 
 def steps_saved(folder: Path, seat: str) -> list[int]:

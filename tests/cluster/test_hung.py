@@ -59,7 +59,7 @@ def test_a_worker_that_is_stopped_for_30_s_with_the_default_deadlines(launch, re
         RECYCLE_TEST_ASLEEP_S="27",
     )
     after_step(run, STEPS - 4)
-    run.wait_for(lambda: any(event["event"] == "confirmed" for event in run.events()), "word of the end of the worker")
+    run.hear("confirmed")
     (tmp_path / "confirmed").touch()
     result = run.finish()
     assert_same_training(result, reference(), {"1.1"})

@@ -46,9 +46,8 @@ def test_sigterm_at_a_worker_is_a_planned_leave(launch, reference, tmp_path, sea
     wrap = json.dumps(held(tmp_path / "gate", STEPS - 1, "leaves"))
     run = launch("recycle.trace=true", script=WRAPPED, RECYCLE_TEST_WRAP=wrap)
     after_step(run, 4)
-    (start,) = [event for event in run.events() if event["event"] == "start"]
-    os.kill(run.pids()[start["seats"][seat]], signal.SIGTERM)
-    run.wait_for(lambda: any(event["event"] == "leaving" for event in run.events()), "word that it is to leave")
+    os.kill(run.pid_of(seat), signal.SIGTERM)
+    run.hear("leaving")
     (tmp_path / "gate" / "leaves").touch()
     result = run.finish()
     assert_same_training(result, reference(), left={seat})

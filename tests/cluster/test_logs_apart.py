@@ -96,13 +96,13 @@ def test_a_host_that_is_lost_whole_takes_its_logs_along(replica_each, reference,
     changes = {"name": "a_replica_a_host"}, gate(tmp_path, 9), gate(tmp_path, 18)
     kills = faults("kill 1.0 before 0F1.0@7", "kill 1.1 before 1F1.0@7", "kill 0.1 before 1F0.0@19")
     run = replica_each(*EXACT, "recycle.heartbeat_timeout_s=3", kills, **apart(by, *changes))
-    run.wait_for(lambda: len(of(run, "confirmed")) == 2, "the loss of a replica")
+    run.hear("confirmed", 2)
     pair.crash("beta")
     if by == "host":
-        run.wait_for(lambda: of(run, "log_gone"), "word of the logs")
-    before = len(of(run, "checkpoint"))
+        run.hear("log_gone")
+    before = len(run.of("checkpoint"))
     (tmp_path / "go9").touch()
-    run.wait_for(lambda: len(of(run, "checkpoint")) > before, "a checkpoint")
+    run.hear("checkpoint", before + 1)
     (tmp_path / "go18").touch()
     result = run.finish()
     run.others["beta"].wait(60)
@@ -110,7 +110,3 @@ def test_a_host_that_is_lost_whole_takes_its_logs_along(replica_each, reference,
     said = [(each["ranks"], each["hosts"], each["stages"]) for each in result.of("log_gone")]
     assert said == [([2, 3], ["beta"], [0, 1])] * (by == "host")
     assert int(result.of("checkpoint")[before]["path"].rpartition("step")[2]) <= 12
-
-
-def of(run: HostsRun, kind: str) -> list[dict]:
-    return [event for event in run.events() if event["event"] == kind]

@@ -51,7 +51,7 @@ def held_with_a_loss(launch: Launch, folder: Path) -> Iterator[Run]:
 
 
 def run_rank(run: Run, seat: str) -> int:
-    return next(event for event in run.events() if event["event"] == "start")["seats"][seat]
+    return run.of("start")[0]["seats"][seat]
 
 
 def of(events: list[dict], kind: str) -> list[dict]:

@@ -126,7 +126,7 @@ def test_a_host_is_drained_and_its_launcher_ends_alone(server, pair, reference, 
         assert code == 0 and said.endswith(" leave at the next commit") and "seat 1.0" in said and "seat 1.1" in said
         assert asks("drain", "alpha") == (1, "stage 0 would have nobody left")
         (tmp_path / "go10").touch()
-        run.wait_for(lambda: len([e for e in run.events() if e["event"] == "left"]) == 2, "leave of beta's replica")
+        run.hear("left", 2)
         assert asks("admit", "1.1") == (0, "seat 1.1: its supervisor starts it again")
         newcomer = heard(run, "newcomer", seat="1.1")
         pid = heard(run, "worker", rank=newcomer["rank"], incarnation=1)["pid"]

@@ -45,10 +45,9 @@ def test_only_what_the_lost_worker_had_finished_is_run_twice(launch, tmp_path, s
         RECYCLE_TEST_WRAP=wrap,
     )
     after_step(run, BEGIN)
-    commits = [event["time"] for event in run.events() if event["event"] == "committed"]
+    commits = [event["time"] for event in run.of("committed")]
     time.sleep(random.uniform(0, WITHIN) * (commits[-1] - commits[-2]))
-    (start,) = [event for event in run.events() if event["event"] == "start"]
-    os.kill(run.pids()[start["seats"][seat]], signal.SIGKILL)
+    os.kill(run.pid_of(seat), signal.SIGKILL)
     (tmp_path / "gate" / "killed").touch()
     result = run.finish()
     assert result.code == 0 and [event["seat"] for event in result.of("lost")] == [seat], result.output[-6000:]

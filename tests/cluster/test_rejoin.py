@@ -12,7 +12,6 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from tests.support.cluster import Run
 from tests.support.jobs import SQUARE, WRAPPED, Shape, after_step, difference, held
 from tests.support.launching import Launch
 from tests.support.returns import HELD, LONG, assert_came_back, comes_back
@@ -95,10 +94,6 @@ def settled(now: Size, first: Size) -> bool:
     return now.threads <= first.threads + 1 and now.descriptors <= first.descriptors + 1
 
 
-def of(run: Run, kind: str) -> list[dict]:
-    return [event for event in run.events() if event["event"] == kind]
-
-
 @pytest.mark.plain_too(deepspeed=False)
 def test_it_leaves_and_returns_many_times_and_nothing_grows(launch: Launch, reference, tmp_path, request):
     """20 times, with --all-kills; a peer's threads, descriptors and memory stay what they were."""
@@ -111,11 +106,11 @@ def test_it_leaves_and_returns_many_times_and_nothing_grows(launch: Launch, refe
     sizes = []
     for number in range(cycles):
         after_step(run, SPACE * number + 3)
-        os.kill([event["pid"] for event in of(run, "worker") if event["rank"] == 3][-1], signal.SIGKILL)
-        run.wait_for(lambda: of(run, "newcomer")[number:], f"newcomer {number + 1}")
+        os.kill([event["pid"] for event in run.of("worker") if event["rank"] == 3][-1], signal.SIGKILL)
+        run.hear("newcomer", number + 1)
         (tmp_path / f"go{number}").touch()
-        run.wait_for(lambda: of(run, "rejoined")[number:], f"return {number + 1}")
-        peer = next(event["pid"] for event in of(run, "worker") if event["rank"] == 1)
+        run.hear("rejoined", number + 1)
+        peer = next(event["pid"] for event in run.of("worker") if event["rank"] == 1)
         sizes.append(size(peer))
         run.wait_for(lambda: settled(size(peer), sizes[0]), "threads and descriptors of a newcomer's lines to go")
     result = run.finish()

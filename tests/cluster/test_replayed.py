@@ -193,7 +193,7 @@ def test_a_log_that_is_not_what_was_written_is_named_and_its_stage_replays_along
     if case == "another run's":
         assert launch(*more, shape=ALONE).finish().code == 0
     run = launch(*more, faults("kill 0.1 before 1F0.0@9"), shape=ALONE)
-    run.wait_for(lambda: any(event["event"] == "lost" for event in run.events()), "the loss of a stage")
+    run.hear("lost")
     for path in segments(run.folder, 0):  # what stage 0 has sent to the one that is to be replayed
         damage(path)
     result = run.finish()
@@ -215,7 +215,7 @@ def damaged_checkpoint(folder: Path) -> None:
 @BOTH
 def test_a_damaged_checkpoint_is_named_and_trains_nothing(launch: Launch):
     run = launch(*LOG, faults("kill 0.1 before 1F0.0@9"), shape=ALONE)
-    run.wait_for(lambda: any(event["event"] == "lost" for event in run.events()), "the loss of a stage")
+    run.hear("lost")
     damaged_checkpoint(run.folder)
     result = run.finish()
     said = [event for event in result.of("recovery") if event["way"] == "end"]
@@ -228,8 +228,8 @@ def test_a_checkpoint_that_was_removed_ends_the_job_at_once_and_an_older_one_is_
     """Nothing leads from that to what the others have."""
     often = wrap({"name": "checkpoint_every", "steps": 3})
     run = launch(*LOG, faults("kill 0.1 before 1F0.0@12"), shape=ALONE, **often)
-    run.wait_for(lambda: any(event["event"] == "lost" for event in run.events()), "the loss of a stage")
-    older, last = [event["path"] for event in run.events() if event["event"] == "checkpoint"][-2:]
+    run.hear("lost")
+    older, last = [event["path"] for event in run.of("checkpoint")][-2:]
     for path in Path(last).glob("*"):
         if removed == "all of it" or "stage_01" in path.name or path.name.startswith("layer_02"):
             path.unlink()
@@ -285,7 +285,7 @@ def test_a_stage_whose_log_found_its_disk_full_replays_along_once_there_is_room(
     filler = small_disk / "filler"
     filler.write_bytes(bytes(480_000))
     run = launch(*more, where, faults("kill 0.1 before 1F0.0@9"), shape=ALONE, **seldom)
-    run.wait_for(lambda: sum(event["event"] == "log_broken" for event in run.events()) >= 3, "logs that have stopped")
+    run.hear("log_broken", 3)
     if room_again:
         filler.unlink()
     result = run.finish()

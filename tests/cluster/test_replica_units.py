@@ -26,7 +26,7 @@ def comes_back(launch: Launch, folder: Path, script: str, held_at: int, *more: s
         "recycle.rejoin=always", "recycle.unit=replica", *more, shape=WIDE, script=script, RECYCLE_TEST_WRAP=wrap
     )
     run.wait_for(
-        lambda: {event["seat"] for event in run.events() if event["event"] == "newcomer"} == {"1.0", "1.1"},
+        lambda: {event["seat"] for event in run.of("newcomer")} == {"1.0", "1.1"},
         "newcomers",
     )
     (folder / "go").touch()
@@ -100,7 +100,7 @@ def test_plain_iterators_of_a_replica_rest_while_it_is_out(launch: Launch, tmp_p
     job = {"folder": str(folder), "faults": [kill], "steps": steps, "case": "plain", "held": HELD, "replicas": 3}
     job |= {"stages": 2, "recycle": settings}
     run = launch(shape=WIDE, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))
-    run.wait_for(lambda: sum(event["event"] == "newcomer" for event in run.events()) == 2, "newcomers")
+    run.hear("newcomer", 2)
     (folder / "go").touch()
     result = run.finish()
     assert result.code == 0, result.output[-6000:]

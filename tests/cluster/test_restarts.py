@@ -64,14 +64,14 @@ def test_another_host_takes_the_seat_of_one_whose_guard_was_killed(plain_server,
         run = launch(script=WRAPPED, **wrap)
         after_step(run, 4)
         os.kill(run.launcher.tasks[2].pid, signal.SIGKILL)
-        run.wait_for(lambda: [event for event in run.events() if event["event"] == "lost"], "word of its loss")
+        run.hear("lost")
         script = [PLAIN.wrapped, *PLAIN.arguments(SQUARE, run.folder)]
         command = [sys.executable, "-m", "recycle_plugin.launch", "--join", f"127.0.0.1:{run.port}", *script]
         variables = environment(**{MARK: run.mark, "RECYCLE_FORK_SERVER": plain_server.path} | wrap)
         joined = []
         for kind in ("joined", "spare"):
             joined.append(subprocess.Popen(command, cwd=ROOT, env=variables))
-            run.wait_for(lambda: [event for event in run.events() if event["event"] == kind], kind)
+            run.hear(kind)
         started_again(run, 2, 1)
         (tmp_path / "go").touch()
         result = run.finish()

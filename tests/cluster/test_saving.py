@@ -235,7 +235,7 @@ def run_until(start, tmp_path):
 
 
 def times(run, kind: str) -> list[float]:
-    return [event["time"] for event in run.events() if event["event"] == kind]
+    return [event["time"] for event in run.of(kind)]
 
 
 @PLAIN_TOO

@@ -42,8 +42,7 @@ def started(launch, folder: Path, **more: Any) -> Result:
     job["folder"] = str(folder)
     run = launch(shape=Shape(2, 2), script=SCRIPT, RECYCLE_TEST_SEATS=json.dumps(job))
     if job["kills"]:
-        back = lambda: len([event for event in run.events() if event["event"] == "newcomer"]) == 2
-        run.wait_for(back, "two newcomers")
+        run.hear("newcomer", 2)
         (folder / "go").touch()
     return run.finish()
 

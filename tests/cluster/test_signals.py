@@ -90,7 +90,7 @@ def test_a_script_that_handles_no_such_signal_is_killed_by_it_and_nobody_else_is
     run = start("tasks")
     task = run.launcher.tasks[1]
     os.kill(task.pid, signal.SIGUSR1)
-    run.wait_for(lambda: any(event["event"] == "restart" for event in run.events()), "the loss of the worker")
+    run.hear("restart")
     result = finish(run)
     assert result.code == 0, result.output[-6000:]
     assert [(event["rank"], event["code"]) for event in result.of("confirmed")] == [(1, -signal.SIGUSR1)]

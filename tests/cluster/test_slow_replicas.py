@@ -31,7 +31,7 @@ def test_a_slow_replica_is_taken_offline_and_comes_back(launch: Launch, referenc
         RECYCLE_TEST_WRAP=wrap,
     )
     run.wait_for(
-        lambda: {event["seat"] for event in run.events() if event["event"] == "newcomer"} == {"1.0", "1.1"},
+        lambda: {event["seat"] for event in run.of("newcomer")} == {"1.0", "1.1"},
         "newcomers",
     )
     (tmp_path / "go").touch()

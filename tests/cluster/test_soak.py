@@ -68,7 +68,7 @@ def lose_all(launch, shape: Shape, random: Random, folder: Path) -> None:
     settings = f"steps={EACH * (len(doomed) + 1)}", "recycle.rejoin=never"
     run = launch(*settings, shape=shape, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(holds))
     after_step(run, SETTLED)
-    (start,) = [event for event in run.events() if event["event"] == "start"]
+    (start,) = run.of("start")
     pids = {seat: run.pids()[rank] for seat, rank in start["seats"].items()}
     first = {seat: Used.by(pid) for seat, pid in pids.items()}
     for number, seat in enumerate(doomed, 1):
@@ -118,4 +118,4 @@ def fits(now: Used, first: Used, more: int) -> bool:
 
 
 def resumes(run) -> list[dict]:
-    return [event for event in run.events() if event["event"] == "resume"]
+    return run.of("resume")

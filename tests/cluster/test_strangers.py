@@ -85,7 +85,7 @@ def test_nobody_at_the_coordinators_port_is_believed(attacked):
                     stranger.sendto(said, ("127.0.0.1", run.port))
 
     run = attacked(attack)
-    told_of = [event for event in run.events() if event["event"] == "stranger"]
+    told_of = run.of("stranger")
     assert [event["count"] for event in told_of] == [1, 10] and {event["address"] for event in told_of} == {"127.0.0.1"}
     assert told_of[0]["text"].startswith("at the coordinator what comes from 127.0.0.1:")
 
@@ -106,7 +106,7 @@ def test_no_strangers_tensor_is_trained_on_or_kept(attacked):
         assert held_bytes(run) - before < JUNK / 10
 
     run = attacked(attack)
-    told_of = [event["text"] for event in run.events() if event["event"] == "stranger"]
+    told_of = [event["text"] for event in run.of("stranger")]
     assert {text.partition(" what comes")[0] for text in told_of} == {f"at worker {rank}" for rank in range(4)}
 
 
@@ -226,7 +226,7 @@ def test_who_writes_to_every_key_of_torchs_store_changes_no_number_and_runs_no_c
     after_step(run, 2)
     with rewriting(run, tmp_path / "ran") as found:
         (tmp_path / "begin").touch()
-        run.wait_for(lambda: any(event["event"] == "newcomer" for event in run.events()), "a newcomer")
+        run.hear("newcomer")
         (tmp_path / "go").touch()
         result = run.finish()
     assert_came_back(result, reference("steps=60"), "1.1")

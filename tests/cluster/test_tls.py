@@ -70,7 +70,7 @@ def test_a_killed_worker_comes_back_and_the_weights_are_those_without_tls(launch
         RECYCLE_TEST_WRAP=json.dumps([held(tmp_path, HELD, "go")]),
         **own.variables,
     )
-    run.wait_for(lambda: any(event["event"] == "newcomer" for event in run.events()), "a newcomer")
+    run.hear("newcomer")
     attack(run)
     assert main(["admit", "0.0", "--run", str(run.folder)]) == 1 and "0.0" in capsys.readouterr().out
     (tmp_path / "go").touch()

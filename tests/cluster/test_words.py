@@ -7,14 +7,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
-from collections.abc import Callable
 
 import pytest
 
 from recycle_plugin.cli import main
 from recycle_plugin.experiments.runs import await_reports, processes_with
 from tests.support.jobs import LOG, PLAIN, after_step
+from tests.support.waiting import until
 
 SCRIPT = PLAIN.script
 
@@ -131,23 +130,16 @@ def test_a_job_whose_launcher_was_killed_goes_on_and_can_be_stopped(launch, caps
     run.launcher.wait(30)
     assert main(["status", str(run.folder)]) == 0
     stop = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("to stop it")).split()
-    before = [event for event in run.events() if event["event"] == "committed"][-1]["step"]
-    wait_for(lambda: any(event["event"] == "committed" and event["step"] > before + 5 for event in run.events()))
+    before = run.of("committed")[-1]["step"]
+    until(lambda: run.of("committed")[-1]["step"] > before + 5, "commit of the fifth step from then on", 100)
     os.kill(int(stop[stop.index("kill") + 1]), signal.SIGTERM)
-    wait_for(lambda: not processes_with(run.mark))
-    (finished,), left = (([event for event in run.events() if event["event"] == kind]) for kind in ("finished", "left"))
+    until(lambda: not processes_with(run.mark), "end of all processes", 100)
+    (finished,), left = (run.of(kind) for kind in ("finished", "left"))
     sender = (
         f"the supervisor of seat 0.0 (rank 0) on host {socket.gethostname()} got SIGTERM from process {os.getpid()} ("
     )
     assert finished["text"].startswith(f"the job has ended after step {finished['step']}: {sender}") and len(left) == 4
     assert main(["status", str(run.folder)]) == 0 and sender in capsys.readouterr().out
-
-
-def wait_for(found: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 100
-    while not found():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 STOPPED = """

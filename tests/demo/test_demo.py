@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from recycle_plugin.cli import main
 from tests.support.samples import never_printed, shapes
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 ASKED_FOR = (
@@ -157,19 +157,12 @@ def test_an_interrupted_demo_leaves_no_process(warm, tmp_path, number):
     command = [Path(sys.executable).with_name("recycle"), "demo", "--out", out]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     events = out / "fault_free" / "events.jsonl"
-    until(lambda: (events.exists() and events.read_text()) or demo.poll() is not None, 120)
+    until(lambda: (events.exists() and events.read_text()) or demo.poll() is not None, "event", 120)
     said = map(json.loads, events.read_text().splitlines())
     pids = [event["pid"] for event in said if event["event"] == "worker"]
     demo.send_signal(number)
     told, _ = demo.communicate(timeout=60)
     assert demo.returncode == 130 and "interrupted" in told
-    assert len(pids) == 4 and until(lambda: not any(map(psutil.pid_exists, pids)), 10)
+    assert len(pids) == 4
+    until(lambda: not any(map(psutil.pid_exists, pids)), "end of the workers", 10)
     assert not processes_that_name(str(out))
-
-
-def until(true, seconds: float) -> bool:
-    """Poll ``true``; whether it became so in time."""
-    deadline = time.monotonic() + seconds
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return true()

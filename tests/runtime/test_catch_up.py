@@ -32,6 +32,7 @@ from tests.support.coordinator import generation
 from tests.support.descriptors import none_left
 from tests.support.secret import SECRET, answered, called
 from tests.support.state_lines import ITEMS, NEWCOMER, PATIENCE_S, Ends, plain, unit
+from tests.support.waiting import until
 
 OURS = ("recycle: to ", "recycle: from ", "recycle: state for newcomers", "recycle: a newcomer")  # threads
 
@@ -58,7 +59,7 @@ def test_what_is_asked_for_gets_there_however_much_it_is(ends):
     names = tuple(f"{number}.{'long' * 50}" for number in range(60_000))
     inlet.ask(Asked(names, head=True))
     found: list[Asked] = []
-    ends.poll(
+    until(
         lambda: inlet.items() or found.extend(outlet.asked()) or sum(len(each.units) for each in found) == 60_000,
         "60,000 names",
     )
@@ -90,7 +91,7 @@ def test_a_damaged_head_is_asked_for_again(coordinator):
         outlet, inlet = ends.line()
         outlet.send(Head(4, b"value", {}))
         asked: list[Asked] = []
-        ends.poll(lambda: inlet.items() or asked.extend(outlet.asked()) or asked, "the head to be asked for again")
+        until(lambda: inlet.items() or asked.extend(outlet.asked()) or asked, "the head to be asked for again")
         assert asked == [Asked(head=True)]
     finally:
         ends.close()
@@ -119,7 +120,7 @@ def test_a_frame_that_changes_breaks_the_line(ends):
             assert "a message that does not fit its seal" in noted[0]
             assert not inlet.broken, "what has come before is still to be taken"
             assert list(inlet.items()) == [Marker(4)]
-            ends.poll(lambda: inlet.broken, "the end of the line")
+            until(lambda: inlet.broken, "the end of the line")
 
 
 def ended(connection: socket.socket) -> bool:
@@ -167,7 +168,7 @@ def test_a_second_one_of_the_same_name_is_refused_and_the_first_stays(ends):
     outlet.send(Marker(4))
     assert ends.received(first, 1) == [Marker(4)]
     second = ends.come()
-    ends.poll(lambda: second.broken, "the second one's end")
+    until(lambda: second.broken, "the second one's end")
     outlet.send(Marker(5))
     assert ends.received(first, 1) == [Marker(5)]
 
@@ -175,7 +176,7 @@ def test_a_second_one_of_the_same_name_is_refused_and_the_first_stays(ends):
 def test_what_is_no_question_ends_the_line_with_a_note(ends, coordinator):
     outlet = ends.listener.expect(NEWCOMER)
     with said(ends, Arrival("job", NEWCOMER), mark(Marker(4))):
-        ends.poll(lambda: outlet.asked() or outlet.broken, "the line to end")
+        until(lambda: outlet.asked() or outlet.broken, "the line to end")
     (note,) = coordinator.hear(Note)
     assert "a Mark instead of what is wanted" in note.text
 
@@ -188,14 +189,14 @@ def test_who_is_gone_is_noticed_at_either_end(ends):
     outlet.send(Marker(4))
     assert ends.received(inlet, 1)
     inlet.close()
-    ends.poll(lambda: outlet.asked() or outlet.broken, "the source to notice")
+    until(lambda: outlet.asked() or outlet.broken, "the source to notice")
     outlet, inlet = ends.line()
-    ends.poll(lambda: outlet._connection is not None, "the newcomer")
+    until(lambda: outlet._connection is not None, "the newcomer")
     outlet.send(unit("a", 4))
     outlet.close()
-    ends.poll(lambda: inlet.broken or len(inlet._items) == 1, "what was sent before the end")
+    until(lambda: inlet.broken or len(inlet._items) == 1, "what was sent before the end")
     assert [plain(item) for item in inlet.items()] == [plain(unit("a", 4))]
-    ends.poll(lambda: inlet.broken, "the newcomer to notice")
+    until(lambda: inlet.broken, "the newcomer to notice")
 
 
 def test_a_source_that_nobody_answers_for_is_broken(ends):
@@ -216,9 +217,9 @@ def test_asking_never_waits_for_who_has_just_come(ends):
 
 def test_who_is_announced_again_comes_anew(ends):
     outlet, inlet = ends.line()
-    ends.poll(lambda: outlet._connection is not None, "the newcomer")
+    until(lambda: outlet._connection is not None, "the newcomer")
     again = ends.listener.expect(NEWCOMER)
-    ends.poll(lambda: inlet.broken, "the first line's end")
+    until(lambda: inlet.broken, "the first line's end")
     again.send(Marker(7))
     assert ends.received(ends.come(), 1) == [Marker(7)] and outlet.broken
 
@@ -232,8 +233,8 @@ def test_threads_and_descriptors_are_given_back(coordinator):
         outlet.send(unit("a", 4))
         ends.received(inlet, 1)
         ends.close()
-        ends.poll(lambda: inlet.broken and outlet.broken, "both ends")
-        ends.poll(lambda: not [one for one in threading.enumerate() if one.name.startswith(OURS)], "threads to end")
+        until(lambda: inlet.broken and outlet.broken, "both ends")
+        until(lambda: not [one for one in threading.enumerate() if one.name.startswith(OURS)], "threads to end")
         gc.collect()  # sockets of tests before this one
         counts.append(len(os.listdir("/proc/self/fd")))
     assert counts[1:] == counts[:-1]
@@ -264,7 +265,7 @@ def test_units_that_wait_leave_no_room_for_more(ends, monkeypatch):
     assert not outlet.has_room(True)
     inlet = ends.come()
     ends.received(inlet, 1)
-    ends.poll(lambda: outlet.has_room(True), "room")
+    until(lambda: outlet.has_room(True), "room")
 
 
 def test_a_newcomer_that_takes_sums_too_slowly_is_given_up(ends, coordinator, monkeypatch):
@@ -308,7 +309,7 @@ def test_sums_are_sent_from_where_they_are_and_let_go(ends):
     outlet.send(Sums(4, {"a": (tensor,)}))
     del tensor
     assert len(ends.received(inlet, 1)) == 1
-    ends.poll(lambda: seen() is None, "the tensor to be let go")
+    until(lambda: seen() is None, "the tensor to be let go")
 
 
 # --- rate ------------------------------------------------------------------------------------------
@@ -369,7 +370,7 @@ def test_what_it_came_to_to_serve_is_told_once(coordinator):
         outlet.send(Marker(5))
         assert ends.received(inlet, 1) == [Marker(5)], "so what was sent before has been counted"
         outlet.close()
-        ends.poll(lambda: outlet.broken, "the end of the line")
+        until(lambda: outlet.broken, "the end of the line")
         outlet.close()
         ends.listener.expect(NEWCOMER).close()  # that nobody came for
         session.note("last", "")

@@ -367,7 +367,7 @@ def test_it_stays_for_a_supervisor_that_may_start_another_in_the_place_of_a_lost
 
     async def play() -> None:
         async with four_workers(said) as (coordinator, workers):
-            coordinator._membership = logging()  # of such a job, in which a stage that nobody holds is replayed
+            coordinator.membership = logging()  # of such a job, in which a stage that nobody holds is replayed
             supervisors = [Player(coordinator, rank, "supervisor") for rank in range(4)]
             for rank, supervisor in enumerate(supervisors):
                 await supervisor.hear(Welcome)
@@ -447,8 +447,8 @@ def test_a_datagram_counts_where_its_sender_could_say_the_same_over_its_connecti
 
     async def play() -> None:
         async with four_workers(said) as (coordinator, workers):
-            receive = coordinator._membership.receive
-            coordinator._membership.receive = lambda message, now: taken.append(message) or receive(message, now)
+            receive = coordinator.membership.receive
+            coordinator.membership.receive = lambda message, now: taken.append(message) or receive(message, now)
             former, its = await comes(coordinator, Hello(2, "supervisor", 50, "h"))
             workers[2].close()
             former.send(Exited(2, -9, 0.0))

@@ -8,7 +8,6 @@ import asyncio
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -31,6 +30,7 @@ from recycle_plugin.runtime.movers.tcp import Transport
 from recycle_plugin.runtime.processes import log_server
 from recycle_plugin.runtime.processes.log_server import LogServer
 from tests.support.secret import SECRET, called
+from tests.support.waiting import until
 
 HERE, PATIENCE_S, NEWCOMER = "127.0.0.1", 30.0, WorkerId(3, 1)
 EACH = 8  # strangers of a kind
@@ -98,13 +98,6 @@ def logs(coordinator, folder) -> Iterator[Listening]:
 def listening(request, coordinator, tmp_path) -> Iterator[Listening]:
     with request.param(coordinator, tmp_path) as made:
         yield made
-
-
-def until(found: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not found():
-        assert time.monotonic() < deadline, f"waited for {what}"
-        threading.Event().wait(0.01)
 
 
 def heard(connection: socket.socket) -> bytes:

@@ -128,7 +128,7 @@ class Job:
 
     @property
     def vacancies(self) -> Any:
-        return self.coordinator._membership.course.vacancies
+        return self.coordinator.membership.course.vacancies
 
     def left(self) -> list[str]:
         """Processes of the guards' sessions that still run."""
@@ -210,7 +210,7 @@ def test_who_is_fenced_is_started_again_once_it_is_dead(job):
     async def scene() -> None:
         await job.begun()
         out = CoordinatorOutput()
-        job.coordinator._membership.course.give_up(WorkerId(1), Cause.STUCK, "it is stuck", 0.0, out)
+        job.coordinator.membership.course.give_up(WorkerId(1), Cause.STUCK, "it is stuck", 0.0, out)
         job.coordinator._act(out)
         assert not job.of("restart"), "its process runs still"
         await job.hear("newcomer", rank=1, incarnation=1)
@@ -245,7 +245,7 @@ def test_who_has_left_as_planned_is_started_again_by_the_next_supervisor_too(job
     job.start("never")
 
     def asked(kind: type) -> str:
-        answer, out = job.coordinator._membership.asked(kind("1.0"), 0.0)
+        answer, out = job.coordinator.membership.asked(kind("1.0"), 0.0)
         job.coordinator._act(out)
         return answer.text
 

@@ -31,8 +31,9 @@ from recycle_plugin.runtime.log.served import (
 from recycle_plugin.runtime.processes.log_server import LogServer
 from recycle_plugin.runtime.worker import log_mirror
 from recycle_plugin.runtime.worker.log_mirror import Mirror
-from tests.support.logs import HERE, LOOK_S, PATIENCE_S, RUN, act, content, put, put_step, stream, until, written
+from tests.support.logs import HERE, LOOK_S, PATIENCE_S, RUN, act, content, put, put_step, stream, written
 from tests.support.secret import SECRET, answered, called
+from tests.support.waiting import until
 
 
 @pytest.fixture

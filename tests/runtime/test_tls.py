@@ -29,11 +29,12 @@ from recycle_plugin.runtime.processes import supervisor, worker_keeper
 from recycle_plugin.runtime.processes.log_server import LogServer
 from recycle_plugin.runtime.worker.log_mirror import Mirror
 from tests.support.certificates import files, tls_secret
-from tests.support.logs import HERE, LOOK_S, RUN, until
+from tests.support.logs import HERE, LOOK_S, RUN
 from tests.support.logs import written as logged
 from tests.support.moved import Inbox, act
 from tests.support.secret import SECRET, written
 from tests.support.state_lines import ITEMS, Ends, plain
+from tests.support.waiting import until
 
 PATIENCE_S = 30.0
 OURS, BETA = tls_secret("alpha"), tls_secret("beta")
@@ -401,7 +402,7 @@ def test_state_for_newcomers_travels_in_it(sessions):
             outlet.send(item)
         assert [*map(plain, ends.received(inlet, len(ITEMS)))] == [*map(plain, ITEMS)]
         asked: list[Asked] = []
-        ends.poll(
+        until(
             lambda: inlet.items() or asked.extend(outlet.asked()) or sum(len(a.units) for a in asked) == 20_000, "names"
         )
         assert tuple(name for each in asked for name in each.units) == names and not ends.noted

@@ -301,6 +301,18 @@ class Run:
             self._events_read += sum(map(len, lines))
         return list(self._events)
 
+    def of(self, kind: str) -> list[dict]:
+        return [event for event in self.events() if event["event"] == kind]
+
+    def hear(self, kind: str, count: int = 1) -> list[dict]:
+        """The events of this kind, once there are so many."""
+        return self.wait_for(lambda: len(said := self.of(kind)) >= count and said, f"event {kind} ({count})")
+
+    def pid_of(self, seat: str) -> int:
+        """The process that holds the seat."""
+        (start,) = self.of("start")
+        return self.pids()[start["seats"][seat]]
+
     def pids(self) -> dict[int, int]:
         return {event["rank"]: event["pid"] for event in self.events() if event["event"] == "worker"}
 

@@ -88,7 +88,6 @@ def kill_all(launch, folder: Path, given: Scenario, *more: str, others: tuple[di
 
 def kill_from_outside(run: Run, seat: str, after_s: float) -> None:
     """Once a first fault has struck."""
-    run.wait_for(lambda: any(event["event"] == "fault" for event in run.events()), "fault")
+    run.hear("fault")
     time.sleep(after_s)
-    (start,) = [event for event in run.events() if event["event"] == "start"]
-    os.kill(run.pids()[start["seats"][seat]], signal.SIGKILL)
+    os.kill(run.pid_of(seat), signal.SIGKILL)

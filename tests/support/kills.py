@@ -90,18 +90,12 @@ CONTROLS = {
 SEATS = [("0.0", "1.0"), ("0.1", "1.1")]  # of a stage, one at most may die
 
 
-def committed(run) -> list[dict]:
-    return [event for event in run.events() if event["event"] == "committed"]
-
-
 def kill_at(run, seats: list[str], when: float) -> None:
     """At ``when`` steps after the start, in units of the run's own last step: 7.3 is a good fourth into step 8."""
     whole, part = divmod(when, 1)
-    done = run.wait_for(lambda: len(commits := committed(run)) >= max(2, whole) and commits, f"{whole:.0f} commits")
+    done = run.hear("committed", max(2, int(whole)))
     time.sleep(part * (done[-1]["time"] - done[-2]["time"]))
-    (start,) = [event for event in run.events() if event["event"] == "start"]
-    pids = [run.pids()[start["seats"][seat]] for seat in seats]
-    for pid in pids:
+    for pid in [run.pid_of(seat) for seat in seats]:
         os.kill(pid, signal.SIGKILL)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -202,13 +202,3 @@ def written(folder: Path, rank: int, steps: int, run: str = RUN, **options: int)
         assert put_step(writer, step)
     writer.flush(PATIENCE_S)
     return writer
-
-
-def until(found: Callable[[], object], what: str) -> None:
-    """Waits for another thread to have done something."""
-    waiting = threading.Event()
-    for _ in range(int(PATIENCE_S / LOOK_S)):
-        if found():
-            return
-        waiting.wait(LOOK_S)
-    raise AssertionError(f"no {what}")

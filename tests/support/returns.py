@@ -35,7 +35,7 @@ def comes_back(
         script=WRAPPED,
         RECYCLE_TEST_WRAP=wrap,
     )
-    run.wait_for(lambda: any(event["event"] == "newcomer" for event in run.events()), "a newcomer")
+    run.hear("newcomer")
     (folder / "go").touch()
     return run
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import torch
@@ -45,13 +44,6 @@ class Ends:
         """Until ``ready()``, which something that comes may change."""
         with self.changed:
             assert self.changed.wait_for(ready, PATIENCE_S), f"waited for {what}"
-
-    def poll(self, ready: Callable[[], object], what: str) -> None:
-        """Until ``ready()``, which nobody notifies of."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not ready():
-            assert time.monotonic() < deadline, f"waited for {what}"
-            threading.Event().wait(0.002)
 
     def received(self, inlet: TcpInlet, count: int) -> list[Item]:
         found: list[Item] = []

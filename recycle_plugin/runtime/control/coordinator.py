@@ -90,7 +90,7 @@ class Coordinator:
         self._over = asyncio.Event()
         self._last_word: Over | None = None
         self._serving: dict[asyncio.Task, InLoop] = {}
-        self._membership = Membership(ranks)
+        self.membership = Membership(ranks)
         self._ranks = ranks
         self._placing: dict[int, tuple[str, InLoop]] = {}  # by place: the host of a supervisor that asks for its rank
         self._welcome = Welcome(
@@ -150,12 +150,12 @@ class Coordinator:
         looks: dict[str, int] = {}  # how many in a row have not found one that was there; on this host it may never be
         while True:
             await asyncio.sleep(LOOK_S)
-            for path in self._membership.checkpoints:
+            for path in self.membership.checkpoints:
                 there = await asyncio.to_thread(os.path.isdir, path)
                 if there or path in looks:
                     looks[path] = 0 if there else looks[path] + 1
                 if looks.get(path) == GONE:
-                    self._act(self._membership.removed(path))
+                    self._act(self.membership.removed(path))
 
     async def _close_ports(self) -> None:
         if self._entrance is not None:
@@ -193,11 +193,11 @@ class Coordinator:
 
     def fail(self, text: str) -> None:
         """End the job as failed for everybody; ``text`` is the line that all get."""
-        self._act(self._membership.fail(text))
+        self._act(self.membership.fail(text))
 
     def terminate(self, reason: str) -> None:
         """End the job at the next commit, as a supervisor that gets SIGTERM would; ``reason`` is for the user."""
-        self._act(self._membership.receive(Terminate(0, reason), time.time()))
+        self._act(self.membership.receive(Terminate(0, reason), time.time()))
 
     async def close(self) -> None:
         """Close every connection and wait for those that serve them: cancelled later, they would say so."""
@@ -250,8 +250,8 @@ class Coordinator:
 
     async def _attend_worker(self, hello: Hello, control: InLoop) -> None:
         worker = self._greet(hello, control)
-        if self._membership.ended is not None:  # it comes too late: the job has ended meanwhile
-            control.send(self._membership.ended)
+        if self.membership.ended is not None:  # it comes too late: the job has ended meanwhile
+            control.send(self.membership.ended)
         await self._hear(hello, control, worker)
         self._workers.pop(worker, None)
         self._worker_closed(worker)
@@ -276,13 +276,13 @@ class Coordinator:
                 pass  # it goes once it has read that
         else:
             self._expect_heartbeats(hello.rank, hello, control)
-            for rank, incarnation in self._membership.unreachable:
+            for rank, incarnation in self.membership.unreachable:
                 if rank == hello.rank:  # who was to see to it may have gone before it could
                     control.send(Fence(rank, "the others have gone on without it", incarnation=incarnation))
             before, self._supervisors[hello.rank] = self._supervisors.get(hello.rank), control
             if before is not None:
                 before.close()
-            self._act(self._membership.supervisor(hello.rank, True, time.time()))
+            self._act(self.membership.supervisor(hello.rank, True, time.time()))
             await self._hear(hello, control)
             self._supervisor_closed(control)
 
@@ -294,7 +294,7 @@ class Coordinator:
     def _supervisor_closed(self, control: InLoop) -> None:
         for rank in [rank for rank, its in self._supervisors.items() if its is control]:
             del self._supervisors[rank]
-            self._act(self._membership.supervisor(rank, False, time.time()))
+            self._act(self.membership.supervisor(rank, False, time.time()))
         self._former = {who: None if its is control else its for who, its in self._former.items()}
         self._see_who_is_gone()
 
@@ -302,7 +302,7 @@ class Coordinator:
 
     async def _attend_operator(self, who: str, control: InLoop) -> None:
         """Answer an operator's requests, which come one after another, each soon."""
-        control.send(RunFolder(os.path.abspath(self.run_dir) if self._membership.started else ""))
+        control.send(RunFolder(os.path.abspath(self.run_dir) if self.membership.started else ""))
         while (request := await control.receive(HELLO_S)) is not None:
             control.send(self._answer_to(request))
         self._complain(who, control)
@@ -310,7 +310,7 @@ class Coordinator:
     def _answer_to(self, request: object) -> Answer:
         if not isinstance(request, Ask):
             return Answer("that is no request", False)
-        said, output = self._membership.asked(request, time.time())
+        said, output = self.membership.asked(request, time.time())
         self._act(output)
         return said
 
@@ -325,10 +325,10 @@ class Coordinator:
         if self._last_word is not None:
             control.send(Refused("the job is over"))
         else:
-            self._act(self._membership.join(number, hello.host, hello.waits, time.time()))
+            self._act(self.membership.join(number, hello.host, hello.waits, time.time()))
         await self._hear(hello, control)
         if self._joiners.pop(number, None) is not None:
-            self._membership.joiner_gone(number)
+            self.membership.joiner_gone(number)
         self._supervisor_closed(control)
 
     def _seat(self, number: int, rank: int) -> None:
@@ -351,11 +351,11 @@ class Coordinator:
 
     def _greet(self, hello: Hello, control: InLoop) -> WorkerId:
         """Welcome a worker, and give it its incarnation; its rank is from the launcher."""
-        worker = self._membership.identify(WorkerId(hello.rank, hello.incarnation))
+        worker = self.membership.identify(WorkerId(hello.rank, hello.incarnation))
         self._come.add(hello.rank)
         self._workers[worker] = control
         control.send(replace(self._welcome, incarnation=worker.incarnation))
-        turned_away = self._membership.greet(worker, hello.host)
+        turned_away = self.membership.greet(worker, hello.host)
         if not turned_away.events:
             self._ended.discard(hello.rank)
             self._say(
@@ -424,9 +424,9 @@ class Coordinator:
             self._exits[message.worker] = message
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._closed_by_exit, message.worker)
             return
-        if isinstance(message, Ready) and not self._membership.started:
+        if isinstance(message, Ready) and not self.membership.started:
             self._begin(message.job)
-        self._act(self._membership.receive(message, time.time()))
+        self._act(self.membership.receive(message, time.time()))
         if isinstance(message, Left):
             self._workers.pop(message.worker, None)
 
@@ -447,10 +447,10 @@ class Coordinator:
         takes its place; and those of which it is still to be found out whether the worker has left or was lost.  A lost
         worker that can't be reached is awaited for as long as the job may need another in its place.
         """
-        killed = (self._supervised.keys() & self._come) - self._ended - self._membership.empty
+        killed = (self._supervised.keys() & self._come) - self._ended - self.membership.empty
         asked = {worker.rank for worker in self._exits}
         former = {who[0] for who, control in self._former.items() if control is not None}
-        gone = {worker.rank for worker in self._membership.unreachable} if self._over.is_set() else set()
+        gone = {worker.rank for worker in self.membership.unreachable} if self._over.is_set() else set()
         return (self._supervisors.keys() | killed | asked | former) - gone
 
     def _see_who_is_gone(self) -> None:
@@ -462,8 +462,8 @@ class Coordinator:
             return  # it was this side that closed
         exited = self._exits.pop(worker, None)
         if exited is not None:
-            self._act(self._membership.receive(exited, time.time()))
-        elif self._membership.started:
+            self._act(self.membership.receive(exited, time.time()))
+        elif self.membership.started:
             self._lose(worker)
         else:  # nobody waits for it: how it ended, its supervisor says
             self._loop.call_later(EXIT_S, self._lose, worker)
@@ -471,13 +471,13 @@ class Coordinator:
 
     def _lose(self, worker: WorkerId) -> None:
         if not self._closing:
-            self._act(self._membership.connection_lost(worker, time.time()))
+            self._act(self.membership.connection_lost(worker, time.time()))
 
     def _closed_by_exit(self, worker: WorkerId) -> None:
         """Take a worker's connection for closed after its exit: some child of the script has inherited it."""
         exited = self._exits.pop(worker, None)
         if exited is not None:
-            self._act(self._membership.receive(exited, time.time()))
+            self._act(self.membership.receive(exited, time.time()))
         self._see_who_is_gone()
 
     def _act(self, output: CoordinatorOutput) -> None:
@@ -490,7 +490,7 @@ class Coordinator:
 
     def _tick(self) -> None:
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        self._act(self._membership.tick(time.time()))
+        self._act(self.membership.tick(time.time()))
 
     def _send(self, whom: Whom, message: object) -> None:
         """Send a message; for all, its frame is made once, and each of them costs one system call, 2 to 3 µs here."""
@@ -510,7 +510,7 @@ class Coordinator:
         if whom == SUPERVISORS:
             return [*self._supervisors.values(), *filter(None, self._former.values())]
         if whom == WORKERS:  # what is for a lost one that does not read would pile up here
-            return [control for worker, control in self._workers.items() if not self._membership.is_apart(worker)]
+            return [control for worker, control in self._workers.items() if not self.membership.is_apart(worker)]
         if isinstance(whom, SupervisorOf):
             return [self._supervisors[whom.rank]] if whom.rank in self._supervisors else []
         if isinstance(whom, Joiner):
@@ -523,11 +523,11 @@ class Coordinator:
         return [*self._controls(SupervisorOf(rank)), *former]
 
     def _watch_regrouping(self) -> None:
-        number = self._membership.regrouping
+        number = self.membership.regrouping
         if number is not None and number != self._watched:
             self._watched = number
             asyncio.get_running_loop().call_later(self._regroup_timeout_s, self._regroup_overdue, number)
 
     def _regroup_overdue(self, number: int) -> None:
-        if self._membership.regrouping == number:
-            self._act(self._membership.regroup_overdue(self._regroup_timeout_s))
+        if self.membership.regrouping == number:
+            self._act(self.membership.regroup_overdue(self._regroup_timeout_s))
