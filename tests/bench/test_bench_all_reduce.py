@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+
+from tests.support.loaded import loaded
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_all_reduce.py"
 
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("bench_all_reduce", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(SCRIPT)
 
 
 def test_a_round_lasts_as_long_as_its_slowest_member(bench):

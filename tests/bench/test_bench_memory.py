@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -10,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from recycle_plugin.core.vocabulary.worker_bytes import WorkerBytes
+from tests.support.loaded import loaded
 from tests.support.memory import MOMENTS, Case
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_memory.py"
@@ -18,10 +18,7 @@ N = 1000
 
 @pytest.fixture
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_memory", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(SCRIPT)
 
 
 def worker(seat: str, more: int) -> dict:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -10,16 +9,14 @@ import pytest
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology
+from tests.support.loaded import loaded
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_recovery.py"
 
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("bench_recovery", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(SCRIPT)
 
 
 def test_only_seats_whose_stage_keeps_a_worker_are_killed(bench):

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 from recycle_plugin.experiments.turns import Window
+from tests.support.loaded import loaded
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_sharded.py"
 
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("bench_sharded", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(SCRIPT)
 
 
 def step(at: float, **calls: float) -> dict:

@@ -124,9 +124,7 @@ class Job:
                 )
             else:
                 run = launch(f"steps={STEPS}", "recycle.trace=true", *self.settings, faults(*kills), shape=self.shape)
-            result = run.finish()
-        assert result.code == 0, result.output[-6000:]
-        return result
+            return run.ended_well()
 
     def losses(self, result: Result) -> list[float]:
         if not self.iterators:

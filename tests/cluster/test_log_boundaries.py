@@ -46,8 +46,7 @@ def bytes_of_a_step(result: Result) -> int:
 
 @BOTH
 def test_what_a_list_names_is_logged_and_nothing_else(launch: Launch):
-    result = launch(*LOG, "++recycle.log.boundaries=[1]", shape=FOUR, **every(EVERY)).finish()
-    assert result.code == 0, result.output[-8000:]
+    result = launch(*LOG, "++recycle.log.boundaries=[1]", shape=FOUR, **every(EVERY)).ended_well()
     assert in_logs(result) == {1}
     unknown, known = result.of("log_boundaries")
     assert unknown["boundaries"] == known["boundaries"] == [1] and known["groups"] == [[0, 1], [2, 3]]
@@ -61,8 +60,7 @@ def test_what_is_best_within_the_budget_is_chosen_once_steps_were_measured(launc
     """One boundary and a half go into the budget."""
     budget = EVERY * CROSSING * 3 // 2
     more = ("++recycle.log.boundaries=auto", f"++recycle.log.budget={budget}", f"steps={4 * EVERY + 4}")
-    result = launch(*LOG, *more, shape=FOUR, **every(EVERY)).finish()
-    assert result.code == 0, result.output[-8000:]
+    result = launch(*LOG, *more, shape=FOUR, **every(EVERY)).ended_well()
     first, *others = result.of("log_boundaries")
     assert first["boundaries"] == [0, 1, 2] and "chooses once steps are measured" in first["text"]
     assert others and all(len(each["boundaries"]) == 1 and each["fits"] for each in others), others
@@ -74,8 +72,7 @@ def test_what_is_best_within_the_budget_is_chosen_once_steps_were_measured(launc
 
 @ONE
 def test_a_log_that_takes_more_than_its_budget_is_said_to(launch: Launch):
-    result = launch(*LOG, f"++recycle.log.budget={EVERY * CROSSING}", shape=FOUR, **every(EVERY)).finish()
-    assert result.code == 0, result.output[-8000:]
+    result = launch(*LOG, f"++recycle.log.budget={EVERY * CROSSING}", shape=FOUR, **every(EVERY)).ended_well()
     assert result.of("log_boundaries")[-1]["fits"] is False and in_logs(result) == {0, 1, 2}
     (said,) = result.of("log_budget")
     assert said["log_bytes"] == 3 * EVERY * CROSSING and 'recycle.log.boundaries to "auto"' in said["text"]

@@ -43,8 +43,7 @@ def test_it_trains_on_with_the_others(launch: Launch, reference, tmp_path, kill,
 def test_where_its_only_source_dies_before_it_sends_anything_it_replays_its_stage(launch: Launch, reference, tmp_path):
     log = "++recycle.log={}", "++recycle.checkpoint.overhead=0.02"
     dies = ("kill 0.1 at serving.told",)
-    result = comes_back(launch, tmp_path, "kill 1.1 before 1F1.0@5", *log, later=dies).finish()
-    assert result.code == 0, result.output[-6000:]
+    result = comes_back(launch, tmp_path, "kill 1.1 before 1F1.0@5", *log, later=dies).ended_well()
     assert [event["seat"] for event in result.of("lost")] == ["1.1", "0.1"]
     assert [event["seat"] for event in result.of("replayed")] == ["1.1"], result.output[-6000:]
     assert difference(result, reference(f"steps={LONG}", *log)).tolerated
@@ -113,8 +112,7 @@ def test_it_leaves_and_returns_many_times_and_nothing_grows(launch: Launch, refe
         peer = next(event["pid"] for event in run.of("worker") if event["rank"] == 1)
         sizes.append(size(peer))
         run.wait_for(lambda: settled(size(peer), sizes[0]), "threads and descriptors of a newcomer's lines to go")
-    result = run.finish()
-    assert result.code == 0, result.output[-6000:]
+    result = run.ended_well()
     assert len(result.of("rejoined")) == cycles == len(result.of("lost"))
     assert difference(result, reference(steps)).tolerated
     print(sizes)

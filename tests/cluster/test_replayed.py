@@ -30,8 +30,7 @@ from tests.support.launching import Launch
     ],
 )
 def test_a_job_without_replicas_goes_on(launch: Launch, reference, kills):
-    result = launch(*LOG, faults(*kills), shape=ALONE).finish()
-    assert result.code == 0, result.output[-8000:]
+    result = launch(*LOG, faults(*kills), shape=ALONE).ended_well()
     assert len(result.of("replayed")) == len(kills), result.output[-8000:]
     assert difference(result, reference(*LOG, shape=ALONE)).tolerated
 
@@ -42,8 +41,7 @@ def test_a_job_without_replicas_goes_on(launch: Launch, reference, kills):
 def test_a_stage_that_has_lost_all_replicas_is_replayed_by_one(launch: Launch, reference, exact):
     """The other one catches up from it later, or is started again too late for that."""
     more, kills = (*LOG, f"recycle.exact={exact}"), ("kill 0.1 before 1F0.0@6", "kill 1.1 before 1F1.0@6")
-    result = launch(*more, faults(*kills), shape=Shape(2, 2, 2)).finish()
-    assert result.code == 0, result.output[-8000:]
+    result = launch(*more, faults(*kills), shape=Shape(2, 2, 2)).ended_well()
     assert len(result.of("replayed")) == 1, result.output[-8000:]
     found = difference(result, reference(*more, shape=Shape(2, 2, 2)))
     assert found.tolerated and (not exact or found.loss == found.parameters == 0)
@@ -64,8 +62,7 @@ FOUR = {
 @pytest.mark.parametrize("kills", FOUR.values(), ids=FOUR)
 def test_four_stages_without_replicas(launch: Launch, reference, kills):
     more, shape = (*LOG, "recycle.exact=true", "model.layers=4"), Shape(1, 4, 4)
-    result = launch(*more, faults(*kills), shape=shape).finish()
-    assert result.code == 0, result.output[-8000:]
+    result = launch(*more, faults(*kills), shape=shape).ended_well()
     assert len(result.of("replayed")) == len(kills), result.output[-8000:]
     found = difference(result, reference(*more, shape=shape))
     assert found.loss == found.parameters == 0
@@ -77,8 +74,7 @@ def test_four_stages_without_replicas(launch: Launch, reference, kills):
 def test_four_stages_of_two_of_which_one_is_lost_whole(launch: Launch, reference, stage):
     more, shape = (*LOG, "recycle.exact=true", "model.layers=4"), Shape(2, 4, 4)
     kills = faults(*(f"kill {replica}.{stage} before {stage}F{replica}.1@6" for replica in (0, 1)))
-    result = launch(*more, kills, shape=shape).finish()
-    assert result.code == 0, result.output[-8000:]
+    result = launch(*more, kills, shape=shape).ended_well()
     assert len(result.of("replayed")) == 1, result.output[-8000:]
     found = difference(result, reference(*more, shape=shape))
     assert found.loss == found.parameters == 0
@@ -100,8 +96,7 @@ MORE = {
 @pytest.mark.parametrize("kill", ("kill 0.0 before 0F0.1@6", "kill 0.2 after 2REDUCE@6"))
 def test_it_is_the_same_training(launch: Launch, reference, more, kill):
     """Dropout is in all of them."""
-    result = launch(*LOG, *more, faults(kill), shape=ALONE).finish()
-    assert result.code == 0, result.output[-8000:]
+    result = launch(*LOG, *more, faults(kill), shape=ALONE).ended_well()
     assert len(result.of("replayed")) == 1, result.output[-8000:]
     found = difference(result, reference(*LOG, *more, shape=ALONE))
     assert found.tolerated and ("recycle.exact=true" not in more or found.loss == found.parameters == 0)
@@ -134,8 +129,7 @@ def test_whoever_is_lost_while_all_do_something_together(launch: Launch, tmp_pat
     options = (*LOG[:1], automatic, LOG[2], "steps=8")
     result = launch(
         *options, faults(f"kill {seat} {at}"), shape=ALONE, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=plan
-    ).finish()
-    assert result.code == 0, result.output[-8000:]
+    ).ended_well()
     assert len(result.of("replayed")) == 1, result.output[-8000:]
     calm = launch(*options, shape=ALONE, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=plan).finish()
     assert result.losses == pytest.approx(calm.losses, abs=5e-6)
@@ -305,8 +299,7 @@ def test_a_stage_whose_log_found_its_disk_full_replays_along_once_there_is_room(
 def test_who_is_killed_while_one_segment_follows_another_is_replayed_and_its_log_is_read(launch: Launch, reference):
     more = (*LOG, "recycle.exact=true")
     dying = wrap({"name": "killed_in_rotation", "rank": 1, "number": 4, "segment_bytes": 20_000})
-    result = launch(*more, faults("kill 0.2 before 2F0.1@11"), shape=ALONE, **dying).finish()
-    assert result.code == 0, result.output[-6000:]
+    result = launch(*more, faults("kill 0.2 before 2F0.1@11"), shape=ALONE, **dying).ended_well()
     assert [event["seat"] for event in result.of("replayed")] == ["0.1", "0.2"], result.output[-6000:]
     found = difference(result, reference(*more, shape=ALONE))
     assert found.loss == found.parameters == 0

@@ -26,8 +26,7 @@ def test_it_is_the_same_training(launch: Launch, reference, more, shape, kills, 
     """Dropout is in all of them; in exact mode all bits are those of the job that nobody was killed in.  Another
     newcomer of the stage helps too, if it is there in time.
     """
-    result = launch(*more, faults(*kills), shape=shape).finish()
-    assert result.code == 0, result.output[-8000:]
+    result = launch(*more, faults(*kills), shape=shape).ended_well()
     (said,) = result.of("helpers")
     assert 0 <= said["helpers"] - helpers < len(kills) and not said["left"] and said["lots"] >= helpers, said
     assert said["parameters_bytes"] > 0 and {"load", "spawn", "parameters", "compute", "wait", "reduce", "step"} == set(
@@ -49,8 +48,7 @@ BESIDE = {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps([{"name": "replay_b
 def test_the_second_newcomer_of_a_stage_helps_the_first(launch: Launch, reference, shape):
     """Beside all live workers of other stages; all bits are the same."""
     kills = ("kill 0.1 before 1F0.0@8", "kill 1.1 before 1F1.0@8")
-    result = launch(*EXACT, faults(*kills), shape=shape, **BESIDE).finish()
-    assert result.code == 0, result.output[-8000:]
+    result = launch(*EXACT, faults(*kills), shape=shape, **BESIDE).ended_well()
     (said,) = result.of("helpers")
     (start,) = result.of("start")
     of_stage = {start["seats"][seat] for seat in ("0.1", "1.1")}
@@ -63,8 +61,7 @@ def test_the_second_newcomer_of_a_stage_helps_the_first(launch: Launch, referenc
 @pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
 def test_a_helper_that_is_killed_in_the_middle_is_one_less(launch: Launch, reference):
     """Its blocks are dealt anew, and its own stage is replayed afterwards."""
-    result = launch(*EXACT, faults("kill 0.1 before 1F0.2@9", "kill 0.3 before 1F0.3@7"), shape=LINE).finish()
-    assert result.code == 0, result.output[-8000:]
+    result = launch(*EXACT, faults("kill 0.1 before 1F0.2@9", "kill 0.3 before 1F0.3@7"), shape=LINE).ended_well()
     assert len(result.of("replayed")) == 2, result.output[-8000:]
     found = difference(result, reference(*EXACT, shape=LINE))
     assert found.loss == found.parameters == 0

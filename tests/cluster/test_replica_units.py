@@ -30,9 +30,7 @@ def comes_back(launch: Launch, folder: Path, script: str, held_at: int, *more: s
         "newcomers",
     )
     (folder / "go").touch()
-    result = run.finish()
-    assert result.code == 0, result.output[-6000:]
-    return result
+    return run.ended_well()
 
 
 def assert_went_and_came_whole(result: Result, killed: str) -> None:
@@ -102,8 +100,7 @@ def test_plain_iterators_of_a_replica_rest_while_it_is_out(launch: Launch, tmp_p
     run = launch(shape=WIDE, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job))
     run.hear("newcomer", 2)
     (folder / "go").touch()
-    result = run.finish()
-    assert result.code == 0, result.output[-6000:]
+    result = run.ended_well()
     fewer = {event["step"]: event["contributed"] for event in result.of("committed") if "contributed" in event}
     assert fewer and set(map(tuple, fewer.values())) == {(0, 2)} and max(fewer) < steps
     assert not [event for event in result.of("data") if "retired" in event], "nobody draws for it"

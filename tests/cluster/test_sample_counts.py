@@ -22,8 +22,7 @@ def counts(launch, tmp_path):
 
     def run(*faults: str, **wrap: object) -> dict[str, torch.Tensor]:
         job = {"folder": str(tmp_path / "run0"), "faults": faults, "steps": STEPS, "wrap": wrap}
-        result = launch(script=COUNT, RECYCLE_TEST_COUNT=json.dumps(job)).finish()
-        assert result.code == 0, result.output[-6000:]
+        launch(script=COUNT, RECYCLE_TEST_COUNT=json.dumps(job)).ended_well()
         paths = sorted((tmp_path / "run0" / "rows").iterdir())
         return {path.stem: -SHARE * torch.load(path).flatten() for path in paths}
 

@@ -41,8 +41,7 @@ def undisturbed(request, vehicle, known, tmp_path_factory):
         folder = tmp_path_factory.mktemp("undisturbed")
         plan = json.dumps({"folder": str(folder / "saved"), "save_at": SAVES})
         with launching(request.getfixturevalue(vehicle.server), folder, vehicle=vehicle) as launch:
-            result = launch(f"steps={STEPS}", script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=plan).finish()
-        assert result.code == 0, result.output[-6000:]
+            result = launch(f"steps={STEPS}", script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=plan).ended_well()
         known[vehicle.name] = result.losses, folder / "saved"
     return known[vehicle.name]
 
@@ -111,8 +110,7 @@ def kills(vehicle, deaths: tuple[str, ...]) -> str:
 def test_a_death_while_saving(start, vehicle, undisturbed, tmp_path, deaths):
     """One in the second save, and one in its repetition or in the third one; all three end up whole."""
     losses, like = undisturbed
-    result = start(kills(vehicle, deaths), save_at=SAVES).finish()
-    assert result.code == 0, result.output[-6000:]
+    result = start(kills(vehicle, deaths), save_at=SAVES).ended_well()
     assert len(result.of("lost")) == 2 == len(result.of("fault")), result.output[-6000:]
     assert result.losses == pytest.approx(losses, abs=LOSS_TOLERANCE)
     assert_whole(tmp_path / "saved", like, SAVES[-1])
@@ -227,9 +225,7 @@ def run_until(start, tmp_path):
         job = start("steps=100000", *overrides, until=str(go))
         job.wait_for(lambda: enough(job), "enough checkpoints")
         go.touch()
-        result = job.finish()
-        assert result.code == 0, result.output[-6000:]
-        return result
+        return job.ended_well()
 
     return run
 

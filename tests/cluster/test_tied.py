@@ -195,8 +195,7 @@ def test_a_tied_weight_counts_once_in_the_norm(launch, tmp_path, clip):
     folder = tmp_path / "norms"
     wrap = json.dumps([{"name": "record_norms", "folder": str(folder)}])
     settings = TIED, "optimizer=sgd", "gradient_clipping=0.05", f"recycle.clip={clip}"
-    result = launch(*settings, faults("kill 1.1 before 1TIE@6"), script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
-    assert result.code == 0, result.output[-6000:]
+    result = launch(*settings, faults("kill 1.1 before 1TIE@6"), script=WRAPPED, RECYCLE_TEST_WRAP=wrap).ended_well()
     rows = {
         rank: [tuple(map(float, line.split())) for line in (folder / f"rank{rank}.txt").read_text().splitlines()]
         for rank in result.records
@@ -242,8 +241,7 @@ def test_copies_are_compared_over_the_stages(launch, reference):
 )
 def test_a_part_left_out_or_counted_twice_would_be_seen(launch, reference, stage, factor):
     wrap = json.dumps({"name": "scale_tied", "stage": stage, "factor": factor})
-    result = launch(TIED, faults("kill 0.1 before 1TIE@10"), script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
-    assert result.code == 0, result.output[-6000:]
+    result = launch(TIED, faults("kill 0.1 before 1TIE@10"), script=WRAPPED, RECYCLE_TEST_WRAP=wrap).ended_well()
     found = difference(result, reference(TIED))
     print(
         f"stage {stage} counted {factor} times: losses differ by {found.loss:.2g}, parameters by {found.parameters:.2g}"

@@ -45,13 +45,17 @@ FOUND_WITHIN = 2000  # seeds, by every mistake, and every rule is needed in one;
 RARE = (65, 114, 123, 147, 166, 236, 262, 302, 359, 504, 542, 585, 690, 750, 858, 1623)
 
 
+def assert_clean(report: campaign.CampaignReport) -> None:
+    assert not report.violations, "\n".join(
+        f"recycle campaign {one.name}: {one.violations}" for one in report.violations
+    )
+
+
 @pytest.mark.timeout(900)  # a whole campaign, on a machine that may do other things beside
 def test_random_failures_need_every_rule_and_break_none(request) -> None:
     seeds = request.config.getoption("--campaign-seeds")
     report = campaign.campaign(range(seeds))
-    assert not report.violations, "\n".join(
-        f"recycle campaign {one.name}: {one.violations}" for one in report.violations
-    )
+    assert_clean(report)
     assert report.seeds == seeds and report.faults > seeds
     assert list(report.exercised) == list(ProtocolRule) and not unneeded(report.exercised, seeds)
     jobs = [seeded.scenario(seed) for seed in range(seeds)]
@@ -99,9 +103,7 @@ def test_every_worker_killed_around_its_instructions() -> None:
     What is run again is what the lost worker had done.
     """
     report = campaign.every_instant(campaign.LOSS, every=73)
-    assert not report.violations, "\n".join(
-        f"recycle campaign {one.name}: {one.violations}" for one in report.violations
-    )
+    assert_clean(report)
     assert report.seeds > 12 and 0 < report.redone_share < 1 / len(campaign.LOSS.job.shape.seats) / 2
 
 
@@ -111,9 +113,7 @@ def test_every_worker_killed_while_another_comes_back() -> None:
     Without a kill it comes back within the steps in which others are killed.
     """
     report = campaign.every_instant(campaign.RETURN, every=397)
-    assert not report.violations, "\n".join(
-        f"recycle campaign {one.name}: {one.violations}" for one in report.violations
-    )
+    assert_clean(report)
     assert report.seeds > 6 and report.faults == 2 * report.seeds
     steps, told = campaign.RETURN.steps, {"newcomer": 0, "rejoined": 0}
     for line in campaign.run("x", campaign.RETURN.job).story:
@@ -126,9 +126,7 @@ def test_every_worker_killed_while_another_comes_back() -> None:
 def test_every_worker_killed_while_a_stage_is_replayed() -> None:
     """A sample, of instructions that are replayed and others; all of them with ``recycle campaign --every-replay``."""
     report = campaign.every_instant(campaign.REPLAY, every=37)
-    assert not report.violations, "\n".join(
-        f"recycle campaign {one.name}: {one.violations}" for one in report.violations
-    )
+    assert_clean(report)
     assert report.seeds > 10 and report.exercised[ProtocolRule.REPLAYED] > report.seeds
     moments = campaign.REPLAY.moments()
     assert {"kill 0.1#1 after 1W0.3@3", "kill 0.0 at recovery.parked:1", "kill 0.2 before 2STEP@4"} <= set(moments)
@@ -144,9 +142,7 @@ def test_a_newcomers_only_source_killed_at_each_point_of_serving_it(monkeypatch)
 def test_every_worker_killed_while_a_batch_is_smaller() -> None:
     """A sample, with a replica out, and coming back; all of them with ``recycle campaign --every-shrink``."""
     report = campaign.every_instant(campaign.SHRINK, every=331)
-    assert not report.violations, "\n".join(
-        f"recycle campaign {one.name}: {one.violations}" for one in report.violations
-    )
+    assert_clean(report)
     assert report.seeds > 15 and report.exercised[ProtocolRule.SHRUNK] > report.seeds
     assert report.exercised[ProtocolRule.MADE_VOID] and report.exercised[ProtocolRule.WHOLE_RETURNED]
 
@@ -154,9 +150,7 @@ def test_every_worker_killed_while_a_batch_is_smaller() -> None:
 def test_every_rank_killed_while_scripts_push_micro_batches() -> None:
     """A sample, with a replica out, and coming back; all of them with ``recycle campaign --every-push``."""
     report = campaign.every_instant(campaign.PUSH, every=67)
-    assert not report.violations, "\n".join(
-        f"recycle campaign {one.name}: {one.violations}" for one in report.violations
-    )
+    assert_clean(report)
     assert report.seeds > 5 and report.exercised[ProtocolRule.PUSHED_RETURNED] >= report.seeds
     assert report.exercised[ProtocolRule.BOUNDARY_MOVED]
 
@@ -373,9 +367,7 @@ def test_a_seat_comes_back_when_all_its_shards_have_caught_up(monkeypatch) -> No
 def test_confused_workers_cost_only_themselves() -> None:
     """A few; more of them with ``recycle campaign --confused``."""
     report = campaign.confused(range(CONFUSED_SEEDS))
-    assert not report.violations, "\n".join(
-        f"recycle campaign {one.name}: {one.violations}" for one in report.violations
-    )
+    assert_clean(report)
     assert report.exercised[ProtocolRule.REFUSED_WORD] and report.exercised[ProtocolRule.CONFUSED]
 
 

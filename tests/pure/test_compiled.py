@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from recycle_plugin.core.vocabulary import program
 from recycle_plugin.planner import compiled as how
+from tests.support.loaded import loaded
 
 
 def hits(path: Path) -> int:
     """How often what was compiled before is used for the function in ``path``."""
-    spec = importlib.util.spec_from_file_location("loops", path)
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    double = how.compiled(module.double)
+    double = how.compiled(loaded(path, "loops").double)
     assert double(21) == 42
     return sum(double.stats.cache_hits.values())
 

@@ -32,26 +32,14 @@ from recycle_plugin.core.messages.from_workers import Heartbeat, Note, Ready, St
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import MESSAGES
 from recycle_plugin.core.messages.typed import DEEPEST, Unreadable, form_of, names_of, read, values
-from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
-from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member
 from recycle_plugin.core.vocabulary.topology import Topology
-from tests.support.membership import job, member
+from tests.support.membership import RICH, job, member
 
 VERSION = CONTROL.version
-RICH = job(
-    ties=((0, 1),),
-    costs=CostModel((1, 2), (3, 4), (5, 6), slowness=((Seat(1, 0), 150),)),
-    policy=Policy(activation_cap=(2, 3), block=None),
-    max_slowdown=0.5,
-    keep_bytes=7,
-    clipping=1,
-    arithmetic="torch",
-    seed=1 << 70,
-)
 texts = st.text(st.characters(codec=None), max_size=8)  # lone surrogates too, which paths and errors may have in them
 numbers = st.one_of(st.floats(), st.integers())
 plain = st.recursive(

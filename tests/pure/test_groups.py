@@ -8,9 +8,9 @@ from collections.abc import Collection
 import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, SupervisorOf
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.state_dump import dump, load
-from recycle_plugin.core.messages.from_coordinator import Fence, Generation, HashAfter, Restart, Resume, Serve
+from recycle_plugin.core.messages.from_coordinator import Fence, Generation, HashAfter, Resume, Serve
 from recycle_plugin.core.messages.from_workers import (
     CatchUp,
     CaughtUp,
@@ -25,7 +25,7 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
-from tests.support.membership import job, said, step
+from tests.support.membership import job, orders, said, step
 
 SEAT, HALVES, STAYING = Seat(0, 1), (4, 5), (0, 1, 2, 3, 6, 7)
 BACK = [WorkerId(rank, 1) for rank in HALVES]
@@ -60,12 +60,6 @@ def applied(membership: Membership, generation: int, number: int) -> None:
 
 def dies(membership: Membership, worker: WorkerId) -> CoordinatorOutput:
     return membership.receive(Exited(worker.rank, -9, 0.0, incarnation=worker.incarnation), 0.0)
-
-
-def restarts(out: CoordinatorOutput) -> list[tuple[int, int, float]]:
-    found = [(whom, one) for whom, one in out.messages if isinstance(one, Restart)]
-    assert all(whom == SupervisorOf(one.rank) for whom, one in found)
-    return [(one.rank, one.incarnation, one.after_s) for _, one in found]
 
 
 def fenced(out: CoordinatorOutput) -> set[WorkerId]:
@@ -126,8 +120,8 @@ def compared() -> Membership:
 def test_the_processes_of_a_lost_seat_are_started_again_once_all_of_them_are_dead():
     membership = begun()
     out = dies(membership, WorkerId(4))
-    assert fenced(out) == {WorkerId(5)} and restarts(out) == []
-    assert restarts(dies(membership, WorkerId(5))) == [(4, 1, 1.0), (5, 1, 1.0)]
+    assert fenced(out) == {WorkerId(5)} and orders(out) == []
+    assert orders(dies(membership, WorkerId(5))) == [(4, 1, 1.0), (5, 1, 1.0)]
 
 
 @pytest.mark.parametrize("dead", BACK)
@@ -135,8 +129,8 @@ def test_where_one_of_two_newcomers_dies_the_other_is_ended_and_they_count_as_on
     membership = following()
     (other,) = {*BACK} - {dead}
     out = dies(membership, dead)
-    assert fenced(out) == {other} and restarts(out) == [] and not membership.course.joining
-    assert restarts(dies(membership, other)) == [(4, 2, 2.0), (5, 2, 2.0)], "as after one in vain, and not two"
+    assert fenced(out) == {other} and orders(out) == [] and not membership.course.joining
+    assert orders(dies(membership, other)) == [(4, 2, 2.0), (5, 2, 2.0)], "as after one in vain, and not two"
     assert len(membership.roster) == 6 and membership.ended is None
 
 
@@ -145,7 +139,7 @@ def test_one_that_has_not_come_yet_is_not_waited_for():
     membership = lost()
     come(membership, BACK[:1])
     out = dies(membership, BACK[0])
-    assert fenced(out) == {BACK[1]} and restarts(out) == [(4, 2, 2.0), (5, 2, 2.0)]
+    assert fenced(out) == {BACK[1]} and orders(out) == [(4, 2, 2.0), (5, 2, 2.0)]
     assert dies(membership, BACK[1]) == CoordinatorOutput(), "old news"
 
 
@@ -197,7 +191,7 @@ def test_one_that_has_reported_goes_with_the_other_before_that_is_in_force():
     out = dies(membership, BACK[0])
     (generation,) = said(out, Generation)
     assert BACK[1] in fenced(out) and generation.roster.ranks == {*STAYING}
-    assert restarts(dies(membership, BACK[1])) == [(4, 2, 2.0), (5, 2, 2.0)]
+    assert orders(dies(membership, BACK[1])) == [(4, 2, 2.0), (5, 2, 2.0)]
     assert said(report(membership, 3, 4, [WorkerId(rank) for rank in STAYING]), Resume)
 
 
@@ -221,7 +215,7 @@ def test_who_leaves_takes_the_others_of_its_seat_along():
     report(membership, 1, 2, [WorkerId(rank) for rank in STAYING])
     for rank in HALVES:
         membership.receive(Left(rank, planned=True), 0.0)
-        assert restarts(membership.receive(Exited(rank, 0, 0.0), 0.0)) == []
+        assert orders(membership.receive(Exited(rank, 0, 0.0), 0.0)) == []
     assert membership.empty == {*HALVES} and membership.ended is None
 
 
@@ -231,7 +225,7 @@ def test_a_joiner_takes_one_place_and_the_others_supervisor_starts_its_own_again
     dies(membership, WorkerId(5))
     membership.supervisor(4, False, 0.0)
     out = membership.join(1, "x", True, 0.5)
-    assert restarts(out) == [(4, 2, 0.0)], "the other one is on its way"
+    assert orders(out) == [(4, 2, 0.0)], "the other one is on its way"
 
 
 def test_all_of_it_survives_being_written_down():

@@ -14,20 +14,9 @@ from recycle_plugin.core.messages.from_workers import Ready
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.typed import read
 from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.observability.run_history import RunHistory
-from tests.support.membership import job, member, said
-
-RICH = job(
-    ties=((0, 1),),
-    costs=CostModel((1, 2), (3, 4), (5, 6), slowness=((Seat(1, 0), 150),)),
-    policy=Policy(activation_cap=(2, 3), block=None),
-    max_slowdown=0.5,
-    keep_bytes=7,
-    clipping=1,
-    arithmetic="torch",
-)
+from tests.support.membership import RICH, job, member, said
 
 
 def over_json(record: dict) -> dict:

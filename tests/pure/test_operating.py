@@ -7,14 +7,14 @@ import json
 import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput, Joiner, SupervisorOf
+from recycle_plugin.core.coordinator.output import CoordinatorOutput, Joiner
 from recycle_plugin.core.coordinator.state_dump import dump, load
-from recycle_plugin.core.messages.from_coordinator import Answer, Fence, Generation, Refused, Restart, Seated, Stay
+from recycle_plugin.core.messages.from_coordinator import Answer, Fence, Generation, Refused, Seated, Stay
 from recycle_plugin.core.messages.from_operators import AskAdmit, AskDrain, AskLeave
 from recycle_plugin.core.messages.from_workers import Exited, Leaving, Left, Ready, SurvivorReport, Terminate
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from tests.support.membership import agree, job, member, said, step
+from tests.support.membership import agree, job, member, orders, said, step
 
 HOSTS = ("alpha", "beta", "alpha", "beta")  # by rank: one replica each
 
@@ -59,12 +59,6 @@ def goes(membership: Membership, *ranks: int) -> None:
         membership.receive(Left(rank, planned=True), 0.0)
         membership.receive(Exited(rank, 0, 0.0), 0.0)
     assert sorted(worker.rank for worker in membership.roster.workers) == rest
-
-
-def orders(out: CoordinatorOutput) -> list[tuple[int, int, float]]:
-    found = [(whom, one) for whom, one in out.messages if isinstance(one, Restart)]
-    assert all(whom == SupervisorOf(one.rank) for whom, one in found)
-    return [(one.rank, one.incarnation, one.after_s) for _, one in found]
 
 
 def dies(membership: Membership, rank: int = 2, incarnation: int = 0) -> CoordinatorOutput:

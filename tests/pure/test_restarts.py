@@ -10,7 +10,7 @@ import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.newcomer_watch import NewcomerWatch
-from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput, Joiner, SupervisorOf
+from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput, Joiner
 from recycle_plugin.core.coordinator.restarts import Restarts
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.activity import ELSEWHERE
@@ -33,7 +33,7 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from tests.support.membership import agree, job, member, said, started, step
+from tests.support.membership import agree, job, member, orders, said, started, step
 from tests.support.played import DEADLINE_S, IDLE_S, Played
 
 NEXT = WorkerId(2, 1)
@@ -41,13 +41,6 @@ NEXT = WorkerId(2, 1)
 
 def dies(membership: Membership, incarnation: int = 0, now: float = 10.0, rank: int = 2, code: int = -9):
     return membership.receive(Exited(rank, code, now, incarnation=incarnation), now)
-
-
-def orders(out: CoordinatorOutput) -> list[tuple[int, int, float]]:
-    """(rank, incarnation, seconds) of all that are to be started, each said to that rank's supervisor alone."""
-    found = [(whom, one) for whom, one in out.messages if isinstance(one, Restart)]
-    assert all(whom == SupervisorOf(one.rank) for whom, one in found)
-    return [(one.rank, one.incarnation, one.after_s) for _, one in found]
 
 
 def kinds(out: CoordinatorOutput, *wanted: str) -> list[str]:

@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import plan
 from recycle_plugin.simulator import Deadlock, predict, simulate, train
 from recycle_plugin.simulator.campaign import initial_weights
-from tests.support.planned import EXAMPLE, LOST, STOCK, UNIT, jobs
+from tests.support.planned import EXAMPLE, LOST, STOCK, UNIT, crossed, jobs
 
 WEIGHTS = (3, 5, 7, 11)
 
@@ -49,20 +48,11 @@ def test_transfers_take_time_and_nobody() -> None:
 
 
 def test_deadlock_says_who_waits_for_what() -> None:
-    good = plan(Topology(1, 2, 2).full(), CostModel.uniform(2), Policy())
-
-    def program(text: str) -> tuple[Instruction, ...]:
-        return tuple(map(Instruction.parse, text.split()))
-
-    crossed = {
-        Seat(0, 0): program("0F0.1 0I0.1 0W0.1 0F0.0 0I0.0 0W0.0 0REDUCE 0STEP"),
-        Seat(0, 1): program("1F0.0 1I0.0 1W0.0 1F0.1 1I0.1 1W0.1 1REDUCE 1STEP"),
-    }
     with pytest.raises(
         Deadlock,
         match="0.0 waits for grad of stage 1, micro-batch 0.1, step 0; 0.1 waits for act of stage 0, micro-batch 0.0",
     ):
-        simulate(replace(good, programs=crossed), CostModel.uniform(2))
+        simulate(crossed(), CostModel.uniform(2))
 
 
 @given(jobs(), st.integers(1, 3))

@@ -11,7 +11,7 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.planner import VerificationError, plan, verify
 from recycle_plugin.render.grid import draw_error
-from tests.support.planned import EXAMPLE, LOST, UNIT
+from tests.support.planned import EXAMPLE, LOST, UNIT, crossed
 
 GOOD = plan(EXAMPLE.full().without(LOST), UNIT, Policy(activation_cap=8))
 SEAT = Seat(0, 2)
@@ -69,21 +69,8 @@ def test_broken_plans_are_refused(what: str) -> None:
 
 
 def test_programs_that_wait_for_each_other_are_refused() -> None:
-    """Stage 0 wants a gradient of micro-batch 1 before it forwards 0; stage 1 needs 0 before 1."""
-    from recycle_plugin.core.vocabulary.cost import CostModel
-    from recycle_plugin.core.vocabulary.topology import Topology
-
-    good = plan(Topology(1, 2, 2).full(), CostModel.uniform(2), Policy())
-
-    def program(text: str) -> tuple[Instruction, ...]:
-        return tuple(map(Instruction.parse, text.split()))
-
-    crossed = {
-        Seat(0, 0): program("0F0.1 0I0.1 0W0.1 0F0.0 0I0.0 0W0.0 0REDUCE 0STEP"),
-        Seat(0, 1): program("1F0.0 1I0.0 1W0.0 1F0.1 1I0.1 1W0.1 1REDUCE 1STEP"),
-    }
     with pytest.raises(VerificationError, match="0.0 waits before 0I0.1; 0.1 waits before 1F0.0"):
-        verify(replace(good, programs=crossed))
+        verify(crossed())
 
 
 def test_errors_draw_the_grid(golden) -> None:

@@ -6,7 +6,6 @@ A process that has it can't get rid of it, and other tests are to find none.  Te
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import multiprocessing
 import traceback
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support import standin_build
+from tests.support.loaded import loaded
 
 TEST_S = 100.0
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -64,10 +64,7 @@ def in_child(ends: Connection, path: str, function: str, given: dict[str, Any]) 
     try:
         from tests.support import standin
 
-        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        test = getattr(module, function)
+        test = getattr(loaded(Path(path)), function)
         test(**given | ({"standin": standin} if "standin" in inspect.signature(test).parameters else {}))
         ends.send("\n".join(standin.violations()))
     except BaseException:

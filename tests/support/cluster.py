@@ -363,6 +363,11 @@ class Run:
         }
         return Result(code, self.output, self.events(), records, self.folder, self.pids())
 
+    def ended_well(self) -> Result:
+        result = self.finish()
+        assert result.code == 0, result.output[-8000:]
+        return result
+
     def clean(self) -> list[str]:
         """Kill what is left of the run; returns what should not have been there any more: processes, sockets, shared
         memory.

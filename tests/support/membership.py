@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import CoordinatorOutput
-from recycle_plugin.core.messages.from_coordinator import Resume
+from recycle_plugin.core.coordinator.output import CoordinatorOutput, SupervisorOf
+from recycle_plugin.core.messages.from_coordinator import Restart, Resume
 from recycle_plugin.core.messages.from_workers import Ready, Stepped, SurvivorReport
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.cost import CostModel
@@ -84,3 +84,22 @@ def step(membership: Membership, generation: int, number: int, ranks: range | li
 
 def said(out: CoordinatorOutput, kind: type) -> list:
     return [message for _, message in out.messages if isinstance(message, kind)]
+
+
+def orders(out: CoordinatorOutput) -> list[tuple[int, int, float]]:
+    """(rank, incarnation, seconds) of all that are to be started, each said to that rank's supervisor alone."""
+    found = [(whom, one) for whom, one in out.messages if isinstance(one, Restart)]
+    assert all(whom == SupervisorOf(one.rank) for whom, one in found)
+    return [(one.rank, one.incarnation, one.after_s) for _, one in found]
+
+
+RICH = job(
+    ties=((0, 1),),
+    costs=CostModel((1, 2), (3, 4), (5, 6), slowness=((Seat(1, 0), 150),)),
+    policy=Policy(activation_cap=(2, 3), block=None),
+    max_slowdown=0.5,
+    keep_bytes=7,
+    clipping=1,
+    arithmetic="torch",
+    seed=1 << 70,
+)

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology, tied
+from recycle_plugin.planner import plan
 
 EXAMPLE = Topology(replicas=3, stages=4, micro_batches=6)
 LOST = Seat(1, 2)
@@ -37,6 +39,19 @@ def views(draw: st.DrawFn, replicas: int = 3, stages: int = 4, micro_batches: in
         gone = draw(st.sets(st.integers(0, topology.replicas - 1), max_size=topology.replicas - 1))
         lost += [Seat(replica, stage) for replica in gone]
     return topology.full().without(*lost)
+
+
+def crossed() -> Plan:
+    """Stage 0 wants a gradient of micro-batch 1 before it forwards 0; stage 1 needs 0 before 1."""
+    programs = (
+        "0F0.1 0I0.1 0W0.1 0F0.0 0I0.0 0W0.0 0REDUCE 0STEP",
+        "1F0.0 1I0.0 1W0.0 1F0.1 1I0.1 1W0.1 1REDUCE 1STEP",
+    )
+    good = plan(Topology(1, 2, 2).full(), CostModel.uniform(2), Policy())
+    return replace(
+        good,
+        programs={Seat(0, stage): tuple(map(Instruction.parse, text.split())) for stage, text in enumerate(programs)},
+    )
 
 
 def costs(stages: int) -> st.SearchStrategy[CostModel]:

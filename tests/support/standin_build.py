@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import os
 import shutil
 import tempfile
@@ -16,6 +15,8 @@ from types import ModuleType
 
 import torch
 
+from tests.support.loaded import loaded
+
 HERE = Path(__file__).parent / "standin"
 SOURCES = sorted(HERE.glob("*.cpp"))
 BUILD_S = 600.0  # how long to wait for another process that builds
@@ -25,10 +26,7 @@ FLAGS = ("-O1", "-g0", "-DNDEBUG", "-Wall", "-Wno-unknown-pragmas")
 
 def native() -> ModuleType:
     """Load the extension, built unless this version of it has been before: from then on torch has the device."""
-    spec = importlib.util.spec_from_file_location(NAME, built())
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(built(), NAME)
 
 
 def built() -> Path:
