@@ -30,7 +30,9 @@ class Free(Plain):
 @pytest.mark.parametrize("kind", [Plain, Free, torch.optim.SGD])
 def test_an_optimizer_that_steps_without_arguments_is_taken(kind):
     module = nn.Linear(2, 2)
-    check_optimizer(module, kind(module.parameters()))
+    check_optimizer(module, optimizer := kind(module.parameters()))
+    torch.optim.lr_scheduler.LinearLR(optimizer)  # which puts a function of its own in the place of step()
+    check_optimizer(module, optimizer)
 
 
 @pytest.mark.parametrize("kind", [Closing, torch.optim.LBFGS])

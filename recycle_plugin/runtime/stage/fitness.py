@@ -5,7 +5,6 @@ in.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ def check_optimizer(module: torch.nn.Module, optimizer: Any) -> None:
             f"the optimizer is a {type(optimizer).__name__}: give one of torch's, or of a class that is made from "
             "torch.optim.Optimizer"
         )
-    if missing := _missing(optimizer.step):
+    if missing := _missing(optimizer):
         raise RecycleError(
             f"{type(optimizer).__name__}.step() needs {missing!r}, such as a closure that computes losses of its own, "
             "which are not summed over replicas: use another optimizer"
@@ -80,15 +79,19 @@ def check_scheduler(scheduler: Any) -> None:
             f"the scheduler is a {type(scheduler).__name__}, without a step(): give an object as those of "
             "torch.optim.lr_scheduler are"
         )
-    if missing := _missing(scheduler.step):
+    if missing := _missing(scheduler):
         raise RecycleError(
             f"{type(scheduler).__name__}.step() needs {missing!r}, which a step does not know: give no scheduler=, and "
             "call its step() between steps"
         )
 
 
-def _missing(step: Callable[..., Any]) -> str | None:
-    """The first argument without which ``step`` can't be called, None where there is none."""
+def _missing(steps: Any) -> str | None:
+    """The first argument without which ``steps.step()`` can't be called, None where there is none.
+
+    The class's method is asked: a scheduler of torch's puts a function with ``self`` in its place in the object.
+    """
+    method = inspect.signature(getattr(type(steps), "step", lambda _: None)).parameters.values()
     kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    needed = (each for each in inspect.signature(step).parameters.values() if each.default is each.empty)
+    needed = (each for each in [*method][1:] if each.default is each.empty)
     return next((each.name for each in needed if each.kind not in kinds), None)
