@@ -244,6 +244,13 @@ def test_a_scripts_own_backward_survives_its_peers(launch: Launch, kill, more):
     assert everything <= {tuple(each) for record in result.records.values() for each in record["computed"]}
 
 
+def test_a_sum_between_steps_goes_by_the_setting(launch: Launch):
+    more = "sums=true", "recycle={group_sums: scale, rejoin: never}", faults("kill 1.0 before 0REDUCE@3")
+    result = launch(*more, shape=Shape(3, 1, 1), script=LOOP).finish()
+    assert result.code == 0 and result.records.keys() == {0, 2}, result.output[-6000:]
+    assert {tuple(record["sums"]) for record in result.records.values()} == {(3.0,) * 6}
+
+
 @pytest.mark.parametrize(
     "wrong, said",
     [
@@ -253,7 +260,7 @@ def test_a_scripts_own_backward_survives_its_peers(launch: Launch, kill, more):
         ("wrong=step", "0.weight is changed by each call of compute()"),
         ("wrong=statistics", "0.parametrizations.weight.0._u is changed by each call of compute()"),
         ("wrong=optimizer", "the optimizer has a parameter of shape (5, 3) that is not in the module"),
-        ("wrong=closure", "LBFGS computes losses of its own in each step, by a closure"),
+        ("wrong=closure", "LBFGS.step() needs 'closure', such as a closure that computes losses of its own"),
         ("wrong=second", "a second engine, pipeline or set of replicas in this process"),
         ("recycle.exact=true", "recycle.exact with a backward that the script calls"),
         ("recycle.split_backward=true", "recycle.split_backward: a backward that the script calls is not split"),

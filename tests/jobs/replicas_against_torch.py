@@ -1,7 +1,8 @@
 """A script that runs forward and backward itself, and the same training in one process: each rank writes both losses,
 and by how much its weights differ.
 
-Overrides as in plain.py; ``wrong``: what is refused; ``kept=true``: gradients are made in memory that the script keeps.
+Overrides as in plain.py; ``wrong``: what is refused; ``kept=true``: gradients are made in memory that the script keeps;
+``sums=true``: the script counts the ranks behind each step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from recycle_plugin.adapters.plain import Replicas
 
 WIDTH, STEPS = 8, 6
 job = OmegaConf.merge(
-    {"gradient_clipping": 0.0, "wrong": "", "kept": False, "recycle": {}}, OmegaConf.from_dotlist(sys.argv[1:])
+    {"gradient_clipping": 0.0, "wrong": "", "kept": False, "sums": False, "recycle": {}},
+    OmegaConf.from_dotlist(sys.argv[1:]),
 )
 replicas, micro_batches = job.topology.replicas, job.topology.micro_batches
 computed = []
@@ -86,7 +88,12 @@ trained = Replicas(
 )
 if job.wrong == "second":
     Replicas(*make(1)[:2], compute)
-losses = [trained.step() for _ in range(STEPS)]
+losses, sums = [], []
+for _ in range(STEPS):
+    losses.append(trained.step())
+    if job.sums:
+        torch.distributed.all_reduce(count := torch.ones(()))
+        sums.append(count.item())
 expected, other = alone()
 differ = max(
     (mine - theirs).abs().max().item() for mine, theirs in zip(model.parameters(), other.parameters(), strict=True)
@@ -96,6 +103,7 @@ record = {
     "alone": {"losses": expected},
     "weights_differ": differ,
     "computed": computed,
+    "sums": sums,
     "undo_bytes": trained._trainer._parts.stepping._undo.held_bytes,
 }
 endings.leave(job.run_dir, record)

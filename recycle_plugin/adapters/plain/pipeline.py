@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, settings_of
+from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, session_with, settings_of
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.place import meet
-from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.devices.kinds import own_device
 from recycle_plugin.runtime.movers.batches import packed
@@ -81,8 +80,7 @@ class Pipeline(PlainJob):
                 f"optimizer is a {type(optimizer).__name__}: give a function that makes one for a stage's parameters, "
                 "lambda parameters: torch.optim.SGD(parameters, …)"
             )
-        line = session.of_this_process()
-        line.configure(chosen_settings.wait_timeout_s, chosen_settings.regroup_timeout_s, chosen_settings.group_sums)
+        line = session_with(chosen_settings)
         workers = int(os.environ["WORLD_SIZE"])
         cut = _cut(len(layers), stages, workers, parts, shards, chosen_settings.log is not None)
         _refuse_shared(layers, cut)

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, settings_of
+from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, session_with, settings_of
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.place import meet
-from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.worker.ports import Compute
 
 
@@ -46,7 +45,7 @@ class Replicas(PlainJob):
                 "recycle.split_backward: a backward that the script calls is not split; leave it out, or set it to "
                 "false"
             )
-        line, workers = session.of_this_process(), int(os.environ["WORLD_SIZE"])
+        line, workers = session_with(chosen), int(os.environ["WORLD_SIZE"])
         if workers < 2:
             raise RecycleError(
                 "one worker: start at least 2, since a lost one needs another to take its micro-batches: python -m "

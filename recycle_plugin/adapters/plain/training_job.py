@@ -16,6 +16,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.place import Place, make_alike
+from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.devices.port import Device
@@ -47,6 +48,13 @@ def settings_of(section: Mapping[str, Any] | None, **defaults: Any) -> Settings:
             'recycle.norm is "deepspeed": a plain job clips by the true norm over all stages; leave it out'
         )
     return chosen
+
+
+def session_with(settings: Settings) -> Session:
+    """The session of this process, which goes by ``settings`` from now on."""
+    line = session.of_this_process()
+    line.configure(settings.wait_timeout_s, settings.regroup_timeout_s, settings.group_sums)
+    return line
 
 
 def check_numbers(**given: Any) -> None:
