@@ -391,7 +391,8 @@ class Watcher:
             if held is not None and step <= self.steps + 1:
                 if step - 1 > self._committed:
                     self._follow(step - 1, step - 1)
-                moments = tuple(worker.numbers.moments.values())
+                changed_for, moments = worker.numbers.unchanged
+                moments = moments if changed_for == step else tuple(worker.numbers.moments.values())
                 if self._moments.setdefault((worker.seat.stage, worker.held.shard, step), moments) != moments:
                     self.say(f"seat {worker.seat} has other moments behind step {step - 1} than its stage's others")
                 if not self.rounds and held != self.reference.weights[step][worker.seat.stage]:
@@ -567,6 +568,9 @@ class Watcher:
         for rank, cause in lost.items():
             if cause == Cause.CONFUSED.value and rank not in confused:
                 self.say(f"seat {cluster.workers[rank].seat} is taken for confused, and is not")
+        for text in [event.text for _, event in cluster.events if event.kind in ("lost", "turned_down")]:
+            if "unlike" in text and not confused:
+                self.say(f"a state was hashed or followed wrongly: {text}")
         scenario = cluster.scenario
         if scenario.faults or scenario.heavy or any(each.kind != "confused" for each in scenario.troubles):
             return

@@ -42,7 +42,7 @@ class Numbers:
     The weights of all shards of a stage are equal, so that one reference does for them; the moments are not.
 
     ``rate``: the learning rate, which the script sets; ``contributing``: which part of the replicas contributes to what
-    is run.
+    is run; ``unchanged``: the moments before the script has changed some for a step.
     """
 
     def __init__(self, scenario: Scenario, seat: Seat, shard: int = 0) -> None:
@@ -54,6 +54,7 @@ class Numbers:
         self._written = 0  # how often parameters were, as torch counts versions
         self._sums: dict[tuple[int, Block], int] = {}  # of weight gradients, by step
         self.moments: dict[str, int] = dict.fromkeys(MOMENTS, shard)  # what an optimizer keeps, which no number shows
+        self.unchanged: tuple[int, tuple[int, ...]] = 0, ()
         self._before: dict[str, int] = {}  # the last step
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:

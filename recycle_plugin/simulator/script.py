@@ -113,11 +113,13 @@ class Script:
         raise Died
 
     def _set_rate(self, step: int, newcomer: Newcomer | None) -> Iterator[Any]:
-        """Sets the learning rate of ``step``, where the script does so: a trainer first finishes what is to be applied
-        with the last one.
+        """Sets the learning rate of ``step`` and changes the state, where the script does so: a trainer first finishes
+        what is to be applied with the last one; what a newcomer's script writes too early is dropped.
         """
         if self._scenario.by_hand and newcomer is None:
             yield from self._loop.settle()
+        if self._scenario.by_hand and not self._scenario.logs and (newcomer is None or newcomer.enters):
+            self._machine.change_for(step)  # of which a log has nothing for who replays a stage
         self._machine.set_for(step)
 
     def _with_data(self, train: Callable[[int], Waits[T]], step: int) -> Waits[T]:

@@ -37,6 +37,7 @@ class SimulatedState:
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
         self._half: str | None = None  # of a unit of which half is read
+        self._watched: tuple[int, dict[str, int]] = -1, {}  # the last step, and moments before the script changed any
         self.applies: Mapping[str, Any] | None = None  # what the step applies that is followed; None: everything
 
     # --- for others --------------------------------------------------------------------------------
@@ -58,9 +59,24 @@ class SimulatedState:
         gradient = self._machine.numbers.gradient(step, self._machine.store)
         return dict.fromkeys(names, gradient)
 
+    def watch(self) -> None:
+        """Watches what the script changes from now on."""
+        self._watched = self._machine.steps.stepped, dict(self._machine.numbers.moments)
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Those of these units that the script has changed since the last step."""
+        step, before = self._watched
+        now = self._machine.numbers.moments if step == self._machine.steps.stepped else before
+        return [name for name in names if now.get(name) != before.get(name)]
+
+    def settings(self) -> int:
+        """The learning rate."""
+        return self._machine.numbers.rate
+
     def digest(self) -> str:
         """What stands for a hash: all numbers."""
-        return " ".join(map(str, (self._weight, *self._machine.numbers.moments.values())))
+        numbers = self._machine.numbers
+        return " ".join(map(str, (self._weight, *numbers.moments.values(), numbers.rate)))
 
     # --- for itself --------------------------------------------------------------------------------
 

@@ -40,10 +40,10 @@ from recycle_plugin.core.worker.stopwatch import Stopwatch
 from recycle_plugin.core.worker.training_loop import StepProgram, TrainingLoop
 from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.simulator import simulated_spec, simulated_sums
-from recycle_plugin.simulator.arithmetic import Batch, rate
+from recycle_plugin.simulator.arithmetic import PRIME, Batch, rate
 from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.helped_stage import HelpedStage, made
-from recycle_plugin.simulator.numbers import Numbers
+from recycle_plugin.simulator.numbers import MOMENTS, Numbers
 from recycle_plugin.simulator.plain import PlainIterator
 from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Trouble
 from recycle_plugin.simulator.script import Died
@@ -387,6 +387,10 @@ class SimulatedMachine(Replaying):
         """Sends the hash of the state after ``step``."""
         self.send(StateHash(self.rank, step, self.shared.digest()))
 
+    def watch_state(self) -> None:
+        """Watches what the script changes from now on."""
+        self.shared.watch()
+
     def finish_hash(self) -> None:
         """Returns at once: hashes are made in no time."""
 
@@ -435,6 +439,12 @@ class SimulatedMachine(Replaying):
     def set_for(self, step: int) -> None:
         """Sets what the script sets for ``step``."""
         self.numbers.rate = rate(step, self.cluster.scenario.by_hand)
+
+    def change_for(self, step: int) -> None:
+        """Changes a moment in place, as a script may before ``step``; twice is not once."""
+        moments = self.numbers.moments
+        self.numbers.unchanged = step, tuple(moments.values())
+        moments[MOMENTS[0]] = (5 * moments[MOMENTS[0]] + step) % PRIME
 
     def go_by(self, share: LiveShare) -> None:
         """Takes which part of the replicas contributes from now on."""

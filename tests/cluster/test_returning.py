@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,8 +17,12 @@ from tests.support.cluster import ForkServer, Result
 from tests.support.jobs import Shape
 from tests.support.launching import Launch, launching
 
-DOES = ("rates", "wrapped", "numpy", "frozen", "averages", "zero_grad")
+DOES = ("rates", "clamped", "wrapped", "numpy", "frozen", "averages", "zero_grad")
 PAIRS = tuple("+".join(pair) for pair in combinations(DOES, 2))
+JOBS = [
+    *product(DOES, (2, 3), ("fp32", "bf16")),
+    *Random("pairs").sample([*product(PAIRS, (2, 3), ("fp32", "bf16"))], 30),
+]
 
 
 def trained(launch: Launch, folder: Path, does: str, replicas: int, bf16: bool, *kills: str) -> tuple[Result, dict]:
@@ -53,10 +58,9 @@ def calm(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 @pytest.mark.some_of(4)
-@pytest.mark.parametrize("bf16", (False, True), ids=("fp32", "bf16"))
-@pytest.mark.parametrize("replicas", (2, 3))
-@pytest.mark.parametrize("does", (*DOES, *PAIRS))
-def test_what_a_script_does_between_steps_comes_back_too(launch, calm, tmp_path, does, replicas, bf16):
+@pytest.mark.parametrize(("does", "replicas", "dtype"), JOBS)
+def test_what_a_script_does_between_steps_comes_back_too(launch, calm, tmp_path, does, replicas, dtype):
+    bf16 = dtype == "bf16"
     result, saw = trained(launch, tmp_path / "run0", does, replicas, bf16, "kill 1.1 before 1F1.0@5")
     assert (
         ["1.1"] == [event["seat"] for event in result.of("lost")] == [event["seat"] for event in result.of("rejoined")]

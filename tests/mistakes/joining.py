@@ -20,7 +20,8 @@ from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.serving import Serving, Servings
-from recycle_plugin.simulator.simulated_state import Pipe
+from recycle_plugin.core.worker.worker import Worker
+from recycle_plugin.simulator.simulated_state import Pipe, SimulatedState
 from recycle_plugin.simulator.simulated_worker import SimulatedMachine
 from tests.mistakes import mistake
 
@@ -166,6 +167,22 @@ def drawn_of_lost(monkeypatch) -> None:
 @mistake("the places that ends say with their steps are not kept", seen=622)
 def place_not_kept(monkeypatch) -> None:
     monkeypatch.setattr(Places, "stepped", lambda self, message, replica: None)
+
+
+@mistake("the state after a step is hashed while scripts may still change it", seen=2179)
+def hashed_between(monkeypatch) -> None:
+    always = property(lambda self: self._steps.stepped + 1, lambda self, step: None)
+    monkeypatch.setattr(Worker, "_final", always, raising=False)
+
+
+@mistake("what a source's script has changed is not sent again", seen=2179)
+def changed_unseen(monkeypatch) -> None:
+    monkeypatch.setattr(SimulatedState, "changed", lambda self, names: [])
+
+
+@mistake("what a newcomer's script changes before the first step that it trains is dropped", seen=2179)
+def dropped_as_it_enters(monkeypatch) -> None:
+    monkeypatch.setattr(Newcomer, "enters", False)
 
 
 @mistake("a step is followed with what the script here has set, and not there", seen=2179)

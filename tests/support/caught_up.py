@@ -89,7 +89,7 @@ def caught_up(
 
     def between(source: SteppedWorker, step: int, times: int, summed: bool) -> None:
         for _ in range(times):
-            source.servings.between(step, step, 0, summed, True)
+            source.servings.between(step, step, 0, summed, True, True)
             if chance.random() < 0.3:
                 newcomer.is_at(step)
 
@@ -106,14 +106,14 @@ def caught_up(
         until_whole += 1
         assert until_whole < 1000, "it never gets whole"
         for source in sources:
-            source.servings.between(24, 24, 0, False, True)
+            source.servings.between(24, 24, 0, False, True, True)
     compare(newcomer.worker, sources)
     for step in range(25, 29):
         for source in sources:
             set_by_hand(source, step)
             source.train(step, norms(step), validated)
         for source in sources:
-            source.servings.between(step, step, 0, False, True)
+            source.servings.between(step, step, 0, False, True, True)
         assert newcomer.is_at(step), "it follows"
         compare(newcomer.worker, sources)
     skipped = sum(norm is not None and not math.isfinite(norm) for norm in map(norms, range(1, 29)))

@@ -523,3 +523,34 @@ def test_gradients_are_no_touch() -> None:
     with touch.lifted():
         pass
     assert modes() == []
+
+
+def test_what_a_newcomers_script_writes_is_dropped_and_what_it_reads_is_not_shown() -> None:
+    weight, own = torch.nn.Parameter(torch.full((3,), 0.5)), torch.zeros(3)
+
+    def show() -> None:
+        raise RecycleError("it is not here yet")
+
+    touch = FirstTouch(lambda: [weight], lambda: True, show, lambda: True)
+    with touch.lifted():
+        pass
+    try:
+        with torch.no_grad():
+            for write in (weight.clamp_, weight.data.clamp_, weight.detach().view(-1).clamp_):
+                assert write(-0.1, 0.1).shape == (3,)
+            weight *= 0.0
+            weight.data = own
+            weight[0] = 1.0
+            torch.clamp(weight, 0, 0, out=weight)
+            torch._foreach_zero_([weight])
+            torch.nn.init.zeros_(weight)
+        weight.requires_grad_(True).grad = None
+        torch.optim.SGD([weight], lr=0.1).zero_grad()
+        for read in (lambda: weight + 1, weight.tolist, lambda: weight.norm().item(), lambda: own.copy_(weight)):
+            with pytest.raises(RecycleError, match="not here yet"):
+                read()
+    finally:
+        touch._follows = lambda: False
+        with touch.lifted():
+            pass
+    assert modes() == [] and weight.tolist() == [0.5] * 3

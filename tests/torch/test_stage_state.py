@@ -248,6 +248,33 @@ def test_the_hash_is_not_of_what_replicas_differ_in():
     assert one.state.digest() != other.state.digest()
 
 
+WRITES: dict[str, Callable[[torch.nn.Parameter, torch.optim.Optimizer], object]] = {
+    "weights/0": lambda weight, adam: weight.data.clamp_(-0.5, 0.5),
+    "weights/0, in another order": lambda weight, adam: weight.data.copy_(weight.data.roll(1, 0)),
+    "weights/0, past torch": lambda weight, adam: weight.detach().numpy().__setitem__((2999, 0), 7.0),
+    "optimizer/0/exp_avg": lambda weight, adam: adam.state[weight]["exp_avg"].zero_(),
+    "optimizer/0/exp_avg_sq": lambda weight, adam: adam.state[weight].pop("exp_avg_sq"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_a_script_changes_between_steps_is_seen_however_it_does_so(write):
+    weight = torch.nn.Parameter(torch.randn(3000, 1, generator=torch.Generator().manual_seed(0)))
+    adam = torch.optim.Adam([weight])
+    weight.grad = torch.ones_like(weight)
+    adam.step()
+    state = of_list([weight], adam)
+    assert state.changed() is None, "nobody has watched"
+    state.watch()
+    assert state.changed() == set() and state.watches
+    state.touched()
+    assert state.changed() == set() and not state.watches
+    WRITES[write](weight, adam)
+    assert write.partition(",")[0] in (changed := state.changed()) and len(changed) <= 2
+    units = Units(state, {"0": weight}, SimpleNamespace())
+    assert units.changed(["0"]) == ["0"] and units.changed([]) == []
+
+
 # --- tensors of all kinds ---------------------------------------------------------------------------
 
 

@@ -157,11 +157,11 @@ def loss_scaler(fp16: Any) -> Scaler:
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
-def counters_part(engine: Any) -> StatePart:
-    """The part of a stage's state that is what stock code counts in a step."""
+def counters_part(engine: Any, names: tuple[str, ...] = COUNTERS) -> StatePart:
+    """The part of a stage's state that is what stock code counts in a step, under these ``names``."""
 
     def count(counts: Mapping[str, int]) -> None:
         for name, value in counts.items():
             setattr(engine, name, value)
 
-    return StatePart("counters", get=lambda: {name: getattr(engine, name) for name in COUNTERS}, set=count)
+    return StatePart("counters", get=lambda: {name: getattr(engine, name) for name in names}, set=count)

@@ -2,9 +2,11 @@
 to it.
 
 A *unit* is a parameter with all that the optimizer keeps for it, so that steps can be applied to it alone.  Each is of
-the state after some committed step.  From then on the source sends what its stage's workers have exchanged in each
-step, the *sums*, and once a step is committed a *marker* that says so.  A stream has its order: when the marker of step
-k is read, the last sums of k before it are those that were applied, whatever was summed, rejected or made again before.
+the state after some committed step, which is what the next STEP finds: a script may change it between the two, and then
+a unit that was sent before comes *again*.  From then on the source sends what its stage's workers have exchanged in
+each step, the *sums*, and once a step is committed a *marker* that says so.  A stream has its order: when the marker of
+step k is read, the last sums of k before it are those that were applied, whatever was summed, rejected or made again
+before.
 """
 
 from __future__ import annotations
@@ -38,11 +40,14 @@ class Head:
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit ``name`` of the state after ``step``; ``value`` None: it was damaged on its way."""
+    """The unit ``name`` of the state after ``step``; ``value`` None: it was damaged on its way.  ``again``: nobody has
+    asked for it, and the source's script has changed it.
+    """
 
     step: int
     name: str
     value: Any
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,9 @@ class Marker:
     """The word that ``step`` is committed, and was applied with regard to ``norm``; what follows is of the state after
     it, or later.
 
-    ``begins``: the first one of its stream, whose step's sums have not come with it.  ``valid_from``: the generation
+    ``begins``: the first one of its stream, whose step's sums have not come with it.  ``ends``: another one of the same
+    step, once the source's script changes the state after it no more; its ``settings`` are then those of the next step.
+    ``valid_from``: the generation
     from which the source's data is valid (core/worker/step_store.py).  ``settings``: what the optimizer had applied it
     with, learning rates and the like, which the source's script may have set for this step; ``share``: which part of
     the replicas has contributed to it.
@@ -74,6 +81,7 @@ class Marker:
     valid_from: int = 0
     settings: Any = None
     share: LiveShare = LiveShare()
+    ends: bool = False
 
 
 @dataclass(frozen=True)

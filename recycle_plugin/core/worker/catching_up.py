@@ -50,8 +50,10 @@ class FilledState(Protocol):
         nothing.
         """
 
-    def hash_after(self, step: int) -> None:
-        """Begins to hash the state, which is that after ``step``; what changes it waits for that."""
+    def hash_after(self, step: int, settings: Any) -> None:
+        """Begins to hash the state, which is that after ``step``, with these ``settings``; what changes it waits for
+        that.
+        """
 
 
 @dataclass
@@ -61,6 +63,7 @@ class _Stream:
     items: deque[Item] = field(default_factory=deque)
     sums: dict[int, dict[str, Any]] = field(default_factory=dict)  # by step
     markers: dict[int, Marker] = field(default_factory=dict)  # by step
+    ends: dict[int, Marker] = field(default_factory=dict)  # those that end a step's changes, by step
 
     def fetch(self) -> bool:
         """Takes what is in the line; returns whether there was anything."""
@@ -72,6 +75,7 @@ class _Stream:
 
     def forget(self, step: int) -> None:
         """Drops what was said of the steps up to ``step``."""
+        self.ends = {each: marker for each, marker in self.ends.items() if each >= step}
         self.markers = {each: marker for each, marker in self.markers.items() if each > step}
         self.sums = {each: sums for each, sums in self.sums.items() if each > step}
 
@@ -141,10 +145,15 @@ class CatchingUp:
             self._drop(source)
 
     def hash_after(self, step: int) -> bool:
-        """Has the state hashed, which is that after ``step``; returns False as long as some of it is still to come."""
-        if self.whole:
-            self._state.hash_after(step)
-        return self.whole
+        """Has the state hashed, which is that after ``step``; returns False as long as some of it is still to come, or
+        what the sources' scripts change of it.
+        """
+        streams = self._streams.values()
+        ends = [stream.ends[step] for stream in streams if step in stream.ends]
+        if not self.whole or not ends or not all(step in each.ends or each.has_passed(step + 1) for each in streams):
+            return False
+        self._state.hash_after(step, ends[0].settings)
+        return True
 
     @property
     def passed(self) -> bool:
@@ -189,7 +198,9 @@ class CatchingUp:
         match item:
             case Marker():
                 stream.at = item.step
-                if not item.begins:
+                if item.ends:
+                    stream.ends[item.step] = item
+                elif not item.begins:
                     stream.markers[item.step] = item
             case Sums():
                 self.followed += item.bytes

@@ -30,6 +30,9 @@ class StateWriter(Protocol):
     def finish_hash(self) -> None:
         """Returns when no hash is being made."""
 
+    def settings(self) -> Any:
+        """What the optimizer applies its next step with."""
+
     def take_settings(self, settings: Any) -> None:
         """Applies steps with another worker's settings from now on."""
 
@@ -61,9 +64,14 @@ class FilledStage:
         self._machine.finish_hash()
         self._machine.write(name, value)
 
-    def hash_after(self, step: int) -> None:
-        """Begins to hash the state, which is that after ``step``; what changes it waits for that."""
+    def hash_after(self, step: int, settings: Any) -> None:
+        """Begins to hash the state, which is that after ``step``, with these ``settings``; what changes it waits for
+        that.  The script here has its own, and changes those.
+        """
+        own = self._machine.settings()
+        self._machine.take_settings(settings)
         self._machine.hash_state(step)
+        self._machine.take_settings(own)
 
     def follow(self, marker: Marker, sums: Mapping[str, Any]) -> None:
         """Applies the step that ``marker`` says is committed: to each unit of ``sums`` what is given, to the others

@@ -120,6 +120,14 @@ class Newcomer:
                 return True
 
     @property
+    def enters(self) -> bool:
+        """Whether the script's next step is, as far as is known, the first that it trains itself: then what it changes
+        before that is as good as what the others' scripts do, who wait for it.
+        """
+        planned = self._view.pending
+        return planned is not None and planned.from_step == self._position + 1 and self.clock == self._position
+
+    @property
     def clock(self) -> int | None:
         """The step after which the state is here, all of it; None as long as it is not."""
         if self.replayed is not None:

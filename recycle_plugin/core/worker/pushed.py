@@ -92,6 +92,7 @@ class PushedWorker(Worker):
 
     script: Script
     agreement: Agreement
+    called = False
     _adopted = 0  # the step whose sum is what is applied
 
     @property

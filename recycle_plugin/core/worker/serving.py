@@ -2,8 +2,8 @@
 
 Nobody waits for a newcomer.  Units are read between two steps, and only while all that is applied here is known to be
 committed, so that nothing is handed out that may be taken back; where the sum of the next step is there already, it
-goes after the unit.  Sums go out as soon as they are made, markers once the commit is known
-(core/vocabulary/state_stream.py).
+goes after the unit.  Sums go out as soon as they are made, markers once the commit is known; what the script changes
+between two steps, once it is in the next one (core/vocabulary/state_stream.py).
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ class SharedState(Protocol):
     def sums(self, step: int, names: Iterable[str]) -> Mapping[str, Any]:
         """What ``step`` applies to each of these units."""
 
+    def changed(self, names: Iterable[str]) -> Iterable[str]:
+        """Those of these units that the script has changed since the last step."""
+
+    def settings(self) -> Any:
+        """What the optimizer applies its next step with."""
+
 
 class Outlet(Protocol):
     """A line to one newcomer; nothing that is called here blocks."""
@@ -72,21 +78,24 @@ class Serving:
         self._wants_head = False
         self._handed: set[str] = set()
         self._at: int | None = None  # the last marker's step
+        self._ended: int | None = None  # the step after which the state is what the next one finds, as was said
         self._reading: tuple[str, int] | None = None  # a unit that is half read, and of which step
         self._script: Handed | None = None
         self._wants_script = False
 
-    def between(self, stepped: int, valid_from: int, summed: bool, waiting: bool) -> bool:
+    def between(self, stepped: int, valid_from: int, summed: bool, waiting: bool, final: bool) -> bool:
         """Hands out what may be now, a unit or a part of one, where the state is that after the committed step
         ``stepped``; returns whether it has done something.
 
         ``valid_from``: of this worker's data; ``summed``: the sum of the next step is there; ``waiting``: this worker
-        has nothing else to do.
+        has nothing else to do; ``final``: the script changes the state no more before the next step.
         """
         self._hear()
         if self._at is None:  # also where nothing is asked for: the newcomer goes on when all its sources have
             self._at = stepped
             self.outlet.send(Marker(stepped, begins=True, valid_from=valid_from))
+        if final:
+            self._end_changes(stepped, summed)
         if not (self._wants_head or self._wanted or self._reading):
             return False
         if self._wants_head:
@@ -116,8 +125,22 @@ class Serving:
 
     def before_step(self, stepped: int) -> None:
         """Reads the rest of a unit of which some was read, since STEP changes it."""
+        self._end_changes(stepped, True)
         if self._reading is not None:
             self._read(stepped, True, rest=True)
+
+    def _end_changes(self, stepped: int, summed: bool) -> None:
+        """Says once that the script changes the state after ``stepped`` no more, behind what it has changed of what was
+        handed out.
+        """
+        if self._at != stepped or self._ended == stepped:
+            return
+        self._ended = stepped
+        if self._reading is not None:
+            self._read(stepped, summed, rest=True)
+        for name in self._state.changed(sorted(self._handed)):
+            self.outlet.send(Unit(stepped, name, self._state.read(name, rest=True), again=True))
+        self.outlet.send(Marker(stepped, ends=True, settings=self._state.settings()))
 
     def summed(self, step: int) -> None:
         """Sends what ``step`` applies to the units that were handed out: it is there now."""
@@ -177,7 +200,7 @@ class Servings:
         """Ends all of it."""
         self.end([*self._by_newcomer])
 
-    def between(self, stepped: int, committed: int, valid_from: int, summed: bool, waiting: bool) -> bool:
+    def between(self, stepped: int, committed: int, valid_from: int, summed: bool, waiting: bool, final: bool) -> bool:
         """Serves, where the state is that after step ``stepped``, and ``committed`` is known to be committed; returns
         whether there was something to do.  The others: see :meth:`Serving.between`.
         """
@@ -186,7 +209,7 @@ class Servings:
         if stepped > committed:
             return False
         servings = self._by_newcomer.values()
-        return sum(serving.between(stepped, valid_from, summed, waiting) for serving in servings) > 0
+        return sum(serving.between(stepped, valid_from, summed, waiting, final) for serving in servings) > 0
 
     def before_step(self, stepped: int, valid_from: int) -> None:
         """Gets ready for STEP, where the state is that after the committed step ``stepped``."""

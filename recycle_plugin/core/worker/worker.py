@@ -154,6 +154,9 @@ class Machine(Protocol):
     def script_state(self) -> bytes:
         """What this worker's script hands over to a newcomer's."""
 
+    def watch_state(self) -> None:
+        """Watches from now on what the script changes of the state before the next step."""
+
     def hash_state(self, step: int) -> None:
         """Begins to hash the state after ``step``, beside what else is done; the coordinator is sent the result."""
 
@@ -181,8 +184,11 @@ class Worker:
 
     ``stopwatch``: if given, it says how fast it computes; ``log``: if given, what it sends, draws and applies is kept
     there; ``lockstep``: with the others that hold the seat, where there are some.  ``applied(step)``: called for each
-    step that is (core.worker.training_loop.TrainingLoop.applied).
+    step that is (core.worker.training_loop.TrainingLoop.applied).  ``called``: the script trains a step in one call, in
+    which it changes nothing of the state.
     """
+
+    called = True
 
     def __init__(
         self,
@@ -212,6 +218,7 @@ class Worker:
         self.companion: Companion | None = None  # of stages beside this one, in such a job
         self.servings = Servings()
         self.hash_at: set[int] = set()  # steps after which the state is to be hashed, once they are committed
+        self._final = 0  # the step before which the script does nothing any more
         self.program: StepProgram | None = None
         self._last_forward: Instruction | None = None
 
@@ -233,6 +240,7 @@ class Worker:
         A new generation follows, and what comes later is valid from that one.
         """
         self.servings.close()
+        self._final = 0
         self.store.rewind(step, self._control_view.number + 1)
         if self.iterator_data is not None:
             self.iterator_data.rewind()
@@ -250,6 +258,7 @@ class Worker:
         with self._machine.running(program) as instructions:
             self.forget_committed()
             if program.step > 0:
+                self._final = program.step if self.called else 0
                 yield from self._begin(program)
             if program.resumed:
                 self._say_losses(program.step)  # of forwards that the failure has cut off from their last one
@@ -375,12 +384,13 @@ class Worker:
             self._serve(asked)
         self.hash_at |= self._control_view.take_hashes()
         stepped, committed = self._steps.stepped, max(self._steps.committed, self._control_view.committed)
-        if self.hash_at and stepped <= committed:
+        final = self._final == stepped + 1
+        if final and stepped <= committed:
             self._hash(stepped)
         if not self.servings:
             return None
         summed = self._has_sum(stepped + 1)
-        if gave := self.servings.between(stepped, committed, self.store.valid_from, summed, waiting):
+        if gave := self.servings.between(stepped, committed, self.store.valid_from, summed, waiting, final):
             self._machine.reach("serving.given")
         return gave
 
@@ -388,6 +398,8 @@ class Worker:
         """Lets a newcomer come."""
         self._machine.reach("serving.told")
         state, outlet, address = self._machine.open_outlet(asked.newcomer)
+        if not self.servings:
+            self._machine.watch_state()
         self.servings.add(asked.newcomer, Serving(state, outlet))
         self._machine.send(from_workers.Serving(self._control_view.rank, asked.newcomer, address))
 
@@ -567,6 +579,7 @@ class Worker:
         step = instruction.step
         if self._judging.validates and self._norm(step) not in self.store:
             self._validate_later(step)
+        self._final = step
         self.serve_now(waiting=False)
         self.servings.before_step(step - 1, self.store.valid_from)
         self._machine.finish_hash()
@@ -580,6 +593,8 @@ class Worker:
             now_us, waited_us = self._machine.now_us(), self._machine.waited_us()
             self._machine.send(self._stopwatch.compute_time(self._control_view.rank, step, now_us, waited_us))
         self.applied(step)
+        if self.servings:
+            self._machine.watch_state()
 
     def _validate_later(self, step: int) -> None:
         """Tells the coordinator this stage's share of the norm; it judges once it has all shares.

@@ -53,7 +53,7 @@ class TcpOutlet:
         self._changed = threading.Condition()
         self._queue: deque[tuple[Item, Order]] = deque()  # its first one is being sent
         self._units = 0  # bytes that wait
-        self._sums: deque[tuple[int, int]] = deque()  # of each that waits: step and bytes
+        self._sums: deque[tuple[int, int]] = deque()  # of each that waits, and of units that come again: step and bytes
         self._connection: Connection | None = None
         self._seals: Seals  # of that
         self._received = bytearray()
@@ -90,9 +90,9 @@ class TcpOutlet:
             if self._broken or self._until is not None:
                 return
             self._queue.append((item, order))
-            if isinstance(item, Unit):
+            if isinstance(item, Unit) and not item.again:
                 self._units += _weight(item)
-            elif isinstance(item, Sums):
+            elif isinstance(item, Sums | Unit):
                 self._sums.append((item.step, _weight(item)))
             self._changed.notify_all()
             waiting = sum(weight for _, weight in self._sums)
@@ -170,9 +170,9 @@ class TcpOutlet:
         with self._changed:
             if self._queue:
                 self._queue.popleft()
-            if isinstance(item, Unit):
+            if isinstance(item, Unit) and not item.again:
                 self._units -= _weight(item)
-            elif isinstance(item, Sums) and self._sums:
+            elif isinstance(item, Sums | Unit) and self._sums:
                 self._sums.popleft()
 
     def _say(self, connection: Connection, item: Item, order: Order) -> None:

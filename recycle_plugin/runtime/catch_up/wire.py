@@ -96,6 +96,7 @@ class Mark:
     valid_from: int
     settings: str
     share: LiveShare = LiveShare()
+    ends: bool = False
 
 
 LANGUAGE = Language((Arrival, Asked, Begin, Chunk, Mark))
@@ -176,13 +177,14 @@ def mark(marker: Marker) -> Mark:
     dtype = str(norm.dtype).removeprefix("torch.") if torch.is_tensor(norm) else ""
     value = None if norm is None else float(norm)
     settings = json.dumps(marker.settings)
-    return Mark(marker.step, value, dtype, marker.begins, marker.valid_from, settings, marker.share)
+    return Mark(marker.step, value, dtype, marker.begins, marker.valid_from, settings, marker.share, marker.ends)
 
 
 def marker(found: Mark) -> Marker:
     """What :func:`mark` was made of.  Raises Nonsense for a norm of no type, and for settings that are none."""
     norm = found.norm if not found.dtype or found.norm is None else torch.tensor(found.norm, dtype=_dtype(found.dtype))
-    return Marker(found.step, norm, found.begins, found.valid_from, _settings(found.settings), found.share)
+    settings = _settings(found.settings)
+    return Marker(found.step, norm, found.begins, found.valid_from, settings, found.share, found.ends)
 
 
 def _settings(text: str) -> list[dict[str, Any]] | None:

@@ -4,6 +4,10 @@ What belongs to it is stated once, as a list of parts.  Taking a step back (runt
 were before the step, the hash by which replicas are compared is over all of them, a checkpoint has to have each, and a
 worker that lacks a stage's state is filled from other ones', unit by unit (runtime/state/units.py).
 
+The state *after* a step is what the next STEP finds: what the script changes between the two (learning rates, clamped
+weights, a reset moment) belongs to it, on all workers alike.  While somebody is given the state, changes are watched:
+what a script touches first is noted before (runtime/state/touch.py), and compared when the next step is applied.
+
 Small parts go by value, tensors by name.  All of this is to be called where the training is: between two instructions,
 and not in another thread, since an optimizer at work leaves tensors of two steps.
 
@@ -42,6 +46,8 @@ from recycle_plugin.runtime.state.putting import MISSING, Putting
 from recycle_plugin.runtime.state.surroundings import is_plain
 
 PIECE = 1 << 20  # bytes that are copied to the host, or hashed, at once
+ROW = 1024  # numbers
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes
 WRITTEN = (int, float, complex, str, bytes, type(None), torch.dtype, Enum)
 
 
@@ -75,6 +81,8 @@ class StageState:
 
     def __init__(self, applied: Callable[[], int], optimizer: OptimizerState, parts: Iterable[StatePart]) -> None:
         self._applied, self.optimizer = applied, optimizer
+        self._watched = -1  # the step since which changes are watched
+        self._noted: dict[str, Any] | None = None  # once the script may have begun to change something
         self._parts = {part.name: part for part in (optimizer.part, optimizer.attributes, *parts)}
 
     @property
@@ -153,6 +161,41 @@ class StageState:
                     "there, in lists, dicts, or objects of classes that are written in Python"
                 )
 
+    # --- what a script changes between two steps ---------------------------------------------------
+
+    def watch(self) -> None:
+        """Watch from now on, until the next step, what the script changes."""
+        self._watched, self._noted = self.step, None
+
+    @property
+    def watches(self) -> bool:
+        """Whether the script's next touch is to be told of, by :meth:`touched`."""
+        return self._watched == self.step and self._noted is None
+
+    def touched(self) -> None:
+        """Note the state before the script touches it."""
+        if self.watches:
+            self._noted = self._marks()
+
+    def changed(self) -> set[str] | None:
+        """The names of the tensors that the script has changed since :meth:`watch`, and of parameters whose values in
+        the optimizer it has; None where nobody has watched since the last step.
+        """
+        if self._watched != self.step:
+            return None
+        before, now = self._noted, {} if self._noted is None else self._marks()
+        return (
+            set()
+            if before is None
+            else {name for name, mark in (before | now).items() if before.get(name) != now.get(name)}
+        )
+
+    def _marks(self) -> dict[str, Any]:
+        """Something that differs for each tensor, and each parameter's values, once they change."""
+        tensors = self.tensors()
+        values = {f"optimizer/{name}": as_text(value) for name, value in self.optimizer.values({}).items()}
+        return values | {name: (form_of(tensors[name]), mark) for name, mark in marks(tensors).items()}
+
     # --- to be compared ----------------------------------------------------------------------------
 
     def digest(self) -> str:
@@ -185,18 +228,17 @@ class OptimizerState:
     attributes, those of optimizers that it wraps included (runtime/state/contents.py).
 
     ``called``: the names of the model's parameters, or of their masters.  Parameters that are not among them are called
-    by their place in the groups, and belong to the state.  ``scripted``: a script may have set already what its next
-    step is applied with, so that this is not compared.  ``others``: more tensors that are no part of it.
+    by their place in the groups, and belong to the state.  ``others``: more tensors that are no
+    part of it.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         called: Mapping[Any, str],
-        scripted: bool = False,
         others: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
-        self.optimizer, self._called, self._scripted, self._others = optimizer, called, scripted, others
+        self.optimizer, self._called, self._others = optimizer, called, others
         self.part = StatePart("optimizer", self._tensors, self._get, self._set)
         self.attributes = StatePart("attributes", self._held, self._get_attributes, self._set_attributes)
         self._made = self.told()
@@ -282,12 +324,8 @@ class OptimizerState:
         ]
 
     def compared(self) -> dict[str, Any]:
-        """What is told, by part, and is the same on workers that hold the same state."""
-        value = self._get()
-        for group, here in zip(value["groups"], self.optimizer.param_groups) if self._scripted else ():
-            for name in [name for name in group if is_plain(name, here[name])]:
-                del group[name]
-        return {"optimizer": value, "attributes": compared(self._get_attributes())}
+        """What is told, by part, of what may differ on workers that hold the same state, without that."""
+        return {"attributes": compared(self._get_attributes())}
 
     def take_settings(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Set what :meth:`settings` has given."""
@@ -396,6 +434,33 @@ def pieces(tensor: torch.Tensor, nbytes: int = PIECE) -> tuple[torch.Tensor, ...
     """
     flat = tensor.detach().reshape(-1)
     return flat.split(max(1, nbytes // flat.element_size())) if flat.numel() else ()
+
+
+def marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """A number for each tensor that changes with its bytes, made where the tensor is; reads everything once."""
+    found = {
+        name: _mark(tensor.detach().reshape(-1).view(INTEGERS[tensor.element_size()]))
+        for name, tensor in tensors.items()
+    }
+    by_device: dict[torch.device, list[str]] = {}
+    for name, mark in found.items():
+        by_device.setdefault(mark.device, []).append(name)
+    return {
+        name: number
+        for names in by_device.values()
+        for name, number in zip(
+            names, fetch(torch.stack([found[name] for name in names]), "marks of the state").tolist()
+        )
+    }
+
+
+def _mark(numbers: torch.Tensor) -> torch.Tensor:
+    """A sum of all numbers, each by a factor of its row's and its column's."""
+    whole = len(numbers) // ROW * ROW
+    table, rest = numbers[:whole].view(-1, ROW), numbers[whole:]
+    sums = table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64), rest.long()
+    factors = (torch.arange(1, len(each) + 1, device=each.device) * (2 * place + 3) for place, each in enumerate(sums))
+    return torch.stack([(each * factor).sum() for each, factor in zip(sums, factors)]).sum()
 
 
 def raw(tensor: torch.Tensor) -> Any:

@@ -20,6 +20,9 @@ so that ``settle()`` has to come first, are
 A call costs 2 µs more until the touch, and 1 µs from there to the next call into the engine, since a mode can't leave
 its own call (scripts/bench_touch.py); meanwhile torch does without its fused kernels for whole transformer layers,
 which round differently.  After ``settle()`` there is no mode.
+
+A newcomer's script goes through steps that are over, and its parameters are filled meanwhile, as they come.  What it
+writes to them is dropped: they come with what the others' scripts have written.
 """
 
 from __future__ import annotations
@@ -49,8 +52,10 @@ PROPERTIES = (
     "is_cuda",
     "is_sparse",
 )
-GRADIENT: Any = torch.Tensor.grad  # a descriptor, which types know as a tensor
+KEEPS_VALUES = frozenset({"requires_grad_", "retain_grad_"})
 METHODS = ("size", "dim", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "__len__")
+GRADIENT: Any = torch.Tensor.grad  # descriptors, which types know as tensors
+DATA: Any = torch.Tensor.data
 DESCRIBING = frozenset(
     [
         *(getattr(torch.Tensor, name).__get__ for name in PROPERTIES),
@@ -61,7 +66,8 @@ DESCRIBING = frozenset(
 
 
 class FirstTouch(TorchFunctionMode):
-    """A torch function mode that calls ``settle()`` at a script's first touch of one of ``tensors()``.
+    """A torch function mode that calls ``settle()`` at a script's first touch of one of ``tensors()``; while the worker
+    is a newcomer (``follows()``), each time that the script reads one.
 
     It looks from the end of :meth:`lifted` on, unless all is ``settled()`` then.  On the thread's stack of modes it
     stands below the script's own, whose order of coming and going is theirs: what is on top of the stack belongs to
@@ -69,9 +75,13 @@ class FirstTouch(TorchFunctionMode):
     """
 
     def __init__(
-        self, tensors: Callable[[], Iterable[torch.Tensor]], settled: Callable[[], bool], settle: Callable[[], None]
+        self,
+        tensors: Callable[[], Iterable[torch.Tensor]],
+        settled: Callable[[], bool],
+        settle: Callable[[], None],
+        follows: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._tensors, self._settled, self._settle = tensors, settled, settle
+        self._tensors, self._settled, self._settle, self._follows = tensors, settled, settle, follows
         self._guards = False
         self._guarded: frozenset[int | None] = frozenset()  # storages; looked up when first needed
         self._depth, self._thread = 0, 0
@@ -94,7 +104,7 @@ class FirstTouch(TorchFunctionMode):
             yield
         finally:
             self._depth -= 1
-            if not self._depth and not self._settled():
+            if not self._depth and (self._follows() or not self._settled()):
                 self._guards, self._guarded = True, frozenset()
                 _put_below(self)
 
@@ -107,8 +117,21 @@ class FirstTouch(TorchFunctionMode):
         if self._guards:
             self._guarded = self._guarded or self._look_up()
             if not self._guarded.isdisjoint(storages(args, kwargs)) and function not in DESCRIBING:
+                if self._follows():
+                    return self._beside(function, args, kwargs or {})
                 self._wait_for(args, kwargs)
         return function(*args, **(kwargs or {}))
+
+    def _beside(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Call ``function`` as a newcomer's script does, which writes nothing, and sees values only of its own step."""
+        written = _written(function, args, kwargs)
+        if written is not None and self._guarded & storages(written):
+            return written if isinstance(written, torch.Tensor) else None
+        found = function(*args, **kwargs)
+        parts = found if isinstance(found, (list, tuple)) else [found]
+        if not all(isinstance(part, torch.Tensor) for part in parts) or not storages(parts) <= self._guarded - {None}:
+            self._wait_for(args, kwargs)  # it is no view
+        return found
 
     def _look_up(self) -> frozenset[int | None]:
         return frozenset(
@@ -124,6 +147,17 @@ class FirstTouch(TorchFunctionMode):
                 "a tensor of the optimizer's state was read that a rejected step had made, and that is no more: "
                 "read it from the optimizer again, or call engine.settle() after train_batch()"
             )
+
+
+def _written(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """What ``function`` writes to; None where it does not."""
+    name = getattr(function, "__name__", "")
+    if "out" in kwargs:
+        return kwargs["out"]
+    writes = name.endswith("_") and not name.endswith("__") and name not in KEEPS_VALUES
+    if writes or name == "__setitem__" or function == DATA.__set__:
+        return args[0] if args else next(iter(kwargs.values()))
+    return None
 
 
 def touch(*given: Any) -> None:

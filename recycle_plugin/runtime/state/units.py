@@ -162,6 +162,17 @@ class Units:
                 found[name] = tuple(torch.empty(0) if each is None else each for each in applied)
         return found
 
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Those of these units that the script has changed since the last step."""
+        changed = self.state.changed()
+        return [name for name in names if self._has(self._all()[name], changed)] if changed else []
+
+    def _has(self, content: _Content, changed: AbstractSet[str]) -> bool:
+        """Whether some of ``changed`` is of this unit, also where that is no more."""
+        states = tuple(f"optimizer/{called}/" for called in content.called)
+        of = {*self._tensors(content), *(state[:-1] for state in states)}
+        return any(each in of or each.startswith(states) for each in changed)
+
     def settings(self) -> list[dict[str, Any]]:
         """What the optimizer applies its next step with."""
         return self.state.optimizer.settings()

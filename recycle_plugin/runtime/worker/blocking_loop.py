@@ -74,6 +74,11 @@ class BlockingLoop:
         """The step after which this newcomer has its stage's state; None as long as it has not all of it."""
         return self._newcomer.clock
 
+    @property
+    def enters(self) -> bool:
+        """Whether this newcomer trains its script's next step itself, as far as is known."""
+        return self._newcomer.enters
+
     def follow(self, step: int) -> bool:
         """Wait, as a newcomer does, until ``step`` is over with the others, and followed here if need be: True.  False
         where from this step on the worker is a member.

@@ -53,9 +53,7 @@ def stage_state(
         )
     return StageState(
         lambda: framework.optimizer.steps,
-        OptimizerState(
-            framework.optimizer.wrapped, called, framework.pushed is not None, framework.model.module.buffers
-        ),
+        OptimizerState(framework.optimizer.wrapped, called, framework.model.module.buffers),
         parts,
     )
 

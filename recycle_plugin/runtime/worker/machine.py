@@ -81,8 +81,12 @@ class TorchMachine:
         self.undo, self.forget_sums, self.go_by = operations.undo, operations.forget_sums, operations.go_by
         self.open_outlet, self.hash_state, self.finish_hash = transfers.to, hashing.hash_state, hashing.wait
         self.fill, self.write, self.gathered = units.fill, units.write, units.gathered
-        self.settings, self.take_settings = units.settings, units.take_settings
+        self.settings, self.take_settings, self._units = units.settings, units.take_settings, units
         self._transfers = transfers
+
+    def watch_state(self) -> None:
+        """Watch what the script changes of the state before the next step."""
+        self._units.state.watch()
 
     # --- lines -------------------------------------------------------------------------------------
 
@@ -279,6 +283,11 @@ class PushedMachine(TorchMachine):
     """A machine on which F waits until its ``script`` has run the micro-batch forward and backward."""
 
     script: Script
+
+    def watch_state(self) -> None:
+        """Watch what the script changes, whose own forwards touch all of it: so that is noted at once."""
+        super().watch_state()
+        self._units.state.touched()
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         """For F the time in which the script runs it."""

@@ -56,7 +56,12 @@ class Participant:
         self._session, self._settings, self._framework = session, settings, framework
         self._parts = parts = Parts(session, settings, framework)
         self.seat, self.feed, self.state = parts.seat, parts.feed, parts.state
-        self._touch = FirstTouch(self._changed, lambda: self.settled and self._in_step, self._show)
+        self._touch = FirstTouch(
+            self._changed,
+            lambda: self.settled and self._in_step and not self.state.watches,
+            self._show,
+            lambda: self._follows,
+        )
         os.register_at_fork(before=self._forks)
         model = framework.model
         self._surroundings = Surroundings(
@@ -101,6 +106,7 @@ class Participant:
         if self._loop is not None:
             with self.lifted(), self._surroundings.restored():
                 self._loop.settle()
+                self.state.touched()
             self._parts.store.drop_sums(self.step)
 
     def _forks(self) -> None:
@@ -368,6 +374,15 @@ class Participant:
         if self._newcomer is None:
             return True
         return self._waiting_loop is not None and self._waiting_loop.followed == self._newcomer.position
+
+    @property
+    def _follows(self) -> bool:
+        """Whether what the script makes of the state is dropped, since it comes as the others' scripts have made it.
+        Where a stage may be replayed nobody gives it.
+        """
+        if self._newcomer is None or self._parts.log is not None:
+            return False
+        return self._waiting_loop is None or not self._waiting_loop.enters
 
     def _show(self) -> None:
         """Let the script touch parameters.  Raises RecycleError where they are not those of its step."""

@@ -28,7 +28,7 @@ from deepspeed.utils import log_dist
 
 from recycle_plugin.adapters.deepspeed.checkpoint import in_words
 from recycle_plugin.adapters.deepspeed.monitors import FirstLive
-from recycle_plugin.adapters.deepspeed.ports import StockOptimizer, counters_part
+from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockOptimizer, counters_part
 from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock
 from recycle_plugin.adapters.deepspeed.replica.checkpoint import ReplicaFiles, WeightsFile
 from recycle_plugin.adapters.deepspeed.replica.shards import Partitions, Whole, shards_of
@@ -344,7 +344,7 @@ class ReplicaEngine(DeepSpeedEngine):
             forward=_no_forward,
             state=(
                 scheduler_part(lambda: self.lr_scheduler, lambda: self.shards.wrapped),
-                counters_part(self),
+                counters_part(self, COUNTERS[:-1]),  # micro_steps follow from them, and count on in a step
                 StatePart("scaler", get=scale.state, set=scale.set_state),
             ),
             shards=place.shards,
