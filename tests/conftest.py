@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -92,6 +94,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         names = ("unit", "jobs") if wanted == "test" else (wanted,)
         kept = set(tiers.chosen(items, names, config.getoption("--draw")))
         tiers.leave_out(config, items, [item for item in items if item not in kept])
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(pyfuncitem.obj(**given))
+    return True
 
 
 def _is_of_all_kills(item: pytest.Item) -> bool:

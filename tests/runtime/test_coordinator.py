@@ -111,22 +111,19 @@ def warnings(said: list) -> list[str]:
     return [event.text for event in said if event.kind == "warning" and "understood" in event.text]
 
 
-def test_a_second_process_of_a_rank_is_turned_away_and_the_first_one_goes_on():
+async def test_a_second_process_of_a_rank_is_turned_away_and_the_first_one_goes_on():
     said = []
 
-    async def play() -> None:
-        async with four_workers(said) as (coordinator, workers):
-            late = Player(coordinator, 2)
-            assert (await late.hear(Welcome)).incarnation == 1
-            late.send(Ready(replace(member(2), incarnation=1), 0, job()))
-            assert "nobody can join as rank 2 yet" in (await late.hear(End)).reason
-            late.close()
-            for rank, worker in enumerate(workers):
-                worker.send(Stepped(rank, 0, 1))
-            for worker in workers:
-                assert (await worker.hear(Committed, End, Over)) == Committed(1)
-
-    asyncio.run(play())
+    async with four_workers(said) as (coordinator, workers):
+        late = Player(coordinator, 2)
+        assert (await late.hear(Welcome)).incarnation == 1
+        late.send(Ready(replace(member(2), incarnation=1), 0, job()))
+        assert "nobody can join as rank 2 yet" in (await late.hear(End)).reason
+        late.close()
+        for rank, worker in enumerate(workers):
+            worker.send(Stepped(rank, 0, 1))
+        for worker in workers:
+            assert (await worker.hear(Committed, End, Over)) == Committed(1)
     kinds = [event.kind for event in said]
     assert kinds.count("late") == 1 and not {"lost", "left", "end"} & set(kinds[: kinds.index("committed")])
 
@@ -136,66 +133,57 @@ def test_a_second_process_of_a_rank_is_turned_away_and_the_first_one_goes_on():
     (Exited(2, 1, 0.0), Terminate(2, "a supervisor got SIGINT"), SupervisorHeartbeat(2, True)),
     ids=lambda one: type(one).__name__,
 )
-def test_what_a_second_supervisor_of_a_rank_says_is_not_of_the_first_ones_worker(message):
+async def test_what_a_second_supervisor_of_a_rank_says_is_not_of_the_first_ones_worker(message):
     """A launcher that was started twice: its worker is turned away, so it ends, and its supervisor says so of the same
     rank.
     """
     said = []
 
-    async def play() -> None:
-        async with four_workers(said) as (coordinator, workers):
-            first, second = [Player(coordinator, 2, "supervisor", process) for process in (50, 51)]
-            assert await first.hear(Welcome, Over) == await second.hear(Welcome, Over)
-            second.send(message)
-            assert await second.hear(Over) == Over(1), "it has nothing to wait for"
-            second.close()
-            for number in range(1, 4):
-                for rank, worker in enumerate(workers):
-                    worker.send(Stepped(rank, 0, number))
-                for worker in workers:
-                    assert await worker.hear(Committed, Generation, End) == Committed(number)
+    async with four_workers(said) as (coordinator, workers):
+        first, second = [Player(coordinator, 2, "supervisor", process) for process in (50, 51)]
+        assert await first.hear(Welcome, Over) == await second.hear(Welcome, Over)
+        second.send(message)
+        assert await second.hear(Over) == Over(1), "it has nothing to wait for"
+        second.close()
+        for number in range(1, 4):
             for rank, worker in enumerate(workers):
-                worker.send(Left(rank))
-            assert await first.hear(Over) == Over(0)
-
-    asyncio.run(play())
+                worker.send(Stepped(rank, 0, number))
+            for worker in workers:
+                assert await worker.hear(Committed, Generation, End) == Committed(number)
+        for rank, worker in enumerate(workers):
+            worker.send(Left(rank))
+        assert await first.hear(Over) == Over(0)
     assert not {"lost", "terminate", "end"} & {event.kind for event in said}
 
 
-def test_what_is_not_understood_is_said_and_half_a_message_is_a_death():
+async def test_what_is_not_understood_is_said_and_half_a_message_is_a_death():
     said = []
 
-    async def play() -> None:
-        async with four_workers(said) as (_, workers):
-            workers[1].send(Ready(member(1), 0, replace(job(), stages="2")))
-            workers[3].control._out.put(encode(Stepped(3, 0, 1))[:-1])
-            workers[3].close()
-            while len((await workers[0].hear(Generation)).members) > 2:
-                pass
-            await workers[1].hear_the_end()
-
-    asyncio.run(play())
+    async with four_workers(said) as (_, workers):
+        workers[1].send(Ready(member(1), 0, replace(job(), stages="2")))
+        workers[3].control._out.put(encode(Stepped(3, 0, 1))[:-1])
+        workers[3].close()
+        while len((await workers[0].hear(Generation)).members) > 2:
+            pass
+        await workers[1].hear_the_end()
     assert warnings(said) == [
         "the worker of rank 1 says what can't be understood: Ready.job.stages is '2', and it has to be int"
     ]
     assert [event.details["rank"] for event in said if event.kind == "lost"] in ([1, 3], [3, 1])
 
 
-def test_who_does_not_say_who_it_is_is_hung_up_on_and_nobody_is_lost():
+async def test_who_does_not_say_who_it_is_is_hung_up_on_and_nobody_is_lost():
     said = []
 
-    async def play() -> None:
-        async with four_workers(said) as (coordinator, workers):
-            for _ in range(2):
-                stranger = coordinator.connect()
-                stranger._out.put(b"GET / HTTP/1.1\r\n\r\n")
-                await InLoop(stranger).receive(PATIENCE_S)
-                stranger.close()
-            for rank, worker in enumerate(workers):
-                worker.send(Stepped(rank, 0, 1))
-            await workers[0].hear(Committed)
-
-    asyncio.run(play())
+    async with four_workers(said) as (coordinator, workers):
+        for _ in range(2):
+            stranger = coordinator.connect()
+            stranger._out.put(b"GET / HTTP/1.1\r\n\r\n")
+            await InLoop(stranger).receive(PATIENCE_S)
+            stranger.close()
+        for rank, worker in enumerate(workers):
+            worker.send(Stepped(rank, 0, 1))
+        await workers[0].hear(Committed)
     assert warnings(said) == 2 * [
         "a connection from this process says what can't be understood: a frame begins with b'GET / HTTP', and no "
         "message does"
@@ -203,24 +191,21 @@ def test_who_does_not_say_who_it_is_is_hung_up_on_and_nobody_is_lost():
     assert "lost" not in [event.kind for event in said]
 
 
-def test_a_moment_without_descriptors_makes_it_deaf_for_that_moment_and_says_so_once():
+async def test_a_moment_without_descriptors_makes_it_deaf_for_that_moment_and_says_so_once():
     said = []
 
-    async def play() -> None:
-        async with serving(said) as coordinator:
-            with socket.socket() as caller:
-                with none_left(os.getpid()):
-                    caller.connect(coordinator.address)
-                    while not said:
-                        await asyncio.sleep(0.01)
-                    await asyncio.sleep(2 * PAUSE_S)
-                    assert len(said) == 1
-                control = InLoop(SocketControl(await asyncio.to_thread(call, caller, SECRET, Port.CONTROL)))
-                control.send(Hello(0, "supervisor", 1, "h"))
-                assert isinstance(await control.receive(PATIENCE_S), Welcome)
-                control.close()
-
-    asyncio.run(play())
+    async with serving(said) as coordinator:
+        with socket.socket() as caller:
+            with none_left(os.getpid()):
+                caller.connect(coordinator.address)
+                while not said:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(2 * PAUSE_S)
+                assert len(said) == 1
+            control = InLoop(SocketControl(await asyncio.to_thread(call, caller, SECRET, Port.CONTROL)))
+            control.send(Hello(0, "supervisor", 1, "h"))
+            assert isinstance(await control.receive(PATIENCE_S), Welcome)
+            control.close()
     assert [event.text for event in said] == [
         "at the coordinator a connection could not be accepted (Too many open files); it is tried again every 0.5 s, "
         "and this is said once"
@@ -237,40 +222,34 @@ def test_a_moment_without_descriptors_makes_it_deaf_for_that_moment_and_says_so_
     ),
     ids=str,
 )
-def test_who_is_none_of_this_jobs_is_hung_up_on(hello):
+async def test_who_is_none_of_this_jobs_is_hung_up_on(hello):
     """Another job's worker, say, whose launcher was given this port."""
     said = []
 
-    async def play() -> None:
-        async with serving(said) as coordinator:
-            stranger = InLoop(coordinator.connect())
-            stranger.send(hello)
-            assert await stranger.receive(PATIENCE_S) is None and stranger.broken is not None
-            stranger.close()
-
-    asyncio.run(play())
+    async with serving(said) as coordinator:
+        stranger = InLoop(coordinator.connect())
+        stranger.send(hello)
+        assert await stranger.receive(PATIENCE_S) is None and stranger.broken is not None
+        stranger.close()
     (event,) = said
     assert event.text.startswith(
         f"a connection from this process says that it is {hello.role} {hello.rank}, and this job has 4 ranks"
     )
 
 
-def test_operators_are_answered_each_request_in_its_order():
+async def test_operators_are_answered_each_request_in_its_order():
     said = []
 
-    async def play() -> None:
-        async with four_workers(said) as (coordinator, workers):
-            operator = Player(coordinator, -1, "operator")
-            assert (await operator.hear(RunFolder)).path == os.path.abspath("r")
-            for request in (Over(0), AskAdmit("0.1"), AskLeave("0.1")):
-                operator.send(request)
-            assert await operator.hear(Answer) == Answer("that is no request", False)
-            assert await operator.hear(Answer) == Answer("seat 0.1 (rank 2) is live", False)
-            assert await operator.hear(Answer) == Answer("seat 0.1 (rank 2) leaves at the next commit", True)
-            assert 2 not in [each.rank for each in (await workers[0].hear(Generation)).members]
-            operator.close()
-
-    asyncio.run(play())
+    async with four_workers(said) as (coordinator, workers):
+        operator = Player(coordinator, -1, "operator")
+        assert (await operator.hear(RunFolder)).path == os.path.abspath("r")
+        for request in (Over(0), AskAdmit("0.1"), AskLeave("0.1")):
+            operator.send(request)
+        assert await operator.hear(Answer) == Answer("that is no request", False)
+        assert await operator.hear(Answer) == Answer("seat 0.1 (rank 2) is live", False)
+        assert await operator.hear(Answer) == Answer("seat 0.1 (rank 2) leaves at the next commit", True)
+        assert 2 not in [each.rank for each in (await workers[0].hear(Generation)).members]
+        operator.close()
     assert len(leaving(said)) == 1
 
 
@@ -278,118 +257,101 @@ def leaving(said: list) -> list:
     return [event for event in said if event.kind == "leaving"]
 
 
-def test_before_the_start_an_operator_hears_of_no_run_folder():
-    async def play() -> None:
-        async with serving([]) as coordinator:
-            operator = Player(coordinator, -1, "operator")
-            assert (await operator.hear(RunFolder)).path == ""
-            operator.send(AskLeave("0.1"))
-            assert not (await operator.hear(Answer)).done
-            operator.close()
-
-    asyncio.run(play())
+async def test_before_the_start_an_operator_hears_of_no_run_folder():
+    async with serving([]) as coordinator:
+        operator = Player(coordinator, -1, "operator")
+        assert (await operator.hear(RunFolder)).path == ""
+        operator.send(AskLeave("0.1"))
+        assert not (await operator.hear(Answer)).done
+        operator.close()
 
 
-def test_over_a_network_it_says_from_where():
+async def test_over_a_network_it_says_from_where():
     """... of each address once, and goes on answering others."""
     said = []
 
-    async def play() -> None:
-        async with serving(said) as coordinator:
-            address = coordinator.address
-            control = InLoop(await asyncio.to_thread(connect, way(address), PATIENCE_S))
-            control.send(Hello(0, "supervisor", 1, "h"))
-            assert isinstance(await control.receive(PATIENCE_S), Welcome)
-            for _ in range(3):
-                stranger = await asyncio.to_thread(socket.create_connection, address, PATIENCE_S)
-                stranger.sendall(encode(Over(0)))
-                with suppress(ConnectionResetError):
-                    assert await asyncio.to_thread(stranger.recv, 1) == b""
-                stranger.close()
-            with pytest.raises(
-                Stranger, match="it has gone before it has said who it is|does not know this job's secret"
-            ):
-                await asyncio.to_thread(connect, Way(address, Secret("another job's secret, of as many letters")), 1.0)
-            control.close()
-
-    asyncio.run(play())
+    async with serving(said) as coordinator:
+        address = coordinator.address
+        control = InLoop(await asyncio.to_thread(connect, way(address), PATIENCE_S))
+        control.send(Hello(0, "supervisor", 1, "h"))
+        assert isinstance(await control.receive(PATIENCE_S), Welcome)
+        for _ in range(3):
+            stranger = await asyncio.to_thread(socket.create_connection, address, PATIENCE_S)
+            stranger.sendall(encode(Over(0)))
+            with suppress(ConnectionResetError):
+                assert await asyncio.to_thread(stranger.recv, 1) == b""
+            stranger.close()
+        with pytest.raises(Stranger, match="it has gone before it has said who it is|does not know this job's secret"):
+            await asyncio.to_thread(connect, Way(address, Secret("another job's secret, of as many letters")), 1.0)
+        control.close()
     (event,) = [event for event in said if event.kind == "stranger"]
     assert event.text.startswith("at the coordinator what comes from 127.0.0.1:") and event.details["count"] == 1
     assert event.text.endswith(f" was refused: it begins with {encode(Over(0))[:4]!r}, which can't be understood")
 
 
-def test_what_a_process_of_the_job_says_that_is_no_message_is_said_and_hung_up_on():
+async def test_what_a_process_of_the_job_says_that_is_no_message_is_said_and_hung_up_on():
     said = []
 
-    async def play() -> None:
-        async with serving(said) as coordinator:
-            control = await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S)
-            control._socket.sendall(encode(Over(0))[:4] + bytes(20))
-            assert await asyncio.to_thread(control.receive, PATIENCE_S) is None and control.broken is not None
-            control.close()
-
-    asyncio.run(play())
+    async with serving(said) as coordinator:
+        control = await asyncio.to_thread(connect, way(coordinator.address), PATIENCE_S)
+        control._socket.sendall(encode(Over(0))[:4] + bytes(20))
+        assert await asyncio.to_thread(control.receive, PATIENCE_S) is None and control.broken is not None
+        control.close()
     (warning,) = warnings(said)
     assert warning.startswith("a connection from 127.0.0.1:") and "a frame is of version " in warning
 
 
-def test_a_supervisor_that_comes_again_takes_its_place():
+async def test_a_supervisor_that_comes_again_takes_its_place():
     """The one before is hung up on, and its end is nobody's."""
 
-    async def play() -> None:
-        async with serving([], 2) as coordinator:
-            other, first = Player(coordinator, 0, "supervisor"), Player(coordinator, 1, "supervisor")
-            await other.hear(Welcome)
-            await first.hear(Welcome)
-            second = Player(coordinator, 1, "supervisor")
-            await second.hear(Welcome)
-            await first.hear_the_end()
-            first.close()
-            second.send(Exited(1, 0, 0.0))
-            await second.hear(Lease)
-            coordinator.fail("it has to end")
-            assert await second.hear(Over) == await other.hear(Over) == Over(1)
-            third = Player(coordinator, 1, "supervisor")
-            await third.hear(Welcome)
-            assert await third.hear(Over) == Over(1)  # which it may have missed
-            for each in (other, second, third):
-                each.close()
-            await asyncio.wait_for(coordinator.all_gone(0.0), PATIENCE_S)
-
-    asyncio.run(play())
+    async with serving([], 2) as coordinator:
+        other, first = Player(coordinator, 0, "supervisor"), Player(coordinator, 1, "supervisor")
+        await other.hear(Welcome)
+        await first.hear(Welcome)
+        second = Player(coordinator, 1, "supervisor")
+        await second.hear(Welcome)
+        await first.hear_the_end()
+        first.close()
+        second.send(Exited(1, 0, 0.0))
+        await second.hear(Lease)
+        coordinator.fail("it has to end")
+        assert await second.hear(Over) == await other.hear(Over) == Over(1)
+        third = Player(coordinator, 1, "supervisor")
+        await third.hear(Welcome)
+        assert await third.hear(Over) == Over(1)  # which it may have missed
+        for each in (other, second, third):
+            each.close()
+        await asyncio.wait_for(coordinator.all_gone(0.0), PATIENCE_S)
 
 
-def test_it_stays_for_a_supervisor_that_may_start_another_in_the_place_of_a_lost_worker():
+async def test_it_stays_for_a_supervisor_that_may_start_another_in_the_place_of_a_lost_worker():
     """Between the break of a worker's connection and the word of its end nobody knows whether it can be reached, and
     the others, among them rank 0's supervisor, may have gone.
     """
     said = []
 
-    async def play() -> None:
-        async with four_workers(said) as (coordinator, workers):
-            coordinator.membership = logging()  # of such a job, in which a stage that nobody holds is replayed
-            supervisors = [Player(coordinator, rank, "supervisor") for rank in range(4)]
-            for rank, supervisor in enumerate(supervisors):
-                await supervisor.hear(Welcome)
-                if rank < 2:
-                    workers[rank].send(Through(rank))
-                    workers[rank].send(Left(rank, 0, step=2))
-                if rank < 3:
-                    workers[rank].close()
-                    supervisor.send(Exited(rank, -9 * (rank == 2), 0.0))
-                    await supervisor.hear(Lease)
-                    supervisor.close()
-            gone = asyncio.create_task(coordinator.all_gone(PATIENCE_S))
-            workers[3].close()
-            await asyncio.wait_for(heard("recovery", said), PATIENCE_S)
-            supervisors[3].send(Exited(3, -9, 0.0))
-            assert (await supervisors[3].hear(Restart, Over)).rank == 3
-            assert not gone.done()
-            coordinator.fail("it has to end")
-            supervisors[3].close()
-            await asyncio.wait_for(gone, PATIENCE_S)
-
-    asyncio.run(play())
+    async with four_workers(said) as (coordinator, workers):
+        coordinator.membership = logging()  # of such a job, in which a stage that nobody holds is replayed
+        supervisors = [Player(coordinator, rank, "supervisor") for rank in range(4)]
+        for rank, supervisor in enumerate(supervisors):
+            await supervisor.hear(Welcome)
+            if rank < 2:
+                workers[rank].send(Through(rank))
+                workers[rank].send(Left(rank, 0, step=2))
+            if rank < 3:
+                workers[rank].close()
+                supervisor.send(Exited(rank, -9 * (rank == 2), 0.0))
+                await supervisor.hear(Lease)
+                supervisor.close()
+        gone = asyncio.create_task(coordinator.all_gone(PATIENCE_S))
+        workers[3].close()
+        await asyncio.wait_for(heard("recovery", said), PATIENCE_S)
+        supervisors[3].send(Exited(3, -9, 0.0))
+        assert (await supervisors[3].hear(Restart, Over)).rank == 3
+        assert not gone.done()
+        coordinator.fail("it has to end")
+        supervisors[3].close()
+        await asyncio.wait_for(gone, PATIENCE_S)
 
 
 def test_nobody_says_what_is_anothers_to_say_though_it_knows_the_secret():

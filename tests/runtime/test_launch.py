@@ -122,22 +122,19 @@ def test_who_joins_takes_nothing_of_another_launchers_job_but_its_own_place(own,
     assert found == own | {"HOME": "/home", "MASTER_ADDR": "node1", "MASTER_PORT": "29500", "LOCAL_RANK": local}
 
 
-def test_placement_waits_for_no_host_for_ever(monkeypatch):
+async def test_placement_waits_for_no_host_for_ever(monkeypatch):
     monkeypatch.setattr(supervisor, "CONNECT_S", 0.5)
     address = "127.0.0.1", free_port()
 
-    async def play() -> None:
-        hosted = await supervisor.Hosted.start(address, 2, dict(os.environ))
-        environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
-        with pytest.raises(
-            ConnectionError,
-            match='^place 0 has got no rank within 0 s: with recycle.placement "spread" all supervisors have to be '
-            "there first",
-        ):
-            await supervisor.Supervisor(["train.py"], environment, "spread", Here(), hosted).run()
-        await hosted.close()
-
-    asyncio.run(play())
+    hosted = await supervisor.Hosted.start(address, 2, dict(os.environ))
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
+    with pytest.raises(
+        ConnectionError,
+        match='^place 0 has got no rank within 0 s: with recycle.placement "spread" all supervisors have to be '
+        "there first",
+    ):
+        await supervisor.Supervisor(["train.py"], environment, "spread", Here(), hosted).run()
+    await hosted.close()
 
 
 # --- on one host ---------------------------------------------------------------------------------------
@@ -319,47 +316,39 @@ def test_numpy_starts_no_threads_there():
     started("numpy")
 
 
-def test_it_outlives_who_asks_badly_and_says_how_a_worker_ended(imported):
+async def test_it_outlives_who_asks_badly_and_says_how_a_worker_ended(imported):
     """... and how it ended itself."""
     before = set(children())
 
-    async def play() -> None:
-        server = await ServerProcess.start(["json"])
-        address = server.address.replace("@", "\0")
-        with socket.socket(socket.AF_UNIX) as nothing, socket.socket(socket.AF_UNIX) as half:
-            nothing.connect(address)
-            half.connect(address)
-            half.sendall(LANGUAGE.encode(Request("none", (), {}, "/"))[:-1])
-        ask(server.address, Request("none", (), {}, "/"), [1]).close()
-        worker = await ForkedProcess.start(
-            server.address, imported("import os, sys; os._exit(int(sys.argv[1]))"), ["5"], dict(os.environ)
-        )
-        assert await worker.wait() == 5
-        lost = await ForkedProcess.start(
-            server.address, imported("import signal; signal.pause()"), [], dict(os.environ)
-        )
-        for child in set(children()) - before:
-            os.kill(child, signal.SIGKILL)
-        assert await lost.wait() == -signal.SIGKILL and await server.stop() == "was killed by signal 9 (SIGKILL)"
-        with pytest.raises(
-            ConnectionError,
-            match="imported_first was not started: the process that it is to be forked from can't be reached",
-        ):
-            await ForkedProcess.start(server.address, "imported_first", [], dict(os.environ))
-
-    asyncio.run(play())
+    server = await ServerProcess.start(["json"])
+    address = server.address.replace("@", "\0")
+    with socket.socket(socket.AF_UNIX) as nothing, socket.socket(socket.AF_UNIX) as half:
+        nothing.connect(address)
+        half.connect(address)
+        half.sendall(LANGUAGE.encode(Request("none", (), {}, "/"))[:-1])
+    ask(server.address, Request("none", (), {}, "/"), [1]).close()
+    worker = await ForkedProcess.start(
+        server.address, imported("import os, sys; os._exit(int(sys.argv[1]))"), ["5"], dict(os.environ)
+    )
+    assert await worker.wait() == 5
+    lost = await ForkedProcess.start(server.address, imported("import signal; signal.pause()"), [], dict(os.environ))
+    for child in set(children()) - before:
+        os.kill(child, signal.SIGKILL)
+    assert await lost.wait() == -signal.SIGKILL and await server.stop() == "was killed by signal 9 (SIGKILL)"
+    with pytest.raises(
+        ConnectionError,
+        match="imported_first was not started: the process that it is to be forked from can't be reached",
+    ):
+        await ForkedProcess.start(server.address, "imported_first", [], dict(os.environ))
 
 
 @pytest.mark.parametrize("ending, code, said", (("'what is wrong'", 1, "what is wrong\n"), ("", 0, ""), ("3", 3, "")))
-def test_a_worker_ends_as_a_process_of_its_own_would(imported, capfd, ending, code, said):
-    async def play() -> None:
-        server = await ServerProcess.start(["json"])
-        worker = await ForkedProcess.start(
-            server.address, imported(f"import sys; sys.exit({ending})"), [], dict(os.environ)
-        )
-        assert await worker.wait() == code and await server.stop() == ""
-
-    asyncio.run(play())
+async def test_a_worker_ends_as_a_process_of_its_own_would(imported, capfd, ending, code, said):
+    server = await ServerProcess.start(["json"])
+    worker = await ForkedProcess.start(
+        server.address, imported(f"import sys; sys.exit({ending})"), [], dict(os.environ)
+    )
+    assert await worker.wait() == code and await server.stop() == ""
     assert capfd.readouterr().err == said
 
 
@@ -497,13 +486,10 @@ def test_every_variable_that_is_read_is_known():
     assert {name for name in read if not name.startswith("RECYCLE_TEST")} <= {*USERS, *OWN}
 
 
-def test_no_folder_is_made_for_a_secret_that_the_user_places(tmp_path):
+async def test_no_folder_is_made_for_a_secret_that_the_user_places(tmp_path):
     """What is misspelt would be made, and other hosts look elsewhere."""
     path = tmp_path / "nosuch" / "secret"
 
-    async def play() -> None:
-        with pytest.raises(NoSecret, match=f"^there is no folder {path.parent}, where the job's secret is to be"):
-            await supervisor.Hosted.start(("127.0.0.1", free_port()), 1, {SETTING: str(path)})
-
-    asyncio.run(play())
+    with pytest.raises(NoSecret, match=f"^there is no folder {path.parent}, where the job's secret is to be"):
+        await supervisor.Hosted.start(("127.0.0.1", free_port()), 1, {SETTING: str(path)})
     assert not path.parent.exists()

@@ -90,60 +90,48 @@ async def supervised(monkeypatch, place: str = "1"):
         assert running.done()
 
 
-def test_it_comes_again_and_its_worker_does_not_notice(monkeypatch):
-    async def play() -> None:
-        async with supervised(monkeypatch) as (coordinator, far, worker, running):
-            for _ in range(3):
-                far.close()
-                far = await coordinator.accept()
-                await hear(far, SupervisorHeartbeat)
-            assert worker.signals == [] and not running.done()
-            far.send(Over(0))
-            worker.ended.set_result(0)
-            assert await asyncio.wait_for(running, PATIENCE_S) == 0
-            far.close()
-
-    asyncio.run(play())
-
-
-def test_the_end_of_its_worker_is_said_again_until_it_is_heard(monkeypatch):
-    async def play() -> None:
-        async with supervised(monkeypatch) as (coordinator, far, worker, running):
-            worker.ended.set_result(-signal.SIGKILL)
-            assert (await hear(far, Exited)).code == -signal.SIGKILL
+async def test_it_comes_again_and_its_worker_does_not_notice(monkeypatch):
+    async with supervised(monkeypatch) as (coordinator, far, worker, running):
+        for _ in range(3):
             far.close()
             far = await coordinator.accept()
-            assert (await hear(far, Exited)).code == -signal.SIGKILL
-            far.send(Lease(0, 0.0))
-            far.send(Over(0))
-            assert await asyncio.wait_for(running, PATIENCE_S) == 0
-            far.close()
+            await hear(far, SupervisorHeartbeat)
+        assert worker.signals == [] and not running.done()
+        far.send(Over(0))
+        worker.ended.set_result(0)
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0
+        far.close()
 
-    asyncio.run(play())
+
+async def test_the_end_of_its_worker_is_said_again_until_it_is_heard(monkeypatch):
+    async with supervised(monkeypatch) as (coordinator, far, worker, running):
+        worker.ended.set_result(-signal.SIGKILL)
+        assert (await hear(far, Exited)).code == -signal.SIGKILL
+        far.close()
+        far = await coordinator.accept()
+        assert (await hear(far, Exited)).code == -signal.SIGKILL
+        far.send(Lease(0, 0.0))
+        far.send(Over(0))
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0
+        far.close()
 
 
-def test_without_a_coordinator_its_worker_is_told_to_end(monkeypatch):
+async def test_without_a_coordinator_its_worker_is_told_to_end(monkeypatch):
     monkeypatch.setattr(supervisor, "RESUME_S", 0.2)
 
-    async def play() -> None:
-        async with supervised(monkeypatch) as (coordinator, far, worker, running):
-            coordinator.listener.close()
-            far.close()
-            assert await asyncio.wait_for(running, PATIENCE_S) == 1
-            assert worker.signals == [signal.SIGTERM]
-
-    asyncio.run(play())
+    async with supervised(monkeypatch) as (coordinator, far, worker, running):
+        coordinator.listener.close()
+        far.close()
+        assert await asyncio.wait_for(running, PATIENCE_S) == 1
+        assert worker.signals == [signal.SIGTERM]
 
 
-def test_a_coordinator_that_says_nonsense_is_gone_and_the_reason_is_said(monkeypatch, capsys):
-    async def play() -> None:
-        async with supervised(monkeypatch) as (_, far, worker, running):
-            far.send(b"Traceback (most recent call last):\n")
-            assert await asyncio.wait_for(running, PATIENCE_S) == 1
-            assert worker.signals == [signal.SIGTERM]
-            far.close()
-
-    asyncio.run(play())
+async def test_a_coordinator_that_says_nonsense_is_gone_and_the_reason_is_said(monkeypatch, capsys):
+    async with supervised(monkeypatch) as (_, far, worker, running):
+        far.send(b"Traceback (most recent call last):\n")
+        assert await asyncio.wait_for(running, PATIENCE_S) == 1
+        assert worker.signals == [signal.SIGTERM]
+        far.close()
     assert (
         capsys.readouterr().err
         == "recycle: error: the coordinator can't be understood: a frame begins with b'Traceback ', and no message "
@@ -191,158 +179,134 @@ async def end(worker: Worker, far: InLoop, incarnation: int, code: int = -signal
     far.send(Lease(incarnation, 0.0))
 
 
-def test_it_starts_the_next_one_when_it_is_told_and_not_before(monkeypatch):
-    async def play() -> None:
-        async with supervised(monkeypatch) as (_, far, worker, running):
-            starts = Starts(monkeypatch)
-            await end(worker, far, 0)
-            for _ in range(2):  # the same order, said twice
-                far.send(Restart(1, 4.0, incarnation=3))
-            far.send(Restart(0, 0.0, incarnation=7))  # another rank's
-            await asyncio.wait_for(starts.waits.wait(), PATIENCE_S)
-            assert starts.waited == [4.0] and starts.started.empty()
-            starts.go_on.set()
-            worker = await starts.next(3)
-            assert (await hear(far, SupervisorHeartbeat)).incarnation == 3
-            await end(worker, far, 3)
-            far.send(Restart(1, 0.0, incarnation=3))  # old
-            far.send(Restart(1, 0.0, incarnation=4))
-            worker = await starts.next(4)
-            far.send(Fence(1, "of one before", incarnation=3))
-            far.send(Fence(1, "it is stuck", incarnation=4))
-            assert (await hear(far, Exited)).code == -signal.SIGKILL and worker.signals == [signal.SIGKILL]
-            far.send(Over(0))
-            assert await asyncio.wait_for(running, PATIENCE_S) == 0 and starts.waited == [4.0]
-            far.close()
-
-    asyncio.run(play())
+async def test_it_starts_the_next_one_when_it_is_told_and_not_before(monkeypatch):
+    async with supervised(monkeypatch) as (_, far, worker, running):
+        starts = Starts(monkeypatch)
+        await end(worker, far, 0)
+        for _ in range(2):  # the same order, said twice
+            far.send(Restart(1, 4.0, incarnation=3))
+        far.send(Restart(0, 0.0, incarnation=7))  # another rank's
+        await asyncio.wait_for(starts.waits.wait(), PATIENCE_S)
+        assert starts.waited == [4.0] and starts.started.empty()
+        starts.go_on.set()
+        worker = await starts.next(3)
+        assert (await hear(far, SupervisorHeartbeat)).incarnation == 3
+        await end(worker, far, 3)
+        far.send(Restart(1, 0.0, incarnation=3))  # old
+        far.send(Restart(1, 0.0, incarnation=4))
+        worker = await starts.next(4)
+        far.send(Fence(1, "of one before", incarnation=3))
+        far.send(Fence(1, "it is stuck", incarnation=4))
+        assert (await hear(far, Exited)).code == -signal.SIGKILL and worker.signals == [signal.SIGKILL]
+        far.send(Over(0))
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0 and starts.waited == [4.0]
+        far.close()
 
 
-def test_an_order_that_is_taken_back_is_not_carried_out(monkeypatch):
-    async def play() -> None:
-        async with supervised(monkeypatch) as (_, far, worker, running):
-            starts = Starts(monkeypatch)
-            await end(worker, far, 0)
-            far.send(Restart(1, 9.0, incarnation=1))
-            await asyncio.wait_for(starts.waits.wait(), PATIENCE_S)
-            far.send(Fence(1, "host x takes its seat", incarnation=1))
-            starts.go_on.set()
-            far.send(Restart(1, 0.0, incarnation=1))
-            far.send(Restart(1, 0.0, incarnation=3))
-            await starts.next(3)
-            far.send(Fence(1, "the job is over", incarnation=3))
-            far.send(Over(0))
-            assert await asyncio.wait_for(running, PATIENCE_S) == 0
-            far.close()
-
-    asyncio.run(play())
+async def test_an_order_that_is_taken_back_is_not_carried_out(monkeypatch):
+    async with supervised(monkeypatch) as (_, far, worker, running):
+        starts = Starts(monkeypatch)
+        await end(worker, far, 0)
+        far.send(Restart(1, 9.0, incarnation=1))
+        await asyncio.wait_for(starts.waits.wait(), PATIENCE_S)
+        far.send(Fence(1, "host x takes its seat", incarnation=1))
+        starts.go_on.set()
+        far.send(Restart(1, 0.0, incarnation=1))
+        far.send(Restart(1, 0.0, incarnation=3))
+        await starts.next(3)
+        far.send(Fence(1, "the job is over", incarnation=3))
+        far.send(Over(0))
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0
+        far.close()
 
 
-def test_one_that_cannot_be_started_has_died(monkeypatch, capsys):
-    async def play() -> None:
-        async with supervised(monkeypatch) as (_, far, worker, running):
-            starts = Starts(monkeypatch)
-            starts.refused = 1
-            await end(worker, far, 0)
-            far.send(Restart(1, 0.0, incarnation=1))
-            said = await hear(far, Exited)
-            assert (said.incarnation, said.code) == (1, 1)
-            far.send(Restart(1, 0.0, incarnation=2))
-            worker = await starts.next(2)
-            far.send(Over(0))
-            assert await asyncio.wait_for(running, PATIENCE_S) == 0 and worker.signals == [signal.SIGTERM]
-            far.close()
-
-    asyncio.run(play())
+async def test_one_that_cannot_be_started_has_died(monkeypatch, capsys):
+    async with supervised(monkeypatch) as (_, far, worker, running):
+        starts = Starts(monkeypatch)
+        starts.refused = 1
+        await end(worker, far, 0)
+        far.send(Restart(1, 0.0, incarnation=1))
+        said = await hear(far, Exited)
+        assert (said.incarnation, said.code) == (1, 1)
+        far.send(Restart(1, 0.0, incarnation=2))
+        worker = await starts.next(2)
+        far.send(Over(0))
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0 and worker.signals == [signal.SIGTERM]
+        far.close()
     assert capsys.readouterr().err == "recycle: warning: there is nobody to fork it from\n"
 
 
-def test_the_jobs_end_comes_before_the_next_start(monkeypatch):
-    async def play() -> None:
-        async with supervised(monkeypatch) as (_, far, worker, running):
-            starts = Starts(monkeypatch)
-            await end(worker, far, 0, code=3)
-            far.send(Restart(1, 9.0, incarnation=1))
-            await asyncio.wait_for(starts.waits.wait(), PATIENCE_S)
-            far.send(Over(1))
-            assert await asyncio.wait_for(running, PATIENCE_S) == 3, "its script's own error, as ever"
-            assert starts.started.empty()
-            far.close()
-
-    asyncio.run(play())
+async def test_the_jobs_end_comes_before_the_next_start(monkeypatch):
+    async with supervised(monkeypatch) as (_, far, worker, running):
+        starts = Starts(monkeypatch)
+        await end(worker, far, 0, code=3)
+        far.send(Restart(1, 9.0, incarnation=1))
+        await asyncio.wait_for(starts.waits.wait(), PATIENCE_S)
+        far.send(Over(1))
+        assert await asyncio.wait_for(running, PATIENCE_S) == 3, "its script's own error, as ever"
+        assert starts.started.empty()
+        far.close()
 
 
-def test_who_has_left_as_planned_may_come_back(monkeypatch):
+async def test_who_has_left_as_planned_may_come_back(monkeypatch):
     """... again and again: its supervisor stays, and knows that it is to before it hears the answer."""
 
-    async def play() -> None:
-        async with supervised(monkeypatch) as (_, far, worker, running):
-            starts = Starts(monkeypatch)
-            for incarnation in range(3):
-                far.send(Stay(1, incarnation=incarnation))
-                await end(worker, far, incarnation, code=0)
-                far.send(Restart(1, 0.0, incarnation=incarnation + 1))
-                worker = await starts.next(incarnation + 1)
-            await end(worker, far, 3, code=0)
-            assert await asyncio.wait_for(running, PATIENCE_S) == 0, "its script is through"
-            far.close()
-
-    asyncio.run(play())
+    async with supervised(monkeypatch) as (_, far, worker, running):
+        starts = Starts(monkeypatch)
+        for incarnation in range(3):
+            far.send(Stay(1, incarnation=incarnation))
+            await end(worker, far, incarnation, code=0)
+            far.send(Restart(1, 0.0, incarnation=incarnation + 1))
+            worker = await starts.next(incarnation + 1)
+        await end(worker, far, 3, code=0)
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0, "its script is through"
+        far.close()
 
 
-def test_who_has_left_as_planned_goes_with_the_job(monkeypatch):
-    async def play() -> None:
-        async with supervised(monkeypatch) as (_, far, worker, running):
-            far.send(Stay(1))
-            await end(worker, far, 0, code=0)
-            far.send(Over(0))
-            assert await asyncio.wait_for(running, PATIENCE_S) == 0
-            far.close()
-
-    asyncio.run(play())
+async def test_who_has_left_as_planned_goes_with_the_job(monkeypatch):
+    async with supervised(monkeypatch) as (_, far, worker, running):
+        far.send(Stay(1))
+        await end(worker, far, 0, code=0)
+        far.send(Over(0))
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0
+        far.close()
 
 
 @pytest.mark.parametrize("rank, goes", [("1", True), ("0", False)])
-def test_a_signal_ends_a_supervisor_whose_worker_has_left_alone(monkeypatch, rank, goes):
+async def test_a_signal_ends_a_supervisor_whose_worker_has_left_alone(monkeypatch, rank, goes):
     """But for the launcher's first process, by which people stop the job; and before it has left it is the job's."""
     handlers: list = []
     monkeypatch.setattr(worker_keeper.Here, "on_signal", lambda self, told: handlers.append(told))
 
-    async def play() -> None:
-        async with supervised(monkeypatch, place=rank) as (_, far, worker, running):
-            far.send(Stay(1))
-            (told,) = handlers
-            told("SIGTERM")
+    async with supervised(monkeypatch, place=rank) as (_, far, worker, running):
+        far.send(Stay(1))
+        (told,) = handlers
+        told("SIGTERM")
+        assert (await hear(far, Terminate)).rank == 1
+        await end(worker, far, 0, code=0)
+        await asyncio.wait_for(told.__self__._answered.wait(), PATIENCE_S)
+        told("SIGTERM")
+        if not goes:
             assert (await hear(far, Terminate)).rank == 1
-            await end(worker, far, 0, code=0)
-            await asyncio.wait_for(told.__self__._answered.wait(), PATIENCE_S)
-            told("SIGTERM")
-            if not goes:
-                assert (await hear(far, Terminate)).rank == 1
-                far.send(Over(0))
-            assert await asyncio.wait_for(running, PATIENCE_S) == 0
-            far.close()
-
-    asyncio.run(play())
+            far.send(Over(0))
+        assert await asyncio.wait_for(running, PATIENCE_S) == 0
+        far.close()
 
 
-def test_a_store_whose_end_nobody_tells_holds_up_nobody(monkeypatch):
+async def test_a_store_whose_end_nobody_tells_holds_up_nobody(monkeypatch):
     """It was forked from a process that is stopped."""
 
     class Silent(Worker):
         def send_signal(self, number: int) -> None:
             self.signals.append(number)
 
-    async def play() -> None:
-        store = Silent()
+    store = Silent()
 
-        async def spawn(*_: object, **more: object) -> Worker:
-            return store
+    async def spawn(*_: object, **more: object) -> Worker:
+        return store
 
-        monkeypatch.setattr(supervisor, "spawn", spawn)
-        monkeypatch.setattr(supervisor, "STORE_S", 0.01)
-        hosted = await supervisor.Hosted.start(("127.0.0.1", free_port()), 1, {})
-        await asyncio.wait_for(hosted.close(), PATIENCE_S)
-        assert store.signals == [signal.SIGKILL]
-
-    asyncio.run(play())
+    monkeypatch.setattr(supervisor, "spawn", spawn)
+    monkeypatch.setattr(supervisor, "STORE_S", 0.01)
+    hosted = await supervisor.Hosted.start(("127.0.0.1", free_port()), 1, {})
+    await asyncio.wait_for(hosted.close(), PATIENCE_S)
+    assert store.signals == [signal.SIGKILL]

@@ -86,22 +86,19 @@ def test_one_that_is_far_behind_does_not_count():
     assert heard({3: KEY}, [beats[-1], beats[0], *beats[-1:]])[0] == [LAST]
 
 
-def test_of_a_supervisors_connections_the_last_two_count():
+async def test_of_a_supervisors_connections_the_last_two_count():
     """What was recorded of one before those is worth nothing."""
 
-    async def exchange() -> None:
-        taken, refused = [], []
-        listener = await HeartbeatListener.listen(
-            ("127.0.0.1", 0),
-            lambda hello, message, sender: taken.append(message),
-            lambda sender, why: refused.append(why),
-        )
-        keys = [b"the first", b"the second", b"the third"]
-        for key in keys:
-            listener.expect(3, HELLO, SealedDatagrams(key))
-        for key in keys:
-            listener.datagram_received(sealed(key)[0], ("h", 1))
-        listener.close()
-        assert taken == [LAST, LAST] and len(refused) == 1
-
-    asyncio.run(exchange())
+    taken, refused = [], []
+    listener = await HeartbeatListener.listen(
+        ("127.0.0.1", 0),
+        lambda hello, message, sender: taken.append(message),
+        lambda sender, why: refused.append(why),
+    )
+    keys = [b"the first", b"the second", b"the third"]
+    for key in keys:
+        listener.expect(3, HELLO, SealedDatagrams(key))
+    for key in keys:
+        listener.datagram_received(sealed(key)[0], ("h", 1))
+    listener.close()
+    assert taken == [LAST, LAST] and len(refused) == 1

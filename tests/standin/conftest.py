@@ -37,8 +37,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     """Run the test's function in a child, and fail with what it has raised there."""
-    names = pyfuncitem._fixtureinfo.argnames
-    given = {name: pyfuncitem.funcargs[name] for name in names if name != "standin"}
+    names = set(inspect.signature(pyfuncitem.obj).parameters) - {"standin"}
+    given = {name: pyfuncitem.funcargs[name] for name in names}
     ours, theirs = PROCESSES.Pipe()
     child = PROCESSES.Process(target=in_child, args=(theirs, str(pyfuncitem.path), pyfuncitem.originalname, given))
     child.start()
