@@ -27,6 +27,7 @@ from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
 from tests.support.coordinator import FakeCoordinator, generation
 from tests.support.secret import SECRET, way
+from tests.support.waiting import together
 
 RANKS, HERE = 3, Path(__file__).name
 DIED = "rank 2 is lost"
@@ -154,11 +155,7 @@ def tried(call: Callable[[], object]) -> object:
 
 
 def in_a_thread(call: Callable[[], object]) -> object:
-    said: list[object] = []
-    thread = threading.Thread(target=lambda: said.append(tried(call)), name="watcher")
-    thread.start()
-    thread.join(30)
-    return said[0]
+    return together(tried, [call])[0]
 
 
 @pytest.mark.parametrize("backward", (True, False))

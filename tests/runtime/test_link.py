@@ -43,6 +43,7 @@ from tests.support.coordinator import FakeCoordinator
 from tests.support.results import DIED, result_of
 from tests.support.secret import SECRET, way
 from tests.support.threads_link import Meeting, ThreadsLink
+from tests.support.waiting import together
 
 LONG_S, SHORT_S = 60.0, 0.2  # what must not pass, and what must
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
@@ -157,12 +158,7 @@ def between_threads(scenario: Callable, members: int) -> list[Any]:
         with suppress(Died):
             results[position] = told(scenario, Place(position, members, store, made, end))
 
-    threads = [threading.Thread(target=run, args=(position,), daemon=True) for position in range(members)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * LONG_S)
-        assert not thread.is_alive(), "a member does not come to an end"
+    together(run, range(members), 2 * LONG_S)
     return results
 
 

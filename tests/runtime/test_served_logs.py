@@ -33,7 +33,7 @@ from recycle_plugin.runtime.worker import log_mirror
 from recycle_plugin.runtime.worker.log_mirror import Mirror
 from tests.support.logs import HERE, LOOK_S, PATIENCE_S, RUN, act, content, put, put_step, stream, written
 from tests.support.secret import SECRET, answered, called
-from tests.support.waiting import until
+from tests.support.waiting import together, until
 
 
 @pytest.fixture
@@ -182,15 +182,8 @@ def test_a_folder_that_is_not_this_hosts_is_served_by_nobody(folder, tmp_path) -
 
 def test_all_who_see_a_folder_find_the_same_token(folder, tmp_path) -> None:
     """However many come at once; and other folders have others, and so has the same folder in another run."""
-    found: list[str] = []
-    finders = [threading.Thread(target=lambda: found.append(token_of(folder, RUN))) for _ in range(16)]
-    for finder in finders:
-        finder.start()
-    for finder in finders:
-        finder.join(PATIENCE_S)
-    assert (
-        len(found) == 16 and len({*found}) == 1 and len({*found, token_of(tmp_path, RUN), token_of(folder, "2")}) == 3
-    )
+    found = together(lambda _: token_of(folder, RUN), range(16))
+    assert len({*found}) == 1 and len({*found, token_of(tmp_path, RUN), token_of(folder, "2")}) == 3
     assert sorted(path.name for path in folder.iterdir()) == ["2.token", f"{RUN}.token"]
 
 

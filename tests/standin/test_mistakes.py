@@ -11,6 +11,8 @@ import threading
 import pytest
 import torch
 
+from tests.support.waiting import together
+
 D = "standin"
 N = 1000
 SEEDS = range(10)
@@ -239,22 +241,17 @@ def test_a_copy_that_torch_makes_pinned_goes_on_by_itself(standin):
 
 
 def test_threads_compute_on_streams_of_their_own(standin):
-    a, found = torch.arange(float(N), device=D), []
+    a = torch.arange(float(N), device=D)
     torch.accelerator.synchronize()
 
-    def compute():
+    def compute(_):
         with torch.Stream(device=D) as stream:
             for _ in range(100):
                 b = (a * 2).relu_().cumsum(0)
             stream.synchronize()
-            found.append(b[-1].item())
+            return b[-1].item()
 
-    threads = [threading.Thread(target=compute) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert found == [N * (N - 1)] * 4
+    assert together(compute, range(4)) == [N * (N - 1)] * 4
 
 
 def test_a_polled_event_comes(standin):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -13,6 +11,7 @@ from recycle_plugin.runtime.devices.host import on_host
 from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.worker.tiers import AsMade, Host
 from tests.support.moved import act
+from tests.support.waiting import together
 
 WAIT_S = 30.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64]
@@ -55,13 +54,9 @@ def test_nothing_to_copy_is_a_copy_too(device):
 
 
 def test_a_copy_can_be_waited_for_by_several_threads_and_again(device):
-    copy, found = device.to_host(there(device, torch.arange(1000.0)), "", shared=True), []
-    threads = [threading.Thread(target=lambda: found.append(copy.wait(WAIT_S)[0])) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert len(found) == 4 and all(torch.equal(each, torch.arange(1000.0)) for each in (*found, *copy.wait(WAIT_S)))
+    copy = device.to_host(there(device, torch.arange(1000.0)), "", shared=True)
+    found = together(lambda _: copy.wait(WAIT_S)[0], range(4))
+    assert all(torch.equal(each, torch.arange(1000.0)) for each in (*found, *copy.wait(WAIT_S)))
 
 
 def test_room_is_in_host_memory_to_be_written_to(device):

@@ -4,33 +4,27 @@ there are.
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.runtime.stage import block_sums
 from recycle_plugin.runtime.stage.block_sums import fixed_order_sum
-from tests.support.threads import DEADLINE_S, Threads
+from tests.support.threads import Threads
+from tests.support.waiting import together
 
 BLOCKS = [Block(replica, number) for replica in range(3) for number in range(2)]
 
 
 def summed(values: dict[Block, torch.Tensor], owners: list[list[Block]]) -> list[torch.Tensor]:
     """What every worker gets."""
-    threads, found = Threads(len(owners)), {}
+    threads = Threads(len(owners))
 
-    def work(position: int) -> None:
+    def work(position: int) -> torch.Tensor:
         mine = {block: values[block] for block in owners[position]}
-        found[position] = fixed_order_sum(mine, owners, torch.empty_like(values[BLOCKS[0]]), threads.member(position))
+        return fixed_order_sum(mine, owners, torch.empty_like(values[BLOCKS[0]]), threads.member(position))
 
-    workers = [threading.Thread(target=work, args=(position,), daemon=True) for position in range(len(owners))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(DEADLINE_S)
-    return [found[position] for position in range(len(owners))]
+    return together(work, range(len(owners)))
 
 
 def in_order(values: dict[Block, torch.Tensor], order: list[Block]) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,8 @@ from recycle_plugin.core.vocabulary.roster import Member, Roster
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
 from recycle_plugin.runtime.stage.tied import TiedWeight
-from tests.support.threads import DEADLINE_S, Threads
+from tests.support.threads import Threads
+from tests.support.waiting import together
 
 STAGES, REPLICAS = (0, 1, 3), 3
 SUMS = {stage: torch.randn(5, 7, generator=torch.Generator().manual_seed(stage)) * 10**stage for stage in STAGES}
@@ -27,21 +27,18 @@ def totals(lost: set[Seat]) -> list[torch.Tensor]:
     seats = [seat for stage in range(4) for seat in (Seat(replica, stage) for replica in range(REPLICAS))]
     members = tuple(Member(rank, seat, "", "") for rank, seat in enumerate(seats) if seat not in lost)
     sharing = [member for member in members if member.seat.stage in STAGES]
-    threads, found = Threads(len(sharing)), {}
+    threads = Threads(len(sharing))
 
-    def work(position: int, member: Member) -> None:
+    def work(position: int) -> torch.Tensor:
+        member = sharing[position]
         session = SimpleNamespace(roster=Roster(members))
         own = SUMS[member.seat.stage].clone()
         weight = TiedWeight("embedding.weight", torch.nn.Parameter(own), STAGES, threads.member(position), session)
-        found[position] = weight.total(own)
+        total = weight.total(own)
         assert torch.equal(own, SUMS[member.seat.stage]), "what is brought is only read"
+        return total
 
-    workers = [threading.Thread(target=work, args=each, daemon=True) for each in enumerate(sharing)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(DEADLINE_S)
-    return [found[position] for position in range(len(sharing))]
+    return together(work, range(len(sharing)))
 
 
 @pytest.mark.parametrize(
