@@ -323,7 +323,7 @@ class ReplicaEngine(DeepSpeedEngine):
                 self._optimizer_port.pass_over()
             else:
                 self._judged = self.shards.step(lambda: DeepSpeedEngine.step(self, self._lr_arguments))
-        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()  # alike in all replicas
+                count_micro_steps(self)
 
     def _framework(self, topology: Topology, place: Place, stage: PushedStage) -> Framework:
         device, scale = device_of(self.device), LossScale(self.shards.scaler)
@@ -362,6 +362,11 @@ class ReplicaOptimizer(StockOptimizer):
         """The torch optimizer that changes this rank's shard."""
         return self._engine.shards.wrapped
 
+    def pass_over(self) -> None:
+        """Count a step that changes no weight here, as one that does."""
+        super().pass_over()
+        count_micro_steps(self._engine)
+
     def skip(self) -> None:
         """Count a step that the others have skipped, as stock code does."""
         engine = self._engine
@@ -370,7 +375,12 @@ class ReplicaOptimizer(StockOptimizer):
         engine.skipped_steps += 1
         engine._judged = None
         engine.optimizer._update_scale(True)
-        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        count_micro_steps(engine)
+
+
+def count_micro_steps(engine: Any) -> None:
+    """Have ``engine`` count micro-batches as all replicas do, whoever has drawn them."""
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
 def engine_class(job: ReplicaArguments) -> type:

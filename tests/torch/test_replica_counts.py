@@ -1,0 +1,24 @@
+"""What an engine of sharded replicas counts: the same in all, however a step has come about."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from recycle_plugin.adapters.deepspeed.replica.engine import ReplicaOptimizer
+
+
+@pytest.mark.parametrize("drawn", [6, 7, 11])
+def test_a_step_without_gradients_is_counted_as_any(drawn):
+    """A script has dropped all gradients; who follows has drawn nothing, and others drew for a lost replica."""
+    engine = SimpleNamespace(
+        global_steps=3,
+        global_samples=12,
+        micro_steps=drawn,
+        lr_scheduler=None,
+        train_batch_size=lambda: 4,
+        gradient_accumulation_steps=lambda: 2,
+    )
+    ReplicaOptimizer(engine, lambda: None).pass_over()
+    assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (4, 16, 8)
