@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SHARED = ("tests.support", "tests.jobs", "tests.mistakes", "tests.tiers")
-STILL = {"test_returning.py", "test_sharded_accelerator.py", "test_beside.py"}
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[str]:
@@ -35,7 +34,7 @@ def test_a_file_imports_of_the_tests_only_what_is_shared() -> None:
     found = {}
     for path in (ROOT / "tests").rglob("*.py"):
         package = ".".join(path.relative_to(ROOT).parent.parts)
-        if path.name not in STILL and (names := not_shared(ast.parse(path.read_text()), package)):
+        if names := not_shared(ast.parse(path.read_text()), package):
             found[str(path.relative_to(ROOT))] = names
     assert not found
 

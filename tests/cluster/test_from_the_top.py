@@ -22,25 +22,13 @@ from recycle_plugin.runtime.authentication.secret import AT
 from recycle_plugin.runtime.collectives.startup import BOARD
 from tests.support.cluster import ForkServer, Result, Run, WarmLauncher
 from tests.support.coordinator import FakeCoordinator
+from tests.support.from_the_top import BF16, HELD, NOTHING_ELSE, SCRIPT, STEPS
 from tests.support.jobs import DEEPSPEED, PLAIN, Shape
 from tests.support.launching import Launch, launching
 from tests.support.secret import written
 
-SCRIPT = "tests/jobs/from_the_top.py"
 OWN = ("pid", "environment", "read", "joined", "weights", "averages")  # the last three: of members
 END_S = 120.0
-NOTHING_ELSE = {
-    "load": "",
-    "config": {},
-    "tied": False,
-    "steps": 8,
-    "epochs": 4,
-    "held": 0,
-    "drawn": 0,
-    "source": False,
-    "does": "",
-    "dies_giving": -1,
-}
 
 
 class Top:
@@ -51,7 +39,7 @@ class Top:
         job = {"pattern": pattern, "folder": str(folder), "out": str(self._out), "waits": True}
         self._job = job | NOTHING_ELSE | more
         self.run = launch(shape=Shape(), script=SCRIPT, RECYCLE_TEST_TOP=json.dumps(self._job))
-        self.run.wait_for(lambda: len([*self._out.glob("*.json")]) == 4, "end of all scripts")
+        self.run.wait_for(lambda: len([*self._out.glob("rank*.json")]) == 4, "end of all scripts")
 
     def saw(self, rank: int, out: Path | None = None) -> dict[str, Any]:
         return json.loads(((out or self._out) / f"rank{rank}.json").read_text())
@@ -66,7 +54,6 @@ class Top:
         assert result.code == 0 and not result.of("lost") and not result.of("warning"), result.output[-4000:]
 
 
-STEPS, HELD = 60, 12
 PATTERNS = ("readme", "epochs", "seeds", "global_steps")
 
 
@@ -81,10 +68,9 @@ def trained(launch: Launch, folder: Path, pattern: str, kill: str = "", **more: 
     )
     run = launch(script=SCRIPT, RECYCLE_TEST_TOP=json.dumps(job))
     if kill:
-        run.wait_for(lambda: any(event["event"] == "newcomer" for event in run.events()), "a newcomer")
+        run.hear("newcomer")
         (folder / "go").touch()
-    result = run.finish()
-    assert result.code == 0, result.output[-6000:]
+    result = run.ended_well()
     seats = [kill.split()[1]] if kill else []
     assert seats == [event["seat"] for event in result.of("lost")] == [event["seat"] for event in result.of("rejoined")]
     return result, {rank: json.loads((folder / "out" / f"rank{rank}.json").read_text()) for rank in range(4)}
@@ -154,10 +140,9 @@ def test_who_was_to_hand_over_dies(launch, tmp_path):
     job |= NOTHING_ELSE | {"steps": 4 * STEPS, "held": HELD, "drawn": 1234, "source": True}
     job |= {"dies_giving": first_of_its_stage, "config": {"recycle": {"faults": ["kill 2.1 before 1F2.0@5"]}}}
     run = launch(shape=Shape(3), script=SCRIPT, RECYCLE_TEST_TOP=json.dumps(job))
-    run.wait_for(lambda: any(event["event"] == "newcomer" for event in run.events()), "a newcomer")
+    run.hear("newcomer")
     (folder / "go").touch()
-    result = run.finish()
-    assert result.code == 0, result.output[-6000:]
+    result = run.ended_well()
     for event in result.of("warning"):
         assert "rank 5, which has come back, can't take part: on_join: a peer's state= has failed" in event["text"]
     assert {event["seat"] for event in result.of("lost")} == {"2.1", "0.1"}
@@ -269,9 +254,6 @@ def test_a_job_that_goes_on_from_a_checkpoint_needs_its_files_no_more(launch, st
     assert_as_before(newcomer.saw(), predecessor)
     assert [one.stepped for one in newcomer.said(Ready)] == [began]
     top.end()
-
-
-BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "recycle": {"zero": "replicate"}}
 
 
 @pytest.mark.parametrize("config, tied", ((BF16, False), ({"recycle": {"exact": True}}, True)), ids=("bf16", "tied"))

@@ -6,10 +6,14 @@ DeepSpeed on the CPU, which trains the same samples (tests/cluster/test_sharded.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from tests.cluster.test_sharded import HELD, LONG, ended_well, start, trained_as_stock, weights  # noqa: F401  a fixture
+from tests.support.cluster import ForkServer
 from tests.support.jobs import assert_in_order
+from tests.support.sharded import HELD, LONG, Start, ended_well, starting, trained_as_stock, weights
 
 KILLS = {
     "in a forward": {"kills": [[2, 6, "forward"]]},
@@ -20,9 +24,15 @@ KILLS = {
 }
 
 
+@pytest.fixture
+def start(server: ForkServer, tmp_path: Path) -> Iterator[Start]:
+    with starting(server, tmp_path) as start:
+        yield start
+
+
 @pytest.mark.some_of(2)
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
-def test_without_a_failure_its_bits_are_those_of_the_cpu(start, stage):  # noqa: F811
+def test_without_a_failure_its_bits_are_those_of_the_cpu(start, stage):
     """At stage 3, and at stage 2 with small buckets, layers' hooks call collectives in autograd's thread there."""
     small = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 500}}
     found, expected = start(stage=stage, standin=True), start(stage=stage, config=small)
@@ -37,7 +47,7 @@ def test_without_a_failure_its_bits_are_those_of_the_cpu(start, stage):  # noqa:
 @pytest.mark.some_of(3)
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 @pytest.mark.parametrize("moment", KILLS)
-def test_a_replica_is_killed_and_the_other_trains_its_part(start, stage, moment):  # noqa: F811
+def test_a_replica_is_killed_and_the_other_trains_its_part(start, stage, moment):
     result = start(stage=stage, standin=True, **KILLS[moment])
     ended_well(result)
     trained_as_stock(start, result, stage)
@@ -46,7 +56,7 @@ def test_a_replica_is_killed_and_the_other_trains_its_part(start, stage, moment)
 
 @pytest.mark.some_of(1)
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
-def test_a_replica_comes_back_shard_by_shard(start, stage):  # noqa: F811
+def test_a_replica_comes_back_shard_by_shard(start, stage):
     result = start(stage=stage, standin=True, kills=[[2, 7, "backward"]], held=[HELD], steps=LONG)
     ended_well(result)
     assert sorted(event["rank"] for event in result.of("rejoined")) == [2, 3]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-PATIENCE_S = 120.0
+PATIENCE_S = 150.0
 
 
 def leave(folder: str | Path, record: dict, module: torch.nn.Module | None = None) -> None:

@@ -15,12 +15,11 @@ import json
 import os
 import secrets
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import endings
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from samples import Samples
 from recycle_plugin.core.messages.from_workers import ALWAYS
 from recycle_plugin.runtime.control.boards import Boards
 
-WIDTH, REPLICAS, PATIENCE_S = 8, 2, 120.0
+WIDTH, REPLICAS = 8, 2
 job = json.loads(os.environ["RECYCLE_TEST_TOP"])
 STEPS, EPOCHS, INCARNATION = job["steps"], job["epochs"], int(os.environ.get("RECYCLE_INCARNATION", "0"))
 RANK, FOLDER = int(os.environ["RANK"]), Path(job["folder"])
@@ -112,7 +111,7 @@ def draw() -> int:
 def train(trained: Any, data_iter: Any = None) -> None:
     """A step, before which members may have to wait for the test."""
     if len(seen["losses"]) + 1 == job["held"] and not trained.behind:
-        wait_for_go()
+        endings.wait_for(FOLDER / "go")
     seen["losses"].append(trained.train_batch(data_iter=data_iter).item())
 
 
@@ -292,21 +291,9 @@ def replicas() -> None:
         trained.save(Path(job["out"]) / "checkpoint" if trained.behind else FOLDER / "checkpoint")
 
 
-def wait_for_go() -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (FOLDER / "go").exists():
-        if time.monotonic() > deadline:
-            sys.exit("nobody lets the job end")
-        time.sleep(0.02)
-
-
 write_what_is_posted()
 patterns: list[Callable[[], None]] = [readme, epochs, between, seeds, global_steps, logs_a_mean, plain, replicas]
 {pattern.__name__: pattern for pattern in patterns}[job["pattern"]]()
-out = Path(job["out"])
-out.mkdir(parents=True, exist_ok=True)
-part = out / f"rank{RANK}.part"
-part.write_text(json.dumps(seen))
-part.rename(out / f"rank{RANK}.json")
+endings.write(Path(job["out"]) / f"rank{RANK}.json", lambda path: path.write_text(json.dumps(seen)))
 if job["waits"]:
-    wait_for_go()
+    endings.wait_for(FOLDER / "go")

@@ -33,8 +33,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import deepspeed
+import endings
 import torch
 import torch.distributed as dist
 from deepspeed.utils.logging import set_log_level_from_string
@@ -43,7 +45,7 @@ from torch import nn
 import recycle_plugin
 from recycle_plugin.errors import NotSaved
 
-WIDTH, PATIENCE_S = 8, 150.0
+WIDTH = 8
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 SMALL = {"reduce_bucket_size": 500}  # stock's is of 2 GB, and the stand-in fills all that is allocated
 job = json.loads(os.environ["RECYCLE_TEST_SHARDED"])
@@ -171,14 +173,6 @@ def weights(engine) -> dict[str, list[float]]:
     return found
 
 
-def wait_for_go(step: int) -> None:
-    deadline, file = time.monotonic() + PATIENCE_S, FOLDER / f"go{step}"
-    while not file.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"there is no {file} after {PATIENCE_S} s")
-        time.sleep(0.05)
-
-
 def tokens_share() -> float:
     """By what a loss is multiplied that is a mean over a rank's own tokens, to be one over all."""
     mine = torch.tensor(32)
@@ -283,7 +277,8 @@ def export(engine) -> None:
     (FOLDER / "exported" / f"said{engine.global_steps}.{RANK}.{INCARNATION}").write_text(str(said))
 
 
-def main() -> None:
+def prepared() -> tuple[Any, list]:
+    """The engine, and what ranks have agreed on before its first step."""
     torch.manual_seed(5)
     if job["odd"]:
         torch.empty = unwritten
@@ -298,21 +293,23 @@ def main() -> None:
         path, state = engine.load_checkpoint(job["load"])
         assert path is not None and state["drawn"] > 0, path
     engine.basic_optimizer.register_step_pre_hook(lambda *_: die("step", engine.global_steps))
+    return engine, met
+
+
+def main() -> None:
+    engine, met = prepared()
     (FOLDER / "drawn").mkdir(exist_ok=True)
     drawn = (FOLDER / "drawn" / f"{RANK}.{INCARNATION}").open("w")
-    world, first = dist.get_world_size(), engine.global_steps
+    world, first, given = dist.get_world_size(), engine.global_steps, job["ledger"]
     dtype = torch.bfloat16 if job["kind"] == "bf16" else torch.float32
-    given = job["ledger"]
-    surprises = 0
-    used: dict[int, list[int]] = {}
-    losses: list[float] = []
-    norms: list[float] = []
-    of_step: list[int] = []
     draws = cursor = engine.data_cursor if job["replicas"] else first * job["accumulation"]
+    record: dict[str, Any] = {"incarnation": INCARNATION, "first": first, "cursor": cursor, "met": met}
+    record |= {"losses": [], "norms": [], "used": {}, "surprises": 0}
+    of_step: list[int] = []
     global calls
     while engine.global_steps < job["steps"]:
         if engine.global_steps + 1 in job["held"] and not of_step:
-            wait_for_go(engine.global_steps + 1)
+            endings.wait_for(FOLDER / f"go{engine.global_steps + 1}")
         if calls == job["stops"].get(str(RANK)):
             return
         if given is None:
@@ -331,31 +328,16 @@ def main() -> None:
         of_step.append(number)
         drawn.write(f"{engine.global_steps + 1} {number}\n")
         drawn.flush()
-        losses.append(loss.item())
+        record["losses"].append(loss.item())
         boundary = engine.is_gradient_accumulation_boundary()
         if job["touches"] and (boundary or job["touches"] == "early"):
-            norms.append(touch(engine))
+            record["norms"].append(touch(engine))
         engine.step()
-        surprises += boundary != (engine.global_steps > before)
+        record["surprises"] += boundary != (engine.global_steps > before)
         if engine.global_steps > before:
             between_steps(engine, dtype, draws)
-            used[engine.global_steps], of_step = of_step, []
-    record = {
-        "rank": RANK,
-        "pid": os.getpid(),
-        "incarnation": INCARNATION,
-        "losses": losses,
-        "norms": norms,
-        "used": used,
-        "first": first,
-        "cursor": cursor,
-        "met": met,
-        "weights": weights(engine),
-        "surprises": surprises,
-        "steps": engine.global_steps,
-    }
-    (FOLDER / "losses").mkdir(exist_ok=True, parents=True)
-    (FOLDER / "losses" / f"rank{RANK}.json").write_text(json.dumps(record))
+            record["used"][engine.global_steps], of_step = of_step, []
+    endings.leave(FOLDER, record | {"weights": weights(engine), "steps": engine.global_steps})
 
 
 RANK = int(os.environ["RANK"])

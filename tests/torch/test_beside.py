@@ -21,7 +21,7 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.stage_state import StatePart
 from tests.jobs.odd_optimizers import Lookahead, adamw
 from tests.support.optimizers import same, stage_state
-from tests.torch.test_stage_state import Worker, without
+from tests.support.whole_stage import Worker, without
 
 
 class Files:
