@@ -303,7 +303,6 @@ async def test_what_a_process_of_the_job_says_that_is_no_message_is_said_and_hun
 
 async def test_a_supervisor_that_comes_again_takes_its_place():
     """The one before is hung up on, and its end is nobody's."""
-
     async with serving([], 2) as coordinator:
         other, first = Player(coordinator, 0, "supervisor"), Player(coordinator, 1, "supervisor")
         await other.hear(Welcome)

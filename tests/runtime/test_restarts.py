@@ -9,7 +9,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,21 +77,21 @@ class Job:
         self.guards.append(pid)
         return pid
 
-    def play(self, scene: Callable[[], Any]) -> None:
-        """Run ``scene`` beside a coordinator."""
-
-        async def run() -> None:
-            self.news = asyncio.Event()
-            self.coordinator = Coordinator(RANKS, 1, self._hear, SECRET)
-            await self.coordinator.start("127.0.0.1", self.port)
-            try:
-                await asyncio.wait_for(scene(), PATIENCE_S)
-            except TimeoutError:
-                raise AssertionError("\n".join(event.text for event in self.said)) from None
-            finally:
-                await self.coordinator.close()
-
-        asyncio.run(run())
+    @asynccontextmanager
+    async def playing(self, *given: str) -> AsyncIterator[None]:
+        """A job that has started, beside a coordinator."""
+        self.start(*given)
+        self.news = asyncio.Event()
+        self.coordinator = Coordinator(RANKS, 1, self._hear, SECRET)
+        await self.coordinator.start("127.0.0.1", self.port)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await self.hear("resume")
+                yield
+        except TimeoutError:
+            raise AssertionError("\n".join(event.text for event in self.said)) from None
+        finally:
+            await self.coordinator.close()
 
     def _hear(self, event: Event, now: float) -> None:
         self.said.append(event)
@@ -105,9 +106,6 @@ class Job:
 
     def of(self, kind: str, **details: object) -> list[Event]:
         return [e for e in self.said if e.kind == kind and details.items() <= e.details.items()]
-
-    async def begun(self) -> None:
-        await self.hear("resume")
 
     async def over(self) -> list[int]:
         """Ends the job at a commit; the guards' exit codes."""
@@ -167,12 +165,9 @@ def job(monkeypatch, tmp_path) -> Iterator[Job]:
     assert not left, left
 
 
-def test_a_killed_worker_is_started_again_by_its_own_supervisor(job):
+async def test_a_killed_worker_is_started_again_by_its_own_supervisor(job):
     """... and so is one that dies before it was admitted.  The job ends as if they had stayed away."""
-    job.start("always")
-
-    async def scene() -> None:
-        await job.begun()
+    async with job.playing("always"):
         for incarnation in range(3):
             started = await job.hear("worker", rank=1, incarnation=incarnation)
             if incarnation:
@@ -184,39 +179,27 @@ def test_a_killed_worker_is_started_again_by_its_own_supervisor(job):
             assert "its process was killed by signal 9 (SIGKILL)" in again.text
         await job.hear("newcomer", rank=1, incarnation=3)
         assert await job.over() == [0, 0]
-
-    job.play(scene)
     assert len(job.of("lost")) == 1 and not job.of("late") and not job.of("left", rank=1)
     assert job.of("finished") and not job.of("end")
     assert len({job.record(1, incarnation)["pid"] for incarnation in range(4)}) == 4
 
 
-def test_no_worker_is_started_again_where_nobody_wants_that(job):
-    job.start("never")
-
-    async def scene() -> None:
-        await job.begun()
+async def test_no_worker_is_started_again_where_nobody_wants_that(job):
+    async with job.playing("never"):
         os.kill(job.record(1, 0)["pid"], signal.SIGKILL)
         await job.hear("resume", 2)
         assert await job.over() == [0, 0]
-
-    job.play(scene)
     assert len(job.of("worker")) == 2 and not job.of("restart") and not job.of("not_restarted")
 
 
-def test_who_is_fenced_is_started_again_once_it_is_dead(job):
-    job.start("always")
-
-    async def scene() -> None:
-        await job.begun()
+async def test_who_is_fenced_is_started_again_once_it_is_dead(job):
+    async with job.playing("always"):
         out = CoordinatorOutput()
         job.coordinator.membership.course.give_up(WorkerId(1), Cause.STUCK, "it is stuck", 0.0, out)
         job.coordinator._act(out)
         assert not job.of("restart"), "its process runs still"
         await job.hear("newcomer", rank=1, incarnation=1)
         assert await job.over() == [0, 0]
-
-    job.play(scene)
     assert [event.kind for event in job.said if event.kind in ("lost", "confirmed", "restart", "newcomer")] == [
         "lost",
         "confirmed",
@@ -225,32 +208,25 @@ def test_who_is_fenced_is_started_again_once_it_is_dead(job):
     ]
 
 
-def test_who_keeps_dying_is_given_up(job):
-    job.start("always", "die")
-
-    async def scene() -> None:
-        await job.begun()
+async def test_who_keeps_dying_is_given_up(job):
+    async with job.playing("always", "die"):
         os.kill(job.record(1, 0)["pid"], signal.SIGKILL)
         given_up = await job.hear("not_restarted")
         assert given_up.details == {"rank": 1, "incarnation": 5, "in_vain": 5}
         assert "5 processes in a row died before being admitted. Its process exited with code 1" in given_up.text
         assert await job.over() == [0, 0]
-
-    job.play(scene)
     assert [event.details["in_vain"] for event in job.of("restart")] == [0, 1, 2, 3, 4]
 
 
-def test_who_has_left_as_planned_is_started_again_by_the_next_supervisor_too(job):
+async def test_who_has_left_as_planned_is_started_again_by_the_next_supervisor_too(job):
     """Which was not there when somebody asked for that first."""
-    job.start("never")
 
     def asked(kind: type) -> str:
         answer, out = job.coordinator.membership.asked(kind("1.0"), 0.0)
         job.coordinator._act(out)
         return answer.text
 
-    async def scene() -> None:
-        await job.begun()
+    async with job.playing("never"):
         assert asked(AskLeave) == "seat 1.0 (rank 1) leaves at the next commit"
         await job.hear("left", rank=1)
         before = job.child(job.guards[1], "recycle-super")
@@ -265,17 +241,12 @@ def test_who_has_left_as_planned_is_started_again_by_the_next_supervisor_too(job
         assert asked(AskAdmit) == "seat 1.0: its supervisor starts it again"
         await job.hear("newcomer", rank=1, incarnation=1)
         assert await job.over() == [0, 0]
-
-    job.play(scene)
     assert len(job.of("left", rank=1)) == 1 and not job.of("lost")
 
 
-def test_the_next_supervisor_starts_the_next_worker(job):
+async def test_the_next_supervisor_starts_the_next_worker(job):
     """It was killed while its worker ran, and then in the back-off."""
-    job.start("always")
-
-    async def scene() -> None:
-        await job.begun()
+    async with job.playing("always"):
         before = job.child(job.guards[1], "recycle-super")
         before.kill()
         await asyncio.to_thread(psutil.wait_procs, [before], PATIENCE_S)
@@ -286,40 +257,28 @@ def test_the_next_supervisor_starts_the_next_worker(job):
         job.child(job.guards[1], "recycle-super").kill()
         await job.hear("newcomer", rank=1, incarnation=1)
         assert await job.over() == [0, 0]
-
-    job.play(scene)
     assert len(job.of("restart")) == 1
 
 
-def test_a_supervisor_that_was_killed_while_the_newcomer_waits_costs_nothing(job):
-    job.start("always")
-
-    async def scene() -> None:
-        await job.begun()
+async def test_a_supervisor_that_was_killed_while_the_newcomer_waits_costs_nothing(job):
+    async with job.playing("always"):
         os.kill(job.record(1, 0)["pid"], signal.SIGKILL)
         await job.hear("newcomer", rank=1, incarnation=1)
         job.child(job.guards[1], "recycle-super").kill()
         os.kill(job.record(1, 1)["pid"], signal.SIGKILL)
         await job.hear("newcomer", rank=1, incarnation=2)
         assert await job.over() == [0, 0]
-
-    job.play(scene)
     assert not job.of("end")
 
 
-def test_nobody_is_left_to_start_it_where_its_guard_was_killed_and_another_host_takes_the_seat(job):
-    job.start("always")
-
-    async def scene() -> None:
-        await job.begun()
+async def test_nobody_is_left_to_start_it_where_its_guard_was_killed_and_another_host_takes_the_seat(job):
+    async with job.playing("always"):
         os.kill(job.guards[1], signal.SIGKILL)
         alone = await job.hear("not_restarted", rank=1)
         assert "its guard is gone" in alone.text and "--join takes its seat" in alone.text
         job.join("always")
         await job.hear("newcomer", rank=1, incarnation=1)
         assert await job.over() == [0, -signal.SIGKILL, 0]
-
-    job.play(scene)
     assert [event.details["rank"] for event in job.of("joined")] == [1]
     found = job.record(1, 1)
     assert found == found | {
@@ -333,12 +292,9 @@ def test_nobody_is_left_to_start_it_where_its_guard_was_killed_and_another_host_
     }
 
 
-def test_a_host_that_is_gone_without_a_word_leaves_a_seat(job):
+async def test_a_host_that_is_gone_without_a_word_leaves_a_seat(job):
     """Guard and supervisor are killed at once: nobody says how the worker has ended."""
-    job.start("always")
-
-    async def scene() -> None:
-        await job.begun()
+    async with job.playing("always"):
         spare = job.join("always")
         await job.hear("spare")
         job.vacancies._absent_s = 0.5
@@ -349,17 +305,12 @@ def test_a_host_that_is_gone_without_a_word_leaves_a_seat(job):
         await job.hear("newcomer", rank=1, incarnation=1)
         assert job.child(spare, "recycle-super")
         assert await job.over() == [0, -signal.SIGKILL, 0]
-
-    job.play(scene)
     assert not job.of("confirmed") and not job.of("restart") and len(job.of("joined")) == 1
 
 
-def test_a_spare_takes_the_next_loss_and_the_seats_own_supervisor_stays(job):
+async def test_a_spare_takes_the_next_loss_and_the_seats_own_supervisor_stays(job):
     """A spare whose supervisor is killed waits again; one that nobody needs ends with the job, well."""
-    job.start("always")
-
-    async def scene() -> None:
-        await job.begun()
+    async with job.playing("always"):
         first = job.join("always")
         await job.hear("spare")
         job.child(first, "recycle-super").kill()
@@ -373,50 +324,34 @@ def test_a_spare_takes_the_next_loss_and_the_seats_own_supervisor_stays(job):
         os.kill(pid, signal.SIGKILL)
         await job.hear("newcomer", rank=1, incarnation=2)
         assert await job.over() == [0, 0, 0, 0]
-
-    job.play(scene)
     assert len(job.of("joined")) == 2 and not job.of("restart")
 
 
-def test_a_seat_that_is_about_to_be_filled_is_taken_where_no_other_is_free(job):
+async def test_a_seat_that_is_about_to_be_filled_is_taken_where_no_other_is_free(job):
     restarts.FIRST_S = 3600.0
-    job.start("always")
 
-    async def scene() -> None:
-        await job.begun()
+    async with job.playing("always"):
         os.kill(job.record(1, 0)["pid"], signal.SIGKILL)
         await job.hear("restart", rank=1)
         job.join("always", waits=False)
         await job.hear("newcomer", rank=1, incarnation=2)
         assert await job.over() == [0, 0, 0]
-
-    job.play(scene)
     assert not (job.folder / "rank1.1.json").exists(), "its own supervisor has started nothing"
 
 
-def test_without_a_seat_who_does_not_wait_hears_so(job, capfd):
-    job.start("always")
-
-    async def scene() -> None:
-        await job.begun()
+async def test_without_a_seat_who_does_not_wait_hears_so(job, capfd):
+    async with job.playing("always"):
         assert await job.code(job.join("always", waits=False)) == 1
         job.guards.pop()
         assert await job.over() == [0, 0]
-
-    job.play(scene)
     assert "recycle: error: no seat is free, and --no-wait was given\n" in capfd.readouterr().err
 
 
-def test_a_job_that_is_over_has_no_seat(job, capfd):
-    job.start("never")
-
-    async def scene() -> None:
-        await job.begun()
+async def test_a_job_that_is_over_has_no_seat(job, capfd):
+    async with job.playing("never"):
         assert await job.over() == [0, 0]
         assert await job.code(job.join("never")) == 1
         job.guards.pop()
-
-    job.play(scene)
     assert "recycle: error: the job is over\n" in capfd.readouterr().err
 
 
@@ -448,12 +383,9 @@ def test_who_joins_what_is_no_coordinator_hears_so(job, capfd):
     )
 
 
-def test_nothing_grows_over_20_restarts(job):
+async def test_nothing_grows_over_20_restarts(job):
     """Descriptors and threads of the guard, its supervisor and the coordinator's process."""
-    job.start("20", "die")
-
-    async def scene() -> None:
-        await job.begun()
+    async with job.playing("20", "die"):
         guard, theirs = job.guards[1], job.child(job.guards[1], "recycle-super").pid
         os.kill(job.record(1, 0)["pid"], signal.SIGKILL)
         counted = []
@@ -467,8 +399,6 @@ def test_nothing_grows_over_20_restarts(job):
         assert all(now <= before + 1 for before, now in zip(_flat(counted[0]), _flat(counted[1]))), counted
         assert _flat(counted[2]) <= _flat(counted[0]), counted
         assert await job.over() == [0, 0]
-
-    job.play(scene)
     assert len(job.of("restart")) == 20
 
 

@@ -250,7 +250,6 @@ async def test_the_jobs_end_comes_before_the_next_start(monkeypatch):
 
 async def test_who_has_left_as_planned_may_come_back(monkeypatch):
     """... again and again: its supervisor stays, and knows that it is to before it hears the answer."""
-
     async with supervised(monkeypatch) as (_, far, worker, running):
         starts = Starts(monkeypatch)
         for incarnation in range(3):
