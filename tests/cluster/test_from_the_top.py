@@ -35,14 +35,14 @@ class Top:
     """A job of the script ``pattern`` that has come to its end, and waits there."""
 
     def __init__(self, launch: Callable[..., Run], folder: Path, pattern: str, **more: Any) -> None:
-        self._folder, self._out = folder, folder / "first"
-        job = {"pattern": pattern, "folder": str(folder), "out": str(self._out), "waits": True}
+        self._folder, self.out = folder, folder / "first"
+        job = {"pattern": pattern, "folder": str(folder), "out": str(self.out), "waits": True}
         self._job = job | NOTHING_ELSE | more
         self.run = launch(shape=Shape(), script=SCRIPT, RECYCLE_TEST_TOP=json.dumps(self._job))
-        self.run.wait_for(lambda: len([*self._out.glob("rank*.json")]) == 4, "end of all scripts")
+        self.run.wait_for(lambda: len([*self.out.glob("rank*.json")]) == 4, "end of all scripts")
 
     def saw(self, rank: int, out: Path | None = None) -> dict[str, Any]:
-        return json.loads(((out or self._out) / f"rank{rank}.json").read_text())
+        return json.loads(((out or self.out) / f"rank{rank}.json").read_text())
 
     def posted(self, rank: int) -> bytes:
         """What the rank's worker has posted for newcomers."""
@@ -226,7 +226,7 @@ def test_a_script_comes_to_the_present_with_what_its_predecessor_saw(launch, sta
     found = newcomer.saw()
     assert_as_before(found, top.saw(rank))
     assert "read" not in found, "data was read for steps that are over"
-    saved = sorted(path.name for path in Path(top._out).iterdir() if path.is_dir())
+    saved = sorted(path.name for path in Path(top.out).iterdir() if path.is_dir())
     assert pattern != "epochs" or saved == ["begin ", *(f"epoch{number}" for number in range(4))]
     assert [path.name for path in (tmp_path / "newcomer").iterdir() if path.is_dir()] == []
     newcomer.coordinator.hear(Left)

@@ -114,5 +114,5 @@ class Standing:
 
 def without(state: StageState, forgotten: str) -> StageState:
     """A list of parts from which one was forgotten."""
-    state._parts = {name: part for name, part in state._parts.items() if name != forgotten}
+    state.parts.pop(forgotten, None)
     return state

@@ -89,7 +89,7 @@ def test_where_nothing_is_left_there_is_no_file():
 def test_a_part_that_nobody_knows_is_saved():
     """... and one that was forgotten in the list is not, which is what the list's own tests find."""
     worker = Worker().steps(0)
-    worker.state._parts["more"] = StatePart("more", get=lambda: 3, set=lambda value: None)
+    worker.state.parts["more"] = StatePart("more", get=lambda: 3, set=lambda value: None)
     without(worker.state, "loss_scale")
     assert left(worker, dict(enumerate(worker.module.values())), worker.engine.basic_optimizer.state_dict()) == {
         "step": worker.state.step,

@@ -73,7 +73,7 @@ def test_another_worker_goes_on_with_the_same_bits(kind, bf16, done, before):
 def test_a_forgotten_part_would_show(forgotten, bf16):
     """But the optimizer's, which is no part among others to who hands units over."""
     source, target = Worker(bf16=bf16).steps(0, 1, 2), Worker(seed=1, bf16=bf16)
-    assert set(source.state._parts) == PARTS[bf16] | {"iterator", "attributes"}
+    assert set(source.state.parts) == PARTS[bf16] | {"iterator", "attributes"}
     without(target.state, forgotten), without(source.state, forgotten)
     fill(target.units, source.units)
     assert forgotten in differing(target.found(), source.found())

@@ -83,23 +83,18 @@ class StageState:
         self._applied, self.optimizer = applied, optimizer
         self._watched = -1  # the step since which changes are watched
         self._noted: dict[str, Any] | None = None  # once the script may have begun to change something
-        self._parts = {part.name: part for part in (optimizer.part, optimizer.attributes, *parts)}
+        self.parts = {part.name: part for part in (optimizer.part, optimizer.attributes, *parts)}  # as they are set
 
     @property
     def step(self) -> int:
         """The last step that is applied."""
         return self._applied()
 
-    @property
-    def parts(self) -> Mapping[str, StatePart]:
-        """All parts by name, in the order of setting them."""
-        return self._parts
-
     # --- by value ----------------------------------------------------------------------------------
 
     def small(self, own: bool = False) -> dict[str, Any]:
         """Copies of what goes by value, by part; ``own``: of what is the worker's instead of what is the stage's."""
-        return {part.name: part.get() for part in self._parts.values() if part.get is not None and part.own is own}
+        return {part.name: part.get() for part in self.parts.values() if part.get is not None and part.own is own}
 
     def put(self, small: Mapping[str, Any]) -> None:
         """Set these parts, each to what is handed over here; tensors of the optimizer that were not there then are
@@ -107,13 +102,13 @@ class StageState:
 
         Raises RecycleError for a part that this worker does not have.
         """
-        foreign = small.keys() - {part.name for part in self._parts.values() if part.set is not None}
+        foreign = small.keys() - {part.name for part in self.parts.values() if part.set is not None}
         if foreign:
             raise RecycleError(
                 f"{min(foreign)} is no part of this worker's state that goes by value: the other worker, or the "
                 "checkpoint, is of another job"
             )
-        for part in self._parts.values():
+        for part in self.parts.values():
             if part.name in small:
                 assert part.set is not None, f"{part.name} goes by value"
                 part.set(small[part.name])
@@ -123,7 +118,7 @@ class StageState:
     def tensors(self, following: bool = True) -> dict[str, torch.Tensor]:
         """All tensors by name; not ``following``: without those that are copies of others."""
         found: dict[str, torch.Tensor] = {}
-        for part in self._parts.values():
+        for part in self.parts.values():
             if following or part.follow is None:
                 found.update(part.tensors())
         return found
@@ -145,7 +140,7 @@ class StageState:
 
     def rewritten(self) -> None:
         """Let copies follow, since tensors were written otherwise than by a step."""
-        for part in self._parts.values():
+        for part in self.parts.values():
             if part.follow is not None:
                 part.follow()
 
