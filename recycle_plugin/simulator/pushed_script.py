@@ -35,12 +35,16 @@ class PushedScript(Script):
         machine = self._machine
         if machine.newcomer is None:
             yield from self._loop.start()
+            machine.set_for(1)
         else:
             yield from follow(machine.newcomer, machine.control_view)
             yield from self._steps.join()
             machine.met = machine.steps.stepped
         while machine.steps.stepped < self._scenario.steps:
             if (yield from self._run_micro_batch()):
+                if self._scenario.by_hand:
+                    machine.change_for(machine.steps.stepped + 1)
+                    machine.set_for(machine.steps.stepped + 1)
                 yield from self._do_between(machine.steps.stepped)
 
     def _run_micro_batch(self) -> Waits[bool]:

@@ -56,7 +56,9 @@ def with_pushing(given: Scenario, random: Random) -> Scenario:
     )
     job = _with_returns(job, random) if random.random() < 0.6 else _with_saves(job, random)
     means = tuple((step, "evaluate") for step in range(1, job.steps + 1) if random.random() < 0.3)
-    return replace(job, between=means + job.between, policy=replace(policy, shrinks=random.random() < SHRINKS))
+    policy = replace(policy, shrinks=random.random() < SHRINKS)
+    by_hand = job.rejoin != "never" and random.random() < 0.5
+    return replace(job, between=means + job.between, policy=policy, by_hand=by_hand)
 
 
 def _with_saves(job: Scenario, random: Random) -> Scenario:

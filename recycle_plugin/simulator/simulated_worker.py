@@ -140,7 +140,8 @@ class SimulatedMachine(Replaying):
 
     def _newcomer(self, replay: StageReplay | None) -> Newcomer:
         filled = FilledStage(self, self.store, self.steps)
-        return Newcomer(self, self.loop, filled, partial(inlet, self), self.worker.skip_to, replay=replay)
+        skip, from_top = self.worker.skip_to, self.worker.called
+        return Newcomer(self, self.loop, filled, partial(inlet, self), skip, replay=replay, from_top=from_top)
 
     def begin_epoch(self, step: int) -> None:
         """Reads another iterator from ``step`` on."""

@@ -13,11 +13,12 @@ world size, as transformers has it; ``touches``: what the script makes of gradie
 refuses its files; ``load``: the folder of one that is begun with, or null; ``averages``: whether a sample is evaluated,
 and that averaged over all ranks, after each step; ``meets``: whether the ranks meet before the first step; ``rates``:
 who sets learning rates: DeepSpeed's scheduler of the "config", one of "functions" that are given to it, or the
-"script", for each step, those of some multiplied by ``factors``; ``shrinks``: whether batches do; ``seldom``: whether
-each third micro-batch leaves a layer out; ``odd``: whether layers have sizes that the ranks don't divide, and memory
-that nobody has written has other numbers on each rank; ``wrong``: what is wrong in its loop; ``lag``: a rank, seconds
-and a step: the rank sleeps for so long in each forward up to that step, or null; ``recycle``: more settings;
-``standin``: whether it trains on the stand-in accelerator (tests/support/standin); ``config``: more of DeepSpeed's.
+"script", for each step, before it or "behind" the last one (at stage 0 it clamps weights there, too), those of some
+multiplied by ``factors``; ``shrinks``: whether batches do; ``seldom``: whether each third micro-batch leaves a layer
+out; ``odd``: whether layers have sizes that the ranks don't divide, and memory that nobody has written has other
+numbers on each rank; ``wrong``: what is wrong in its loop; ``lag``: a rank, seconds and a step: the rank sleeps for so
+long in each forward up to that step, or null; ``recycle``: more settings; ``standin``: whether it trains on the stand-
+in accelerator (tests/support/standin); ``config``: more of DeepSpeed's.
 What a rank has drawn is written down before its step.
 """
 
@@ -255,6 +256,10 @@ def set_rates(engine) -> None:
 
 def between_steps(engine, dtype: torch.dtype, draws: int) -> None:
     """Do what the job is to do behind a step that was applied, with so many micro-batches drawn."""
+    if job["rates"] == "behind":
+        set_rates(engine)
+        for parameter in engine.module.parameters() if job["stage"] == 0 else ():
+            parameter.data.mul_(0.99).clamp_(-0.3, 0.3)
     if job["averages"]:
         engine.eval()
         with torch.no_grad():
@@ -307,6 +312,8 @@ def main() -> None:
     record |= {"losses": [], "norms": [], "used": {}, "surprises": 0}
     of_step: list[int] = []
     global calls
+    if job["rates"] == "behind" and not first:
+        set_rates(engine)
     while engine.global_steps < job["steps"]:
         if engine.global_steps + 1 in job["held"] and not of_step:
             endings.wait_for(FOLDER / f"go{engine.global_steps + 1}")

@@ -185,6 +185,11 @@ def dropped_as_it_enters(monkeypatch) -> None:
     monkeypatch.setattr(Newcomer, "enters", False)
 
 
+@mistake("whose script begins where the others are takes nothing of what these have changed", seen=43)
+def not_brought_in(monkeypatch) -> None:
+    monkeypatch.setattr(Newcomer, "_await_changes", lambda self: iter(()))
+
+
 @mistake("a step is followed with what the script here has set, and not there", seen=2179)
 def settings(monkeypatch) -> None:
     follow = FilledStage.follow

@@ -50,6 +50,9 @@ class FilledState(Protocol):
         nothing.
         """
 
+    def take_settings(self, settings: Any) -> None:
+        """Has the next step applied with these settings."""
+
     def hash_after(self, step: int, settings: Any) -> None:
         """Begins to hash the state, which is that after ``step``, with these ``settings``; what changes it waits for
         that.
@@ -148,12 +151,25 @@ class CatchingUp:
         """Has the state hashed, which is that after ``step``; returns False as long as some of it is still to come, or
         what the sources' scripts change of it.
         """
-        streams = self._streams.values()
-        ends = [stream.ends[step] for stream in streams if step in stream.ends]
-        if not self.whole or not ends or not all(step in each.ends or each.has_passed(step + 1) for each in streams):
+        ends = self._ends()
+        if not self.whole or not ends:
             return False
         self._state.hash_after(step, ends[0].settings)
         return True
+
+    def _ends(self) -> list[Marker]:
+        """What the sources have said once their scripts changed the state here no more; nothing until all have."""
+        step, streams = self.clock or 0, self._streams.values()
+        if not all(step in each.ends or each.has_passed(step + 1) for each in streams):
+            return []
+        return [stream.ends[step] for stream in streams if step in stream.ends]
+
+    def take_changes(self) -> bool:
+        """Takes in what the sources' scripts have changed since the last step; returns whether there is no more."""
+        self.pump(self.clock or 0)
+        if ended := self._ends() if self.whole else []:
+            self._state.take_settings(ended[0].settings)
+        return bool(ended) or self.deserted
 
     @property
     def passed(self) -> bool:

@@ -64,6 +64,10 @@ class FilledStage:
         self._machine.finish_hash()
         self._machine.write(name, value)
 
+    def take_settings(self, settings: Any) -> None:
+        """Has the next step applied with these settings."""
+        self._machine.take_settings(settings)
+
     def hash_after(self, step: int, settings: Any) -> None:
         """Begins to hash the state, which is that after ``step``, with these ``settings``; what changes it waits for
         that.  The script here has its own, and changes those.

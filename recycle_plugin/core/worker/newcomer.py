@@ -18,7 +18,7 @@ from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.catching_up import CatchingUp, FilledState, Inlet
 from recycle_plugin.core.worker.control_view import JobEnded
-from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.replay import CantReplay, StageReplay
 from recycle_plugin.core.worker.training_loop import DataEnded, LoopPort, TrainingLoop
 
@@ -37,7 +37,8 @@ class Newcomer:
     """The worker of ``loop`` before it is a member.  ``open_line``: makes the line to a source (from_workers.Serving
     says where).  ``skip(place, enters)``: reads its plain iterator up to there, before that and as it ``enters``.
     ``wants_script()``: its script asks a peer's for what is theirs alone; ``replay``: how the stage is replayed, where
-    nobody has it, in a job that logs; ``handed`` is that, once it is a member, b""
+    nobody has it, in a job that logs; ``from_top``: its script goes through all steps, and does not begin where the
+    others are; ``handed`` is that, once it is a member, b""
     where the peer has gone before it was there.
     """
 
@@ -50,6 +51,7 @@ class Newcomer:
         skip: Callable[[Place, bool], None] = lambda place, enters: None,
         wants_script: Callable[[], bool] = lambda: False,
         replay: StageReplay | None = None,
+        from_top: bool = True,
     ) -> None:
         self._port, self._view, self._loop, self._open = port, port.control_view, loop, open_line
         self._asked = self._said = False
@@ -61,7 +63,7 @@ class Newcomer:
         self._called_off = -1  # the last generation without this worker that it has said to have passed over
         self._entered = False  # it is a member, whose script may still have to hear that the data had ended
         self._skip = skip
-        self._wants_script = wants_script
+        self._wants_script, self._from_top = wants_script, from_top
         self._catching_up, self._replay = CatchingUp(state, wants_script), replay
         self._behind: tuple[float, int, int] | None = None  # when that was told of last, its step, and the others'
         self._progress: tuple[float, int] | None = None  # when it was told of last, and the bytes that had come by then
@@ -102,6 +104,8 @@ class Newcomer:
             if isinstance(followed, Generation) and (yield from self._enter(followed)):
                 if self._wants_script() and self.replayed is None:
                     yield from self._await_script(followed)
+                if not self._from_top:
+                    yield from self._await_changes()
                 self._catching_up.close()
                 self._entered = True
                 self._check_data(step)  # the others may have heard so after this worker had reported
@@ -164,6 +168,19 @@ class Newcomer:
             lambda: self._catching_up.handed(giver.worker),
             interruptible=False,
         )
+
+    def _await_changes(self) -> Iterator[Any]:
+        """Waits for what the others' scripts have changed since the last step: this one's begins behind that.  Nobody
+        has it where all sources are lost meanwhile.
+        """
+        catching_up, clock = self._catching_up, self._catching_up.clock or 0
+        what = f"what the other scripts of stage {self._loop.seat.stage} have changed since step {clock}"
+        while not catching_up.deserted:
+            try:
+                yield from self._port.wait(what, lambda: catching_up.take_changes() or None)
+                return
+            except Interrupted:
+                yield from self._loop.recover()
 
     def _enter(self, generation: Generation) -> Waits[bool]:
         """Enters the generation; returns whether it is in force here, and has not been replaced by one without this

@@ -116,6 +116,8 @@ class PushedWorker(Worker):
     def execute(self, program: StepProgram) -> Iterator[Any]:
         """Runs ``program``; yields what it needs of the script.  Raises Interrupted."""
         self.script.left = sum(instruction.op is Op.F for instruction in program.instructions)
+        if self._steps.stepped < program.step:
+            self.servings.say_changes(self._control_view.roster.workers, self._steps.stepped)
         yield from super().execute(program)
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:

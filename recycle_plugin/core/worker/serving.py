@@ -9,7 +9,7 @@ between two steps, once it is in the next one (core/vocabulary/state_stream.py).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from recycle_plugin.core.vocabulary.roster import WorkerId
@@ -136,6 +136,10 @@ class Serving:
         if self._at != stepped or self._ended == stepped:
             return
         self._ended = stepped
+        self.say_changes(stepped, summed)
+
+    def say_changes(self, stepped: int, summed: bool = False) -> None:
+        """Says which rates the script has set since ``stepped``, behind what it has changed of what was handed out."""
         if self._reading is not None:
             self._read(stepped, summed, rest=True)
         for name in self._state.changed(sorted(self._handed)):
@@ -190,6 +194,13 @@ class Servings:
         """Hands over to a newcomer's script, where it is served here; as :meth:`Serving.hand_over` does."""
         if newcomer in self._by_newcomer:
             self._by_newcomer[newcomer].hand_over(step, state)
+
+    def say_changes(self, members: Collection[WorkerId], stepped: int) -> None:
+        """Says to those who are ``members`` now what the script has changed since ``stepped``, before the next step's
+        first forward.
+        """
+        for newcomer in self._by_newcomer.keys() & members:
+            self._by_newcomer[newcomer].say_changes(stepped)
 
     def end(self, newcomers: Iterable[WorkerId]) -> None:
         """Serves these no more."""

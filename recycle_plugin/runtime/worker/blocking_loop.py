@@ -62,7 +62,9 @@ class BlockingLoop:
         worker.applied = self._loop.applied
         self._evaluations = Evaluations(world, worker, self._loop, forwards, self._recover_between)
         filled = FilledStage(world, worker.store, machine)
-        self._newcomer = Newcomer(world, self._loop, filled, world.open_inlet, worker.skip_to, wants_script, replay)
+        self._newcomer = Newcomer(
+            world, self._loop, filled, world.open_inlet, worker.skip_to, wants_script, replay, worker.called
+        )
         self.machine = machine
 
     def start(self) -> None:
