@@ -62,15 +62,6 @@ def evaluate() -> None:
         record["refused"] = str(error)
 
 
-def read_parameters() -> None:
-    """On stage 1, which has returned from the step while stage 0 cannot have applied it."""
-    if engine.stage_id == 1:
-        record["committed_before"] = engine._trainer._session.committed
-        (Path(plan["flags"]) / str(engine.seat)).touch()
-        engine.module.state_dict()
-        record["committed_after"] = engine._trainer._session.committed
-
-
 if plan.get("load"):
     path, _ = engine.load_checkpoint(plan["folder"], load_module_only=plan.get("module_only", False))
     assert path is not None, "nothing was loaded"
@@ -89,5 +80,5 @@ while engine.global_steps < job.steps and not plans.told(plan):
         del plan["load_at"]
         engine.load_checkpoint(plan["folder"], f"global_step{plan['load_step']}")
     if engine.global_steps == plan.get("read_at"):
-        read_parameters()
+        plans.read(plan, record, engine.module)
 endings.leave(job.run_dir, record, engine.module)

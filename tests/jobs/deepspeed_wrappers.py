@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import topology
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from wrappers import TRAINERS
+from wrappers import inside
 
 from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
 from recycle_plugin.settings.compose import TrainingJob
@@ -148,7 +148,7 @@ def record_norms(folder: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def changed(self: RecycleEngine) -> None:
-        framework, stepping = TRAINERS[0]._framework, TRAINERS[0]._parts.stepping
+        framework, stepping = inside().framework, inside().stepping
         squares = sum(parameter.grad.double().pow(2).sum().item() for parameter in framework.parameters)
         tied = sum(weight.parameter.grad.double().pow(2).sum().item() for weight in framework.tied)
         if stepping.norm() is not None:

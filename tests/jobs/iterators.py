@@ -25,6 +25,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.utils import RepeatingLoader
+from wrappers import inside
 
 MICRO_BATCHES, SIZE = 2, 2
 job = json.loads(os.environ["RECYCLE_TEST_ITERATORS"])
@@ -166,7 +167,7 @@ for step in range(begun + 1, job["steps"] + 1):
             ended.append(step)
             batches = iterator(replica, len(ended) * EACH // 4) if ends else None
     if (job["case"], step) == ("leaving", 3):
-        session = engine._trainer._session
+        session = inside().session
         session.wait("the announcement of the leave", lambda: session.pending)
 if job.get("saved"):
     engine.save_checkpoint(job["saved"])

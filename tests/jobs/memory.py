@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+from wrappers import inside
 
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.runtime.stage.operations import Operations
@@ -60,10 +61,11 @@ def storages(tensors: Iterable[torch.Tensor], where: torch.device, seen: set[int
 def by_kind(trainer: Trainer) -> dict[str, int]:
     """Bytes of all tensors of this process, by what they are for; what is in two places counts in the first."""
     gc.collect()
-    framework, stepping = trainer._framework, trainer._parts.stepping
+    own = inside(trainer)
+    framework, stepping = own.framework, own.stepping
     masters = [] if framework.masters is None else framework.masters.parameters
     every = [*framework.model.module.parameters(), *masters]
-    sums = [trainer._parts.store.get(datum) for datum in trainer._parts.store if datum.kind in ("reduced", "tied")]
+    sums = [own.store.get(datum) for datum in own.store if datum.kind in ("reduced", "tied")]
     kinds: dict[str, Any] = {
         "weights": list(framework.model.module.parameters()),
         "masters": masters,
@@ -149,7 +151,7 @@ def measure(step: int, folder: str, script: str) -> None:
     train, peaks = Trainer.train, []
 
     def changed(self: Trainer) -> float:
-        where = self._framework.model.device.where
+        where = inside(self).framework.model.device.where
         if self.step == 0:
             peaks.append(Profiled() if where.type == "cpu" else Allocated(where))
         if self.step + 1 == step:
@@ -172,7 +174,7 @@ def measure(step: int, folder: str, script: str) -> None:
             between = by_kind(trainer)
         found = peaks[0].end(sum(between.values()))
         trainer.settle()
-        tensors = [each.numel() for each in trainer._framework.parameters]
+        tensors = [each.numel() for each in inside(trainer).framework.parameters]
         path = Path(folder) / f"rank{os.environ['RANK']}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {"seat": str(trainer.seat), "parameters": sum(tensors), "largest": max(tensors)}

@@ -88,11 +88,8 @@ def between_steps(pipeline, record: dict) -> None:
     if step == plan.get("load_at"):
         del plan["load_at"]
         pipeline.load(plan["folder"], f"global_step{plan['load_step']}")
-    if step == plan.get("read_at") and pipeline.seat.stage == 1:
-        record["committed_before"] = pipeline._trainer._session.committed
-        (Path(plan["flags"]) / str(pipeline.seat)).touch()
-        pipeline.module.state_dict()
-        record["committed_after"] = pipeline._trainer._session.committed
+    if step == plan.get("read_at"):
+        plans.read(plan, record, pipeline.module)
 
 
 def evaluated(replica: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:

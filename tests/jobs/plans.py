@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from wrappers import TRAINERS, gate, wait_until
+from wrappers import TRAINERS, gate, inside, wait_until
 
 from recycle_plugin import folders
 from recycle_plugin.runtime.worker.machine import TorchMachine
@@ -44,6 +44,16 @@ def save(plan: dict, record: dict, save: Callable[[str], object]) -> None:
         if not plan.get("catch"):
             raise
         record.setdefault("refused", []).append(f"{type(error).__name__}: {error}")
+
+
+def read(plan: dict, record: dict, module: torch.nn.Module) -> None:
+    """The parameters, on stage 1, which has returned from the step while stage 0 cannot have applied it."""
+    (trainer,), session = TRAINERS, inside().session
+    if trainer.seat.stage == 1:
+        record["committed_before"] = session.committed
+        (Path(plan["flags"]) / str(trainer.seat)).touch()
+        module.state_dict()
+        record["committed_after"] = session.committed
 
 
 def fill_disk(seats: dict[str, str]) -> None:

@@ -14,6 +14,7 @@ import endings
 import torch
 from omegaconf import OmegaConf
 from torch import nn
+from wrappers import inside
 
 from recycle_plugin.adapters.plain import Replicas
 
@@ -104,6 +105,6 @@ record = {
     "weights_differ": differ,
     "computed": computed,
     "sums": sums,
-    "undo_bytes": trained._trainer._parts.stepping._undo.held_bytes,
+    "undo_bytes": inside().stepping._undo.held_bytes,
 }
 endings.leave(job.run_dir, record)

@@ -20,7 +20,7 @@ from wrappers.negative_controls import (
 )
 from wrappers.paces import helped, lag, linger, restless, slow, stop_after, uneven_end
 from wrappers.saving import checkpoint_every, log_apart, save_each
-from wrappers.trainers import TRAINERS, wait_until
+from wrappers.trainers import TRAINERS, inside, wait_until
 from wrappers.watching import record_states
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "flip_bit",
     "gate",
     "helped",
+    "inside",
     "keep_rejected",
     "killed_in_rotation",
     "lag",

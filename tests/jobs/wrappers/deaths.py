@@ -17,7 +17,7 @@ from recycle_plugin.runtime.log.records import Stream
 from recycle_plugin.runtime.log.writer import LogWriter, Report
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.worker.trainer import Trainer
-from wrappers.trainers import DEADLINE_S, POLL_S, TRAINERS
+from wrappers.trainers import DEADLINE_S, POLL_S, TRAINERS, inside
 
 
 def killed_in_rotation(rank: int, number: int, segment_bytes: int) -> None:
@@ -51,7 +51,7 @@ def die_within_sum(seat: str, step: int, after: int, folder: str) -> None:
     one, reduce, made = Gradients._sum, Gradients.reduce, []
 
     def bits(trainer: Trainer) -> list:
-        grads = [None if each.grad is None else each.grad.clone() for each in trainer._framework.parameters]
+        grads = [None if each.grad is None else each.grad.clone() for each in inside(trainer).framework.parameters]
         return [trainer.state.digest(), grads]
 
     def summed(self: Gradients, bucket, of: int, *given) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.worker.machine import TorchMachine
-from wrappers.trainers import TRAINERS, wait_until
+from wrappers.trainers import TRAINERS, inside, wait_until
 
 
 def gate(folder: str, before: str, until: str, by: list[str]) -> None:
@@ -61,7 +61,7 @@ def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "
             and f"{trainer.seat.stage}REDUCE@{step}" == reduce
             and not trainer.program.resumed
         ):
-            trainer._session.wait("a membership change", lambda: None)
+            inside(trainer).session.wait("a membership change", lambda: None)
         return made
 
     Gradients._sum = changed
@@ -78,7 +78,7 @@ def lose_tied(seats: list[str], step: int) -> None:
         if str(trainer.seat) in seats and of == step and not trainer.program.resumed:
             for place, weight in self._tied.items():
                 weight.total(self._whole(step)[place])
-            trainer._session.wait("a membership change", lambda: None)
+            inside(trainer).session.wait("a membership change", lambda: None)
         return tie(self, of)
 
     Gradients.tie = changed

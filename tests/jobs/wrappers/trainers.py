@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.worker.ports import Framework
+from recycle_plugin.runtime.worker.stepping import Stepping
 from recycle_plugin.runtime.worker.trainer import Trainer
 
 DEADLINE_S = 150.0
@@ -22,6 +27,22 @@ def _note_trainer() -> None:
 
 
 _note_trainer()
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What a trainer has for itself."""
+
+    session: Session
+    framework: Framework
+    store: StepStore
+    stepping: Stepping
+
+
+def inside(trainer: Trainer | None = None) -> Inside:
+    """Of this process's trainer, or of another one."""
+    of = trainer or TRAINERS[0]
+    return Inside(of._session, of._framework, of._parts.store, of._parts.stepping)
 
 
 def wait_until(ready, what: str) -> None:
