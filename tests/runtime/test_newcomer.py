@@ -309,6 +309,49 @@ def test_who_is_let_in_counts_on_where_the_others_are(job):
     assert result_of(newcomer) == [*everybody, 6.0, (2, 3), 4.0, 4.0, []]
 
 
+def is_refused(script: Script) -> Any:
+    """Rank 0 is refused before rank 2 is let in, and rank 1 makes the same call behind that."""
+    script.session.startup.begin_training([])
+    if script.rank == 2:
+        script.die()
+    script.recover()
+    said = gathers(script) if script.rank == 0 else ""
+    script.say("is about to let it in")
+    let_in(script)
+    said = said or gathers(script)
+    dist.all_reduce(total := script.value(2))
+    return said, total.tolist()
+
+
+def gathers(script: Script) -> str:
+    try:
+        dist.all_gather([script.value() for _ in range(RANKS)], script.value())
+    except RecycleError as error:
+        return str(error)
+    return ""
+
+
+def sums(script: Script) -> list[float]:
+    script.session.startup.begin_training([])
+    script.say("has come")
+    let_in(script)
+    dist.all_reduce(total := script.value(2))
+    return total.tolist()
+
+
+def test_a_call_that_is_refused_before_somebody_is_let_in_is_no_other_behind_that(job):
+    members = [job.start(is_refused, rank) for rank in range(RANKS)]
+    assert result_of(members[2]) == DIED
+    job.coordinator.tell(generation(1, [0, 1]))
+    newcomer, store = job.start(sums, 2, newcomer=True), Script(9, None, job.store)
+    store.hear("is about to let it in", 0, 1)
+    store.hear("has come", 2)
+    job.coordinator.tell(generation(2, [0, 1, 2], from_step=5))
+    (early, total), (late, same) = map(result_of, members[:2])
+    assert "needs every member, and rank 2 is lost" in early and "all_gather was over on rank 0 and not on rank 1" in late
+    assert total == same == result_of(newcomer) == [6.0, 6.0]
+
+
 def receives(script: Script) -> Any:
     """Rank 1 has asked for a message before rank 2 is let in, and rank 0 sends it after that."""
     script.session.startup.begin_training([])

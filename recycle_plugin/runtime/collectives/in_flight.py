@@ -168,7 +168,12 @@ class Flight:
             self._hand_over_finished()
             self._count_on()
         with self._lock:
-            asked.check()
+            try:
+                asked.check()
+            except RecycleError:
+                if lasts and not startup.alone:
+                    self._refuse(asked)
+                raise
             order = order_of(tensors_in((asked.tensors, asked.given)))
             call = Call(asked, link, None, lasts, order, frozenset(self._live))
             if lasts and startup.alone:
@@ -189,6 +194,12 @@ class Flight:
                 self._forget(call)
                 raise call.error
         return call
+
+    def _refuse(self, asked: Asked) -> None:
+        """Count a refused call as over: another member may hear of a loss, or of a return, before or after its own."""
+        number = self._number_of(asked)
+        if number is not None:
+            self._outcomes.add(self._line(asked.gives), number, None)
 
     def _replay(self, call: Call, startup: Startup) -> None:
         """Give a newcomer's script what its predecessor's got."""
