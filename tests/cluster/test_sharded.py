@@ -300,7 +300,9 @@ def test_what_ranks_agree_on_before_the_first_step_is_what_their_predecessors_di
     assert first[3:] == [sum(range(RANKS + 1)), 0.0]
 
 
-@pytest.mark.parametrize("rates, stage", [("script", 1), ("functions", 1), ("script", 3), ("behind", 0), ("behind", 1)])
+@pytest.mark.parametrize(
+    "rates, stage", [("script", 1), ("functions", 1), ("script", 3), ("behind", 0), ("behind", 1), ("relative", 1)]
+)
 def test_a_replica_comes_back_whoever_sets_learning_rates(start, rates, stage):
     kills, checked = [[2, 7, "backward"]], {"check_replicas": 1}
     result = start(stage=stage, kills=kills, held=[HELD], steps=LONG, rates=rates, recycle=checked)

@@ -13,13 +13,13 @@ world size, as transformers has it; ``touches``: what the script makes of gradie
 refuses its files; ``load``: the folder of one that is begun with, or null; ``averages``: whether a sample is evaluated,
 and that averaged over all ranks, after each step; ``meets``: whether the ranks meet before the first step; ``rates``:
 who sets learning rates: DeepSpeed's scheduler of the "config", one of "functions" that are given to it, or the
-"script", for each step, before it or "behind" the last one (at stage 0 it clamps weights there, too), those of some
-multiplied by ``factors``; ``shrinks``: whether batches do; ``seldom``: whether each third micro-batch leaves a layer
-out; ``odd``: whether layers have sizes that the ranks don't divide, and memory that nobody has written has other
-numbers on each rank; ``wrong``: what is wrong in its loop; ``lag``: a rank, seconds and a step: the rank sleeps for so
-long in each forward up to that step, or null; ``recycle``: more settings; ``standin``: whether it trains on the stand-
-in accelerator (tests/support/standin); ``config``: more of DeepSpeed's.
-What a rank has drawn is written down before its step.
+"script", for each step, before it ("relative": by the last one's) or "behind" the last one (at stage 0 it clamps
+weights there, too), those of some multiplied by ``factors``; ``shrinks``: whether batches do; ``seldom``: whether each
+third micro-batch leaves a layer out; ``odd``: whether layers have sizes that the ranks don't divide, and memory that
+nobody has written has other numbers on each rank; ``wrong``: what is wrong in its loop; ``lag``: a rank, seconds and a
+step: the rank sleeps for so long in each forward up to that step, or null; ``recycle``: more settings; ``standin``:
+whether it trains on the stand-in accelerator (tests/support/standin); ``config``: more of DeepSpeed's. What a rank
+has drawn is written down before its step.
 """
 
 from __future__ import annotations
@@ -325,6 +325,9 @@ def main() -> None:
             number = given[str(engine.global_steps + 1)][str(RANK)][len(of_step)]
         if job["rates"] == "script" and not of_step:
             set_rates(engine)
+        if job["rates"] == "relative" and not of_step:
+            for group in engine.optimizer.param_groups:
+                group["lr"] *= 0.9
         calls += 1
         before, share = engine.global_steps, tokens_share() if job["counts"] else 1.0
         loss = share * engine(*(each.to(engine.device, dtype) for each in sample(number)))

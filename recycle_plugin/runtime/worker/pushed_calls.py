@@ -4,7 +4,7 @@ with their order is refused here, and waits block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from recycle_plugin.core.worker.pushed import Need, PushedSteps
@@ -23,6 +23,7 @@ class PushedCalls:
     def __init__(self, trainer: Trainer, stage: PushedStage) -> None:
         self._trainer, self._stage = trainer, stage
         self._steps = PushedSteps(stage.script, trainer.steps)
+        self._told: Sequence[Any] | None = None  # how the others apply this worker's first step
 
     @property
     def at_boundary(self) -> bool:
@@ -68,6 +69,7 @@ class PushedCalls:
         """Return when this worker, which comes back, has its stage's state and is given work."""
         self._trainer.join()
         self._go_on(self._steps.join(), joins=True)
+        self._told = self._trainer.state.optimizer.settings()
 
     def begin(self) -> None:
         """Return when the script may run a micro-batch forward.  Raises RecycleError where another call has to come
@@ -81,6 +83,10 @@ class PushedCalls:
         if self._steps.need is Need.STEP and self._steps.ran:  # not so where a loss has taken micro-batches from it
             raise RecycleError("engine.step() was left out: call it after each engine.backward(loss)")
         self._go_on(self._steps.begin())
+        if self._told is not None:  # which have in them what their scripts do before a step, as this one has again
+            with self._trainer.lifted():
+                self._trainer.state.optimizer.take_settings(self._told)
+            self._told = None
 
     def run(self, made: Made) -> None:
         """Take what the script's forward and backward have made of the micro-batch."""
