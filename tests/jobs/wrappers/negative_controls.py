@@ -119,13 +119,17 @@ def masks_by_worker() -> None:
     parts.key = changed
 
 
-def flip_bit(seat: str, step: int) -> None:
-    """The lowest bit of one of the worker's parameters turns round before ``step``."""
+def flip_bit(seat: str, step: int, stays: int = 0) -> None:
+    """The lowest bit of one of the worker's parameters turns round before ``step``; the worker begins no step ``stays``:
+    one that is given up behind that step's sum takes losses along that the coordinator has not heard.
+    """
     execute = Worker.execute
 
     def changed(self: Worker, program):
         if str(self.seat) == seat and program.step == step and not program.resumed:
             self._machine.operations._stepping._parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
+        if str(self.seat) == seat and program.step == stays:
+            return self._machine.wait("being given up", lambda: None)
         return execute(self, program)
 
     Worker.execute = changed
