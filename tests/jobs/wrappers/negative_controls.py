@@ -120,8 +120,8 @@ def masks_by_worker() -> None:
 
 
 def flip_bit(seat: str, step: int, stays: int = 0) -> None:
-    """The lowest bit of one of the worker's parameters turns round before ``step``; the worker begins no step ``stays``:
-    one that is given up behind that step's sum takes losses along that the coordinator has not heard.
+    """The lowest bit of one of the worker's parameters turns round before ``step``; the worker never begins step
+    ``stays``: one that is given up behind its sum takes losses along that the coordinator has not heard.
     """
     execute = Worker.execute
 
