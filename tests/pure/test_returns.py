@@ -28,7 +28,7 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
-from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Unit
+from recycle_plugin.core.vocabulary.state_stream import Asked, Handed, Head, Item, Marker, Unit
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.newcomer import Newcomer
 from tests.support.membership import agree, job, member, said, started, step
@@ -163,6 +163,12 @@ class Trickle:
     def ask(self, asked: Asked) -> None:
         pass
 
+    def come(self, items: Iterable[Item]) -> None:
+        self._items += items
+
+    def close(self) -> None:
+        pass
+
     def items(self) -> Iterable[Item]:
         self._looked += 1
         return [self._items.pop(0)] if self._items and self._looked % 2 else []
@@ -233,6 +239,29 @@ def test_a_line_from_which_nothing_comes_is_waited_for_until_the_deadline():
     line.items = list
     with pytest.raises(TimeoutError, match="the state of stage 1 from its peers, for step 5"):
         list(Newcomer(Port(), Loop(), Filled(), lambda serving: line).train(5))
+
+
+class Entering(Loop):
+    """Of one that comes in at once; its peer's script hands over later."""
+
+    def __init__(self, port: Port, line: Trickle) -> None:
+        self._port, self._line = port, line
+
+    def enter(self, generation: Generation) -> Iterator[Any]:
+        self._port.control_view.generation = generation
+        self._line.come([Handed(4, b"an average")])
+        return iter(())
+
+
+def test_the_first_of_its_stage_waits_for_what_a_peers_script_hands_over(monkeypatch):
+    """It has heard of no membership but that which it comes into."""
+    monkeypatch.setattr(Port, "send", lambda self, message: None)
+    port, line = Port(), Trickle(units=1)
+    members = Member(2, Seat(0, 1), "2", "h", 1), Member(3, Seat(1, 1), "3", "h")
+    port.control_view.pending = Generation(1, members, 5, "a return", 0.0)
+    newcomer = Newcomer(port, Entering(port, line), Filled(), lambda serving: line, wants_script=lambda: True)
+    list(newcomer.train(5))
+    assert newcomer.handed == b"an average"
 
 
 def test_a_report_for_a_generation_that_was_called_off_lets_nobody_into_the_next():

@@ -108,6 +108,11 @@ class CatchingUp:
         return self.clock is not None and len(self._here) == len(self._weights)
 
     @property
+    def sources(self) -> Collection[WorkerId]:
+        """The workers that serve this one."""
+        return self._streams.keys()
+
+    @property
     def deserted(self) -> bool:
         """Whether there is no source left."""
         return not self._streams

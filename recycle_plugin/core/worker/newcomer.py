@@ -162,7 +162,8 @@ class Newcomer:
     def _await_script(self, generation: Generation) -> Iterator[Any]:
         """Waits for what a peer's script hands over: that of the stage's first worker, which had a part before."""
         peers, before = generation.roster.peers(self._loop.seat.stage, self._view.shard), self._view.others
-        giver = next((each for each in peers if before is None or each.worker in before.workers), peers[0])
+        known = self._catching_up.sources if before is None else before.workers
+        giver = next((each for each in peers if each.worker in known), peers[0])
         self.handed = yield from self._port.wait(
             f"what the script of {giver} hands over by on_join",
             lambda: self._catching_up.handed(giver.worker),
