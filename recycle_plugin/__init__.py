@@ -4,7 +4,7 @@ Importing this package imports neither torch nor DeepSpeed.  Layers, top to bott
 only what stands below it::
 
     adapters/    deepspeed, megatron: one framework each, no algorithm
-    runtime/     processes, messages and tensors          simulator/  the same loop in virtual time
+    runtime/     processes, messages and tensors
     render/      text grid, Gantt picture, trace
     planner/     reroute, schedule, bounds, verify
     core/        vocabulary, dependencies, plan, executor, membership, messages (standard library and msgpack)

@@ -6,6 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 from recycle_plugin import __version__
 from recycle_plugin.errors import RecycleError
@@ -59,14 +62,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=_demo)
 
-    from recycle_plugin.commands import campaign, docs, doctor, log, operate, plan, profile, report, simulate, status
+    from recycle_plugin.commands import docs, doctor, log, operate, plan, report, status
 
-    for command in (doctor, plan, simulate, profile, campaign, status, operate, report, log, docs):
+    for command in (doctor, plan, *_of_the_lab(), status, operate, report, log, docs):
         command.add(commands)
 
     settings = commands.add_parser("settings", help='print the settings of the "recycle" section as a table')
     settings.set_defaults(run=_settings)
     return parser
+
+
+def _of_the_lab() -> Sequence[ModuleType]:
+    """The subcommands that study the plugin: there where recycle_plugin.lab is, which a job does not need."""
+    if find_spec("recycle_plugin.lab") is None:
+        return ()
+    return import_module("recycle_plugin.lab").commands()
 
 
 def _demo(found: argparse.Namespace) -> int:

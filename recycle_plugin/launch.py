@@ -188,7 +188,7 @@ def _port(text: str) -> int:
 
 def launch_here(arguments: list[str]) -> int:
     """Run a whole job on this host; returns its exit code.  Raises BadCommand."""
-    from recycle_plugin.experiments.runs import free_port
+    from recycle_plugin.runs import free_port
     from recycle_plugin.runtime.processes import one_host
 
     asked = OneHost.asked_for(arguments)

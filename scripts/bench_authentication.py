@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello
-from recycle_plugin.experiments.bench_scripts import certificate, script
+from recycle_plugin.lab.experiments.bench_scripts import certificate, script
 from recycle_plugin.runtime.authentication.door import Door
 from recycle_plugin.runtime.authentication.handshake import Port, Proved, Seal, Seals, answer, call
 from recycle_plugin.runtime.authentication.secret import Secret

@@ -32,7 +32,7 @@ from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.catching_up import CatchingUp
 from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.serving import Serving
-from recycle_plugin.experiments.bench_scripts import script
+from recycle_plugin.lab.experiments.bench_scripts import script
 from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.catch_up.inlet import TcpInlet
 from recycle_plugin.runtime.catch_up.listener import StateListener

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recycle_plugin.experiments.bench_scripts import script
+from recycle_plugin.lab.experiments.bench_scripts import script
 from tests.support.cluster import ForkServer
 from tests.support.memory import CASES, DEEPSPEED, Case, Comparison, compared, measured
 

@@ -21,7 +21,7 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recycle_plugin.planner import benchmark
+from recycle_plugin.lab.planner import benchmark
 
 PARTS = ("example", "grid", "exact", "blame", "bounds", "large", "speed")
 FRESH = (

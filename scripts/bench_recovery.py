@@ -34,12 +34,12 @@ from recycle_plugin.commands.running_job import ask
 from recycle_plugin.core.messages.from_operators import AskLeave
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.experiments.against_torchft.comparison import FAULT_FREE, compare, deadline_s, table, verdicts
-from recycle_plugin.experiments.against_torchft.picture import draw
-from recycle_plugin.experiments.against_torchft.sides import NIGHTLY, RELEASE, own_sides, rivals
-from recycle_plugin.experiments.against_torchft.strikes import STRIKES, Shape
-from recycle_plugin.experiments.bench_scripts import script
-from recycle_plugin.experiments.measurements import (
+from recycle_plugin.lab.experiments.against_torchft.comparison import FAULT_FREE, compare, deadline_s, table, verdicts
+from recycle_plugin.lab.experiments.against_torchft.picture import draw
+from recycle_plugin.lab.experiments.against_torchft.sides import NIGHTLY, RELEASE, own_sides, rivals
+from recycle_plugin.lab.experiments.against_torchft.strikes import STRIKES, Shape
+from recycle_plugin.lab.experiments.bench_scripts import script
+from recycle_plugin.lab.experiments.measurements import (
     REPLACED,
     WARM_UP,
     Kill,
@@ -48,8 +48,8 @@ from recycle_plugin.experiments.measurements import (
     leave_costs,
     recovery_costs,
 )
-from recycle_plugin.experiments.runs import RunFailed, TrainingRun
 from recycle_plugin.observability.trace import read_traces
+from recycle_plugin.runs import RunFailed, TrainingRun
 
 TARGET_S = {4: 0.3, 8: 0.5}  # by workers
 LEAVE_TARGET_S = 0.3

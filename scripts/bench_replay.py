@@ -18,8 +18,8 @@ import json
 import shutil
 from pathlib import Path
 
-from recycle_plugin.experiments.bench_scripts import DEADLINE_S, script
-from recycle_plugin.experiments.runs import RunFailed, TrainingRun
+from recycle_plugin.lab.experiments.bench_scripts import DEADLINE_S, script
+from recycle_plugin.runs import RunFailed, TrainingRun
 
 OPS = ("forward", "input", "weight")
 PARTS = ("spawn", "load", "parameters", "reduce", "step")

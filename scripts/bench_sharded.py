@@ -20,10 +20,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from recycle_plugin.experiments.bench_scripts import DEADLINE_S, run_part, script
-from recycle_plugin.experiments.runs import JobRun, environment, free_port
-from recycle_plugin.experiments.turns import Window, interval, step_s, take_turns
+from recycle_plugin.lab.experiments.bench_scripts import DEADLINE_S, run_part, script
+from recycle_plugin.lab.experiments.turns import Window, interval, step_s, take_turns
 from recycle_plugin.observability.run_history import read_events
+from recycle_plugin.runs import JobRun, environment, free_port
 
 RANKS, REPLICAS = 4, 2
 STARTED = 5  # both are past this step before they take turns

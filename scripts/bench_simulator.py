@@ -24,13 +24,14 @@ from statistics import mean, median
 from recycle_plugin import planner
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.machine_constants import LOCAL
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.experiments.bench_scripts import calibration, one_loss, run_part, script
-from recycle_plugin.experiments.measurements import Constants
-from recycle_plugin.simulator import analytic, predict, simulate, traces
-from recycle_plugin.simulator.history import SimulatedTrainer
-from recycle_plugin.simulator.machine_constants import LOCAL
+from recycle_plugin.lab.experiments.bench_scripts import calibration, one_loss, run_part, script
+from recycle_plugin.lab.experiments.measurements import Constants
+from recycle_plugin.lab.simulator import predict, simulate, traces
+from recycle_plugin.lab.simulator.history import SimulatedTrainer
+from recycle_plugin.planner import analytic
 
 MEAN, MOST = 0.03, 0.06
 

@@ -35,11 +35,18 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.experiments.bench_scripts import DEADLINE_S, calibration, certificate, one_loss, run_part, script
-from recycle_plugin.experiments.measurements import WARM_UP, Constants
-from recycle_plugin.experiments.runs import RunOutcome, TrainingRun
+from recycle_plugin.lab.experiments.bench_scripts import (
+    DEADLINE_S,
+    calibration,
+    certificate,
+    one_loss,
+    run_part,
+    script,
+)
+from recycle_plugin.lab.experiments.measurements import WARM_UP, Constants
+from recycle_plugin.lab.simulator import predict
+from recycle_plugin.runs import RunOutcome, TrainingRun
 from recycle_plugin.runtime.authentication.tls import TlsFiles
-from recycle_plugin.simulator import predict
 
 OVERHEAD, CHANGED, ENCRYPTED, SAVING, GAIN, ERROR = 1.05, 1.02, 1.05, 1.035, 1.15, 0.05
 STARTED = 10  # both runs are past this step before they take turns

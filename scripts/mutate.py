@@ -175,7 +175,7 @@ def attempt(change: Callable[[], None], units: Units, all_of_them: bool, out: Re
         return
     if (seeds_find(units, all_of_them, out) and not all_of_them) or not units.instants:
         return
-    from recycle_plugin.simulator import campaign
+    from recycle_plugin.lab.simulator import campaign
 
     out.begin("every instant")
     for outcome in campaign.every_instant(campaign.LOSS, EVERY).violations[:1]:
@@ -185,7 +185,7 @@ def attempt(change: Callable[[], None], units: Units, all_of_them: bool, out: Re
 def seeds_find(units: Units, all_of_them: bool, out: Reporter) -> bool:
     found = False
     for seed in units.seeds:
-        from recycle_plugin.simulator import campaign
+        from recycle_plugin.lab.simulator import campaign
 
         out.begin(f"--seed {seed}")
         try:
@@ -317,7 +317,7 @@ def enter(checkout: Path, scratch: Path) -> None:
     import pytest  # noqa: F401
 
     from recycle_plugin import planner
-    from recycle_plugin.simulator import campaign
+    from recycle_plugin.lab.simulator import campaign
 
     assert Path(planner.__file__).is_relative_to(scratch), f"{planner.__file__} is not of the copy"
     planner.warm()

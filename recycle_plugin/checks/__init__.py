@@ -1,1 +1,1 @@
-"""What an accelerator, and a cluster, are found to do: ``scripts/on_gpu`` and ``scripts/check_cluster``."""
+"""What a cluster is found to do: ``scripts/check_cluster``."""

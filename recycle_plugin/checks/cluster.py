@@ -29,7 +29,7 @@ from recycle_plugin.commands.config_job import config_of, job_of
 from recycle_plugin.commands.doctor_losses import slowdown, survival
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.experiments.runs import RunFailed, terminable
+from recycle_plugin.runs import RunFailed, terminable
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SECTION
 from recycle_plugin.versions import releases

@@ -220,7 +220,7 @@ def costs_of(
             else "equal, F = I = W = 1 ms: no profile given"
         )
         return costs, origin, taken
-    from recycle_plugin.simulator import analytic
+    from recycle_plugin.planner import analytic
 
     taken = profile_of(found.profile) if found.profile is not None else analytic.preset(found.preset)
     if found.profile is not None and taken.micro_batch != samples:

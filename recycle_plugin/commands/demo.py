@@ -29,12 +29,12 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.span import Span
-from recycle_plugin.experiments.runs import RunFailed, RunOutcome, TrainingRun, terminable
 from recycle_plugin.observability.console import STYLES
 from recycle_plugin.observability.report import panels
 from recycle_plugin.observability.run_history import WARM_UP, Failure, RunHistory, step_times
 from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.render import curves, gantt, perfetto
+from recycle_plugin.runs import RunFailed, RunOutcome, TrainingRun, terminable
 
 TOLERANCE = 5e-6  # largest difference between the losses of the two runs
 FEWEST_STEPS = 10  # the failure comes half-way: fewer leave no steps to take a median of

@@ -33,11 +33,11 @@ from recycle_plugin.core.coordinator.recovery_ways import (
 )
 from recycle_plugin.core.coordinator.restarts import FIRST_S
 from recycle_plugin.core.vocabulary.log_boundaries import AUTO, at_start, groups, in_words
+from recycle_plugin.core.vocabulary.machine_constants import LOCAL
 from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, crossing_bytes, expected, work_s
 from recycle_plugin.planner.log_selection import Line, Selection, choose
 from recycle_plugin.settings.sections import LogSettings
 from recycle_plugin.settings.wording import SECTION
-from recycle_plugin.simulator.machine_constants import LOCAL
 
 EVERY = (10, 100)  # steps between checkpoints: where the interval begins, and the longest that a second one may have
 BEFORE_S = LOCAL.detection_us / 1e6 + FIRST_S + START_UP_S

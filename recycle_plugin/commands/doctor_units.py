@@ -46,14 +46,12 @@ def _row(job: ConfiguredJob, losses: int) -> dict[str, Any]:
 
 def _way(job: ConfiguredJob, way: str, losses: int) -> dict[str, float]:
     """The ``throughput``, of what it is without a loss, and what the last of so many losses ``stalls_ms``."""
-    from recycle_plugin.simulator.history import lost_share
-
     shrinks = way == SHRUNK
     free, _ = job.planned_without((), shrinks=False)
     cases = [_lost(job, way, stage) for stage in (range(job.stages) if way == WORST else (0,))]
     periods = [job.planned_without(_of_first(each, losses), shrinks=shrinks)[0] for each in cases]
     period, lost = max(zip(periods, cases))
-    gone = lost_share(job.shape.full().without(*_of_first(lost, losses - 1)), lost[losses - 1])
+    gone = job.shape.full().without(*_of_first(lost, losses - 1)).lost_share(lost[losses - 1])
     again = 0.0 if shrinks else gone / 2 * period / 1000
     share = (job.replicas - losses) / job.replicas if shrinks else 1.0
     return {"throughput": round(share * free / period, 4), "stalls_ms": round(_pause_ms() + again, 1)}
@@ -72,7 +70,7 @@ def _of_first(lost: list[tuple[Seat, ...]], losses: int) -> tuple[Seat, ...]:
 
 
 def _pause_ms() -> float:
-    from recycle_plugin.simulator.machine_constants import LOCAL
+    from recycle_plugin.core.vocabulary.machine_constants import LOCAL
 
     return (LOCAL.detection_us + LOCAL.pause_us) / 1000
 

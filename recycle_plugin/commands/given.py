@@ -130,7 +130,7 @@ def job(found: argparse.Namespace, milliseconds: bool = False, placement: str = 
         return JobArguments(
             view, model, techniques(found, None), "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1"
         )
-    from recycle_plugin.simulator import analytic, network
+    from recycle_plugin.planner import analytic, network
 
     taken = read(found.profile) if found.profile is not None else analytic.preset(found.preset)
     costs = taken.costs(shape.stages, shape.replicas, found.no_split, placement)

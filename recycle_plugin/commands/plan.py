@@ -53,12 +53,6 @@ def add(commands: argparse._SubParsersAction) -> None:
         metavar="SECONDS",
         help="search on for so long, or until the lower bound is met; for a plan that many steps will follow",
     )
-    made.add_argument(
-        "--exact",
-        action="store_true",
-        help="with --refine: then as long again by constraint programming (extra: exact), for up to some 800 "
-        "instructions",
-    )
     made.add_argument("--programs", metavar="FILE", type=Path, help="write every worker's program with planned starts")
     made.add_argument("--png", metavar="FILE", type=Path, help="write the schedule as a picture (.png, .svg, .pdf)")
     made.set_defaults(run=run)
@@ -70,7 +64,7 @@ def run(found: argparse.Namespace) -> int:
 
     given = job(found)
     first, plan_ms = timed(given)
-    planned = refined(given, first, found.refine, found.exact)
+    planned = refined(given, first, found.refine)
     spans = timeline(planned, given.costs)
     figures = summary(given, planned, spans, plan_ms) | {"period_unrefined": given.shown(first.period_us)}
     if found.programs is not None:
@@ -92,23 +86,13 @@ def timed(given: JobArguments) -> tuple[Plan, float]:
     return planned, 1000 * (time.perf_counter() - start)
 
 
-def refined(given: JobArguments, planned: Plan, seconds: float, exactly: bool) -> Plan:
-    """A plan at least as good as ``planned``, after a search of so many ``seconds``.
-
-    Raises ValueError where the search asked for can't be made.
-    """
+def refined(given: JobArguments, planned: Plan, seconds: float) -> Plan:
+    """A plan at least as good as ``planned``, after a search of so many ``seconds``.  Raises ValueError below 0."""
     from recycle_plugin import planner
 
-    if seconds < 0 or (exactly and not seconds):
-        raise ValueError(
-            f"--refine {seconds:g}: write how many seconds to search{', also for --exact' if exactly else ''}"
-        )
-    if not seconds:
-        return planned
-    try:
-        return planner.refine(planned, given.costs, seconds, exact_s=seconds if exactly else 0.0)
-    except planner.PlanError as error:
-        raise ValueError(f"--exact: {error}") from None
+    if seconds < 0:
+        raise ValueError(f"--refine {seconds:g}: write how many seconds to search")
+    return planner.refine(planned, given.costs, seconds) if seconds else planned
 
 
 def summary(given: JobArguments, planned: Plan, spans: list[Span], plan_ms: float) -> dict:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
-from recycle_plugin.experiments.runs import RunFailed
 from recycle_plugin.observability.absences import Absence
 from recycle_plugin.observability.run_history import Failure, RunHistory
 from recycle_plugin.render import throughput
+from recycle_plugin.runs import RunFailed
 
 BEFORE_S, AFTER_S = 3.5, 8.0  # of the picture, before the kill and after the return
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recycle_plugin.commands.rejoined import draw_absence, size_text
-from recycle_plugin.experiments.runs import RunFailed
 from recycle_plugin.observability.absences import Absence
 from recycle_plugin.observability.run_history import Failure, RunHistory
+from recycle_plugin.runs import RunFailed
 
 LOG = "log"  # the log's folder in a run folder, where no setting names another
 

@@ -9,7 +9,6 @@ from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.planner.assemble import assemble
 from recycle_plugin.planner.bounds import bound
-from recycle_plugin.planner.cp_sat import check, exact
 from recycle_plugin.planner.flat import Problem, flatten
 from recycle_plugin.planner.list_scheduling import Solution, best_order, timed
 from recycle_plugin.planner.one_f_one_b import fits, one_f_one_b
@@ -32,27 +31,20 @@ def plan(view: ClusterView, costs: CostModel, policy: Policy) -> Plan:
     return finish(view, costs, policy, problem, *solve(problem))
 
 
-def refine(planned: Plan, costs: CostModel, budget_s: float, seed: int = 0, exact_s: float = 0.0) -> Plan:
+def refine(planned: Plan, costs: CostModel, budget_s: float, seed: int = 0) -> Plan:
     """A better plan for the same view and policy, or ``planned``; searches until the bound is met or ``budget_s``
     seconds of CPU are spent.
 
-    May deal rerouted micro-batches out in other ways.  ``exact_s``: seconds that constraint programming
-    (``planner.cp_sat``) then gets, beginning with the best found; it can prove that there is no better one for the same
-    routes.  For a plan that stays long enough to pay for the seconds, in the background or ahead of the run.  Because
-    it goes by a clock, only one process may decide to use it, and has to hand the plan to the others.  Raises PlanError
-    where ``exact_s`` is given and the exact search can't be made: without the extra ``exact``, for more than
-    ``planner.cp_sat.MOST`` operations, or where backwards may be coupled.
+    May deal rerouted micro-batches out in other ways.  For a plan that stays long enough to pay for the seconds, in the
+    background or ahead of the run.  Because it goes by a clock, only one process may decide to use it, and has to hand
+    the plan to the others.
     """
     if planned.policy.shrinks and planned.view.lost:
         return planned  # it is another job's, of fewer replicas
     until = time.thread_time() + budget_s
     problem = prepare(planned.view, costs, planned.policy)
-    if exact_s:
-        check(problem)
     solution, least = solve(problem)
     problem, solution = search(problem, solution, least, until - time.thread_time(), seed)
-    if exact_s and solution.period > least:
-        solution = exact(problem, solution, exact_s, use_bound=True).solution
     if solution.period >= planned.period_us:
         return planned
     return finish(planned.view, costs, planned.policy, problem, solution, bound(problem))

@@ -21,7 +21,6 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from recycle_plugin.core.vocabulary.instruction import Instruction
-from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SettingsError, shown
 
@@ -196,7 +195,6 @@ def compose_from_command_line(arguments: Sequence[str], description: str, worker
 
 def _composed(overrides: Sequence[str]) -> Any:
     OmegaConf.register_new_resolver("half", lambda number: int(number) // 2, replace=True)
-    OmegaConf.register_new_resolver("trace_kills", _trace_kills, replace=True)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module(CONFIGS, version_base="1.3"):
@@ -204,15 +202,6 @@ def _composed(overrides: Sequence[str]) -> Any:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         unknown = re.match(r"Could not override '(.+?)'", str(error))
         raise ComposeError(_no_such_key(unknown[1]) if unknown else _flat(str(error))) from None
-
-
-def _trace_kills(replicas: int, stages: int, micro_batches: int, steps: int, seed: int) -> list[str]:
-    """The GCP trace of the ReCycle paper, compressed to ``steps`` steps, as kills: for ``faults=trace``."""
-    from recycle_plugin.simulator.peers import published
-    from recycle_plugin.simulator.peers.kills import kills
-
-    topology = Topology(replicas, stages, micro_batches)
-    return [str(fault) for fault in kills(published.TRACE, published.TRACE_ENDS_H, topology, steps, seed)]
 
 
 def _typed(tree: Any) -> TrainingJob:

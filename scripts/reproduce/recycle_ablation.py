@@ -19,8 +19,8 @@ from common import OURS, Column, Table
 
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.lab.simulator.peers import PeerJob
 from recycle_plugin.planner import PlanError, normalise, plan, warm
-from recycle_plugin.simulator.peers import PeerJob
 
 STEPS = ("reroute", "+ split", "+ stagger", "+ normalise")
 

@@ -15,12 +15,12 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Plan, Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.lab.simulator import simulate
+from recycle_plugin.lab.simulator.peers import published
 from recycle_plugin.planner import plan
 from recycle_plugin.planner.assemble import timeline
 from recycle_plugin.render.gantt import Panel, draw
 from recycle_plugin.render.grid import draw as draw_grid
-from recycle_plugin.simulator import simulate
-from recycle_plugin.simulator.peers import published
 
 COLUMNS = (
     Column("schedule"),

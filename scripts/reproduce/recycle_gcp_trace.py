@@ -17,8 +17,7 @@ from typing import Any
 import common
 from common import OURS, PUBLISHED, Column, Table
 
-from recycle_plugin.planner import options, refine, warm
-from recycle_plugin.simulator.peers import (
+from recycle_plugin.lab.simulator.peers import (
     Bamboo,
     CheckFreq,
     ElasticBatching,
@@ -33,8 +32,9 @@ from recycle_plugin.simulator.peers import (
     published,
     replay,
 )
-from recycle_plugin.simulator.peers.policy import label
-from recycle_plugin.simulator.peers.recycle import spread, techniques
+from recycle_plugin.lab.simulator.peers.policy import label
+from recycle_plugin.lab.simulator.peers.recycle import spread, techniques
+from recycle_plugin.planner import options, refine, warm
 
 GOAL = 0.99
 IMPLIED = "Oobleck, implied pause"

@@ -16,8 +16,7 @@ from typing import Any
 import common
 from common import OURS, Column, Table
 
-from recycle_plugin.planner import warm
-from recycle_plugin.simulator.peers import (
+from recycle_plugin.lab.simulator.peers import (
     Bamboo,
     CheckFreq,
     ElasticBatching,
@@ -31,6 +30,7 @@ from recycle_plugin.simulator.peers import (
     regular_losses,
     replay,
 )
+from recycle_plugin.planner import warm
 
 OWN = "ReCycle, ours"
 

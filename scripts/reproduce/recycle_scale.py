@@ -17,8 +17,8 @@ from common import OURS, Column, Table
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.lab.simulator.peers import PeerJob
 from recycle_plugin.planner import plan, warm
-from recycle_plugin.simulator.peers import PeerJob
 
 COLUMNS = (
     Column("model"),

@@ -20,11 +20,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train_gpt
+from omegaconf import OmegaConf
 
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.worker_bytes import WorkerBytes
+from recycle_plugin.lab.simulator.peers.kills import of_trace
 from recycle_plugin.settings.compose import GPTModel, TrainingJob, compose_from_command_line
 from recycle_plugin.settings.schema import Settings
+
+OmegaConf.register_new_resolver("trace_kills", of_trace, replace=True)  # configs/faults/trace.yaml
 
 
 def main() -> None:

@@ -20,10 +20,10 @@ import swift_jobs
 from common import OURS, Column, Table
 from swift_jobs import WORKERS, Told
 
-from recycle_plugin.experiments.bench_scripts import script
-from recycle_plugin.experiments.runs import JobRun, RunFailed, TrainingRun
-from recycle_plugin.experiments.turns import Window, interval, step_s, take_turns
+from recycle_plugin.lab.experiments.bench_scripts import script
+from recycle_plugin.lab.experiments.turns import Window, interval, step_s, take_turns
 from recycle_plugin.observability.run_history import RunHistory
+from recycle_plugin.runs import JobRun, RunFailed, TrainingRun
 
 STARTED = 5  # all are past this step before they take turns
 DEADLINE_S = 300.0

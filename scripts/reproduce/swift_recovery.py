@@ -22,10 +22,10 @@ from common import OURS, PUBLISHED, Column, Table
 from swift_jobs import NO_LOSS, Recovery
 from swift_model import CHECKFREQ, ELASTIC, REPLAY, REPLAY_ALONE, REROUTE, RESTART
 
-from recycle_plugin.experiments.bench_scripts import script
-from recycle_plugin.experiments.runs import RunFailed, RunOutcome
+from recycle_plugin.lab.experiments.bench_scripts import script
+from recycle_plugin.lab.simulator.peers.published import SWIFT_STORAGE
+from recycle_plugin.runs import RunFailed, RunOutcome
 from recycle_plugin.settings.compose import compose
-from recycle_plugin.simulator.peers.published import SWIFT_STORAGE
 
 TOLERANCE = 5e-6  # of losses, as the demo's
 METHODS = (REPLAY, REPLAY_ALONE, REROUTE, ELASTIC, RESTART, CHECKFREQ)

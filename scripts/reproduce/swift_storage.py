@@ -19,12 +19,12 @@ import common
 from common import OURS, PUBLISHED, Column, Table
 
 from recycle_plugin.commands import replayed
-from recycle_plugin.experiments.bench_scripts import script
-from recycle_plugin.experiments.runs import TrainingRun
+from recycle_plugin.lab.experiments.bench_scripts import script
+from recycle_plugin.lab.simulator.peers.published import SWIFT_STORAGE
+from recycle_plugin.planner.analytic import Shape, profile
 from recycle_plugin.planner.log_selection import Line, Selection, selection, swift_greedy
 from recycle_plugin.planner.log_selection import best as exact
-from recycle_plugin.simulator.analytic import Shape, profile
-from recycle_plugin.simulator.peers.published import SWIFT_STORAGE
+from recycle_plugin.runs import TrainingRun
 
 DEADLINE_S = 400.0
 DRAWN = 60  # budgets of a curve

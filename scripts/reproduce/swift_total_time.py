@@ -21,9 +21,9 @@ from common import OURS, PUBLISHED, Column, Table
 from swift_jobs import Told
 from swift_model import CHECKFREQ, REPLAY, RESTART, Total, methods
 
-from recycle_plugin.experiments.bench_scripts import script
-from recycle_plugin.experiments.runs import RunFailed, RunOutcome
-from recycle_plugin.simulator.peers.published import SWIFT_GAIN
+from recycle_plugin.lab.experiments.bench_scripts import script
+from recycle_plugin.lab.simulator.peers.published import SWIFT_GAIN
+from recycle_plugin.runs import RunFailed, RunOutcome
 
 COMPARED = (REPLAY, RESTART, CHECKFREQ)
 Row = tuple[float, Total]  # steps from one checkpoint to the next, and the total there

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from recycle_plugin.experiments.against_torchft import sides
-from recycle_plugin.experiments.against_torchft.comparison import (
+from recycle_plugin.lab.experiments.against_torchft import sides
+from recycle_plugin.lab.experiments.against_torchft.comparison import (
     FAULT_FREE,
     OURS,
     RELEASE,
@@ -26,9 +26,9 @@ from recycle_plugin.experiments.against_torchft.comparison import (
     table,
     verdicts,
 )
-from recycle_plugin.experiments.against_torchft.picture import draw
-from recycle_plugin.experiments.against_torchft.sides import own_sides, rival_environment
-from recycle_plugin.experiments.against_torchft.strikes import (
+from recycle_plugin.lab.experiments.against_torchft.picture import draw
+from recycle_plugin.lab.experiments.against_torchft.sides import own_sides, rival_environment
+from recycle_plugin.lab.experiments.against_torchft.strikes import (
     ENDS,
     GOES_ON,
     Back,
@@ -40,9 +40,9 @@ from recycle_plugin.experiments.against_torchft.strikes import (
     in_turns,
     strike,
 )
-from recycle_plugin.experiments.measurements import TooShort
-from recycle_plugin.experiments.runs import RunFailed
-from recycle_plugin.experiments.turns import Window
+from recycle_plugin.lab.experiments.measurements import TooShort
+from recycle_plugin.lab.experiments.turns import Window
+from recycle_plugin.runs import RunFailed
 
 SHAPE = Shape(replicas=2, micro_batches=2, step_s=0.06, megabytes=6)
 

@@ -11,8 +11,8 @@ import pytest
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.experiments import turns
-from recycle_plugin.experiments.measurements import TooShort
+from recycle_plugin.lab.experiments import turns
+from recycle_plugin.lab.experiments.measurements import TooShort
 from recycle_plugin.runtime.log.records import DatumRecord, Part, Stream
 from recycle_plugin.runtime.log.writer import LogWriter
 

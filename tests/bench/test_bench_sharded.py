@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin.experiments.turns import Window
+from recycle_plugin.lab.experiments.turns import Window
 from tests.support.loaded import loaded
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_sharded.py"

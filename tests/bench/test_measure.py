@@ -11,7 +11,7 @@ from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.experiments.measurements import (
+from recycle_plugin.lab.experiments.measurements import (
     Constants,
     Kill,
     TooShort,
@@ -20,7 +20,7 @@ from recycle_plugin.experiments.measurements import (
     leave_costs,
     recovery_costs,
 )
-from recycle_plugin.simulator import simulate
+from recycle_plugin.lab.simulator import simulate
 
 LOST = Seat(0, 1)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin.experiments.bench_scripts import run_part, script
-from recycle_plugin.experiments.measurements import TooShort
-from recycle_plugin.experiments.runs import RunFailed
+from recycle_plugin.lab.experiments.bench_scripts import run_part, script
+from recycle_plugin.lab.experiments.measurements import TooShort
+from recycle_plugin.runs import RunFailed
 
 
 def raises(error: BaseException) -> Callable[[list[str]], int]:

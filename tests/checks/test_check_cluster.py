@@ -11,7 +11,7 @@ import pytest
 from recycle_plugin.checks import cluster
 from recycle_plugin.checks.measured import pairs
 from recycle_plugin.checks.rows import Row
-from recycle_plugin.experiments.runs import environment, free_port
+from recycle_plugin.runs import environment, free_port
 from recycle_plugin.settings.schema import Settings
 from tests.support.hosts import NAMES, NoHosts, hosts
 from tests.support.launchers import install

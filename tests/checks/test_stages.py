@@ -11,12 +11,13 @@ import psutil
 import pytest
 import torch
 
-from recycle_plugin.checks import gpu_figures, gpu_jobs, gpu_recoveries, killed, on_gpu, stages
-from recycle_plugin.checks.place import Place
+from recycle_plugin.checks import killed
 from recycle_plugin.checks.rows import Row
 from recycle_plugin.core.vocabulary.profile import read
-from recycle_plugin.experiments.runs import JobRun, RunFailed, RunOutcome
+from recycle_plugin.lab.gpu import gpu_figures, gpu_jobs, gpu_recoveries, on_gpu, stages
+from recycle_plugin.lab.gpu.place import Place
 from recycle_plugin.observability.run_history import read_events
+from recycle_plugin.runs import JobRun, RunFailed, RunOutcome
 
 
 @pytest.fixture

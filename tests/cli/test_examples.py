@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
-from recycle_plugin.commands import plan, simulate
+from recycle_plugin.commands import plan
+from recycle_plugin.lab.commands import simulate
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "recycle_plugin/docs").glob("*.md")))]

@@ -14,7 +14,7 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import provides, requires
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
-from recycle_plugin.simulator import analytic
+from recycle_plugin.planner import analytic
 
 EXAMPLE = "plan --pp 4 --dp 3 --micro-batches 6 --costs F=1,I=1,W=1,comm=0,step=3"
 UNSPLIT = "--no-split --no-stagger"

@@ -1,6 +1,6 @@
 """Kills close together in real jobs, seeded: at named instructions, at points of recovery and from outside.
 
-The ideas are those of ``recycle_plugin.simulator.campaign``; here torch, Gloo and, in one of them, DeepSpeed are real,
+The ideas are those of ``recycle campaign``; here torch, Gloo and, in one of them, DeepSpeed are real,
 and the weights are compared.
 """
 

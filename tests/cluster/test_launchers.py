@@ -14,7 +14,7 @@ from functools import partial
 import psutil
 import pytest
 
-from recycle_plugin.experiments.runs import processes_with
+from recycle_plugin.runs import processes_with
 from tests.support.hosts import ProgramRun
 from tests.support.jobs import WRAPPED, after_step, assert_same_training, hold
 from tests.support.launching import launching

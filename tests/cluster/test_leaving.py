@@ -12,8 +12,8 @@ import sys
 import psutil
 import pytest
 
-from recycle_plugin.experiments.runs import MARK, environment
 from recycle_plugin.observability.trace import read_traces
+from recycle_plugin.runs import MARK, environment
 from recycle_plugin.runtime.authentication.secret import AT, SecretFile
 from tests.support.cluster import ROOT
 from tests.support.jobs import (

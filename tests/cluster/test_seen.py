@@ -9,7 +9,7 @@ import json
 import pytest
 
 from recycle_plugin.cli import main
-from recycle_plugin.experiments.runs import await_reports
+from recycle_plugin.runs import await_reports
 from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, curve, faults
 
 

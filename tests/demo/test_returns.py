@@ -11,7 +11,7 @@ from matplotlib.image import imread
 
 from recycle_plugin.commands import demo, rejoined
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.experiments.runs import RunFailed, RunOutcome
+from recycle_plugin.runs import RunFailed, RunOutcome
 from recycle_plugin.observability import report
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import sentence

@@ -15,10 +15,10 @@ import recycle_plugin
 from recycle_plugin.cli import main
 from recycle_plugin.commands import running_job
 from recycle_plugin.commands.status import lines, status
-from recycle_plugin.experiments.runs import free_port
 from recycle_plugin.observability import report
 from recycle_plugin.observability.comings import OVER, comings
 from recycle_plugin.observability.run_history import EVENTS, RENAMED, RunHistory, place, read_events
+from recycle_plugin.runs import free_port
 from tests.support.run_folder import WHY, Read
 
 

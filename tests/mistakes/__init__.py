@@ -36,10 +36,10 @@ from recycle_plugin.core.worker import worker as core_worker
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.worker import Worker
+from recycle_plugin.lab.simulator import arithmetic, cluster
+from recycle_plugin.lab.simulator import simulated_worker as worker
+from recycle_plugin.lab.simulator.numbers import Numbers
 from recycle_plugin.planner import recovery_order as recovery
-from recycle_plugin.simulator import arithmetic, cluster
-from recycle_plugin.simulator import simulated_worker as worker
-from recycle_plugin.simulator.numbers import Numbers
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 MISTAKES: dict[str, Patch] = {}

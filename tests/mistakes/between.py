@@ -21,8 +21,8 @@ from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.training_loop import TrainingLoop
-from recycle_plugin.simulator import script
-from recycle_plugin.simulator.simulated_worker import SimulatedMachine
+from recycle_plugin.lab.simulator import script
+from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
 from tests.mistakes import mistake
 
 # --- iterators' data ------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.serving import Serving, Servings
 from recycle_plugin.core.worker.worker import Worker
-from recycle_plugin.simulator.simulated_state import Pipe, SimulatedState
-from recycle_plugin.simulator.simulated_worker import SimulatedMachine
+from recycle_plugin.lab.simulator.simulated_state import Pipe, SimulatedState
+from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
 from tests.mistakes import mistake
 
 

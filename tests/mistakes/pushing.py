@@ -12,9 +12,9 @@ from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.core.worker.pushed import Need, PushedWorker, Script
-from recycle_plugin.simulator import arithmetic
-from recycle_plugin.simulator.pushed_machine import PushedMachine
-from recycle_plugin.simulator.simulated_worker import SimulatedMachine
+from recycle_plugin.lab.simulator import arithmetic
+from recycle_plugin.lab.simulator.pushed_machine import PushedMachine
+from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
 from tests.mistakes import changed, changed_recovery_plans, mistake
 
 

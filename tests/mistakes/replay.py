@@ -19,10 +19,10 @@ from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.step_log import CountsFrom, StepLog
 from recycle_plugin.core.worker.worker import Worker
-from recycle_plugin.simulator.helped_stage import HelpedStage
-from recycle_plugin.simulator.script import SimulatedFiles
-from recycle_plugin.simulator.simulated_log import SimulatedLogs
-from recycle_plugin.simulator.simulated_worker import SimulatedMachine
+from recycle_plugin.lab.simulator.helped_stage import HelpedStage
+from recycle_plugin.lab.simulator.script import SimulatedFiles
+from recycle_plugin.lab.simulator.simulated_log import SimulatedLogs
+from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
 from tests.mistakes import changed, mistake
 
 

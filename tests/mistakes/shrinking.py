@@ -15,9 +15,9 @@ from recycle_plugin.core.vocabulary.roster import FailureDomain
 from recycle_plugin.core.vocabulary.step_batches import SUMMED, LiveShare, StepBatches
 from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.training_loop import TrainingLoop
-from recycle_plugin.simulator import numbers
-from recycle_plugin.simulator.arithmetic import scaled
-from recycle_plugin.simulator.simulated_worker import SimulatedMachine
+from recycle_plugin.lab.simulator import numbers
+from recycle_plugin.lab.simulator.arithmetic import scaled
+from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
 from tests.mistakes import mistake
 from tests.mistakes.joining import all_hashes_are_equal
 

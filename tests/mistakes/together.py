@@ -9,7 +9,7 @@ from recycle_plugin.core.coordinator import regrouping
 from recycle_plugin.core.coordinator.joining import Joining
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Group, Roster
 from recycle_plugin.core.worker.lockstep import Lockstep
-from recycle_plugin.simulator.simulated_worker import SimulatedMachine
+from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
 from tests.mistakes import mistake
 
 

@@ -17,11 +17,11 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.simulator import campaign, seeded
-from recycle_plugin.simulator.exercised import ProtocolRule
-from recycle_plugin.simulator.message_delays import UNEVEN
-from recycle_plugin.simulator.reference import Reference
-from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
+from recycle_plugin.lab.simulator import campaign, seeded
+from recycle_plugin.lab.simulator.exercised import ProtocolRule
+from recycle_plugin.lab.simulator.message_delays import UNEVEN
+from recycle_plugin.lab.simulator.reference import Reference
+from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
 from tests.mistakes import (  # noqa: F401  add their own
     MISTAKES,
     SEEN,
@@ -169,7 +169,7 @@ def test_several_processes_find_what_one_does(monkeypatch) -> None:
 @pytest.mark.parametrize("ties", ((), ((0, 2),), ((0, 1, 2),)), ids=str)
 def test_the_reference_is_what_the_fault_free_run_computes(ties) -> None:
     from recycle_plugin.planner import plan
-    from recycle_plugin.simulator import train
+    from recycle_plugin.lab.simulator import train
 
     shape, costs = Topology(2, 3, 4, ties), CostModel.uniform(3)
     weights = campaign.initial_weights(shape)

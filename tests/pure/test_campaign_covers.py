@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin.simulator import campaign
+from recycle_plugin.lab.simulator import campaign
 
 CORE = Path(campaign.__file__).parents[1] / "core"
 CORE_ALONE = {  # told nothing by a failure, so that no schedule of failures reaches them; each has a test of its own

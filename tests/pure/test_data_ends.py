@@ -1,5 +1,5 @@
 """Jobs in which nobody is lost, and whose plain iterators end: epochs end when all iterators have, in virtual time with
-exact numbers (simulator/samples.py checks that each batch is used once, and that too few are left for a step).
+exact numbers (lab/simulator/samples.py checks that each batch is used once, and that too few are left for a step).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.simulator import campaign
-from recycle_plugin.simulator.campaign import ScenarioOutcome
-from recycle_plugin.simulator.scenario import Scenario
+from recycle_plugin.lab.simulator import campaign
+from recycle_plugin.lab.simulator.campaign import ScenarioOutcome
+from recycle_plugin.lab.simulator.scenario import Scenario
 
 
 def outcome(stages: int, lengths: tuple[int, ...]) -> ScenarioOutcome:

@@ -10,7 +10,7 @@ import json
 
 import pytest
 
-from recycle_plugin.simulator import seeded
+from recycle_plugin.lab.simulator import seeded
 from tests.support import frozen
 
 COUNT = 2000

@@ -12,8 +12,8 @@ from recycle_plugin.core.messages.from_workers import Left, LogBroken, Terminate
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.simulator import campaign
-from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
+from recycle_plugin.lab.simulator import campaign
+from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
 from tests.support.membership import said
 from tests.support.replaying import come, decisions, has_replayed, logging, lose
 

@@ -24,15 +24,14 @@ BELOW = {
     "core.coordinator": HALVES,
     "core.worker": HALVES,
     "planner": {"core.vocabulary"},
-    "simulator": {*CORE, "planner"},
     "render": {"core.vocabulary", "planner"},
     "observability": OBSERVES,
-    "settings": {"core.vocabulary", "core.messages", "planner", "simulator", "runtime.authentication"},
+    "settings": {"core.vocabulary", "core.messages", "planner", "runtime.authentication"},
     "runtime.authentication": {"errors"},
     "runtime.log": {*HALVES, "core.worker", "errors", "folders", "runtime.authentication"},
     "runtime": {*OBSERVES, "observability", "settings", "runtime.authentication", "runtime.log"},
     "adapters": {*OBSERVES, "observability", "settings", "runtime", "versions"},
-    "experiments": {"core.vocabulary", "observability"},
+    "runs": {"core.vocabulary", "observability"},
     "worker_process": {
         "core.messages",
         "core.vocabulary",
@@ -43,32 +42,35 @@ BELOW = {
         "adapters",
         "errors",
     },
-    "launch": {"runtime", "runtime.authentication", "settings", "experiments"},
+    "launch": {"runtime", "runtime.authentication", "settings", "runs"},
     "commands": {
         *OBSERVES,
         "observability",
         "settings",
-        "simulator",
         "runtime",
         "runtime.authentication",
         "runtime.log",
         "adapters",
-        "experiments",
+        "runs",
         "versions",
     },
-    "checks": {
-        "core.vocabulary",
+    "checks": {"core.vocabulary", "observability", "runtime", "runs", "commands", "settings", "versions"},
+    "cli": {"commands", "errors", "settings", "versions"},
+    "docs": set(),
+    "lab": {
+        *OBSERVES,
         "observability",
-        "runtime",
-        "adapters",
-        "experiments",
-        "commands",
         "settings",
+        "runtime",
+        "runtime.authentication",
+        "runtime.log",
+        "adapters",
+        "runs",
+        "commands",
+        "checks",
         "cli",
         "versions",
     },
-    "cli": {"commands", "errors", "settings", "versions"},
-    "docs": set(),
     "": {"planner", "runtime"},
 }
 """What each part may import, beside itself; the last one is the package's own face."""
@@ -76,12 +78,12 @@ FRAMEWORKS = {"torch", "deepspeed", "megatron"}
 FOREIGN = {
     "core": {*FRAMEWORKS, "numpy", "matplotlib", "rich"},
     "planner": FRAMEWORKS,
-    "simulator": FRAMEWORKS,
+    "lab.simulator": FRAMEWORKS,
     "render": FRAMEWORKS,
     "observability": FRAMEWORKS,
     "settings": FRAMEWORKS,
     "folders": FRAMEWORKS,
-    "experiments": FRAMEWORKS,
+    "lab.experiments": FRAMEWORKS,
     "runtime.authentication": FRAMEWORKS,
     "runtime.log": FRAMEWORKS,
     "runtime": {"deepspeed", "megatron"},
@@ -145,7 +147,7 @@ CIRCLES = {  # of folders that import each other, still to be opened; no other m
     frozenset({"adapters.deepspeed", "adapters.deepspeed.replica"}),
     frozenset({"runtime.collectives", "runtime.control", "runtime.movers", "runtime.processes"}),
     frozenset({"runtime.stage", "runtime.worker"}),
-    frozenset({"simulator", "simulator.peers"}),
+    frozenset({"lab.simulator", "lab.simulator.peers"}),
 }
 
 
@@ -186,7 +188,7 @@ def test_a_circle_is_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {frozenset({"b", "c"})}
 
 
-@pytest.mark.parametrize("layer", ["", ".planner", ".simulator", ".render.grid", ".runtime.log.reader"])
+@pytest.mark.parametrize("layer", ["", ".planner", ".lab.simulator", ".render.grid", ".runtime.log.reader"])
 def test_importing_needs_no_framework(layer: str) -> None:
     script = (
         f"import recycle_plugin{layer}, sys; print(sorted({{'torch', 'deepspeed', 'matplotlib'}} & set(sys.modules)))"

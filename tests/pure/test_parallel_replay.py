@@ -27,9 +27,9 @@ from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
 from recycle_plugin.core.worker.step_log import StepLog, StepRecord
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.simulator import campaign
-from recycle_plugin.simulator.exercised import ProtocolRule
-from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
+from recycle_plugin.lab.simulator import campaign
+from recycle_plugin.lab.simulator.exercised import ProtocolRule
+from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
 from tests.support.replaying import Kept
 
 SHAPE = Topology(2, 3, 4)  # the second stage is replayed, by rank 2

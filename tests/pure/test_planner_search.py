@@ -15,10 +15,10 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.lab.planner.benchmark import small_case
+from recycle_plugin.lab.planner.cp_sat import exact, refined_exactly
 from recycle_plugin.planner import PlanError, plan, refine
-from recycle_plugin.planner.benchmark import small_case
 from recycle_plugin.planner.climb import climb, measure
-from recycle_plugin.planner.cp_sat import exact
 from recycle_plugin.planner.make import prepare, solve
 from recycle_plugin.planner.moves import opened
 from recycle_plugin.planner.search import climbed, net
@@ -92,7 +92,7 @@ def test_the_exact_stage_ends_at_the_optimum() -> None:
     view, costs, policy = IMPROVABLE
     planned = plan(view, costs, policy)
     assert planned.period_us == 29
-    assert refine(planned, costs, 0.0, exact_s=20.0).period_us == 28
+    assert refined_exactly(planned, costs, 20.0).period_us == 28
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_refined_and_exact_plans_keep_blocks(block) -> None:
     view, costs = Topology(3, 2, 4).full().without(Seat(0, 1)), CostModel((3, 4), (4, 2), (3, 5), 1)
     policy = Policy(activation_cap=5, block=block)
     planned, free = plan(view, costs, policy), plan(view, costs, replace(policy, block=1))
-    searched, best = refine(planned, costs, 0.3), refine(planned, costs, 0.0, exact_s=3.0)
+    searched, best = refine(planned, costs, 0.3), refined_exactly(planned, costs, 3.0)
     assert best.period_us <= planned.period_us and searched.period_us <= planned.period_us
     assert free.bound_us <= best.period_us and max(map(len, (planned.own(seat) for seat in view.live))) > 4
 
@@ -127,10 +127,10 @@ def test_what_the_exact_stage_cannot_do_is_named(monkeypatch) -> None:
     large = Topology(4, 4, 32).full()
     monkeypatch.setitem(sys.modules, "ortools", None)
     with pytest.raises(PlanError, match=r"recycle_plugin\[exact\]"):
-        refine(plan(view, costs, policy), costs, 0.0, exact_s=1.0)
+        refined_exactly(plan(view, costs, policy), costs, 1.0)
     monkeypatch.undo()
     pytest.importorskip("ortools")
     with pytest.raises(PlanError, match="couple"):
-        refine(coupled, costs, 0.0, exact_s=1.0)
+        refined_exactly(coupled, costs, 1.0)
     with pytest.raises(PlanError, match="up to 800 operations, this job has 1536"):
-        refine(plan(large, UNIT, Policy()), UNIT, 0.0, exact_s=1.0)
+        refined_exactly(plan(large, UNIT, Policy()), UNIT, 1.0)

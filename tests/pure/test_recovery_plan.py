@@ -21,8 +21,8 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Torn, plan_recovery, unfinished
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import arrange, lowered, plan
-from recycle_plugin.simulator.machine_constants import by_name
-from recycle_plugin.simulator.simulated_job import SimulatedJob
+from recycle_plugin.core.vocabulary.machine_constants import by_name
+from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
 from tests.support.planned import costs, jobs, policies
 
 SHAPE = Topology(3, 4, 6)
@@ -268,7 +268,7 @@ def test_a_stage_rolls_forward_from_who_holds_its_sum() -> None:
 
 
 HASHED = """
-from recycle_plugin.simulator import campaign, seeded
+from recycle_plugin.lab.simulator import campaign, seeded
 spans = campaign.LOSS.run("kill 1.2 before 2I1.3@2").spans
 print([(str(span.seat), str(span.instruction), span.start_us) for span in spans])
 for seed in (14, 16):

@@ -14,9 +14,9 @@ from recycle_plugin.core.vocabulary.instruction import COMPUTE, STAGE_WIDE, Inst
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.span import Span, run_again
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.lab.simulator import simulate
 from recycle_plugin.planner import plan
 from recycle_plugin.render import curves, gantt, grid, perfetto
-from recycle_plugin.simulator import simulate
 
 COSTS = CostModel.uniform(2, 20, 20, 10, communication=10, reduce=20, step=10)
 VIEW = Topology(2, 2, 2).full()

@@ -37,8 +37,8 @@ from recycle_plugin.core.worker.replay import CantReplay, StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.step_log import StepLog, StepRecord
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.simulator import campaign
-from recycle_plugin.simulator.scenario import MILLISECOND, Trouble
+from recycle_plugin.lab.simulator import campaign
+from recycle_plugin.lab.simulator.scenario import MILLISECOND, Trouble
 from tests.support.membership import agree, holds, member, said, started
 from tests.support.replaying import BACK, LEFT, Kept, come, decisions, has_replayed, logging, lose
 

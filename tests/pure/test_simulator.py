@@ -13,8 +13,8 @@ from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import plan
-from recycle_plugin.simulator import Deadlock, predict, simulate, train
-from recycle_plugin.simulator.campaign import initial_weights
+from recycle_plugin.lab.simulator import Deadlock, predict, simulate, train
+from recycle_plugin.lab.simulator.campaign import initial_weights
 from tests.support.planned import EXAMPLE, LOST, STOCK, UNIT, crossed, jobs
 
 WEIGHTS = (3, 5, 7, 11)

@@ -10,12 +10,12 @@ import pytest
 
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.machine_constants import LOCAL, by_name
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.simulator import traces
-from recycle_plugin.simulator.history import MembershipChange, SimulatedTrainer, StepPeriods, pattern
-from recycle_plugin.simulator.machine_constants import LOCAL, by_name
-from recycle_plugin.simulator.simulated_job import SimulatedJob
+from recycle_plugin.lab.simulator import traces
+from recycle_plugin.lab.simulator.history import MembershipChange, SimulatedTrainer, StepPeriods, pattern
+from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
 
 SHAPE = Topology(3, 3, 4)
 COSTS = CostModel.uniform(3, 10_000, 10_000, 10_000, 1_000, 2_000, 3_000)

@@ -18,8 +18,8 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member, Roster
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.simulator import campaign
-from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
+from recycle_plugin.lab.simulator import campaign
+from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
 from tests.support.membership import job
 
 STEP_US = 100_000

@@ -24,7 +24,7 @@ from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_workers import Heartbeat, Missing
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Roster, WorkerId
-from recycle_plugin.simulator import campaign, cluster, seeded
+from recycle_plugin.lab.simulator import campaign, cluster, seeded
 from tests.support.membership import member, started, step
 
 SEEDS = (2, 5, 14, 57)  # kills, ties, rejections, a leave

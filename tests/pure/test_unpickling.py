@@ -27,7 +27,7 @@ READS = {
     "recycle_plugin/planner/compiled.py": {
         "njit(cache=True)": "numba's files beside the package's, or in the user's own cache",
     },
-    "recycle_plugin/simulator/campaign.py": {
+    "recycle_plugin/lab/simulator/campaign.py": {
         "multiprocessing": "pipes to processes that this one has forked",
     },
     "recycle_plugin/checks/measured.py": {

@@ -14,9 +14,9 @@ from recycle_plugin.core.messages.from_coordinator import Over
 from recycle_plugin.core.messages.from_workers import BarrierReached, Exited, Heartbeat, Left, Vanishing
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.simulator import campaign
-from recycle_plugin.simulator.scenario import MILLISECOND, Trouble
-from recycle_plugin.simulator.seeded import with_vanishing
+from recycle_plugin.lab.simulator import campaign
+from recycle_plugin.lab.simulator.scenario import MILLISECOND, Trouble
+from recycle_plugin.lab.simulator.seeded import with_vanishing
 from tests.support.membership import said, started, step
 from tests.support.replaying import decisions, logging
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.experiments.runs import TrainingRun
+from recycle_plugin.lab.simulator.peers import published
+from recycle_plugin.lab.simulator.peers.kills import kills
+from recycle_plugin.runs import TrainingRun
 from recycle_plugin.settings.compose import compose
-from recycle_plugin.simulator.peers import published
-from recycle_plugin.simulator.peers.kills import kills
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "reproduce" / "run_gpt.py"
 SMALL = [

@@ -22,8 +22,8 @@ from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
 from recycle_plugin.core.messages.from_operators import AskAdmit, AskLeave
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.experiments.runs import free_port
 from recycle_plugin.launch import Join
+from recycle_plugin.runs import free_port
 from recycle_plugin.runtime.authentication.secret import SETTING
 from recycle_plugin.runtime.control import connections
 from recycle_plugin.runtime.control.coordinator import Coordinator

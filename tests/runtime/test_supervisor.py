@@ -13,7 +13,7 @@ import pytest
 
 from recycle_plugin.core.messages.from_coordinator import Fence, Lease, Over, Restart, Stay, Welcome
 from recycle_plugin.core.messages.from_workers import Exited, Hello, SupervisorHeartbeat, Terminate
-from recycle_plugin.experiments.runs import free_port
+from recycle_plugin.runs import free_port
 from recycle_plugin.runtime.authentication.handshake import Port, answer_in_loop
 from recycle_plugin.runtime.authentication.secret import SETTING
 from recycle_plugin.runtime.control.connections import SocketControl

@@ -9,10 +9,10 @@ from recycle_plugin import configs
 from recycle_plugin.core.vocabulary import profile
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.planner import analytic
 from recycle_plugin.settings.compose import ComposeError, EmulatedModel, GPTModel, compose, compose_from_command_line
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SettingsError
-from recycle_plugin.simulator import analytic
 
 ROOT = Path(configs.__file__).parent
 

@@ -15,10 +15,10 @@ from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.planner import analytic
 from recycle_plugin.settings.schema import Settings, reference
 from recycle_plugin.settings.sections import CostSettings
 from recycle_plugin.settings.wording import SettingsError
-from recycle_plugin.simulator import analytic
 
 
 def test_no_section_and_an_empty_one_give_the_defaults():

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.lab.simulator import predict
 from recycle_plugin.planner import plan
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.sections import SECTIONS, CostSettings
-from recycle_plugin.simulator import predict
 
 ROOT = Path(__file__).parents[2]
 SEEN = {

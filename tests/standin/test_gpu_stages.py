@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from recycle_plugin.checks import gpu_figures
-from recycle_plugin.checks.place import Place
+from recycle_plugin.lab.gpu import gpu_figures
+from recycle_plugin.lab.gpu.place import Place
 
 STAGES = {
     "split": {"gpt_tiny", "gpt_tiny, checkpointing"},

@@ -25,10 +25,10 @@ from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.simulator import campaign
-from recycle_plugin.simulator.checkers import Watcher
-from recycle_plugin.simulator.message_delays import Weather
-from recycle_plugin.simulator.scenario import Heavy, Scenario, Trouble
+from recycle_plugin.lab.simulator import campaign
+from recycle_plugin.lab.simulator.checkers import Watcher
+from recycle_plugin.lab.simulator.message_delays import Weather
+from recycle_plugin.lab.simulator.scenario import Heavy, Scenario, Trouble
 
 FILE = Path(__file__).parents[1] / "pure" / "frozen" / "scenarios.jsonl.gz"
 

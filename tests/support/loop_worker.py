@@ -14,7 +14,7 @@ from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.training_loop import StepProgram, TrainingLoop
-from recycle_plugin.simulator.shared_planner import SharedPlanner
+from recycle_plugin.lab.simulator.shared_planner import SharedPlanner
 
 SHAPE, COSTS = Topology(2, 2, 2), CostModel.uniform(2)
 MEMBERS = tuple(Member(rank, seat, str(rank), "here") for rank, seat in enumerate(sorted(SHAPE.seats)))

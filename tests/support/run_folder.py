@@ -10,7 +10,7 @@ from pathlib import Path
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.span import Span
-from recycle_plugin.experiments.runs import RunOutcome
+from recycle_plugin.runs import RunOutcome
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.trace import TraceFile
 

@@ -27,13 +27,13 @@ from recycle_plugin.core.coordinator.restarts import FIRST_S
 from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.machine_constants import START_UP_S
 from recycle_plugin.core.vocabulary.roster import Member
 
 if TYPE_CHECKING:
     from recycle_plugin.core.coordinator.course import Course
 
 NAMED = 3  # of those that a loss is about, so many are named
-START_UP_S = 9.0  # of a process until its model is ready, as long as nobody has measured it: 4 to 8 s with small models
 MEASURED, ASSUMED, UNKNOWN = "", "assumed", "not known"
 NOBODY_LEFT = "nobody of the stage is left"
 NOT_NEEDED = "somebody of the stage is left, and loses nothing"

@@ -113,6 +113,11 @@ class ClusterView:
         """The view that is left when the seats ``lost`` have gone."""
         return ClusterView(self.topology, self.live - set(lost))
 
+    def lost_share(self, gone: Iterable[Seat]) -> float:
+        """The share of a step's work so far that is lost with the workers ``gone``, on the stage that loses most."""
+        counts = Counter(seat.stage for seat in gone)
+        return max((count / len(self.live_replicas(stage)) for stage, count in counts.items()), default=0.0)
+
     @property
     def lost(self) -> tuple[Seat, ...]:
         """The seats that are not live, replica by replica."""

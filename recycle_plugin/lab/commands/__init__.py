@@ -1,0 +1,1 @@
+"""Subcommands of ``recycle`` that study the plugin."""

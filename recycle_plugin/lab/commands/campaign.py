@@ -1,0 +1,188 @@
+"""``recycle campaign``: seeded failures of a simulated cluster that runs the production code; it says which one breaks
+it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+DRAWN_TICKS = 120
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand and its arguments."""
+    parser = commands.add_parser(
+        "campaign",
+        help="look for a failure that recovery does not survive, in virtual time",
+        description="Runs jobs in virtual time through the production code of executor, loop, worker and its store, "
+        "membership, commit and recovery plans, "
+        "with kills, stops, stuck and slow workers, lost and late messages, partitions, leaves, several at once and in "
+        "recovery, over lines of unequal length; "
+        "weights are exact numbers. Says how often which trouble met which instruction, and how often each rule of the "
+        "protocol was needed. Exits with 1 where something that must hold does not, and prints the line that runs it "
+        "again.",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--seeds", type=int, metavar="N", help="so many random jobs (default 300)")
+    what.add_argument("--seed", type=int, metavar="S", help="this one, with its story")
+    what.add_argument(
+        "--every-instant",
+        action="store_true",
+        help="4 stages x 3 replicas, 6 micro-batches: kill each worker before and after each instruction",
+    )
+    what.add_argument(
+        "--every-return",
+        action="store_true",
+        help="2 stages x 3 replicas, 4 micro-batches: the same in all steps in which another worker comes back",
+    )
+    what.add_argument(
+        "--every-replay",
+        action="store_true",
+        help="3 stages without replicas, 4 micro-batches: the same where a stage is lost and replayed from logs",
+    )
+    what.add_argument(
+        "--every-source",
+        action="store_true",
+        help="2 stages x 2 replicas, 2 micro-batches: kill a newcomer's only source at each point of serving it",
+    )
+    what.add_argument(
+        "--every-shrink",
+        action="store_true",
+        help="2 stages x 3 replicas, 4 micro-batches: the same where a replica is lost whole, and the batch shrinks",
+    )
+    what.add_argument(
+        "--every-push",
+        action="store_true",
+        help="3 replicas of 2 ranks, whose scripts run their own loops: the same where a replica comes back",
+    )
+    parser.add_argument(
+        "--confused",
+        action="store_true",
+        help="in each of these random jobs a worker or two say, beside what they have to, what is valid and wrong: "
+        "old, another's, out of turn, of what there is not",
+    )
+    parser.add_argument("--kill", metavar="FAULT", help="only this one of these kinds of jobs, with its story")
+    parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default 0)")
+    parser.add_argument("--stride", type=int, default=1, metavar="N", help="every N-th of these instants (default 1)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="so many processes (default: one for each core)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="the result as JSON: seeds, faults, violations, redone_share, seconds, hits, exercised",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(found: argparse.Namespace) -> int:
+    """Run the campaign, or one job of it, and print what came out; returns the exit code.  Raises ValueError for bad
+    input.
+    """
+    from recycle_plugin import planner
+    from recycle_plugin.lab.simulator import campaign
+
+    if found.kill is not None and (found.seed, found.seeds) != (None, None):
+        raise ValueError(
+            "--kill is one of --every-instant, --every-return, --every-replay, --every-source, --every-shrink or "
+            "--every-push: leave out --seed and --seeds"
+        )
+    if found.confused and (found.kill is not None or found.every_instant or any(_kinds(found).values())):
+        raise ValueError("--confused is for random jobs, those of --seeds and --seed: leave out the other")
+    seeds = 300 if found.seeds is None else found.seeds
+    if (
+        seeds < 1
+        or found.stride < 1
+        or found.jobs < 1
+        or found.first < 0
+        or (found.seed is not None and found.seed < 0)
+    ):
+        raise ValueError("--seeds, --stride and --jobs: at least 1; --first and --seed: not negative")
+    planner.warm()
+    if found.seed is not None:
+        return _story((campaign.run_confused if found.confused else campaign.run_seed)(found.seed))
+    instants = next((kind for kind, asked in _kinds(found).items() if asked), campaign.LOSS)
+    if found.kill is not None:
+        return _story(instants.run(found.kill))
+    if found.every_instant or instants is not campaign.LOSS:
+        report = campaign.every_instant(instants, found.stride, found.jobs)
+    else:
+        report = (campaign.confused if found.confused else campaign.campaign)(
+            range(found.first, found.first + seeds), found.jobs
+        )
+    if found.json:
+        wrong = [
+            {"replay": f"recycle campaign {one.name}", "faults": one.faults, "what": one.violations}
+            for one in report.violations
+        ]
+        hits = {
+            kind: {op.value: count for (of, op), count in report.hits.items() if of == kind}
+            for kind in sorted({kind for kind, _ in report.hits})
+        }
+        figures = {name: getattr(report, name) for name in ("seeds", "faults", "redone_share", "seconds")}
+        exercised = {rule.value: count for rule, count in report.exercised.items()}
+        print(json.dumps(figures | {"violations": wrong, "hits": hits, "exercised": exercised}, indent=1))
+    else:
+        print(
+            f"{report.seeds} jobs, {report.faults} faults, {len(report.violations)} with violations; "
+            f"{100 * report.redone_share:.1f}% of the compute of a job was run again; {report.seconds:.1f} s"
+        )
+        for one in report.violations:
+            print(f"recycle campaign {one.name}  # {'; '.join(one.faults)}: {one.violations[0]}")
+        print(_table(report.hits))
+        print("\n".join(f"{count:10} times {rule.value}" for rule, count in report.exercised.items()))
+        if report.violations:
+            print(_drawn(report.violations[0]))
+    return 1 if report.violations else 0
+
+
+def _kinds(found: argparse.Namespace) -> dict[Any, bool]:
+    """Which kinds of jobs were asked for in which workers are killed around each instruction."""
+    from recycle_plugin.lab.simulator import campaign
+
+    return {
+        campaign.RETURN: found.every_return,
+        campaign.REPLAY: found.every_replay,
+        campaign.SOURCE: found.every_source,
+        campaign.SHRINK: found.every_shrink,
+        campaign.PUSH: found.every_push,
+    }
+
+
+def _story(outcome) -> int:
+    """What happened in one job, and what was wrong with it."""
+    print("\n".join(("faults: " + "; ".join(outcome.faults), *outcome.story)))
+    print(_drawn(outcome))
+    print("\n".join(f"VIOLATION: {text}" for text in outcome.violations) or "nothing was wrong")
+    return 1 if outcome.violations else 0
+
+
+def _table(hits: Mapping[tuple[str, Any], int]) -> str:
+    """How often which trouble has met a worker at which instruction."""
+    from recycle_plugin.core.vocabulary.instruction import Op
+
+    ops = [op for op in Op if any(of is op for _, of in hits)]
+    lines = [f"{'struck at':>10} " + " ".join(f"{op.value:>6}" for op in ops)]
+    lines += [
+        f"{kind:>10} " + " ".join(f"{hits.get((kind, op), 0):6}" for op in ops)
+        for kind in sorted({kind for kind, _ in hits})
+    ]
+    return "\n".join(lines)
+
+
+def _drawn(outcome) -> str:
+    from recycle_plugin.core.vocabulary.instruction import COMPUTE
+    from recycle_plugin.render import grid
+
+    spans = [span for span in outcome.spans if span.instruction.op in COMPUTE]
+    if not spans:
+        return "nothing was computed"
+    return grid.draw(spans, max(1, max(span.end_us for span in spans) // DRAWN_TICKS))

@@ -1,0 +1,91 @@
+"""What the benchmarks' scripts share: how they begin and end, and the runs from which several of them take figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.lab.experiments.measurements import REPLACED, WARM_UP, Constants, TooShort, calibrate, intervals
+from recycle_plugin.observability.trace import read_traces
+from recycle_plugin.runs import RunFailed, TrainingRun, terminable
+
+DEADLINE_S = 600.0  # of a run, and of each wait in it
+
+
+def script(main: Callable[[list[str]], int]) -> None:
+    """Run a script's ``main`` on its command line and exit: 130 when interrupted, with one line where a run failed.
+
+    SIGTERM counts as Ctrl-C.
+    """
+    try:
+        with terminable():
+            code: int | str = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = 130
+    except (RunFailed, TooShort) as failure:
+        code = f"{Path(sys.argv[0]).stem}: {failure}"
+    sys.exit(code)
+
+
+def run_part(parts: Mapping[str, Callable[[argparse.Namespace], dict]], found: argparse.Namespace) -> int:
+    """Run ``found.part`` and write its result to ``found.out``; 0 if the result says that its target is met."""
+    found.out.mkdir(parents=True, exist_ok=True)
+    result = parts[found.part](found)
+    path = found.out / f"{found.part}.json"
+    path.write_text(json.dumps(result, indent=1))
+    print(f"written to {path}")
+    return int(not result["met"])
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate that has signed itself, for one host's jobs, and its private key: files in ``folder``.
+
+    Raises RunFailed where there is no ``openssl`` that makes it.
+    """
+    made, key = folder / "host.pem", folder / "host.key"
+    folder.mkdir(parents=True, exist_ok=True)
+    new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", str(key)]
+    command = ["openssl", "req", "-x509", *new, "-out", str(made), "-subj", "/CN=benchmark", "-days", "2"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise RunFailed(f"no certificate can be made: {error}") from error
+    return made, key
+
+
+def calibration(folder: Path, workers: int, overrides: Sequence[str], nominal_us: int) -> Constants:
+    """Calibrate from the trace of a fault-free run whose F, I and W all take ``nominal_us`` microseconds.  Raises
+    RunFailed.
+    """
+    with TrainingRun(folder, workers, [*overrides, "recycle.enabled=true", "recycle.trace=true"]) as run:
+        run.finish(DEADLINE_S)
+    return calibrate(read_traces(folder / "trace"), nominal_us)
+
+
+def one_loss(
+    folder: Path, workers: int, overrides: Sequence[str], lost: Seat, steps: int
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Run a job in which ``lost`` is killed; seconds of ``steps`` steps before and after, and the digests of its plans.
+
+    Raises RunFailed.
+    """
+    with TrainingRun(
+        folder, workers, [*overrides, "recycle.enabled=true", "recycle.rejoin=never", "steps=100000"]
+    ) as run:
+        run.wait_for(lambda: run.committed() >= WARM_UP + steps, f"{steps} fault-free steps", DEADLINE_S)
+        run.kill(run.rank_at(str(lost)))
+        resume = run.wait_for(lambda: run.resumes()[1:], f"recovery from the loss of {lost}", DEADLINE_S)[0]
+        first = resume["committed"] + REPLACED
+        run.wait_for(lambda: run.committed() >= first + steps, f"{steps} degraded steps", DEADLINE_S)
+        events = run.events()
+    commits = {event["step"]: event["time"] for event in events if event["event"] == "committed"}
+    times = {
+        "fault_free": intervals(commits, WARM_UP, WARM_UP + steps),
+        "degraded": intervals(commits, first, first + steps),
+    }
+    return times, {name: resume["digest"] for name, resume in zip(times, run.resumes())}

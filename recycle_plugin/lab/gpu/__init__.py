@@ -1,0 +1,1 @@
+"""What a GPU is found to do: ``scripts/on_gpu``."""

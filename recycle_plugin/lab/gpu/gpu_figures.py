@@ -1,0 +1,259 @@
+"""Stages of ``scripts/on_gpu`` that measure one process on the device: splits, undo, copies, randomness, profiles."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from recycle_plugin import cli
+from recycle_plugin.checks.copies import bandwidths
+from recycle_plugin.checks.rows import Row, judged
+from recycle_plugin.core.vocabulary.profile import Profile, read
+from recycle_plugin.lab.commands import measure_gpt
+from recycle_plugin.lab.gpu.place import Place
+from recycle_plugin.runtime.devices.kinds import device_of
+from recycle_plugin.runtime.devices.port import Device
+from recycle_plugin.runtime.stage.randomness import keyed
+from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, of_parameters
+from recycle_plugin.runtime.state.undo import KINDS
+
+GOAL = 1.02  # of the time of a split backward to that of a fused one
+SCRIPT_S = 540.0  # of one figure's script
+MODELS = {"gpt3_medium": 4, "gpt3_3_35b": 1, "gpt3_6_7b": 1}  # sequences of a micro-batch
+REHEARSED = {"gpt_tiny": 1}
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts" / "reproduce"
+
+
+class Shape(NamedTuple):
+    """How the figures' scripts lay a model out, and what they compare it with (configs/reproduce).
+
+    ``published``: its name in the papers' runs over a trace, "" where they have none.
+    """
+
+    stages: int
+    replicas: int
+    artifact_pause_s: float
+    published: str = ""
+    implied_pause_s: float = 0.0
+
+
+SHAPES = {
+    "gpt_tiny": Shape(2, 4, 3.0, "350M", 29.0),
+    "gpt3_medium": Shape(2, 16, 3.0, "350M", 29.0),
+    "gpt3_3_35b": Shape(4, 8, 6.0, "big", 83.0),
+    "gpt3_6_7b": Shape(8, 4, 10.0),
+}
+
+
+def device_at(place: Place) -> Device:
+    """The device of this process."""
+    return device_of(torch.device(place.device))
+
+
+def models(place: Place) -> dict[str, int]:
+    """The models that are measured, each with the sequences of a micro-batch."""
+    return REHEARSED if place.rehearsal else MODELS
+
+
+def split(place: Place) -> list[Row]:
+    """Input and weight gradients apart against both at once, of one layer of each model in bf16."""
+    where, repeat = device_at(place).where, 2 if place.rehearsal else 15
+    rows = []
+    for name, batch in models(place).items():
+        for checkpointing in (False, True):
+            taken = measure_gpt.layer(name, batch, where, torch.bfloat16, checkpointing, repeat)
+            ratio = (taken.input_us + taken.weight_us) / taken.backward_us
+            figures = {
+                "ratio": round(ratio, 4),
+                "input_us": round(taken.input_us, 1),
+                "weight_us": round(taken.weight_us, 1),
+                "fused_us": round(taken.backward_us, 1),
+            }
+            text = f"split is {ratio:.3f} x fused, {taken.backward_us / 1e3:.3f} ms"
+            called = f"{name}{', checkpointing' * checkpointing}"
+            slow = f"{text}; at most {GOAL} is the goal" if ratio > GOAL else ""
+            rows.append(
+                Row(called, None, text, figures=figures)
+                if place.rehearsal
+                else judged(called, slow, text, "send this report", **figures)
+            )
+    return rows
+
+
+def undo(place: Place) -> list[Row]:
+    """Bytes and milliseconds of each way of taking an AdamW step back, beside those of the step.
+
+    As in a job, a record may begin before the step's gradients are computed: here matrix products take their place.
+    """
+    device, width, layers = device_at(place), 16 if place.rehearsal else 1024, 1 if place.rehearsal else 8
+    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
+    return [_undo(device, kind, shapes, place.rehearsal) for kind in KINDS]
+
+
+def _undo(device: Device, kind: str, shapes: Sequence[tuple[int, int]], rehearsal: bool) -> Row:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [
+        torch.nn.Parameter((0.02 * torch.randn(shape, generator=generator)).to(device.where)) for shape in shapes
+    ]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 0.01)
+    optimizer.step()
+    called = {parameter: str(place) for place, parameter in enumerate(parameters)}
+    weights = of_parameters("weights", {name: parameter for parameter, name in called.items()})
+    record = KINDS[kind](StageState(lambda: 0, OptimizerState(optimizer, called), [weights]))
+    kept = [parameter.detach().clone() for parameter in parameters]
+    matrix = torch.ones(4, 4) if rehearsal else torch.ones(4096, 4096)
+    matrix = matrix.to(device.where)
+
+    def gradients() -> None:
+        for _ in range(1 if rehearsal else 40):
+            torch.mm(matrix, matrix)
+
+    def begun() -> None:
+        record.prepare()
+        gradients()
+
+    calls = (gradients, begun, record.before_step, optimizer.step, record.restore)
+    times = [[_milliseconds(device, call) for call in calls] for _ in range(7)][2:]
+    alone, beside, before, step, restore = (round(median(column), 3) for column in zip(*times))
+    each = round(record.held_bytes / sum(parameter.numel() for parameter in parameters), 2)
+    apart = max((one - other).abs().max().item() for one, other in zip(parameters, kept))
+    wrong = (
+        f"parameters differ by {apart:.2g} after steps that were taken back"
+        if not apart <= (0.0 if record.exact else 1e-5)
+        else f"{before:g} ms before a step of {step:g} ms: what was begun {alone:g} ms earlier is not over"
+        if kind == "host_snapshot" and before > step and not rehearsal
+        else ""
+    )
+    return judged(
+        f"undo: {kind}",
+        wrong,
+        f"{each:g} bytes a parameter, {before:g} ms before a step of {step:g} ms, {restore:g} ms to take it back; "
+        f"products of {alone:g} ms take {beside:g} ms meanwhile",
+        "send this report",
+        bytes_a_parameter=each,
+        compute_ms=alone,
+        compute_beside_ms=beside,
+        before_ms=before,
+        step_ms=step,
+        restore_ms=restore,
+    )
+
+
+def copies(place: Place) -> list[Row]:
+    """Bandwidths of pinned copies, alone and beside compute."""
+    sizes = {"size": 1 << 20, "products": 2, "side": 64} if place.rehearsal else {"size": 256 << 20}
+    found = bandwidths(device_at(place), **sizes)
+    text = ", ".join(f"{name} {value:g}" for name, value in found.items())
+    return [Row("copies", None, text, figures=found)]
+
+
+def rng(place: Place) -> list[Row]:
+    """What it costs that a forward's random numbers are keyed by its micro-batch."""
+    device, count = device_at(place), 20 if place.rehearsal else 500
+
+    def plainly() -> None:
+        for _ in range(count):
+            pass
+
+    def by_key() -> None:
+        for number in range(count):
+            with keyed(number, device):
+                pass
+
+    each = [round(1e3 * median(_milliseconds(device, work) for _ in range(5)) / count, 2) for work in (plainly, by_key)]
+    x = torch.ones(64, device=device.where)
+    with keyed(7, device):
+        first = torch.nn.functional.dropout(x)
+    after = [generator.get_state() for generator in device.generators]
+    with keyed(7, device):
+        again = torch.nn.functional.dropout(x)
+    same = torch.equal(first, again) and all(map(torch.equal, after, (one.get_state() for one in device.generators)))
+    return [
+        judged(
+            "keyed forwards",
+            "" if same else "the same key gives other masks, or the generators are not restored",
+            f"{each[1]:g} us each",
+            "send this report",
+            us=each[1],
+        )
+    ]
+
+
+def _milliseconds(device: Device, work: Callable[[], object]) -> float:
+    device.event("what was before").wait(60)
+    begun = time.perf_counter()
+    work()
+    device.event("what is timed").wait(60)
+    return 1e3 * (time.perf_counter() - begun)
+
+
+# --- profiles, and figures from them ---------------------------------------------------------------------
+
+
+def profile_path(place: Place, name: str) -> Path:
+    """Where the profile of a model is, for ``recycle plan --profile``."""
+    return place.out / "profiles" / f"{name}.json"
+
+
+def profile(place: Place) -> list[Row]:
+    """A profile of each model in bf16, as ``recycle profile`` writes it."""
+    rows = []
+    for name, batch in models(place).items():
+        path = profile_path(place, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        options = ["--model", name, "--micro-batch", str(batch), "--dtype", "bf16", "--device", place.device]
+        code = cli.main(["profile", *options, "--repeat", "1" if place.rehearsal else "15", "--out", str(path)])
+        text = f"{path.relative_to(place.out)}, of {read(path).title}" if code == 0 else ""
+        rows.append(judged(name, "" if code == 0 else "recycle profile has failed", text, "see output.txt beside"))
+    return rows
+
+
+def reproduce(
+    script: str, overrides: Sequence[str], rehearsed: Sequence[str], published: bool = False
+) -> Callable[[Place], list[Row]]:
+    """The stage that draws a figure of scripts/reproduce from the measured profiles, labelled with device and date.
+
+    ``overrides``: of the script's config, and ``rehearsed``, those on a CPU.  ``published``: only of models that the
+    papers have too.
+    """
+
+    def stage(place: Place) -> list[Row]:
+        names = [name for name in models(place) if SHAPES[name].published or not published]
+        taken = {name: read(path) for name in names if (path := profile_path(place, name)).exists()}
+        if not taken:
+            return [Row(script, False, "there are no profiles", "run the stage profile first")]
+        entries = ",".join(_entry(place, name, found) for name, found in taken.items())
+        given = [f"run_dir={place.folder}", f"models=[{entries}]", *(rehearsed if place.rehearsal else overrides)]
+        command = [sys.executable, str(SCRIPTS / f"{script}.py"), *given]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SCRIPT_S)
+        (place.folder / f"{script}.txt").write_text(done.stdout + done.stderr)
+        said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
+        wrong = "" if done.returncode == 0 else f"it has ended with {done.returncode}: {said[-1]}"
+        text = f"{place.folder.relative_to(place.out)}, from {', '.join(taken)}"
+        return [judged(script, wrong, text, f"{script}.txt there has all that it said")]
+
+    stage.__doc__ = f"The figures of scripts/reproduce/{script}.py from the measured profiles."
+    return stage
+
+
+def _entry(place: Place, name: str, taken: Profile) -> str:
+    """A model as the figures' configs name it."""
+    shape = SHAPES[name]
+    label = "".join(each if each.isalnum() or each in " -." else " " for each in f"{name}, {taken.device} {taken.date}")
+    given = {
+        "name": f"'{label}'",
+        "profile": f"'{profile_path(place, name)}'",
+        "micro_batch": taken.micro_batch,
+        "memory_bytes": taken.device_bytes,
+        **{key: value for key, value in shape._asdict().items() if value},
+    }
+    return f"{{{', '.join(f'{key}: {value}' for key, value in given.items())}}}"

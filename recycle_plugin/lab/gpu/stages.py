@@ -1,0 +1,98 @@
+"""The stages of ``scripts/on_gpu``, in their order, and the process that runs one of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from recycle_plugin.checks.killed import failed
+from recycle_plugin.checks.rows import Row
+from recycle_plugin.lab.gpu import gpu_figures, gpu_jobs, gpu_recoveries
+from recycle_plugin.lab.gpu.place import Place
+from recycle_plugin.runs import RunFailed, terminable
+from recycle_plugin.runtime.devices.host import HOST
+
+
+class Stage(NamedTuple):
+    """A stage: ``run`` takes about ``estimate_s``, and is ended after ``deadline_s``, both in seconds.
+
+    ``needs``: the stage whose files it reads, or "".
+    """
+
+    name: str
+    estimate_s: float
+    deadline_s: float
+    run: Callable[[Place], list[Row]]
+    needs: str = ""
+
+
+SHORT = ("micro_batches=[12]", "drawn=12")  # of the figures' axes, so that each fits into one call
+REHEARSED = ("micro_batches=[2]", "drawn=2")
+ABLATION = gpu_figures.reproduce("recycle_ablation", [*SHORT, "patterns=1"], [*REHEARSED, "losses=[1]", "patterns=1"])
+MTBF = gpu_figures.reproduce("recycle_mtbf", SHORT, [*REHEARSED, "losses=1"])
+TRACE = gpu_figures.reproduce(
+    "recycle_gcp_trace", [*SHORT, "caps=[]", "refine_s=0.2"], [*REHEARSED, "caps=[]", "refine_s=0.01"], published=True
+)
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("smoke", 50, 500, gpu_jobs.smoke),
+        Stage("precision", 60, 580, gpu_jobs.precision),
+        Stage("kills", 85, 580, gpu_jobs.kills),
+        Stage("sanitizer", 20, 200, gpu_jobs.sanitizer),
+        Stage("context", 15, 200, gpu_jobs.context),
+        Stage("returns", 30, 300, gpu_recoveries.returns),
+        Stage("replay", 30, 300, gpu_recoveries.replay),
+        Stage("sharded", 40, 300, gpu_recoveries.sharded),
+        Stage("split", 60, 400, gpu_figures.split),
+        Stage("undo", 30, 200, gpu_figures.undo),
+        Stage("copies", 20, 120, gpu_figures.copies),
+        Stage("rng", 10, 120, gpu_figures.rng),
+        Stage("profile", 90, 500, gpu_figures.profile),
+        Stage("reproduce_trace", 60, 580, TRACE, "profile"),
+        Stage("reproduce_ablation", 60, 580, ABLATION, "profile"),
+        Stage("reproduce_mtbf", 90, 580, MTBF, "profile"),
+    )
+}
+
+
+def run(name: str, out: Path, device: str) -> list[Row]:
+    """Run a stage in this process; what it raises is a row that has failed."""
+    place = Place(device, out, out / name, rehearsal=device == HOST.type)
+    place.folder.mkdir(parents=True, exist_ok=True)
+    if place.rehearsal:
+        torch.set_num_threads(1)
+    try:
+        return STAGES[name].run(place)
+    except RunFailed as error:
+        return [failed(name, error, place.folder)]
+    except Exception as error:
+        traceback.print_exc()
+        return [Row(name, False, f"{type(error).__name__}: {' '.join(str(error).split())}", f"see {name}/output.txt")]
+
+
+def main() -> int:
+    """Run the stage that the command line names, and write its rows as JSON to --rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=list(STAGES))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--rows", type=Path, required=True)
+    found = parser.parse_args()
+    with terminable():
+        rows = run(found.name, found.out, found.device)
+    unfinished = found.rows.with_suffix(".part")
+    unfinished.write_text(json.dumps([row.as_data() for row in rows]))
+    unfinished.replace(found.rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What plans are compared with: an oracle, and many cases."""

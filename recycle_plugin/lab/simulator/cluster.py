@@ -1,0 +1,690 @@
+"""A simulated cluster: a whole job in virtual time, coordinator and all, in which only clock, network and tensors are
+simulated.
+
+Every worker runs ``core.worker.training_loop`` over ``core.worker.executor``; its messages go through
+``core.messages`` objects to the one ``core.coordinator.membership``, whose answers come back over lines that
+take time (``simulator.message_delays``), stop, or break.  Weights are exact numbers (``simulator.arithmetic``).  What
+may go wrong is in ``simulator.scenario``; what must hold is checked while it runs and at the end
+(``simulator.checkers``).  The same seed gives the same events.
+
+Unlike ``simulator.virtual``, which runs one membership at a time and answers how long things take, workers here learn
+of changes one by one, at any instant, so this answers whether anything can break.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from random import Random
+from typing import Any
+
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event, SupervisorOf
+from recycle_plugin.core.coordinator.speakers import Speakers
+from recycle_plugin.core.coordinator.state_dump import dump, load
+from recycle_plugin.core.messages.activity import WAITS
+from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, Restart
+from recycle_plugin.core.messages.from_workers import (
+    Exited,
+    Fatal,
+    Heartbeat,
+    Hello,
+    Leaving,
+    Logged,
+    Post,
+    ReadBoard,
+    SupervisorHeartbeat,
+    Terminate,
+    Unreplayable,
+)
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.deadlines import TICK_S
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.worker.lockstep import Word
+from recycle_plugin.core.worker.training_loop import LEAVE
+from recycle_plugin.lab.simulator.confusion import Confusion
+from recycle_plugin.lab.simulator.exercised import Exercised, ProtocolRule
+from recycle_plugin.lab.simulator.message_delays import CLOSE, MessageDelays
+from recycle_plugin.lab.simulator.pushed_machine import PushedMachine
+from recycle_plugin.lab.simulator.pushed_script import PushedScript
+from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
+from recycle_plugin.lab.simulator.script import Died, Script
+from recycle_plugin.lab.simulator.shared_planner import SharedPlanner
+from recycle_plugin.lab.simulator.simulated_log import SimulatedLog
+from recycle_plugin.lab.simulator.simulated_spec import DEADLINES
+from recycle_plugin.lab.simulator.simulated_state import Pipe
+from recycle_plugin.lab.simulator.simulated_sums import Sum
+from recycle_plugin.lab.simulator.simulated_worker import Holding, SimulatedMachine
+
+WORKER, SECOND, SUPERVISOR, DATA, SHARES = (
+    "worker",
+    "second",
+    "supervisor",
+    "data",
+    "shares",
+)  # lines: to the coordinator and back (there, back); from rank to rank
+DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
+DELAYING_US = (
+    300 * MILLISECOND
+)  # for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
+HEARTBEAT_US = 200 * MILLISECOND
+SECOND_PROCESS = 100  # an incarnation that nobody has asked for
+
+
+class Cluster:
+    """A cluster that runs one scenario; ``watcher`` is told what it may want to check (``simulator.checkers``).  Times
+    are microseconds of the virtual clock, ``now``.
+    """
+
+    def __init__(self, scenario: Scenario, weights: tuple[int, ...], watcher: Any) -> None:
+        self.scenario, self.watcher, self.random = scenario, watcher, Random(scenario.torn)
+        self.membership = Membership(len(scenario.shape.seats) * scenario.shards)
+        self.now, self._ticket = 0, count()
+        self._agenda: list[tuple[int, int, Callable[[], None]]] = []
+        self.planner = SharedPlanner(scenario.costs, scenario.policy)
+        self.logs: list[SimulatedLog] = []  # of all processes that there have been
+        self.chosen: list[tuple[int, ...]] = list(scenario.log_choices[:1])  # boundaries to log, as was said
+        self.log_damages = Random(f"damaged logs in {scenario.torn}")
+        self.replayed: list[tuple[Seat, Instruction]] = []  # instructions that were begun in replays
+        self.refusals = Random(f"refusals to help in {scenario.torn}")
+        self.damaged: set[str] = set()  # what was damaged in logs, in words
+        self.lost_hosts: set[int] = set()  # by rank
+        self.taken: dict[str, int] = {}  # what a host has taken along of its log, in words, and when
+        self.unlogged: set[Datum] = set()  # what was lost with a process before it was on its disk
+        self.logged: dict[WorkerId, int] = {}  # the last step that each has said is on its disk, before it was lost
+        self.saved: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}  # by step and stage: weight and moments
+        self.workers = {
+            rank: self._machine(rank, weights[seat.stage])
+            for rank, seat in enumerate(seat for seat in scenario.shape.seats for _ in range(scenario.shards))
+        }
+        self.pipes: dict[str, Pipe] = {}  # by address, between sources and newcomers
+        self._damages = Random(f"damages in {scenario.torn}")
+        self.rank_of = {  # of the worker that troubles strike
+            seat: place * scenario.shards + scenario.struck for place, seat in enumerate(scenario.shape.seats)
+        }
+        self.sums: dict[
+            tuple[int, Op, int, int, int, str], Sum
+        ] = {}  # by generation, op, its first stage, step, shard, what
+        self.events: list[tuple[int, Event]] = []
+        self.spans: list[Span] = []
+        self.links: dict[tuple[int, int], tuple[str, int, int]] = {}  # kind, until, delay
+        self.cut: set[int] = set()
+        self.quiet = any(
+            trouble.kind == "swallow" for trouble in scenario.troubles
+        )  # nobody complains of what does not come
+        self.deafened: dict[int, bool] = {}  # ranks that nothing comes to, and whether they know
+        self.hits: Counter[tuple[str, Op]] = Counter()  # kind of trouble, and what the worker was at
+        self.exercised = Exercised()
+        self.lines = MessageDelays(scenario.weather, scenario.torn)
+        self.confusion = Confusion(scenario.torn)
+        self.speakers = Speakers({rank: (f"host{rank}", 0) for rank in self.workers})
+        for rank in self.workers:
+            self.speakers.comes(rank)
+        self._in_seats = MessageDelays(CLOSE, scenario.torn)
+        self._inbox: deque[Callable[[], None]] = deque()  # what the coordinator has not read yet
+        self._stalled_until, self._reloads = 0, Random(f"reloads in {scenario.torn}")
+        self.over = False
+        self._watched = -1
+        self._departed: set[int] = set()
+        self._joining: set[WorkerId] = set()
+        self._fenced: set[WorkerId] = set()  # by their supervisors
+        self._under_way: dict[
+            int, tuple[int, int, Callable[[], None]]
+        ] = {}  # data, by number: from whom, to whom, and its arrival
+        self.returned: list[SimulatedMachine] = []  # processes in whose place others have come
+        self.written: dict[
+            tuple[int, int], dict[Holding, int | None]
+        ] = {}  # checkpoints, whole or not, by step and attempt: a weight of each writer, None where it could not
+
+    def run(self, until_us: int) -> None:
+        """Runs until nobody has anything left to do, or until ``until_us``."""
+        for worker in self.workers.values():
+            self._begin(worker)
+        for trouble in self.scenario.troubles:
+            self.later(trouble.at_us, partial(self._strike, trouble))
+        self.later(0, self._tick)
+        self.later(0, self._send_heartbeats)
+        while self._agenda and self._agenda[0][0] <= until_us and self._goes_on():
+            self.now, _, happen = heappop(self._agenda)
+            happen()
+        self.exercised[ProtocolRule.FOR_WANT_OF_ROOM] = sum(worker.store.let_go for worker in self.workers.values())
+
+    def _goes_on(self) -> bool:
+        """Whether anybody has something left to do, or is still to come for a stage that nobody holds."""
+        awaited = self.membership.course.logs.waits_since is not None
+        return awaited or any(worker.runs for worker in self.workers.values())
+
+    def _machine(self, rank: int, weight: int, incarnation: int = 0) -> SimulatedMachine:
+        return (PushedMachine if self.scenario.pushes else SimulatedMachine)(self, rank, weight, incarnation)
+
+    def _begin(self, worker: SimulatedMachine) -> None:
+        worker.life = (PushedScript(worker) if isinstance(worker, PushedMachine) else Script(worker)).run()
+        self.later(0, partial(self.advance, worker))
+
+    def damages(self) -> bool:
+        """Whether what is sent to a newcomer now is damaged."""
+        return self._damages.random() < self.scenario.damaged_share
+
+    def later(self, after_us: int, happen: Callable[[], None]) -> None:
+        """Calls ``happen`` in ``after_us`` microseconds."""
+        heappush(self._agenda, (self.now + after_us, next(self._ticket), happen))
+
+    def gone(self) -> set[int]:
+        """The ranks that take part no more, lost, or left as planned, whether they have come to that in their scripts
+        or not; and those that have not come back yet.
+        """
+        lost, joining = self.membership.lost, self._joining
+        return self._departed | {
+            rank
+            for rank, worker in self.workers.items()
+            if worker.control_view.worker in lost | joining or worker.reason == LEAVE or worker.control_view.outside
+        }
+
+    @property
+    def lost_seats(self) -> set[Seat]:
+        """The seats of which a shard is gone."""
+        return {self.workers[rank].seat for rank in self.gone()}
+
+    @property
+    def homeless(self) -> set[int]:
+        """The replicas with an end whose iterator does not stand at its replica's place."""
+        return {
+            worker.seat.replica
+            for worker in self.workers.values()
+            if worker.iterator_data is not None and not worker.iterator_data.in_place
+        }
+
+    def _note_departures(self) -> None:
+        """Notes who is no member any more, and still runs, as in its script; and who has no work yet, as long as the
+        job goes on.
+        """
+        ended = self.membership.ended
+        if ended is None or not ended.failed:
+            joining = self.membership.course.joining
+            self._joining = {each.worker for each in self.membership.roster if joining.get(each.worker) is not None}
+        if self.membership.started and not (ended and ended.failed):
+            members = self.membership.roster.workers
+            self._departed |= {
+                rank
+                for rank, worker in self.workers.items()
+                if worker.alive
+                and worker.runs
+                and worker.control_view.worker not in members
+                and not worker.control_view.outside
+            }
+
+    # --- the coordinator and its lines --------------------------------------------------------------
+
+    def travel(self, line: tuple, happen: Callable[[], None]) -> None:
+        """Calls ``happen`` at the other end of ``line``, once a message has got there."""
+        self.later(self.lines.arrival(line, self.now) - self.now, happen)
+
+    def choose(self) -> tuple[int, ...] | None:
+        """The boundaries that are to be logged from a checkpoint on that is durable now; None: as before."""
+        choices = self.scenario.log_choices
+        if not choices:
+            return None
+        self.chosen.append(choices[min(len(self.chosen), len(choices) - 1)])
+        return self.chosen[-1]
+
+    def tell_coordinator(self, rank: int, message: object, by: str = WORKER) -> None:
+        """Sends a message from ``rank`` to the coordinator.  ``by``: on whose connection."""
+        if rank in self.cut:
+            return
+        worker = self.workers[rank].control_view.worker
+        self._say(rank, message, by, worker)
+        for supervisors, word in (
+            self.confusion.beside(worker, message, self.membership, self.now) if by == WORKER else ()
+        ):
+            wrong = partial(self._say, rank, word, SUPERVISOR if supervisors else WORKER, worker)
+            self.later(self.confusion.delay(), wrong)
+
+    def say_at_once(self, rank: int, message: Post | ReadBoard) -> None:
+        """Has ``message`` get to the coordinator, and the answers back, in no time: what is said on boards decides
+        nothing of the course of a job, and so does not change when all else happens.
+        """
+        if rank in self.cut:
+            return
+        self.exercised.said(message, self.membership)
+        output = self.membership.receive(message, self.now / 1e6)
+        assert not output.events, output.events
+        for worker in self.workers.values():
+            for whom, answer in output.messages:
+                if worker.alive and whom == worker.control_view.worker:
+                    worker.control_view.take(answer)
+                    if worker.counts:
+                        self.wake(worker)
+
+    def _say(self, rank: int, message: object, by: str, worker: WorkerId) -> None:
+        """Has ``message`` travel to the coordinator on a connection ``by``, that of ``worker``'s process if it is
+        one's.
+        """
+        role, process = ("supervisor", None) if by == SUPERVISOR else ("worker", worker)
+        if by == SECOND:
+            process = WorkerId(rank, SECOND_PROCESS)
+        hello = Hello(rank, role, 0, f"host{rank}", worker.incarnation)
+        self.travel(
+            (by, "there", rank),
+            partial(self._at_coordinator, partial(self._hear, rank, message, hello, process)),
+        )
+
+    def _at_coordinator(self, happen: Callable[[], None]) -> None:
+        """Has the coordinator do something: one thing after the other, and nothing while it is stalled."""
+        self._inbox.append(happen)
+        if self.now >= self._stalled_until:
+            self._read()
+
+    def _read(self) -> None:
+        while self._inbox and self.now >= self._stalled_until:
+            if self.scenario.reloads and self._reloads.random() < self.scenario.reloads:
+                self.membership = load(json.loads(json.dumps(dump(self.membership))))
+                self.exercised[ProtocolRule.RELOADED] += 1
+            self._inbox.popleft()()
+
+    def _hear(self, rank: int, message: object, hello: Hello, worker: WorkerId | None) -> None:
+        """Gives a message to the coordinator, unless it is another's to say."""
+        if self.speakers.may_say(hello, worker, message):
+            self._receive(rank, message)
+        else:
+            self.exercised[ProtocolRule.REFUSED_WORD] += 1
+
+    def _receive(self, rank: int, message: object) -> None:
+        """Gives a message to the coordinator.  What is under way goes down with the host that it comes from."""
+        if rank in self.cut:
+            return
+        membership = self.membership
+        changing, lost = membership.regrouping is not None, getattr(message, "worker", None) in membership.lost
+        self.exercised.said(message, membership)
+        self.watcher.heard(rank, message)
+        if isinstance(message, Unreplayable):
+            self.watcher.came_upon(self, message)
+        if isinstance(message, Logged) and not lost:
+            self.logged[message.worker] = message.step
+        output = membership.receive(message, self.now / 1e6)
+        self._act(output, message, changing, lost)
+
+    def _act(self, output: CoordinatorOutput, cause: object = None, changing: bool = False, lost: bool = False) -> None:
+        """Delivers what the coordinator says.  ``changing``, ``lost``: as simulator.exercised has them."""
+        self.exercised.answered(cause, output, self.membership, changing, lost)
+        self._note_departures()
+        self.events += [(self.now, event) for event in output.events]
+        back = sum(event.kind == "rejoined" for event in output.events)
+        self.exercised[ProtocolRule.SEAT_RETURNED] += back * (self.scenario.shards > 1)
+        self.exercised[ProtocolRule.WHOLE_RETURNED] += back * (self.scenario.unit == "replica")
+        self.exercised[ProtocolRule.PUSHED_RETURNED] += back * self.scenario.pushes
+        for whom, message in output.messages:
+            if whom == SUPERVISORS:
+                self._tell_supervisors(message)
+                continue
+            if isinstance(whom, SupervisorOf):
+                self._tell_supervisor(whom.rank, message)
+                continue
+            self.watcher.told(whom, message)
+            for rank, worker in self.workers.items():
+                addressed = (
+                    not self.membership.is_apart(worker.control_view.worker)
+                    if whom == WORKERS
+                    else worker.control_view.worker == whom
+                )
+                if addressed and rank not in self.cut:
+                    self.travel((WORKER, "back", rank), partial(self._deliver, worker, message))
+        self.watcher.committed(self)
+        number = self.membership.regrouping
+        if number is not None and number != self._watched:
+            self._watched = number
+            self.later(int(DEADLINES.regroup_timeout_s * 1e6), partial(self._overdue, number))
+
+    def _overdue(self, number: int) -> None:
+        if self.membership.regrouping == number:
+            self._act(self.membership.regroup_overdue(DEADLINES.regroup_timeout_s))
+
+    def _deliver(self, worker: SimulatedMachine, message: object) -> None:
+        if worker.alive and isinstance(message, Generation) and self._is_without(worker, message):
+            self.kill(worker.rank)  # as it does itself: what it might still do is not wanted
+        elif worker.alive:
+            self.exercised.delivered(message, worker.control_view, worker.store)
+            worker.control_view.take(End(0, message.reason, True) if isinstance(message, Fence) else message)
+            for old in self.confusion.again(worker.rank, message, self.now):
+                worker.control_view.take(old)
+            self.wake(worker)
+
+    @staticmethod
+    def _is_without(worker: SimulatedMachine, generation: Generation) -> bool:
+        """Whether the others go on without a worker that has been a newcomer, and entered too late."""
+        view = worker.control_view
+        outside = view.worker not in generation.roster.workers and not generation.from_step
+        return outside and view.incarnation > 0 and not view.outside and not view.has_left(generation)
+
+    def _tell_supervisors(self, message: object) -> None:
+        if isinstance(message, Fence):
+            self.watcher.fenced(self, message.rank, message.reason)
+        if isinstance(message, Fence) and message.rank not in self.cut and not self.workers[message.rank].unfenced:
+            self.travel((SUPERVISOR, "back", message.rank), partial(self._kill_fenced, message.worker))
+
+    def _tell_supervisor(self, rank: int, message: object) -> None:
+        if isinstance(message, Restart):
+            self.speakers.starts(message.worker)
+        if isinstance(message, Restart) and rank not in self.cut:
+            wait = partial(self.later, int(message.after_s * 1e6), partial(self._restart, message))
+            self.travel((SUPERVISOR, "back", rank), wait)
+
+    def _kill_fenced(self, fenced: WorkerId) -> None:
+        self._fenced.add(fenced)
+        if self.workers[fenced.rank].control_view.worker == fenced:
+            self.kill(fenced.rank)
+
+    def _tick(self) -> None:
+        self._at_coordinator(lambda: self._act(self.membership.tick(self.now / 1e6)))
+        self.later(int(TICK_S * 1e6), self._tick)
+
+    def _send_heartbeats(self) -> None:
+        """Sends the heartbeats of every worker and of its supervisor."""
+        for rank, worker in self.workers.items():
+            if worker.alive:
+                process = worker.control_view.incarnation
+                alive = SupervisorHeartbeat(rank, worker.stopped, worker.cpu_s, incarnation=process)
+                self.tell_coordinator(rank, alive, SUPERVISOR)
+                if not worker.stopped and worker.runs:
+                    beat = Heartbeat(rank, self.now, worker.done, *worker.at, worker.step, incarnation=process)
+                    self.tell_coordinator(rank, beat)
+        self.later(HEARTBEAT_US, self._send_heartbeats)
+
+    # --- data ---------------------------------------------------------------------------------------
+
+    def send(self, source: int, target: int, datum: Datum, value: Any, valid_from: int) -> None:
+        """Sends a value from rank ``source`` to rank ``target``, unless a trouble loses it on the way.  ``valid_from``:
+        the generation from which the sender's data is valid.
+        """
+        kind, until, delay = self.links.get((source, target), ("", 0, 0))
+        self.exercised[ProtocolRule.SWALLOWED] += self.now < until and kind == "swallow"
+        if (
+            (self.now < until and kind in ("drop", "swallow"))
+            or (source in self.cut) != (target in self.cut)
+            or target in self.deafened
+        ):
+            return
+        number = next(self._ticket)
+        self._under_way[number] = source, target, partial(self._arrive, source, target, datum, value, valid_from)
+        arrive = partial(self._end_of_way, number)
+        self.travel(
+            (DATA, source, target), partial(self.later, delay, arrive) if self.now < until and delay else arrive
+        )
+
+    def tell_worker(self, source: int, address: str, word: Any) -> None:
+        """Says something of a replay to the worker at ``address``, unless a trouble loses it on the way."""
+        target = int(address.partition(".")[0])
+        kind, until, delay = self.links.get((source, target), ("", 0, 0))
+        lost = self.now < until and kind in ("drop", "swallow")
+        if lost or (source in self.cut) != (target in self.cut) or target in self.deafened:
+            return
+        hear = partial(self._hear_of_replay, self.workers[target], address, word)
+        late = self.now < until and delay
+        self.travel((SHARES, source, target), partial(self.later, delay, hear) if late else hear)
+
+    def _hear_of_replay(self, target: SimulatedMachine, address: str, word: Any) -> None:
+        if target.alive and target.address == address:
+            target.hear(word)
+            self.wake(target)
+
+    def tell_seat(self, source: SimulatedMachine, word: Word) -> None:
+        """Sends a word of one worker to all others that hold its seat."""
+        for rank in self._together(source.rank):
+            if rank != source.rank and (rank in self.cut) == (source.rank in self.cut):
+                target = self.workers[rank]
+                arrival = self._in_seats.arrival((source.rank, rank), self.now)
+                self.later(arrival - self.now, partial(self._hear_in_seat, source, target, word))
+
+    def _together(self, rank: int) -> range:
+        """The ranks that hold one seat with ``rank``, itself included."""
+        first = rank - rank % self.scenario.shards
+        return range(first, first + self.scenario.shards)
+
+    def _hear_in_seat(self, source: SimulatedMachine, target: SimulatedMachine, word: Word) -> None:
+        if source.alive and target.alive:
+            target.hear_in_seat(source.held.shard, word)
+            self.wake(target)
+
+    def _end_of_way(self, number: int) -> None:
+        if number in self._under_way:  # it may have been hurried up
+            self._under_way.pop(number)[-1]()
+
+    def hurry(self, target: int, live: set[int]) -> None:
+        """Delivers at once what all but ``live`` have sent to ``target``; but of a host that is cut off nothing comes
+        any more.
+        """
+        for number, (source, taker, _) in list(self._under_way.items()):
+            if taker == target and source not in live and (source in self.cut) == (target in self.cut):
+                self._end_of_way(number)
+
+    def _arrive(self, source: int, target: int, datum: Datum, value: Any, valid_from: int) -> None:
+        worker = self.workers[target]
+        if worker.alive and source not in worker.unheard:
+            if datum.step <= worker.control_view.committed or valid_from < worker.store.valid_from:
+                self.exercised[
+                    ProtocolRule.OLD_STEP
+                    if datum.step <= worker.control_view.committed
+                    else ProtocolRule.OLD_GENERATION
+                ] += 1
+            self.watcher.arrived(worker, datum)
+            worker.deliver(datum, value, valid_from)
+            self.wake(worker)
+
+    # --- troubles -----------------------------------------------------------------------------------
+
+    def _strike(self, trouble: Trouble) -> None:
+        ranks = [self.rank_of[seat] for seat in trouble.seats]
+        for rank in ranks:
+            self.hit(trouble.kind, rank)
+        match trouble.kind:
+            case "kill":
+                for rank in ranks:
+                    self.kill(rank)
+            case "stop" | "unfenced" | "stuck" | "slow" | "rude" | "vanish":
+                for rank in ranks:
+                    self.trouble(rank, trouble)
+            case "drop" | "delay" | "swallow":
+                lasts, delay = (
+                    (min(trouble.for_us, DELAYING_US), trouble.for_us)
+                    if trouble.kind == "delay"
+                    else (trouble.for_us, 0)
+                )
+                assert trouble.peer is not None, f"{trouble} is between nobody"
+                self.links[ranks[0], self.rank_of[trouble.peer]] = (trouble.kind, self.now + lasts, delay)
+            case "deafened" | "walled":
+                self.deafened |= dict.fromkeys(ranks, trouble.kind == "deafened")
+            case "cut":
+                self._cut_off([rank for struck in ranks for rank in self._together(struck)])
+            case "host":
+                for rank in ranks:
+                    self._lose_host(rank)
+            case "stall":
+                self._stalled_until = self.now + trouble.for_us
+                self.later(trouble.for_us, self._read)
+            case "mute" | "deaf":
+                self.lines.hold(
+                    (WORKER, "there" if trouble.kind == "mute" else "back", ranks[0]), self.now + trouble.for_us
+                )
+            case "again":
+                for rank in ranks:
+                    self._come_again(rank)
+            case "leave" | "end":
+                for rank in ranks:
+                    self._ask(trouble.kind, rank)
+            case "confused":
+                for rank in ranks:
+                    self.confusion.begin(rank, self.now + trouble.for_us)
+
+    def _ask(self, kind: str, rank: int) -> None:
+        """Sends SIGTERM to a worker, or to its supervisor."""
+        worker = self.workers[rank]
+        if kind == "end":
+            self.tell_coordinator(rank, Terminate(rank, "a supervisor got SIGTERM"), SUPERVISOR)
+        elif worker.alive and worker.runs and not worker.stopped:
+            self.tell_coordinator(rank, Leaving(rank, "SIGTERM"))
+
+    def hit(self, kind: str, rank: int) -> None:
+        """Counts that a trouble has struck a worker, for the table of what has been tried."""
+        worker = self.workers[rank]
+        if worker.current is not None and worker.alive:
+            self.hits[kind, worker.current.op] += 1
+
+    def trouble(self, rank: int, trouble: Trouble) -> None:
+        """Lets a trouble of its own strike the worker of ``rank``: it is slow, stuck, rude, stopped or about to vanish
+        from now on."""
+        worker = self.workers[rank]
+        if trouble.kind == "slow":
+            worker.percent = trouble.percent
+        elif trouble.kind == "stuck":
+            worker.stuck = True
+        elif trouble.kind == "rude":
+            worker.rude = True
+        elif trouble.kind == "vanish":
+            worker.vanishes = 1 if trouble.at_us else self.scenario.steps
+        else:
+            worker.stopped, worker.unfenced = True, trouble.kind == "unfenced"
+            self.later(trouble.for_us, partial(self._wake_up, rank))
+
+    def _wake_up(self, rank: int) -> None:
+        """Wakes a stopped worker.  Whoever was given up meanwhile finds its connections broken, and may say so before
+        it reads why.
+        """
+        if self.workers[rank].alive and self.workers[rank].control_view.worker in self.membership.lost:
+            self.workers[rank].send(Fatal(rank, "nobody answers"))
+        self.workers[rank].stopped = False
+        self.wake(self.workers[rank])
+
+    def kill(self, rank: int) -> None:
+        """Kills the worker of ``rank``, which the coordinator hears of by its connection and from its supervisor."""
+        worker = self.workers[rank]
+        if not worker.alive:
+            return
+        worker.alive, worker.stopped = False, False
+        self._touch_sums(rank)
+        if rank not in self.cut:
+            process = worker.control_view.worker
+            self.later(
+                self.random.choice((0, self.random.randrange(DETECTION_US // 4))),
+                partial(self._disconnect, rank, WORKER, process),
+            )
+            exited = Exited(rank, worker.code, self.now / 1e6, incarnation=process.incarnation)
+            line = SUPERVISOR if worker.code else WORKER  # its last words come first (runtime/control/coordinator.py)
+            self.later(self.random.randrange(DETECTION_US), partial(self.tell_coordinator, rank, exited, line))
+
+    def _restart(self, message: Restart) -> None:
+        """Starts a process in the place of one that is dead, as its supervisor does."""
+        before = self.workers[message.rank]
+        if before.control_view.incarnation >= message.incarnation or message.rank in self.cut:
+            return
+        as_one = self.scenario.shards > 1 or self.scenario.unit == "replica"
+        if as_one and message.worker in self._fenced:  # with another one of its unit, which has died
+            return
+        self._departed.discard(message.rank)
+        worker = self._machine(message.rank, 0, message.incarnation)
+        self.returned.append(before)
+        self.watcher.replaced(before)
+        self.workers[message.rank] = worker
+        self._act(self.membership.greet(worker.control_view.worker, f"host{message.rank}"))
+        self._begin(worker)
+
+    def _come_again(self, rank: int) -> None:
+        """Starts a second process of a rank, that nobody has asked for."""
+        second = self.workers[rank].ready(incarnation=SECOND_PROCESS)
+        for message in (
+            second,
+            Heartbeat(rank, 1, 0, WAITS, "the start", incarnation=SECOND_PROCESS),
+            Fatal(rank, "nobody answers", incarnation=SECOND_PROCESS),
+        ):
+            self.tell_coordinator(rank, message, SECOND)
+        self._disconnect(rank, SECOND, second.worker)
+
+    def _disconnect(self, rank: int, line: str = WORKER, worker: WorkerId | None = None) -> None:
+        """Breaks a connection: the coordinator reads what the worker has said, and then that there is no more."""
+        self.travel(
+            (line, "there", rank),
+            partial(self._at_coordinator, partial(self._lose_connection, worker or WorkerId(rank))),
+        )
+
+    def _lose_connection(self, worker: WorkerId) -> None:
+        changing = self.membership.regrouping is not None
+        self._act(self.membership.connection_lost(worker, self.now / 1e6), changing=changing)
+
+    def _cut_off(self, ranks: list[int]) -> None:
+        self.cut |= set(ranks)
+        for rank in ranks:
+            self._touch_sums(rank)
+            self.later(DETECTION_US, partial(self._disconnect, rank))
+            self.later(DETECTION_US, partial(self._lose_coordinator, rank))
+
+    def _lose_host(self, rank: int) -> None:
+        """Takes the host of ``rank`` away, with all that is on it; nobody says how its worker has ended."""
+        self.lost_hosts.add(rank)
+        self.cut.add(rank)
+        self.kill(rank)
+        process = self.workers[rank].control_view.worker
+        self.later(DETECTION_US, partial(self._disconnect, rank, WORKER, process))
+        self.later(DETECTION_US, partial(self._at_coordinator, partial(self._lose_supervisor, rank)))
+        for log in self.logs if self.scenario.logs_apart else ():
+            if log.worker.rank == rank:
+                self.taken |= dict.fromkeys(log.taken(), self.now)
+
+    def _lose_supervisor(self, rank: int) -> None:
+        self._act(self.membership.supervisor(rank, False, self.now / 1e6))
+
+    def _lose_coordinator(self, rank: int) -> None:
+        worker = self.workers[rank]
+        if worker.alive and worker.control_view.lose_coordinator():
+            self.wake(worker)
+
+    def _touch_sums(self, rank: int) -> None:
+        for sum_ in self.sums.values():
+            if rank in sum_.members:
+                sum_.touched = True
+
+    # --- the clock ----------------------------------------------------------------------------------
+
+    def advance(self, worker: SimulatedMachine) -> None:
+        """Lets a worker go on until it waits, spends time, or ends."""
+        if not worker.alive or not worker.runs:
+            return
+        if worker.stopped:
+            worker.waiting = True  # until it wakes up
+            return
+        worker.waiting = False
+        try:
+            wanted = next(worker.life)
+        except StopIteration:
+            worker.runs = False
+            return
+        except Died:
+            self.kill(worker.rank)
+            return
+        if isinstance(wanted, int):
+            worker.busy = True
+            self.later(wanted, partial(self._finish, worker))
+        else:
+            worker.waits_for, worker.waiting = wanted, True
+
+    def _finish(self, worker: SimulatedMachine) -> None:
+        worker.busy = False
+        self.advance(worker)
+
+    def wake(self, worker: SimulatedMachine) -> None:
+        """Lets a worker go on if it waits, since something has come for it."""
+        if worker.waiting and not worker.stopped and not worker.busy:
+            worker.waiting = False
+            self.later(0, partial(self.advance, worker))
+
+
+def redone_share(cluster: Cluster) -> float:
+    """The compute instructions that were run more than once, as a share of all that were needed."""
+    shape = cluster.scenario.shape
+    seen = {span.instruction for span in cluster.spans if span.instruction.op in COMPUTE}
+    ran = sum(span.instruction.op in COMPUTE for span in cluster.spans)
+    return (ran - len(seen)) / max(1, len(seen)) if shape.batch else 0.0

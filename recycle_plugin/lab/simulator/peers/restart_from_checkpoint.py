@@ -1,0 +1,66 @@
+"""Restart from a checkpoint: every change ends the job; it starts again from the last save on whole pipelines.
+
+Workers that come back are taken in after a save made for them, so that no work is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from recycle_plugin.lab.simulator.peers.peer_job import PeerJob
+from recycle_plugin.lab.simulator.peers.peer_machine import Transitions
+from recycle_plugin.lab.simulator.peers.policy import PeerTransition, WorkersChange, count_after
+
+
+@dataclass(frozen=True)
+class RestartFromCheckpoint:
+    """The policy of restarting from a checkpoint, whose state is the number of live workers.  Saves stop training while
+    they are written, every sqrt(2 save mean_between) seconds (Young); the global batch is kept.
+    """
+
+    job: PeerJob
+    costs: Transitions = Transitions()
+    name: str = "restart from checkpoint"
+    source: str = "common practice; restart, storage and interval assumed (peers/machine.py)"
+    validated: str = ""
+
+    def start(self) -> int:
+        """The state of the whole cluster."""
+        return self.job.workers
+
+    def speed(self, state: int) -> float:
+        """The samples per second with ``state`` workers, saves included."""
+        whole = min(state // self.job.topology.stages, self.job.topology.replicas)
+        return self._whole(whole) * self.every_s / (self.every_s + self.save_s)
+
+    def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
+        """The next state, and what the change costs.  ``trained_s``: seconds trained since the last transition's
+        end.
+        """
+        lost_s = trained_s % (self.every_s + self.save_s) if change.lost else 0.0
+        return count_after(state, change), self._restart(change, lost_s)
+
+    def _restart(self, change: WorkersChange, lost_s: float) -> PeerTransition:
+        if change.lost:
+            return PeerTransition(self.costs.restart_s + self.save_s, lost_s, "restart and load")
+        return PeerTransition(self.costs.restart_s + 2 * self.save_s, 0.0, "save, restart and load")
+
+    @cached_property
+    def every_s(self) -> float:
+        """The seconds between saves."""
+        return (2 * self.save_s * self.costs.mean_between_s) ** 0.5
+
+    @cached_property
+    def save_s(self) -> float:
+        """The seconds that one worker's state takes to storage, or back."""
+        return self.job.largest_state / self.costs.storage_rate
+
+    def _whole(self, pipelines: int) -> float:
+        if pipelines not in self._speeds:
+            self._speeds[pipelines] = self.job.pipelines(pipelines)
+        return self._speeds[pipelines]
+
+    @cached_property
+    def _speeds(self) -> dict[int, float]:
+        return {}

@@ -1,0 +1,88 @@
+"""The machine of a simulated worker whose script runs its own loop (core/worker/pushed.py), in a job without stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.pushed import PushedWorker
+from recycle_plugin.core.worker.pushed import Script as PushedScript
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.lab.simulator import simulated_sums
+from recycle_plugin.lab.simulator.arithmetic import Sample
+from recycle_plugin.lab.simulator.exercised import ProtocolRule
+from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
+
+if TYPE_CHECKING:
+    from recycle_plugin.lab.simulator.cluster import Cluster
+
+
+class PushedMachine(SimulatedMachine):
+    """The machine of a worker that trains what its script pushes.  ``given``: the sample that the script has at hand;
+    ``met``: the step behind which it has met the others last; ``change``: what the script has made of a sum, None where
+    it has left that as it was.
+    """
+
+    worker: PushedWorker
+    worker_class = PushedWorker
+
+    def __init__(self, cluster: Cluster, rank: int, weight: int, incarnation: int = 0) -> None:
+        super().__init__(cluster, rank, weight, incarnation)
+        self.pushed = self.worker.script = PushedScript()
+        self.worker.agreement = self
+        self.change: str | None = None
+        self.taken: tuple[int, str | None] = (0, None)  # of which step, and which change
+        self.given = Sample(self.seat.replica, 0)
+        self._loaded = self.given
+        self.met = 0
+
+    def draw(self) -> None:
+        """Draws the script's next sample, behind those that its rank has given to steps, in this process or before."""
+        self.given = Sample(self.seat.replica, self.pushed.given + 1)
+        self.cluster.watcher.drew(self, self.given)
+
+    def spend(self, instruction: Instruction) -> Waits[None]:
+        """Yields the microseconds that ``instruction`` takes, and for F until the script has run it too."""
+        yield from super().spend(instruction)
+        if instruction.op is Op.F:
+            yield from self.pushed.passing()
+
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
+        """Makes what ``instruction`` provides: F of what the script has at hand, and STEP judges for itself."""
+        data = Datum("data", self.seat.stage, instruction.micro_batch, instruction.step)
+        if instruction.op is Op.LOAD:
+            self.cluster.exercised[ProtocolRule.GIVEN_AGAIN] += self.given is self._loaded
+            self._loaded = self.given
+        elif instruction.op is Op.F:
+            have.put(data, self.given.data)
+            self.cluster.watcher.ran(self, instruction, self.given)
+        elif instruction.op is Op.STEP and self.shared.applies is None and self.cluster.scenario.clip:
+            each = self.share(instruction.step, have)
+            norm = self.norm(dict.fromkeys(map(str, range(self.cluster.scenario.shards)), each))
+            have.put(Datum("norm", self.seat.stage, None, instruction.step), norm)
+        made = super().compute(instruction, have, boundary_only)
+        return {data: None} if instruction.op is Op.LOAD else made
+
+    def exchange(self, step: int) -> Waits[bool]:
+        """core.worker.pushed.Agreement's."""
+        brought = yield from simulated_sums.changed(self, step, self.change)
+        made = [change for _, change in sorted(brought.items()) if change is not None]
+        self.taken = step, made[0] if made else None
+        return bool(made)
+
+    def confirm(self, step: int) -> Iterator[Any]:
+        """core.worker.pushed.Agreement's."""
+        yield from simulated_sums.confirmed(self, step)
+
+    def adopt(self, step: int) -> None:
+        """core.worker.pushed.Agreement's."""
+        self.cluster.exercised[ProtocolRule.CHANGE_APPLIED] += self.worker.running.applied
+        self.cluster.watcher.adopted(self, step, self.taken[1] if self.taken[0] == step else None)
+        self.change = None
+
+    def undo(self, step: int) -> None:
+        """Raises AssertionError: what a script has run can't be run again."""
+        raise AssertionError(f"step {step} of a script's own loop is to be taken back")

@@ -1,0 +1,49 @@
+"""Jobs drawn from seeds in which a replica is slow (lab/simulator/seeded.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
+
+SHARE = 1 / 60
+AGAIN_US = 300 * MILLISECOND  # whoever follows a slow worker on its host is slow too, so soon
+LASTS_US = 15_000 * MILLISECOND
+PERCENT = (130, 200, 300, 400)
+
+
+def with_slow_replicas(given: Scenario, random: Random) -> Scenario:
+    """Makes one job in sixty that neither logs nor reads iterators one of whose replicas a worker is slow from some
+    moment on, and which has no other trouble, or in three of ten a kill.  Mostly slow replicas are dropped.
+    """
+    if given.logs or given.iterators or random.random() >= SHARE:
+        return given
+    shape = Topology(random.choice((2, 3)), 2, random.choice((2, 3)))
+    seat, rejoin = random.choice(shape.seats), random.choice(("never", 1, 1, 2))
+    begins = range(random.randrange(500 * MILLISECOND), LASTS_US, AGAIN_US)
+    percent = random.choice(PERCENT)
+    troubles = tuple(Trouble("slow", at, (seat,), percent=percent) for at in begins)
+    if random.random() < 0.3:
+        other = Seat(random.randrange(shape.replicas), random.randrange(shape.stages))
+        troubles += (Trouble("kill", random.randrange(2_000 * MILLISECOND), (other,)),)
+    stages, costs = shape.stages, given.costs
+    return Scenario(
+        shape,
+        replace(
+            costs,
+            **{name: getattr(costs, name)[:stages] for name in ("forward", "input", "weight", "reduce", "step")},
+        ),
+        Policy(shrinks=random.random() < 0.4),
+        {"never": 30, 1: 70, 2: 90}[rejoin],
+        troubles,
+        torn=given.torn,
+        weather=given.weather,
+        reloads=given.reloads,
+        rejoin=rejoin,
+        unit="replica",
+        slow=random.choice(("drop", "drop", "drop", "report")),
+    )

@@ -1,0 +1,60 @@
+"""The job that simulated workers ask to take part in, and where they find each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from recycle_plugin.core.messages.from_workers import LogFolder, Ready
+from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.vocabulary.deadlines import Deadlines
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.lab.simulator.scenario import Scenario
+
+SILENCE_S = 3.0  # of a host that is gone, where any is
+DEADLINES = Deadlines(
+    progress_timeout_s=1.0,
+    busy_timeout_s=4.0,
+    last_worker_timeout_s=8.0,
+    idle_timeout_s=20.0,
+    regroup_timeout_s=30.0,
+    wait_timeout_s=35.0,
+)
+
+
+def job(scenario: Scenario) -> JobSpec:
+    """What every worker of ``scenario`` says of its job."""
+    shape, policy = scenario.shape, scenario.policy
+    return JobSpec(
+        shape.replicas,
+        shape.stages,
+        shape.micro_batches,
+        shape.ties,
+        "",
+        scenario.costs,
+        policy,
+        replace(DEADLINES, heartbeat_timeout_s=SILENCE_S) if scenario.loses_hosts else DEADLINES,
+        rebalance=scenario.rebalances,
+        rejoin=scenario.rejoin,
+        unit=scenario.unit,
+        slow=scenario.slow,
+        pushed=scenario.pushes,
+        log=scenario.logs,
+        boundaries=scenario.log_choices[0] if scenario.log_choices else "all",
+        stagger_optimizer=policy.stagger_optimizer,
+        clipping=0.0 if scenario.pushes else scenario.clip,
+        clip="sync" if policy.together else "validate",
+        nonfinite="skip",
+    )
+
+
+def address(rank: int, incarnation: int) -> str:
+    """Where others find process ``incarnation`` of ``rank``."""
+    return f"{rank}" + f".{incarnation}" * (incarnation > 0)
+
+
+def ready(scenario: Scenario, rank: int, seat: Seat, shard: int, incarnation: int) -> Ready:
+    """The message by which process ``incarnation`` of ``rank`` asks to take part, as ``shard`` of ``seat``."""
+    host = f"host{rank}"
+    logs = LogFolder("", host if scenario.logs_apart else "all hosts", "") if scenario.logs else None
+    return Ready(Member(rank, seat, address(rank, incarnation), host, incarnation, shard), 0, job(scenario), logs)

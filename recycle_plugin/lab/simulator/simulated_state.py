@@ -1,0 +1,222 @@
+"""The state of a simulated worker's stage, as newcomers are given it and fill it: its weight, and moments that no other
+number depends on, each a unit of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from recycle_plugin.core.messages.from_workers import Serving
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.state_stream import Asked, Item, Unit
+from recycle_plugin.lab.simulator.exercised import ProtocolRule
+from recycle_plugin.lab.simulator.numbers import MOMENTS
+
+if TYPE_CHECKING:
+    from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
+
+WEIGHT = "weight"
+UNITS = {WEIGHT: 3, **{name: place + 1 for place, name in enumerate(MOMENTS)}}  # with what each weighs
+CATCH_UP = "catch-up"  # the name of a line
+
+
+class KeptState(NamedTuple):
+    """All numbers of a stage."""
+
+    weight: int
+    moments: dict[str, int]
+
+
+class SimulatedState:
+    """The state of the worker on ``machine``."""
+
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._machine = machine
+        self._half: str | None = None  # of a unit of which half is read
+        self._watched: tuple[int, dict[str, int]] = -1, {}  # the last step, and moments before the script changed any
+        self.applies: Mapping[str, Any] | None = None  # what the step applies that is followed; None: everything
+
+    # --- for others --------------------------------------------------------------------------------
+
+    def head(self) -> tuple[Any, Mapping[str, int]]:
+        """The units; nothing goes by value but the name of who says so."""
+        return str(self._machine.seat), UNITS
+
+    def read(self, name: str, rest: bool) -> Any:
+        """A unit's number, at the second call."""
+        if not rest and self._half != name:
+            self._half = name
+            return None
+        self._half = None
+        return self._weight if name == WEIGHT else self._machine.numbers.moments[name]
+
+    def sums(self, step: int, names: Iterable[str]) -> Mapping[str, Any]:
+        """What ``step`` applies to each of these units."""
+        gradient = self._machine.numbers.gradient(step, self._machine.store)
+        return dict.fromkeys(names, gradient)
+
+    def watch(self) -> None:
+        """Watches what the script changes from now on."""
+        self._watched = self._machine.steps.stepped, dict(self._machine.numbers.moments)
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Those of these units that the script has changed since the last step."""
+        step, before = self._watched
+        now = self._machine.numbers.moments if step == self._machine.steps.stepped else before
+        return [name for name in names if now.get(name) != before.get(name)]
+
+    def settings(self) -> int:
+        """The learning rate."""
+        return self._machine.numbers.rate
+
+    def digest(self) -> str:
+        """What stands for a hash: all numbers."""
+        numbers = self._machine.numbers
+        return " ".join(map(str, (self._weight, *numbers.moments.values(), numbers.rate)))
+
+    # --- for itself --------------------------------------------------------------------------------
+
+    def kept(self) -> KeptState:
+        """A copy of it."""
+        return KeptState(self._weight, dict(self._machine.numbers.moments))
+
+    def restore(self, kept: KeptState) -> None:
+        """Takes a copy over."""
+        self._machine.store.put(self._params, kept.weight)
+        self._machine.numbers.moments = dict(kept.moments)
+
+    @property
+    def _weight(self) -> int:
+        return self._machine.store[self._params]
+
+    @property
+    def _params(self) -> Datum:
+        return Datum("params", self._machine.seat.stage, None, self._machine.steps.stepped + 1)
+
+    # --- from others -------------------------------------------------------------------------------
+
+    def fill(self, head: Any) -> None:
+        """Begins with numbers that are surely wrong."""
+        self._machine.store.put(self._params, None)
+        self._machine.numbers.moments = dict.fromkeys(MOMENTS, -1)
+
+    def write(self, name: str, value: Any) -> None:
+        """Writes a unit's number."""
+        if name == WEIGHT:
+            self._machine.store.put(self._params, value)
+        else:
+            self._machine.numbers.moments[name] = value
+
+    def gathered(self, step: int, sums: Mapping[str, Any]) -> Mapping[Datum, Any]:
+        """What REDUCE and TIE of ``step`` would have left."""
+        self.applies = sums
+        gradient = next(iter(sums.values()), None)
+        kinds = ("reduced", "tied") if self._machine.numbers.tie else ("reduced",)
+        return {Datum(kind, self._machine.seat.stage, None, step): gradient for kind in kinds}
+
+    def follow(self, step: int) -> dict[Datum, Any]:
+        """Applies ``step`` to the units that are there."""
+        assert self.applies is not None, "a step is followed"
+        applies, self.applies = self.applies, None
+        machine = self._machine
+        before, norm = machine.store[self._params], machine.store.get(Datum("norm", machine.seat.stage, None, step))
+        after = machine.numbers.stepped(before, applies[WEIGHT], norm) if WEIGHT in applies else None
+        for name in applies.keys() - {WEIGHT}:
+            machine.numbers.move(name, applies[name], norm)
+        return {Datum("params", machine.seat.stage, None, step + 1): after}
+
+
+class Pipe:
+    """The line from a source to a newcomer, with both ends: ``core.worker.serving.Outlet`` and ``catching_up.Inlet``.
+
+    What goes over it takes its time, may be held up, and may be damaged; it breaks with either process.
+    """
+
+    def __init__(self, source: SimulatedMachine) -> None:
+        self._source = source
+        self._taker: SimulatedMachine | None = None
+        self._cluster = source.cluster
+        self._asked: deque[Asked] = deque()
+        self._items: deque[Item] = deque()
+        self.broken = False
+
+    def connect(self, taker: SimulatedMachine) -> None:
+        """Gives it its other end."""
+        self._taker = taker
+
+    # --- the source's end --------------------------------------------------------------------------
+
+    def asked(self) -> Iterable[Asked]:
+        """What has been asked for since this was called last."""
+        self._see()
+        found, self._asked = self._asked, deque()
+        return found
+
+    def send(self, item: Item) -> None:
+        """Sends one item; some units are damaged on their way."""
+        if isinstance(item, Unit) and self._cluster.damages():
+            item = Unit(item.step, item.name, None)
+            self._cluster.exercised[ProtocolRule.DAMAGED] += 1
+        self._over("there", lambda: self._items.append(item))
+
+    def has_room(self, waiting: bool) -> bool:
+        """Whether a unit may be read: not always at once."""
+        return waiting or self._cluster.random.random() < 0.7
+
+    # --- the newcomer's end ------------------------------------------------------------------------
+
+    def ask(self, asked: Asked) -> None:
+        """Asks for units."""
+        self._over("back", lambda: self._asked.append(asked))
+
+    def items(self) -> Iterable[Item]:
+        """What has come since this was called last."""
+        self._see()
+        found, self._items = self._items, deque()
+        return found
+
+    def close(self) -> None:
+        """Ends it; what is under way still gets there."""
+        self._over("there", self._break)
+        self._over("back", self._break)
+
+    def _break(self) -> None:
+        self.broken = True
+        self._wake()
+
+    def _see(self) -> None:
+        ends = [self._source, *([self._taker] if self._taker is not None else ())]
+        self.broken |= not all(end.alive for end in ends)
+
+    def _over(self, way: str, happen: Any) -> None:
+        if self._taker is not None:
+            line = CATCH_UP, way, self._source.rank, self._taker.rank
+            self._cluster.travel(line, partial(self._arrive, happen))
+
+    def _arrive(self, happen: Any) -> None:
+        happen()
+        self._wake()
+
+    def _wake(self) -> None:
+        for end in (self._source, self._taker):
+            if end is not None:
+                self._cluster.wake(end)
+
+
+def opened(machine: SimulatedMachine, newcomer: WorkerId) -> tuple[SimulatedState, Pipe, str]:
+    """The state for ``newcomer``, a pipe to it, and the name under which it is found."""
+    pipe = Pipe(machine)
+    address = f"pipe {len(machine.cluster.pipes)}"
+    machine.cluster.pipes[address] = pipe
+    return machine.shared, pipe, address
+
+
+def inlet(machine: SimulatedMachine, serving: Serving) -> Pipe:
+    """The newcomer's end of the pipe that ``serving`` names."""
+    pipe = machine.cluster.pipes[serving.address]
+    pipe.connect(machine)
+    return pipe

@@ -1,0 +1,97 @@
+"""The collectives of simulated workers: a REDUCE, and a TIE over the stages that share a weight.
+
+Nobody has the result before all have come, and a death leaves some with it and some without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from recycle_plugin.core.messages.activity import COMPUTES
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.lab.simulator.exercised import ProtocolRule
+
+if TYPE_CHECKING:
+    from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
+
+
+@dataclass
+class Sum:
+    """A REDUCE or a TIE under way: who takes part, what each has brought, and whether all are there."""
+
+    members: frozenset[int]
+    brought: dict[int, Any] = field(default_factory=dict)
+    done: bool = False
+    touched: bool = False  # a member has died or was cut off before everybody had the result
+
+
+def reduced(machine: SimulatedMachine, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
+    """Makes the sum of a REDUCE, or takes it from ``holder``, who has it already."""
+    datum, stage = Datum("reduced", machine.seat.stage, None, instruction.step), (machine.seat.stage,)
+    if holder is not None:
+        brought = yield from _together(machine, instruction, stage, have[datum] if holder == machine.seat else None)
+        machine.cluster.exercised[ProtocolRule.ROLLED_FORWARD] += datum not in have
+        return brought[machine.control_view.roster.holding(holder, machine.held.shard).rank]
+    counted = have.of("wgrad", instruction.step)
+    brought = yield from _together(machine, instruction, stage, (counted, machine.numbers.sums(instruction.step)))
+    machine.cluster.exercised[ProtocolRule.SUMMED_AGAIN] += machine.worker.running.resumed
+    machine.cluster.watcher.summed(machine, instruction.step, {rank: part for rank, (part, _) in brought.items()})
+    return machine.numbers.total([sums for _, sums in brought.values()])
+
+
+def tied(machine: SimulatedMachine, instruction: Instruction, have: StepStore) -> Waits[Any]:
+    """Makes the sum over a tie, each stage's sum from any of its workers: they have the same."""
+    brought = yield from _together(
+        machine, instruction, machine.numbers.tie, have[Datum("reduced", machine.seat.stage, None, instruction.step)]
+    )
+    by_stage = {
+        machine.cluster.workers[rank].seat.stage: value for rank, value in sorted(brought.items(), reverse=True)
+    }
+    machine.cluster.watcher.tied(
+        machine,
+        instruction.step,
+        [(machine.cluster.workers[rank].seat.stage, value) for rank, value in brought.items()],
+    )
+    machine.cluster.exercised[ProtocolRule.TIED_AGAIN] += machine.worker.running.resumed
+    return machine.numbers.over_tie(by_stage)
+
+
+def changed(machine: SimulatedMachine, step: int, change: str | None) -> Waits[dict[int, str | None]]:
+    """What the scripts of all who are to apply ``step`` have made of its sum, by rank."""
+    at, stage = Instruction(Op.STEP, machine.seat.stage, None, step), (machine.seat.stage,)
+    return (yield from _together(machine, at, stage, change, "what scripts have made of its sum"))
+
+
+def confirmed(machine: SimulatedMachine, step: int) -> Waits[Any]:
+    """Returns when all of them have that."""
+    at, stage = Instruction(Op.STEP, machine.seat.stage, None, step), (machine.seat.stage,)
+    yield from _together(machine, at, stage, None, "that all have it")
+
+
+def _together(
+    machine: SimulatedMachine, instruction: Instruction, stages: tuple[int, ...], mine: Any, what: str = ""
+) -> Waits[Any]:
+    """The values that all live workers of ``stages`` bring to ``instruction``, by rank; ``what``: of several that
+    belong to it.
+    """
+    members = frozenset(member.rank for member in machine.control_view.roster.stages(stages, machine.held.shard))
+    sum_ = machine.cluster.sums.setdefault(
+        (machine.control_view.number, instruction.op, stages[0], instruction.step, machine.held.shard, what),
+        Sum(members),
+    )
+    sum_.brought[machine.rank] = mine
+    if set(sum_.brought) == members:
+        sum_.done = True
+        for rank in members:
+            machine.cluster.wake(machine.cluster.workers[rank])
+    yield from machine.wait(lambda: f"the others at {instruction}", lambda: sum_.done or None)
+    machine.at = (COMPUTES, str(instruction))
+    yield machine.cluster.scenario.costs.of(instruction.op, machine.seat.stage) + 1
+    if sum_.touched and machine.cluster.random.random() < machine.cluster.scenario.torn_share:
+        yield from machine.wait("news of a lost worker", lambda: None)
+    return sum_.brought

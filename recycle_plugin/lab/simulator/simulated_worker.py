@@ -1,0 +1,482 @@
+"""A worker of a simulated cluster: ``core.worker.worker`` on a machine that has a virtual clock, lines that take time,
+and exact numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from recycle_plugin.core.coordinator.step_validation import over
+from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS, awaited
+from recycle_plugin.core.messages.contributions import NORM
+from recycle_plugin.core.messages.from_workers import Missing, Post, ReadBoard, Ready, StateHash
+from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.faults import FaultScript
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import SENDS, Instruction, Op
+from recycle_plugin.core.vocabulary.iterator_draws import Batches
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.vocabulary.step_batches import LiveShare
+from recycle_plugin.core.worker.companion import Companion
+from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.filled_stage import FilledStage
+from recycle_plugin.core.worker.helper import Helper
+from recycle_plugin.core.worker.iterator_data import IteratorData
+from recycle_plugin.core.worker.lockstep import Lockstep, Word
+from recycle_plugin.core.worker.newcomer import Newcomer
+from recycle_plugin.core.worker.replay import StageReplay
+from recycle_plugin.core.worker.shared_replay import Helpers
+from recycle_plugin.core.worker.shares import Call
+from recycle_plugin.core.worker.step_log import StepLog
+from recycle_plugin.core.worker.step_store import Retention, StepStore
+from recycle_plugin.core.worker.stopwatch import Stopwatch
+from recycle_plugin.core.worker.training_loop import StepProgram, TrainingLoop
+from recycle_plugin.core.worker.worker import Judging, Worker
+from recycle_plugin.lab.simulator import simulated_spec, simulated_sums
+from recycle_plugin.lab.simulator.arithmetic import PRIME, Batch, rate
+from recycle_plugin.lab.simulator.exercised import ProtocolRule
+from recycle_plugin.lab.simulator.helped_stage import HelpedStage, made
+from recycle_plugin.lab.simulator.numbers import MOMENTS, Numbers
+from recycle_plugin.lab.simulator.plain import PlainIterator
+from recycle_plugin.lab.simulator.scenario import MILLISECOND, Heavy, Trouble
+from recycle_plugin.lab.simulator.script import Died
+from recycle_plugin.lab.simulator.simulated_boards import SimulatedView
+from recycle_plugin.lab.simulator.simulated_log import SimulatedLog
+from recycle_plugin.lab.simulator.simulated_replays import Replaying
+from recycle_plugin.lab.simulator.simulated_state import Pipe, SimulatedState, inlet, opened
+
+if TYPE_CHECKING:
+    from recycle_plugin.lab.simulator.cluster import Cluster
+
+T = TypeVar("T")
+HANDLING_US = 200  # of a micro-batch that is loaded, or a boundary tensor that is sent: no plan counts it
+PART_US = 100 * MILLISECOND  # of what takes long
+RESEND_US = 1500 * MILLISECOND  # a datum's wait before its receiver says that it misses it
+
+
+class Holding(NamedTuple):
+    """The part of the job that a worker holds: ``shard`` of ``seat``."""
+
+    seat: Seat
+    shard: int
+
+
+class SimulatedMachine(Replaying):
+    """The machine of one simulated worker, which is also the port of its training loop; ``worker`` and ``loop`` run on
+    it.  What may happen to it: lab/simulator/scenario.py.
+    """
+
+    worker_class: type[Worker] = Worker
+    control_view: SimulatedView
+
+    def __init__(self, cluster: Cluster, rank: int, weight: int, incarnation: int = 0) -> None:
+        super().__init__()
+        scenario = cluster.scenario
+        place, shard = divmod(rank, scenario.shards)
+        seat = scenario.shape.seats[place]
+        self.cluster, self.rank, self.seat, self.held = cluster, rank, seat, Holding(seat, shard)
+        self.control_view = SimulatedView(rank, incarnation, self._say_at_once)
+        self.control_view.newcomer, self.control_view.shard = incarnation > 0, shard
+        self.numbers = Numbers(scenario, seat, shard)
+        self.store = StepStore(seat, scenario.shape.stages, bool(self.numbers.tie), Retention(budget=scenario.budget))
+        self.store.put(Datum("params", seat.stage, None, 1), weight)
+        self.steps = StepMachine(0)
+        self.store.reads_iterator = scenario.iterators
+        self.plain_iterator = PlainIterator(
+            seat.replica, (scenario.lengths or (0,) * scenario.shape.replicas)[seat.replica]
+        )
+        self.iterator_data = self._iterator_data()
+        self.log = self._log() if scenario.logs else None
+        self._words: dict[int, Word] = {}  # the last of each other shard
+        self.lockstep = Lockstep(self, seat, shard, scenario.shards) if scenario.shards > 1 else None
+        self.worker = self._worker()
+        self.script = FaultScript(scenario.faults if shard == scenario.struck else (), seat, incarnation)
+        self.shared = SimulatedState(self)
+        self.fill, self.write, self.gathered = self.shared.fill, self.shared.write, self.shared.gathered
+        self.alive = self.runs = True
+        self.stopped = self.unfenced = self.stuck = self.rude = self.waiting = self.busy = False
+        self.vanishes = 0  # its script calls os._exit(0) behind this step, or a later one
+        self.code = -9  # that its process ends with, where it does not leave
+        self.percent, self.done, self.at, self.step, self.cpu_s = 100, 0, (WAITS, "the start"), 0, 0.0
+        self.waits_for, self._waited_us = "", 0
+        self.current: Instruction | None = None  # the one that it is at
+        self.losses: dict[int, dict] = {}  # as the training script gets them, by step
+        self.reason: str | None = None  # of its end before the last step
+        self.through = False  # its script has come to its end
+        self.counts = False  # it waits for where the others are
+        self.life: Iterator[Any]  # its training script (lab/simulator/script.py)
+        self.loop: TrainingLoop = TrainingLoop(
+            self, self.worker, cluster.planner, scenario.shape, seat, self.steps, self.lockstep
+        )
+        self.worker.applied = self.loop.applied
+        replay = None if self.log is None else self._replay(self.log)
+        self.newcomer = self._newcomer(replay) if incarnation else None
+        self._inbox: list[tuple[Datum, Any, int]] = []
+        self._last_step = 0
+        self.unheard: frozenset[int] = frozenset()  # ranks of which nothing is taken any more
+
+    def _iterator_data(self) -> IteratorData | None:
+        scenario = self.cluster.scenario
+        if not scenario.iterators or self.seat.stage not in (0, scenario.shape.stages - 1):
+            return None
+        made = IteratorData(self.store, self.plain_iterator, self._hand_on, self._say_dealt)
+        made.in_place &= not self.control_view.newcomer
+        return made
+
+    def _worker(self) -> Worker:
+        scenario = self.cluster.scenario
+        clips = scenario.clip > 0 and not scenario.pushes  # else a script's own step does, which waits for nobody
+        judging = Judging(clips and scenario.policy.together, clips and not scenario.policy.together)
+        stopwatch = Stopwatch(scenario.costs) if scenario.rebalances or scenario.slow else None
+        shape, data = scenario.shape, self.iterator_data
+        return self.worker_class(self, shape, self.store, self.steps, judging, data, stopwatch, self.log, self.lockstep)
+
+    def _newcomer(self, replay: StageReplay | None) -> Newcomer:
+        filled = FilledStage(self, self.store, self.steps)
+        skip, from_top = self.worker.skip_to, self.worker.called
+        return Newcomer(self, self.loop, filled, partial(inlet, self), skip, replay=replay, from_top=from_top)
+
+    def begin_epoch(self, step: int) -> None:
+        """Reads another iterator from ``step`` on."""
+        if self.iterator_data is not None:
+            self.plain_iterator.begin_another()
+            self.iterator_data.begin_another(step)
+
+    def ready(self, incarnation: int | None = None) -> Ready:
+        """The message by which this worker, or another ``incarnation`` of its rank, asks to take part."""
+        incarnation = self.control_view.incarnation if incarnation is None else incarnation
+        return simulated_spec.ready(self.cluster.scenario, self.rank, self.seat, self.held.shard, incarnation)
+
+    # logs
+
+    def _log(self) -> StepLog:
+        self.cluster.logs.append(SimulatedLog(self))
+        return StepLog(self.cluster.logs[-1], range(self.cluster.scenario.shape.stages - 1))
+
+    def _replay(self, log: StepLog) -> StageReplay:
+        """How this worker replays its stage, alone or along with another; it helps others too from now on."""
+        scenario, blocks = self.cluster.scenario, self.cluster.scenario.policy.blocks(self.cluster.scenario.shape)
+        helpers = Helpers(self, self.store, scenario.shape, blocks, scenario.helpers)
+        splits = scenario.policy.split_backward
+        replay = StageReplay(self, self.store, self.steps, scenario.shape, splits, log, helpers)
+        self.worker.helper = Helper(self, scenario.shape, blocks, splits)
+        self.worker.companion = Companion(self, self.store, self.steps, replay, self.worker.undo)
+        return replay
+
+    def make_stage(self, call: Call) -> Waits[HelpedStage]:
+        """The value is the stage that ``call`` asks for, made beside this worker's own.  Raises CantHelp in some."""
+        return (yield from made(self, call.stage))
+
+    # lines and the clock
+
+    def wait(
+        self, what: Any, ready: Callable[[], T | None], interruptible: bool = True, at_least_s: float = 0.0
+    ) -> Waits[T]:
+        """Yields until ``ready()`` is not None, and serves newcomers meanwhile; that is the value.  Raises JobEnded,
+        and Interrupted if ``interruptible``.
+        """
+        began_us = self.cluster.now
+        try:
+            while True:
+                while not self.control_view.outside and self.worker.serve_now(waiting=True):
+                    pass
+                self.control_view.check_end()
+                if interruptible:
+                    self.control_view.check()
+                value = ready()
+                if value is not None:
+                    return value
+                self.at = (WAITS, what if isinstance(what, str) else what())
+                yield self.at[1]
+        finally:
+            self._waited_us += self.cluster.now - began_us
+
+    def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
+        """Yields until ``ready()`` is not None, for ``datum`` that comes from ``source``; complains where that takes
+        too long.
+        """
+        self.cluster.later(RESEND_US, partial(self._complain, self.control_view.number, datum, source))
+        return (yield from self.wait(lambda: awaited(datum, source), ready))
+
+    def wait_for_commit(self, step: int) -> Iterator[Any]:
+        """Yields until ``step`` is committed."""
+        self.cluster.exercised[ProtocolRule.LATE_COMMIT] += not self.control_view.is_committed(step)
+        yield from self.wait(f"the commit of step {step}", lambda: self.control_view.is_committed(step))
+
+    def send(self, message: object) -> None:
+        """Sends ``message`` to the coordinator, as a session does with the incarnation of whoever says it."""
+        self.cluster.tell_coordinator(self.rank, self._stamped(message))
+
+    def _stamped(self, message: T) -> T:
+        if isinstance(message, OfWorker) and self.control_view.incarnation:
+            return replace(message, incarnation=self.control_view.incarnation)
+        return message
+
+    def _say_at_once(self, message: Post | ReadBoard) -> None:
+        self.cluster.say_at_once(self.rank, self._stamped(message))
+
+    def say_in_seat(self, word: Word) -> None:
+        """Sends ``word`` to the other shards of the seat."""
+        self.cluster.tell_seat(self, word)
+
+    def hear_in_seat(self, shard: int, word: Word) -> None:
+        """Takes in a word of another shard."""
+        self._words[shard] = word
+        assert self.lockstep is not None, "there are other shards"
+        goes_on = word.generation == self.control_view.number and self.control_view.generation is not None
+        self.cluster.exercised[ProtocolRule.RAN_ON] += goes_on and (word.stopped or 0) > self.lockstep.finished
+
+    def heard_in_seat(self, shard: int) -> Word:
+        """The last word of another shard."""
+        return self._words.get(shard, Word())
+
+    def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
+        """Sends a value to the peer at ``target``."""
+        peer = self.control_view.roster.holding(target, self.held.shard)
+        self.cluster.send(self.rank, peer.rank, datum, value, valid_from)
+
+    def deliver(self, datum: Datum, value: Any, valid_from: int) -> None:
+        """Puts a value that a peer has sent where :meth:`arrivals` finds it."""
+        self._inbox.append((datum, value, valid_from))
+
+    def arrivals(self) -> Iterable[tuple[Datum, Any, int]]:
+        """The data that has come from peers since this was asked last: datum, value, and the generation from which the
+        sender's data is valid.
+        """
+        arrived, self._inbox = self._inbox, []
+        return arrived
+
+    def hear_out(self) -> None:
+        """Takes what the lost have sent before they went; of a host that is gone nothing comes any more.
+
+        Who finds out that it hears nobody says so.
+        """
+        if self.cluster.deafened.get(self.rank):
+            self.send(Missing(self.rank, self.control_view.number, "what peers send", str(self.seat)))
+        coming = self.control_view.interruption()
+        if coming is not None:
+            live = {member.rank for member in coming.roster}
+            self.cluster.hurry(self.rank, live)
+            self.unheard = frozenset(self.cluster.workers.keys() - live)
+
+    def keep_only(self, members: Iterable[str]) -> None:
+        """Hears whoever has come back meanwhile; simulated connections need no dropping."""
+        self.unheard -= {int(address.partition(".")[0]) for address in members}
+
+    def clock(self) -> float:
+        """The virtual time in seconds."""
+        return self.cluster.now / 1e6
+
+    def now_us(self) -> int:
+        """The virtual time in microseconds."""
+        return self.cluster.now
+
+    def waited_us(self) -> int:
+        """How long this worker has waited for others so far."""
+        return self._waited_us
+
+    def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
+        """Strikes with the fault that is named for this point of recovery (one argument), or for before or after an
+        instruction.  Raises :class:`simulator.script.Died` where it is a kill.
+        """
+        fault = self.script.due("at", when) if instruction is None else self.script.due(when, str(instruction))
+        if fault is not None:
+            self.cluster.hit(fault.kind, self.rank)
+        if fault is not None and fault.kind == "kill":
+            raise Died
+        if fault is not None:
+            self.cluster.trouble(self.rank, Trouble("stop", self.cluster.now, (self.seat,), for_us=5_000 * MILLISECOND))
+
+    def _hand_on(self, datum: Datum, batch: Batch, taker: Seat) -> None:
+        self.transfer(datum, batch, taker, self.store.valid_from)
+
+    def _say_dealt(self, step: int, retired: set[int], dealt: Batches) -> None:
+        self.cluster.exercised[ProtocolRule.DEALT] += 1
+
+    def record(self, span: Span) -> Iterable[Span]:
+        """Takes the time span of an instruction that has run into the cluster's trace; it is over."""
+        self.done += 1
+        self.cluster.spans.append(span)
+        if span.instruction.op in SENDS:
+            self.cluster.watcher.sent(self)
+        return (span,)
+
+    def _complain(self, generation: int, datum: Datum, source: Seat) -> None:
+        """Tells the coordinator that a datum is missing, where the same wait lasts too long."""
+        waits = (
+            self.alive
+            and self.waiting
+            and self.control_view.number == generation
+            and self.at == (WAITS, awaited(datum, source))
+        )
+        if waits and self.control_view.interruption() is None and not self.cluster.quiet:
+            self.cluster.watcher.missed(self, datum, source)
+            silent = self.seat if self.cluster.deafened.get(self.rank) else source
+            self.send(Missing(self.rank, generation, str(datum), str(silent)))
+            self.cluster.later(RESEND_US, partial(self._complain, generation, datum, source))
+
+    # computing
+
+    @contextmanager
+    def running(self, program: StepProgram) -> Iterator[tuple[Instruction, ...]]:
+        """A context in which ``program`` runs; its value is the instructions to execute."""
+        self.cluster.exercised[ProtocolRule.EVALUATED_AGAIN] += program.step == self._last_step < 0
+        self._last_step = program.step
+        self.step = max(self.step, program.step)
+        yield program.instructions
+
+    @contextmanager
+    def performing(self, instruction: Instruction) -> Iterator[None]:
+        """A context in which ``instruction`` is carried out."""
+        self.current, self.at = instruction, (COMPUTES, str(instruction))
+        if instruction.op is Op.VALIDATE:
+            self.cluster.exercised[ProtocolRule.NORM_KEPT] += (
+                self.worker.running.resumed and self.control_view.collected(instruction.step, NORM) is not None
+            )
+        yield
+
+    def spend(self, instruction: Instruction) -> Iterator[int]:
+        """Yields the microseconds that ``instruction`` takes; for ever on a stuck worker."""
+        if instruction.op in (Op.REDUCE, Op.TIE, Op.VALIDATE):
+            return
+        if self.replays:
+            self.at = (ELSEWHERE, f"{instruction} of a replay")
+            self.cluster.replayed.append((self.seat, instruction))
+            self.cluster.exercised[ProtocolRule.DEALT_AGAIN] += self.was_dealt(instruction)
+            self.reach("before", self.seat, instruction)
+        handling = HANDLING_US if instruction.op in SENDS or instruction.op is Op.LOAD else 0
+        for heavy in self.cluster.scenario.heavy:
+            if (heavy.step, heavy.stage, heavy.op, heavy.micro_batch) == (
+                instruction.step,
+                instruction.stage,
+                str(instruction.op),
+                str(instruction.micro_batch),
+            ):
+                yield from self._spend_long(heavy)
+        spent = (handling + self.cluster.scenario.costs.of(instruction.op, self.seat.stage)) * self.percent // 100
+        if spent:
+            yield spent
+        yield from self.hang()
+
+    def hang(self) -> Iterator[int]:
+        """Yields for ever on a stuck worker."""
+        while self.stuck:
+            yield 10**9
+
+    def _spend_long(self, heavy: Heavy) -> Iterator[int]:
+        """Yields a long time in parts, so that the supervisor sees how the CPU is used meanwhile."""
+        for _ in range(heavy.for_us // PART_US):
+            yield PART_US
+            self.cpu_s += heavy.computes * PART_US / 1e6
+
+    def open_outlet(self, newcomer: WorkerId) -> tuple[SimulatedState, Pipe, str]:
+        """The state for ``newcomer``, the line to it, and the name of that."""
+        return opened(self, newcomer)
+
+    def script_state(self) -> bytes:
+        """Nothing: a simulated script has nothing of its own."""
+        return b""
+
+    def hash_state(self, step: int) -> None:
+        """Sends the hash of the state after ``step``."""
+        self.send(StateHash(self.rank, step, self.shared.digest()))
+
+    def watch_state(self) -> None:
+        """Watches what the script changes from now on."""
+        self.shared.watch()
+
+    def finish_hash(self) -> None:
+        """Returns at once: hashes are made in no time."""
+
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
+        """Makes what ``instruction`` provides, in exact numbers, and tells the watcher."""
+        if self.shared.applies is not None:
+            return self.shared.follow(instruction.step)
+        if self.replays:  # so far only here, where nobody waits for it
+            made = self.numbers.compute(instruction, have, boundary_only)
+            if instruction.op is Op.STEP:
+                (weight,) = made.values()
+                self.cluster.watcher.replayed(self, instruction.step, weight)
+            self.reach("after", self.seat, instruction)
+            return made
+        if instruction.op is Op.STEP:
+            norm = have.get(Datum("norm", self.seat.stage, None, instruction.step))
+            clipped_by = norm if norm is not None and over(norm, self.cluster.scenario.clip) else None
+            self.cluster.watcher.applied(
+                self, instruction.step, self.numbers.gradient(instruction.step, have), clipped_by
+            )
+        made = self.numbers.compute(instruction, have, boundary_only)
+        if instruction.op is Op.LOAD and instruction.step > 0 and have.reads_iterator:
+            (drawn,) = have.requires(instruction)
+            self.cluster.exercised[ProtocolRule.KEPT_DATA] += (
+                Seat(have[drawn].draw.source, self.seat.stage) not in self.control_view.roster.seats
+            )
+            self.cluster.watcher.loaded(self, instruction, have[drawn])
+        self.cluster.watcher.computed(self, instruction, boundary_only)
+        return made
+
+    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
+        """Makes the sum of a REDUCE or TIE as a collective does: nobody has the result before all have come, and a
+        death leaves some with it and some without.
+        """
+        total = (
+            yield from simulated_sums.reduced(self, instruction, have, holder)
+            if instruction.op is Op.REDUCE
+            else simulated_sums.tied(self, instruction, have)
+        )
+        if self.lockstep is not None:
+            yield from self.lockstep.begin_sum(instruction)
+        if instruction.op is Op.REDUCE and holder is None:
+            self.numbers.forget_sums()
+        return total
+
+    def set_for(self, step: int) -> None:
+        """Sets what the script sets for ``step``."""
+        self.numbers.rate = rate(step, self.cluster.scenario.by_hand)
+
+    def change_for(self, step: int) -> None:
+        """Changes a moment in place, as a script may before ``step``; twice is not once."""
+        moments = self.numbers.moments
+        self.numbers.unchanged = step, tuple(moments.values())
+        moments[MOMENTS[0]] = (5 * moments[MOMENTS[0]] + step) % PRIME
+
+    def go_by(self, share: LiveShare) -> None:
+        """Takes which part of the replicas contributes from now on."""
+        self.numbers.contributing = share
+
+    def settings(self) -> int:
+        """The learning rate."""
+        return self.numbers.rate
+
+    def take_settings(self, settings: int) -> None:
+        """Sets another worker's learning rate."""
+        self.numbers.rate = settings
+
+    def share(self, step: int, have: StepStore) -> float:
+        """This stage's share of the squared norm of ``step``."""
+        return self.numbers.share(step, have)
+
+    def norm(self, shares: Any) -> float:
+        """The norm over all stages, from the share of each."""
+        return self.numbers.norm(shares)
+
+    def number(self, loss: int) -> int:
+        """The loss itself, which is a number already."""
+        return loss
+
+    def undo(self, step: int) -> None:
+        """Takes the weights' last step back."""
+        self.cluster.exercised[ProtocolRule.TAKEN_BACK] += 1
+        self.numbers.taken_back()
+
+    def forget_sums(self, after: int) -> None:
+        """Drops the weight gradients that were added up here."""
+        self.cluster.watcher.voided(self, after)
+        self.numbers.forget_sums()

@@ -1,0 +1,190 @@
+"""An analytic A100, for when there is no GPU to measure: costs of GPT layers from counted operations and bytes.
+
+Everything made here says ANALYTIC in its title.  Assumptions, fixed before any comparison and not tuned to one:
+
+* A100 SXM, 312 TFLOP/s dense bf16, 2.0e12 bytes/s of memory (NVIDIA's data sheet).  Matrix products achieve
+  50% of the peak and everything else of a layer is within that; memory traffic of the optimizer achieves 80%.
+* A layer of hidden size h has 12 h^2 weights in products; a product of n weights on t tokens costs 2 n t in F, in I and
+  in W each.  Scores and values cost 4 s h per token in F (the causal half is not skipped), twice that in I, none in W.
+* Activation checkpointing runs F again inside I.  A fused backward costs I + W: that W repeats nothing is ours to
+  measure.
+* Held by a layer for each token, without checkpointing: 34 h bytes (Korthikanti et al. 2022, eq. 2, with scores
+  recomputed as FlashAttention does); with it 2 h bytes.  Pending for W: inputs and output gradients of the four
+  products, 32 h bytes.
+* The head multiplies by the vocabulary (V h weights, not tied) and holds 6 V bytes a token (bf16 and fp32 logits); the
+  embedding reads and writes memory only.
+* Adam in mixed precision moves 30 bytes a parameter.  Gradients are summed in fp32 by a ring over 80 Gbit/s (10 GB/s,
+  90% achieved, 30 us; each GPU has its own line), after the last W of the stage and not hidden behind compute; boundary
+  tensors are bf16 on the same line.  Inside a host NVLink, 300 GB/s each way, 80% achieved, 5 us.
+* Tensor parallelism t: products and optimizer divide by t; each layer adds two all-reduces of the boundary tensor over
+  NVLink to F and two to I (and F's again to I under checkpointing).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile, Wire, ring_us
+
+WRITTEN = "2026-11-21"
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """The rates of a device per second, of which ``product_share`` and ``memory_share`` are achieved; ``memory_bytes``:
+    its size.
+    """
+
+    name: str
+    flops: float
+    product_share: float
+    bytes_per_s: float
+    memory_share: float
+    memory_bytes: int
+    inside: Wire
+    across: Wire
+
+    def product_us(self, operations: float) -> float:
+        """The microseconds of so many floating-point operations in matrix products."""
+        return 1e6 * operations / (self.flops * self.product_share)
+
+    def memory_us(self, size: float) -> float:
+        """The microseconds in which ``size`` bytes are read from or written to memory."""
+        return 1e6 * size / (self.bytes_per_s * self.memory_share)
+
+
+A100 = DeviceRates(
+    "A100 80 GB, 80 Gbit/s between hosts",
+    312e12,
+    0.5,
+    2.0e12,
+    0.8,
+    80 << 30,
+    Wire(5, 0.8 * 300_000),
+    Wire(30, 0.9 * 10_000),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a GPT: sizes as in configs/model; ``tensor``: GPUs of a tensor-parallel group."""
+
+    name: str
+    layers: int
+    hidden: int
+    tensor: int = 1
+    sequence: int = 2048
+    vocabulary: int = 50304
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters of the whole model, as ``adapters.megatron.gpt.GPTShape`` counts them: head not
+        tied.
+        """
+        h = self.hidden
+        return self.layers * (12 * h * h + 13 * h) + (2 * self.vocabulary + self.sequence) * h + 2 * h
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("gpt3_medium", 24, 1024),
+        Shape("gpt3_3_35b", 28, 3072),
+        Shape("gpt3_6_7b", 32, 4096),
+        Shape("gpt_18_4b", 40, 6144, tensor=8),
+        Shape("gpt_39_1b", 48, 8192, tensor=8),
+        Shape("gpt_76_1b", 60, 10240, tensor=8),
+        Shape("gpt_145_6b", 80, 12288, tensor=8),
+    )
+}
+"""Shapes: configs/model, and for the last four papers.md section 1; their tensor parallelism is our choice."""
+
+
+def preset(name: str) -> Profile:
+    """The analytic profile called ``name``; ``<shape>-ckpt`` with activation checkpointing.  Raises ValueError for
+    another name.
+    """
+    shape, _, saved = name.partition("-")
+    if shape not in SHAPES or saved not in ("", "ckpt"):
+        raise ValueError(
+            f"--preset {name}: one of {', '.join(SHAPES)}, each also with -ckpt for activation checkpointing"
+        )
+    return profile(SHAPES[shape], checkpointing=saved == "ckpt")
+
+
+def profile(shape: Shape, micro_batch: int = 1, checkpointing: bool = False, device: DeviceRates = A100) -> Profile:
+    """The analytic profile of ``shape`` for micro-batches of ``micro_batch`` sequences on ``device``."""
+    tokens, h, v = micro_batch * shape.sequence, shape.hidden, shape.vocabulary
+    boundary = 2 * tokens * h
+    return Profile(
+        name=f"{shape.name} ({shape.parameters / 1e9:.3g}B parameters)",
+        origin="analytic",
+        device=device.name,
+        date=WRITTEN,
+        command="recycle_plugin/planner/analytic.py",
+        dtype="bf16",
+        micro_batch=micro_batch,
+        sequence=shape.sequence,
+        checkpointing=checkpointing,
+        layers=shape.layers,
+        first=_embedding(tokens, (v + shape.sequence) * h, h, shape.tensor, device),
+        layer=_layer(shape, tokens, boundary, checkpointing, device),
+        last=_head(tokens, v * h, v, h, shape.tensor, device),
+        boundary_bytes=boundary,
+        gradient_bytes_each=4,
+        inside=device.inside,
+        across=device.across,
+        gpus_per_worker=shape.tensor,
+        device_bytes=device.memory_bytes,
+        assumptions=tuple(line.strip("* ").strip() for line in (__doc__ or "").split("\n* ")[1:]),
+    )
+
+
+def _layer(shape: Shape, tokens: int, boundary: int, checkpointing: bool, device: DeviceRates) -> LayerProfile:
+    h, t = shape.hidden, shape.tensor
+    product = device.product_us(2 * 12 * h * h * tokens / t)
+    scores = device.product_us(4 * shape.sequence * h * tokens / t)
+    joined = 2 * ring_us(device.inside, boundary, t)
+    forward = product + scores + joined
+    again = forward if checkpointing else 0.0
+    gradient = product + 2 * scores + joined + again
+    held = 2 * h * tokens if checkpointing else 34 * h * tokens // t
+    parameters = 12 * h * h + 13 * h
+    return LayerProfile(
+        forward,
+        gradient,
+        product,
+        gradient + product,
+        _adam(parameters, t, device),
+        parameters,
+        held,
+        32 * h * tokens // t,
+    )
+
+
+def _embedding(tokens: int, parameters: int, hidden: int, tensor: int, device: DeviceRates) -> LayerProfile:
+    """The profile of an embedding: rows are read, added and written; W adds gradient rows into the table."""
+    moved = device.memory_us(6 * hidden * tokens)
+    return LayerProfile(
+        moved, 0.0, 2 * moved, 2 * moved, _adam(parameters, tensor, device), parameters, 0, 2 * hidden * tokens
+    )
+
+
+def _head(tokens: int, parameters: int, vocabulary: int, hidden: int, tensor: int, device: DeviceRates) -> LayerProfile:
+    product = device.product_us(2 * parameters * tokens / tensor)
+    loss = device.memory_us(10 * vocabulary * tokens / tensor)
+    held, pending = (2 * hidden + 6 * vocabulary // tensor) * tokens, (2 * hidden + 2 * vocabulary // tensor) * tokens
+    return LayerProfile(
+        product + loss,
+        product + loss,
+        product,
+        2 * product + loss,
+        _adam(parameters, tensor, device),
+        parameters,
+        held,
+        pending,
+    )
+
+
+def _adam(parameters: int, tensor: int, device: DeviceRates) -> float:
+    return device.memory_us(30 * parameters / tensor)

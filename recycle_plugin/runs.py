@@ -1,0 +1,318 @@
+"""Runs a training job under the ``deepspeed`` launcher and reads what it left; for the demo and the benchmarks.
+
+A run has a folder, a free port and a deadline, and leaves no process behind, however it ends::
+
+    with TrainingRun(folder, workers=4, overrides=["topology=pp2_dp2", "steps=20"]) as run:
+        run.wait_for(lambda: run.committed() >= 5, "step 5")
+        run.kill(run.rank_at("0.1"))
+        outcome = run.finish(timeout_s=120)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Self, TypeVar
+
+import psutil
+
+from recycle_plugin.observability.run_history import EVENTS, RunHistory, read_events
+
+T = TypeVar("T")
+MARK = "RECYCLE_RUN"  # in the environment of every process of a run
+POLL_S = 0.01
+GRACE_S = 40.0  # how long a launcher that is told to end may take: DeepSpeed's gives its workers 30 s
+REPORT_S = 300.0  # how long one may take
+TAIL = 4000  # characters of a failed run's output that its error shows
+
+
+class RunFailed(RuntimeError):
+    """A run ended badly or not in time; the message ends with what it printed last."""
+
+
+@dataclass(frozen=True)
+class RunOutcome(RunHistory):
+    """What an ended run left: events, exit code, and a record of each rank that got to the end."""
+
+    code: int
+    records: dict[int, dict]  # by rank; scripts/train_gpt.py says what is in them
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step, as every rank that got to the end has it."""
+        return next(iter(self.records.values()))["losses"]
+
+    @property
+    def restarted(self) -> list[int]:
+        """Ranks at the end whose process is not the one that they started with."""
+        return [rank for rank, record in self.records.items() if record["pid"] != self.pids.get(rank, record["pid"])]
+
+
+class JobRun:
+    """A job that ``command`` starts at once, with ``variables`` as its environment; ``folder`` is its run folder.
+
+    Leaving the ``with`` block kills whatever is left of it on this host.
+    """
+
+    def __init__(
+        self, folder: Path, command: Sequence[str], variables: Mapping[str, str], cwd: Path | None = None
+    ) -> None:
+        self.folder = folder.resolve()
+        self._mark = uuid.uuid4().hex
+        self._output = self.folder / "output.txt"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in (
+            self.folder / EVENTS,
+            *self.folder.glob("losses/rank*.json"),
+            *self.folder.glob("trace/*.txt"),
+        ):  # traces are appended to
+            stale.unlink(missing_ok=True)
+        with self._output.open("w") as output:
+            self.launcher = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env={**variables, MARK: self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clean()
+
+    # --- while it runs -----------------------------------------------------------------------------
+
+    @property
+    def output(self) -> str:
+        """What the run has printed so far."""
+        return self._output.read_text(errors="replace")
+
+    def events(self) -> list[dict]:
+        """All whole lines of the event log so far."""
+        return read_events(self.folder / EVENTS)
+
+    def committed(self) -> int:
+        """The last committed step, 0 before the first."""
+        return max((event["step"] for event in self.events() if event["event"] == "committed"), default=0)
+
+    def resumes(self) -> list[dict]:
+        """The events with which training began, and went on after each change of the membership."""
+        return [event for event in self.events() if event["event"] == "resume"]
+
+    def rank_at(self, seat: str) -> int:
+        """The rank that started at ``seat`` ("replica.stage")."""
+        (start,) = [event for event in self.events() if event["event"] == "start"]
+        return start["seats"][seat]
+
+    def kill(self, rank: int, by: int = signal.SIGKILL) -> float:
+        """Send the worker of ``rank`` a signal; returns the time just before, in seconds since the epoch."""
+        pids = {event["rank"]: event["pid"] for event in self.events() if event["event"] == "worker"}
+        at = time.time()
+        os.kill(pids[rank], by)
+        return at
+
+    def pause(self) -> None:
+        """Stop all processes of the run until :meth:`go_on`, so that another run has the machine to itself."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let all processes of the run go on after :meth:`pause`."""
+        self._signal(signal.SIGCONT)
+
+    def wait_for(self, found: Callable[[], T], what: str, timeout_s: float = 120.0, poll_s: float = POLL_S) -> T:
+        """Poll until ``found()`` is true and return it; RunFailed when the run ends or the deadline passes first."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := found()):
+            ended = self.launcher.poll() is not None
+            if ended or time.monotonic() > deadline:
+                if value := found():
+                    break
+                raise self.failed(f"{'ended without' if ended else f'did not get within {timeout_s:.0f} s to'} {what}")
+            time.sleep(poll_s)
+        return value
+
+    def finish(self, timeout_s: float = 180.0) -> RunOutcome:
+        """Wait for the end; RunFailed past the deadline or when the launcher's exit code is not 0."""
+        try:
+            code = self.launcher.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise self.failed(f"did not end within {timeout_s:.0f} s") from None
+        if code:
+            raise self.failed(f"ended with exit code {code}: see below")
+        records = [json.loads(path.read_text()) for path in sorted(self.folder.glob("losses/rank*.json"))]
+        return RunOutcome(tuple(self.events()), code, {record["rank"]: record for record in records})
+
+    def end(self, grace_s: float = GRACE_S) -> None:
+        """Ask the launcher to end the run, wherever its workers are, and return when it has, or past ``grace_s``."""
+        if self.launcher.poll() is None:
+            self.launcher.terminate()
+            try:
+                self.launcher.wait(grace_s)
+            except subprocess.TimeoutExpired:  # whoever leaves the block kills it
+                pass
+
+    def clean(self) -> None:
+        """Kill what is left of the run, found by its environment; repeats until nothing is."""
+        if self.launcher.poll() is not None:
+            await_reports(self._mark)
+        deadline = time.monotonic() + 10
+        while (left := processes_with(self._mark)) and time.monotonic() < deadline:
+            for process in left:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    pass
+            psutil.wait_procs(left, timeout=1)
+        self.launcher.wait(10)
+
+    def cpu_s(self) -> float:
+        """Processor seconds that the run's processes have used."""
+        used = 0.0
+        for pid in self._pids():
+            try:
+                times = psutil.Process(pid).cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            used += times.user + times.system
+        return used
+
+    def memory_bytes(self) -> int:
+        """Bytes of memory of the run's processes; what several share is divided among them."""
+        held = 0
+        for pid in self._pids():
+            try:
+                held += psutil.Process(pid).memory_full_info().pss
+            except psutil.NoSuchProcess:
+                continue
+        return held
+
+    def _signal(self, number: int) -> None:
+        for pid in self._pids():
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+
+    def _pids(self) -> list[int]:
+        workers = {
+            event["pid"] for event in self.events() if event["event"] == "worker"
+        }  # forked ones do not show their environment
+        return sorted(workers | {process.pid for process in processes_with(self._mark)})
+
+    def failed(self, how: str) -> RunFailed:
+        """The error that says how this run has failed, with the last lines that it printed."""
+        return RunFailed(f"the run in {self.folder} {how}\n{self.output[-TAIL:]}")
+
+
+class TrainingRun(JobRun):
+    """A run of ``script`` on ``workers`` local ranks with Hydra ``overrides``, under the ``deepspeed`` launcher.
+
+    ``plugin`` False: the launcher's own way.  ``checkout``: another one than this, whose own .venv it runs in.
+    ``variables``: of the environment, besides.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        workers: int,
+        overrides: Sequence[str],
+        plugin: bool = True,
+        script: Path | None = None,
+        checkout: Path | None = None,
+        variables: Mapping[str, str] = {},
+    ) -> None:
+        module = ["--module", "recycle_plugin.launch"] if plugin else []
+        command = ["deepspeed", "--num_gpus", str(workers), "--master_port", str(free_port()), *module]
+        command += [str(script or training_script(checkout)), *overrides, f"run_dir={folder.resolve()}"]
+        super().__init__(folder, command, environment(checkout, **variables), checkout)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Inside of this context SIGTERM is taken like Ctrl-C, so that the runs are cleaned up."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment, between 20000 and 32000.
+
+    That is below those that systems hand out, so nobody else gets it by chance before it is used.  Raises RuntimeError.
+    """
+    for port in Random().sample(range(20_000, 32_000), 100):
+        try:
+            with socket.create_server(("", port)):
+                return port
+        except OSError:  # taken
+            continue
+    raise RuntimeError("none of 100 ports between 20000 and 32000 is free")
+
+
+def training_script(checkout: Path | None = None) -> Path:
+    """The path of scripts/train_gpt.py in this checkout, or in another.
+
+    Raises FileNotFoundError where the package is installed without one.
+    """
+    path = (checkout or Path(__file__).resolve().parents[1]) / "scripts" / "train_gpt.py"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run this from a checkout (pip install --editable)")
+    return path
+
+
+def environment(checkout: Path | None = None, **more: str) -> dict[str, str]:
+    """The environment of a run on CPU: one thread a worker, and ``deepspeed`` of this interpreter, or of
+    ``checkout``'s.
+
+    Warnings that are not ours to fix are not printed.
+    """
+    commands = Path(sys.executable).parent if checkout is None else checkout / ".venv" / "bin"
+    path = os.pathsep.join([str(commands), os.environ.get("PATH", "")])
+    return (
+        os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "PATH": path} | more
+    )
+
+
+def await_reports(mark: str) -> None:
+    """Wait until the reports are written that jobs with ``mark`` begin at their ends."""
+    psutil.wait_procs(processes_with(mark, of="recycle_plugin.observability.report"), timeout=REPORT_S)
+
+
+def processes_with(mark: str, of: str = "") -> list[psutil.Process]:
+    """All processes of this machine that were started with ``mark`` in their environment.
+
+    ``of``: only those that run this module.  Looks at every process of the machine.
+    """
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if (
+                process.status() != psutil.STATUS_ZOMBIE
+                and process.environ().get(MARK) == mark
+                and (not of or of in process.cmdline())
+            ):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
