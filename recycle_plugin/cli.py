@@ -76,7 +76,7 @@ def _of_the_lab() -> Sequence[ModuleType]:
     """The subcommands that study the plugin: there where recycle_plugin.lab is, which a job does not need."""
     if find_spec("recycle_plugin.lab") is None:
         return ()
-    return import_module("recycle_plugin.lab").commands()
+    return import_module("recycle_plugin.lab.commands").modules()
 
 
 def _demo(found: argparse.Namespace) -> int:

@@ -3,15 +3,3 @@
 The campaign and the worlds that it runs jobs in, peers and failure histories, experiments, the checks of a GPU, and the
 planner's oracle.  Nothing outside imports it; the ``recycle`` command finds its subcommands where it is installed.
 """
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-from types import ModuleType
-
-
-def commands() -> Sequence[ModuleType]:
-    """The modules of the lab's subcommands, each with ``add``."""
-    from recycle_plugin.lab.commands import campaign, profile, simulate
-
-    return simulate, profile, campaign

@@ -13,9 +13,9 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.span import Span
-from recycle_plugin.runs import RunFailed, RunOutcome
 from recycle_plugin.observability.report import panels
 from recycle_plugin.observability.run_history import RunHistory, step_times
+from recycle_plugin.runs import RunFailed, RunOutcome
 from tests.support.run_folder import FAILED, FAULT_FREE, LOSSES, STEPS, outcome, spans
 
 

@@ -8,10 +8,10 @@ import pytest
 from matplotlib.image import imread
 
 from recycle_plugin.commands import demo, replayed
-from recycle_plugin.runs import RunFailed, RunOutcome
 from recycle_plugin.observability import report
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import sentence
+from recycle_plugin.runs import RunFailed, RunOutcome
 from tests.support.run_folder import CAME, FAILED, FAULT_FREE, LOSSES, resume, rewrite, spans
 
 REPLAYED = {"event": "replayed", "seat": "0.1", "rank": 2, "step": 5, "steps": 3, "bytes": 1200}

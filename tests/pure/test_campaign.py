@@ -168,8 +168,8 @@ def test_several_processes_find_what_one_does(monkeypatch) -> None:
 
 @pytest.mark.parametrize("ties", ((), ((0, 2),), ((0, 1, 2),)), ids=str)
 def test_the_reference_is_what_the_fault_free_run_computes(ties) -> None:
-    from recycle_plugin.planner import plan
     from recycle_plugin.lab.simulator import train
+    from recycle_plugin.planner import plan
 
     shape, costs = Topology(2, 3, 4, ties), CostModel.uniform(3)
     weights = campaign.initial_weights(shape)

@@ -54,7 +54,7 @@ BELOW = {
         "runs",
         "versions",
     },
-    "checks": {"core.vocabulary", "observability", "runtime", "runs", "commands", "settings", "versions"},
+    "checks": {"core.vocabulary", "observability", "runtime", "adapters", "runs", "commands", "settings", "versions"},
     "cli": {"commands", "errors", "settings", "versions"},
     "docs": set(),
     "lab": {
@@ -147,7 +147,6 @@ CIRCLES = {  # of folders that import each other, still to be opened; no other m
     frozenset({"adapters.deepspeed", "adapters.deepspeed.replica"}),
     frozenset({"runtime.collectives", "runtime.control", "runtime.movers", "runtime.processes"}),
     frozenset({"runtime.stage", "runtime.worker"}),
-    frozenset({"lab.simulator", "lab.simulator.peers"}),
 }
 
 

@@ -19,9 +19,9 @@ from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_log import StepLog
-from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, measured
 from recycle_plugin.lab.simulator import seeded
 from recycle_plugin.lab.simulator.campaign import REPLAY, run
+from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, measured
 from tests.mistakes import changed
 from tests.support import membership as played
 from tests.support.membership import agree, job, member, said

@@ -17,12 +17,12 @@ from recycle_plugin.core.vocabulary.dataflow import Datum, consumes, pack, provi
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.core.vocabulary.machine_constants import by_name
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Torn, plan_recovery, unfinished
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.planner import arrange, lowered, plan
-from recycle_plugin.core.vocabulary.machine_constants import by_name
 from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
+from recycle_plugin.planner import arrange, lowered, plan
 from tests.support.planned import costs, jobs, policies
 
 SHAPE = Topology(3, 4, 6)

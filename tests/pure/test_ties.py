@@ -13,8 +13,8 @@ from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.recovery_plan import plan_recovery
 from recycle_plugin.core.vocabulary.topology import Topology, tied
-from recycle_plugin.planner import plan
 from recycle_plugin.lab.simulator import predict
+from recycle_plugin.planner import plan
 from tests.support.planned import EXAMPLE, LOST, UNIT
 
 ENDS = replace(EXAMPLE, ties=((0, 3),))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from recycle_plugin import __version__
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 1200  # of a pip call that has to fetch torch
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2 * DEADLINE_S)]
@@ -47,16 +49,16 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def built(checkout: Path, kind: str, out: Path) -> Path:
+def built(folder: Path, kind: str, out: Path) -> Path:
+    out.mkdir()
     code = f"from setuptools.build_meta import build_{kind} as build; build({str(out)!r})"
-    run(sys.executable, "-c", code, cwd=checkout)
+    run(sys.executable, "-c", code, cwd=folder)
     (path,) = out.iterdir()
     return path
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_the_plain_script_trains_where_nothing_else_is_installed(checkout: Path, tmp_path: Path, kind: str) -> None:
-    (tmp_path / "built").mkdir()
     package = built(checkout, kind, tmp_path / "built")
     run(sys.executable, "-m", "venv", "fresh", cwd=tmp_path)
     python = tmp_path / "fresh/bin/python"
@@ -67,3 +69,20 @@ def test_the_plain_script_trains_where_nothing_else_is_installed(checkout: Path,
     (tmp_path / "train.py").write_text(script())
     said = run(python, "-m", "recycle_plugin.launch", "--workers", 4, "train.py", cwd=tmp_path, OMP_NUM_THREADS="1")
     assert "step: 20: loss" in said and "all workers have left after step 20" in said
+    if kind == "wheel":
+        with_the_lab_beside_it(python, checkout, tmp_path)
+
+
+def with_the_lab_beside_it(python: Path, checkout: Path, folder: Path) -> None:
+    """The campaign is there where the lab's own distribution is installed too, and not before."""
+    assert "campaign" not in run(python.with_name("recycle"), "--help", cwd=folder)
+    lab = built(checkout / "recycle_plugin/lab", "wheel", folder / "lab")
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", lab, cwd=folder)
+    assert "nothing was wrong" in run(python.with_name("recycle"), "campaign", "--seed", 3, cwd=folder)
+
+
+def test_the_lab_has_the_version_of_the_package() -> None:
+    text = (ROOT / "recycle_plugin/lab/pyproject.toml").read_text()
+    assert f'version = "{__version__}"' in text and f"recycle_plugin=={__version__}" in text
+    packages = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "recycle_plugin/lab").rglob("*.py")}
+    assert {name.replace("/", ".") for name in packages} == set(re.findall(r'^    "([\w.]+)",$', text, re.MULTILINE))
