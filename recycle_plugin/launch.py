@@ -87,12 +87,12 @@ def placement(command: list[str]) -> str:
 def with_credentials(environment: Mapping[str, str], command: list[str], joins: bool = False) -> dict[str, str]:
     """The environment, with what the config file that the command line names says of how processes know each other: the
     path of the job's secret where that is to be another than on one host (secret_file in
-    runtime/authentication/secret.py), and those of its TLS (tls.py beside it).
+    authentication/secret.py), and those of its TLS (tls.py beside it).
 
     On several hosts the secret may be in the run folder, and who ``joins`` finds it there.
     """
-    from recycle_plugin.runtime.authentication.secret import SETTING
-    from recycle_plugin.runtime.authentication.tls import VARIABLES
+    from recycle_plugin.authentication.secret import SETTING
+    from recycle_plugin.authentication.tls import VARIABLES
 
     ranks = int(environment.get("WORLD_SIZE", "1"))
     several = joins or ranks > int(environment.get("LOCAL_SIZE", ranks))

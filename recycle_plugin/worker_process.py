@@ -28,9 +28,10 @@ from recycle_plugin.core.worker.training_loop import LEAVE
 from recycle_plugin.errors import CutOff, RecycleError
 from recycle_plugin.planner import PlanError
 from recycle_plugin.runtime.control.session import Session, connect_from_environment
-from recycle_plugin.runtime.processes import forked, signal_info
+from recycle_plugin.runtime.processes import signal_info
 from recycle_plugin.runtime.processes.process_end import flush, leave_process
 from recycle_plugin.runtime.processes.spawn import die_with_parent
+from recycle_plugin.runtime.system import forked
 from recycle_plugin.settings.wording import SettingsError
 
 GIVEN_UP = 3  # exit code

@@ -27,13 +27,13 @@ from statistics import median, quantiles
 from typing import NamedTuple
 from unittest.mock import patch
 
+from recycle_plugin.authentication.door import Door
+from recycle_plugin.authentication.handshake import Port, Proved, Seal, Seals, answer, call
+from recycle_plugin.authentication.secret import Secret
+from recycle_plugin.authentication.tls import Tls, TlsFiles
 from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.lab.experiments.bench_scripts import certificate, script
-from recycle_plugin.runtime.authentication.door import Door
-from recycle_plugin.runtime.authentication.handshake import Port, Proved, Seal, Seals, answer, call
-from recycle_plugin.runtime.authentication.secret import Secret
-from recycle_plugin.runtime.authentication.tls import Tls, TlsFiles
 from recycle_plugin.runtime.control import connections
 from recycle_plugin.runtime.control.connections import SocketControl, Way, connect
 from recycle_plugin.runtime.control.coordinator import Coordinator

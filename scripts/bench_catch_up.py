@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.catching_up import CatchingUp
 from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.serving import Serving
 from recycle_plugin.lab.experiments.bench_scripts import script
-from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.catch_up.inlet import TcpInlet
 from recycle_plugin.runtime.catch_up.listener import StateListener
 from recycle_plugin.runtime.catch_up.rate import Rate

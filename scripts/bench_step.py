@@ -31,6 +31,7 @@ from typing import NamedTuple
 import psutil
 
 from recycle_plugin import planner
+from recycle_plugin.authentication.tls import TlsFiles
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
@@ -46,7 +47,6 @@ from recycle_plugin.lab.experiments.bench_scripts import (
 from recycle_plugin.lab.experiments.measurements import WARM_UP, Constants
 from recycle_plugin.lab.simulator import predict
 from recycle_plugin.runs import RunOutcome, TrainingRun
-from recycle_plugin.runtime.authentication.tls import TlsFiles
 
 OVERHEAD, CHANGED, ENCRYPTED, SAVING, GAIN, ERROR = 1.05, 1.02, 1.05, 1.035, 1.15, 0.05
 STARTED = 10  # both runs are past this step before they take turns

@@ -6,13 +6,13 @@ import os
 import socket
 from pathlib import Path
 
+from recycle_plugin.authentication.secret import SecretFile
 from recycle_plugin.core.messages.from_coordinator import Answer, RunFolder
 from recycle_plugin.core.messages.from_operators import Ask
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.errors import NoCredentials
 from recycle_plugin.observability.run_history import EVENTS, RunHistory
 from recycle_plugin.observability.run_summary import end
-from recycle_plugin.runtime.authentication.secret import SecretFile
 from recycle_plugin.runtime.control.connections import SocketControl, Way, connect
 from recycle_plugin.runtime.control.operator_access import OperatorAccess
 

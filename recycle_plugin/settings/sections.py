@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
+from recycle_plugin.authentication.tls import FILES, NoCertificate, Tls, TlsFiles
 from recycle_plugin.core.vocabulary.log_boundaries import at_start
-from recycle_plugin.runtime.authentication.tls import FILES, NoCertificate, Tls, TlsFiles
 from recycle_plugin.settings.field_types import (
     ONE,
     PER_STAGE,

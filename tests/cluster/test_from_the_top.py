@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from recycle_plugin.authentication.secret import AT
 from recycle_plugin.core.messages.from_coordinator import Recorded
 from recycle_plugin.core.messages.from_workers import ALWAYS, Crashed, Fatal, Left, Note, Post, Ready
-from recycle_plugin.runtime.authentication.secret import AT
 from recycle_plugin.runtime.collectives.startup import BOARD
 from tests.support.cluster import ForkServer, Result, Run, WarmLauncher
 from tests.support.coordinator import FakeCoordinator

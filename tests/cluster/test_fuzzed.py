@@ -27,11 +27,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
+from recycle_plugin.authentication.datagrams import SealedDatagrams
+from recycle_plugin.authentication.handshake import ANSWER, MAGIC, NONCE, PROOF, Port, answer, call
+from recycle_plugin.authentication.secret import Secret, SecretFile
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_workers import SupervisorHeartbeat
-from recycle_plugin.runtime.authentication.datagrams import SealedDatagrams
-from recycle_plugin.runtime.authentication.handshake import ANSWER, MAGIC, NONCE, PROOF, Port, answer, call
-from recycle_plugin.runtime.authentication.secret import Secret, SecretFile
 from recycle_plugin.runtime.movers.wire import LANGUAGE, Sender
 from tests.support.cluster import Run
 from tests.support.jobs import WRAPPED, after_step, assert_same_training, difference, held

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from recycle_plugin.authentication.secret import SETTING
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.runs import environment, free_port
-from recycle_plugin.runtime.authentication.secret import SETTING
 from tests.support.hosts import HostsRun
 from tests.support.jobs import STEPS, WRAPPED, after_step, assert_one_line, assert_same_training, hold
 from tests.support.launching import launching

@@ -12,9 +12,9 @@ import sys
 import psutil
 import pytest
 
+from recycle_plugin.authentication.secret import AT, SecretFile
 from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.runs import MARK, environment
-from recycle_plugin.runtime.authentication.secret import AT, SecretFile
 from tests.support.cluster import ROOT
 from tests.support.jobs import (
     LOSS_TOLERANCE,

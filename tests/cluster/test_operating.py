@@ -13,8 +13,8 @@ from functools import partial
 import psutil
 import pytest
 
+from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.cli import main
-from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.control.operator_access import FILE, OperatorAccess
 from tests.support.cluster import Run
 from tests.support.hosts import HostsRun

@@ -21,11 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from recycle_plugin.authentication.secret import SecretFile
 from recycle_plugin.core.messages.encoding import HEAD, encode
 from recycle_plugin.core.messages.from_workers import SupervisorHeartbeat
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch
-from recycle_plugin.runtime.authentication.secret import SecretFile
 from recycle_plugin.runtime.movers.wire import LANGUAGE, Header, Sender
 from tests.support.cluster import POLL_S, Run
 from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training, faults, held, hold

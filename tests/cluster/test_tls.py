@@ -12,9 +12,9 @@ from contextlib import suppress
 
 import pytest
 
+from recycle_plugin.authentication.handshake import MAGIC
 from recycle_plugin.cli import main
 from recycle_plugin.runs import environment, free_port
-from recycle_plugin.runtime.authentication.handshake import MAGIC
 from tests.support.certificates import authority, files
 from tests.support.cluster import Run
 from tests.support.jobs import WRAPPED, difference, faults, held

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from wrappers import inside
 
 from recycle_plugin.core.vocabulary.instruction import Instruction
-from recycle_plugin.runtime.stage.operations import Operations
+from recycle_plugin.runtime.worker.operations import Operations
 from recycle_plugin.runtime.worker.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]

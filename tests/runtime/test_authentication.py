@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin.launch import with_credentials
-from recycle_plugin.runtime.authentication import door as door_module
-from recycle_plugin.runtime.authentication.door import ADDRESSES, UNPROVED, Door
-from recycle_plugin.runtime.authentication.handshake import (
+from recycle_plugin.authentication import door as door_module
+from recycle_plugin.authentication.door import ADDRESSES, UNPROVED, Door
+from recycle_plugin.authentication.handshake import (
     MAGIC,
     NONCE,
     PROOF,
@@ -29,8 +28,9 @@ from recycle_plugin.runtime.authentication.handshake import (
     answer,
     call,
 )
-from recycle_plugin.runtime.authentication.secret import SETTING, NoSecret, NotThere, Secret, SecretFile, check_heeded
-from recycle_plugin.runtime.authentication.tls import VARIABLES
+from recycle_plugin.authentication.secret import SETTING, NoSecret, NotThere, Secret, SecretFile, check_heeded
+from recycle_plugin.authentication.tls import VARIABLES
+from recycle_plugin.launch import with_credentials
 from tests.support.secret import SECRET
 
 PATIENCE_S = 30.0

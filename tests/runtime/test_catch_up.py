@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from recycle_plugin.authentication.handshake import Port, Seal, Seals, call
 from recycle_plugin.core.messages.from_workers import Note
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Item, Marker, Sums, Unit
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.authentication.handshake import Port, Seal, Seals, call
 from recycle_plugin.runtime.catch_up import inlet as inlet_module
 from recycle_plugin.runtime.catch_up import outlet as outlet_module
 from recycle_plugin.runtime.catch_up.inlet import TcpInlet

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from recycle_plugin.authentication.handshake import Port
+from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LIMIT, MAGIC, encode
 from recycle_plugin.core.messages.from_coordinator import Lease, Over, Placed
 from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Note
-from recycle_plugin.runtime.authentication.handshake import Port
-from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.control import connections
 from recycle_plugin.runtime.control.connections import Control, Disconnected, InProcess, SocketControl, connect
 from recycle_plugin.runtime.control.in_loop import InLoop

@@ -11,6 +11,8 @@ from math import inf
 
 import pytest
 
+from recycle_plugin.authentication.handshake import Port, Stranger, call
+from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_coordinator import (
     Answer,
@@ -37,13 +39,11 @@ from recycle_plugin.core.messages.from_workers import (
     Through,
 )
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.runtime.authentication.handshake import Port, Stranger, call
-from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.control.connections import SocketControl, Way, connect
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatSender
-from recycle_plugin.runtime.processes.accepting import PAUSE_S
+from recycle_plugin.runtime.system.accepting import PAUSE_S
 from tests.support.descriptors import none_left
 from tests.support.membership import job, member
 from tests.support.replaying import logging

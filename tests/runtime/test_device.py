@@ -23,10 +23,10 @@ from recycle_plugin.runtime.devices.host import CPU, LARGE, Cpu, There
 from recycle_plugin.runtime.devices.kinds import device_of, fetch
 from recycle_plugin.runtime.movers.batches import packed, unpacked
 from recycle_plugin.runtime.movers.tcp import Transport
-from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.stage.randomness import keyed, keyed_torch
 from recycle_plugin.runtime.state.stage_state import raw
 from recycle_plugin.runtime.worker.machine import TorchMachine
+from recycle_plugin.runtime.worker.operations import Operations
 from recycle_plugin.runtime.worker.tiers import AsMade, Host
 from tests.support.coordinator import NO_STATE, generation
 from tests.support.device_port import *  # noqa: F403  tests

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import pytest
 
+from recycle_plugin.authentication.handshake import ANSWER, MAGIC, NONCE, Port
 from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LIMIT, Language
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.runtime.authentication.handshake import ANSWER, MAGIC, NONCE, Port
 from recycle_plugin.runtime.catch_up import listener
 from recycle_plugin.runtime.catch_up import wire as state
 from recycle_plugin.runtime.catch_up.listener import StateListener

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from recycle_plugin.authentication.secret import SETTING
 from recycle_plugin.core.coordinator import restarts
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
 from recycle_plugin.core.messages.from_operators import AskAdmit, AskLeave
@@ -24,7 +25,6 @@ from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.launch import Join
 from recycle_plugin.runs import free_port
-from recycle_plugin.runtime.authentication.secret import SETTING
 from recycle_plugin.runtime.control import connections
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.processes import supervisor

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from recycle_plugin.authentication.handshake import Port
 from recycle_plugin.core.messages.from_coordinator import LogsAt
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.authentication.handshake import Port
 from recycle_plugin.runtime.log import served
 from recycle_plugin.runtime.log.reader import LogReader
 from recycle_plugin.runtime.log.served import (

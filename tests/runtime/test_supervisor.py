@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from recycle_plugin.authentication.handshake import Port, answer_in_loop
+from recycle_plugin.authentication.secret import SETTING
 from recycle_plugin.core.messages.from_coordinator import Fence, Lease, Over, Restart, Stay, Welcome
 from recycle_plugin.core.messages.from_workers import Exited, Hello, SupervisorHeartbeat, Terminate
 from recycle_plugin.runs import free_port
-from recycle_plugin.runtime.authentication.handshake import Port, answer_in_loop
-from recycle_plugin.runtime.authentication.secret import SETTING
 from recycle_plugin.runtime.control.connections import SocketControl
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.processes import supervisor, worker_keeper

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from recycle_plugin.authentication.datagrams import WINDOW, SealedDatagrams
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_workers import Hello, SupervisorHeartbeat
-from recycle_plugin.runtime.authentication.datagrams import WINDOW, SealedDatagrams
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatListener
 
 KEY = b"of a connection of the supervisor of rank 3"

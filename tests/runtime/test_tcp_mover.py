@@ -17,6 +17,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from recycle_plugin.authentication.handshake import Port, Seals, call
 from recycle_plugin.core.messages.encoding import HEAD
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Committed, Generation, Recorded
 from recycle_plugin.core.messages.from_workers import Missing, Note
@@ -27,14 +28,13 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import WaitTimeout
-from recycle_plugin.runtime.authentication.handshake import Port, Seals, call
 from recycle_plugin.runtime.devices.host import CPU, There
 from recycle_plugin.runtime.movers import outbox, tcp
 from recycle_plugin.runtime.movers.tcp import Transport
 from recycle_plugin.runtime.movers.wire import LANGUAGE, Header, Sender
-from recycle_plugin.runtime.processes.accepting import PAUSE_S
-from recycle_plugin.runtime.stage.operations import Operations
+from recycle_plugin.runtime.system.accepting import PAUSE_S
 from recycle_plugin.runtime.worker.machine import TorchMachine
+from recycle_plugin.runtime.worker.operations import Operations
 from recycle_plugin.runtime.worker.tiers import Host
 from tests.support.coordinator import NO_STATE, generation
 from tests.support.descriptors import none_left

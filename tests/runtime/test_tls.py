@@ -12,15 +12,15 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
+from recycle_plugin.authentication import handshake
+from recycle_plugin.authentication.handshake import ALIKE, SIGNED, Port, Proved, Stranger, answer, call
+from recycle_plugin.authentication.secret import SETTING, Secret
+from recycle_plugin.authentication.tls import Tls, TlsFailure
+from recycle_plugin.authentication.tls_socket import PIECE, TlsSocket
 from recycle_plugin.core.messages.from_coordinator import LogsAt
 from recycle_plugin.core.messages.from_workers import Note
 from recycle_plugin.core.vocabulary.state_stream import Asked
 from recycle_plugin.errors import NoCredentials
-from recycle_plugin.runtime.authentication import handshake
-from recycle_plugin.runtime.authentication.handshake import ALIKE, SIGNED, Port, Proved, Stranger, answer, call
-from recycle_plugin.runtime.authentication.secret import SETTING, Secret
-from recycle_plugin.runtime.authentication.tls import Tls, TlsFailure
-from recycle_plugin.runtime.authentication.tls_socket import PIECE, TlsSocket
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.devices.host import CPU, There
 from recycle_plugin.runtime.log.served import token_of

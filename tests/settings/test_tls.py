@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from recycle_plugin.authentication.tls import VARIABLES, Tls, TlsFiles
 from recycle_plugin.errors import NoCredentials
-from recycle_plugin.runtime.authentication.tls import VARIABLES, Tls, TlsFiles
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SettingsError
 from tests.support.certificates import authority, encrypted, files, weak

@@ -19,9 +19,9 @@ from recycle_plugin.runtime.devices.accelerator import Accelerator, StreamEvent
 from recycle_plugin.runtime.devices.host import There
 from recycle_plugin.runtime.devices.pinned import PinnedMemory
 from recycle_plugin.runtime.stage import randomness
+from recycle_plugin.runtime.stage.ports import StageModel
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.stage.stage import LoadedBatch, Stage
-from recycle_plugin.runtime.worker.ports import StageModel
 
 WAIT_S = 30.0
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin.runtime.authentication.secret import Secret
-from recycle_plugin.runtime.authentication.tls import Tls, TlsFiles
+from recycle_plugin.authentication.secret import Secret
+from recycle_plugin.authentication.tls import Tls, TlsFiles
 from tests.support.secret import SHARED
 
 NEW = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
+from recycle_plugin.authentication.handshake import Port
 from recycle_plugin.core.coordinator.boards import Boards
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import Generation, Welcome
 from recycle_plugin.core.messages.from_workers import Hello, Post, ReadBoard, WantResult
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
-from recycle_plugin.runtime.authentication.handshake import Port
 from recycle_plugin.runtime.control.connections import Control, InProcess, SocketControl
 from recycle_plugin.runtime.control.session import Session
 from tests.support.secret import SECRET, answered

@@ -20,8 +20,8 @@ from typing import TextIO, TypeVar
 import psutil
 
 import recycle_plugin.launch
+from recycle_plugin.authentication.secret import SETTING
 from recycle_plugin.runs import environment
-from recycle_plugin.runtime.authentication.secret import SETTING
 from tests.support.cluster import DEEPSPEED, POLL_S, ROOT, ForkServer, Run, WarmLauncher
 from tests.support.launchers import install
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 
-from recycle_plugin.runtime.authentication.handshake import HANDSHAKE_S, Port, Proved, answer, call
-from recycle_plugin.runtime.authentication.secret import Secret, write_own
+from recycle_plugin.authentication.handshake import HANDSHAKE_S, Port, Proved, answer, call
+from recycle_plugin.authentication.secret import Secret, write_own
 from recycle_plugin.runtime.control.connections import Way
 
 SHARED = "a secret that all tests know, and nobody else"

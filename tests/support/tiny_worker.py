@@ -14,10 +14,10 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 
+from recycle_plugin.authentication.secret import SecretFile
 from recycle_plugin.core.messages.from_coordinator import End, Generation, Welcome
 from recycle_plugin.core.messages.from_workers import Hello, Left, Ready, SurvivorReport
 from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.runtime.authentication.secret import SecretFile
 from recycle_plugin.runtime.control.connections import Way, connect
 from recycle_plugin.runtime.processes import signal_info
 from recycle_plugin.runtime.processes.spawn import die_with_parent

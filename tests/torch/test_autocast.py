@@ -16,8 +16,8 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.runtime.devices.host import CPU
+from recycle_plugin.runtime.stage.ports import StageModel
 from recycle_plugin.runtime.stage.stage import Stage
-from recycle_plugin.runtime.worker.ports import StageModel
 from recycle_plugin.settings.schema import Settings
 from tests.support.stored_stage import StoredStage
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from recycle_plugin.runtime.worker.ports import described
+from recycle_plugin.runtime.stage.ports import described
 
 
 class Model(nn.Module):

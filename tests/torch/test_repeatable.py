@@ -16,9 +16,9 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.stage.block_sums import BlockSums
+from recycle_plugin.runtime.stage.ports import StageModel
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.stage.stage import Stage
-from recycle_plugin.runtime.worker.ports import StageModel
 from tests.support.stored_stage import StoredStage
 
 KEY = 1, MicroBatch(0, 0)

@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.host import CPU
+from recycle_plugin.runtime.stage.ports import StageModel
 from recycle_plugin.runtime.stage.randomness import key as random_key
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage.stage import Stage
-from recycle_plugin.runtime.worker.ports import StageModel
 from tests.support.stored_stage import StoredStage
 
 WIDTH, MICRO_BATCHES, STEP = 6, 3, 2

@@ -29,10 +29,10 @@ from recycle_plugin.runtime.devices.host import CPU, There
 from recycle_plugin.runtime.movers.shares import SentWeights, carried, word_of
 from recycle_plugin.runtime.stage.block_sums import ALONE, BlockSums
 from recycle_plugin.runtime.stage.gradients import Contributions
+from recycle_plugin.runtime.stage.ports import MadeStage, StageModel
 from recycle_plugin.runtime.stage.randomness import key, keyed, keyed_torch
 from recycle_plugin.runtime.state.surroundings import layers_digest
 from recycle_plugin.runtime.worker.helping import HelpedStage, Helping, HowToMake
-from recycle_plugin.runtime.worker.ports import MadeStage, StageModel
 
 SHAPE, WIDTH = Topology(1, 3, 4), 6
 BACK, ME = WorkerId(1, 1), WorkerId(2)

@@ -36,8 +36,8 @@ from recycle_plugin.errors import NotSaved, RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import HOST
 from recycle_plugin.runtime.devices.kinds import fetch
+from recycle_plugin.runtime.stage.ports import Reach, Scaler
 from recycle_plugin.runtime.state.stage_state import StageState
-from recycle_plugin.runtime.worker.ports import Reach, Scaler
 
 STOCKS = frozenset(("optimizer", "scheduler", "counters"))  # small parts that stock's files have
 SCALE = frozenset(("loss_scale",))  # in fp16 they have it too
@@ -46,7 +46,7 @@ FOLLOWING = frozenset(("places",))  # small parts that the step and the batch si
 
 @dataclass(frozen=True)
 class EngineFiles:
-    """What a worker writes and reads of a checkpoint (runtime/worker/ports.py), by stock code of ``engine`` and beside
+    """What a worker writes and reads of a checkpoint (runtime/stage/ports.py), by stock code of ``engine`` and beside
     it.
 
     ``parts``: files of the optimizer's state, where it is not in stock's model file; ``scaler``: its state has to be in

@@ -41,9 +41,9 @@ from recycle_plugin.runtime.devices.kinds import device_of, put
 from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.movers.batches import packed
 from recycle_plugin.runtime.stage.masters import Masters
+from recycle_plugin.runtime.stage.ports import Framework, MadeStage, Scaler, Source, StageModel, trained
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
 from recycle_plugin.runtime.worker.data import DatasetSource
-from recycle_plugin.runtime.worker.ports import Framework, MadeStage, Scaler, Source, StageModel, trained
 from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.settings.schema import Settings
 

@@ -13,9 +13,9 @@ from torch.utils.data import DistributedSampler
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.iterator_draws import Ended
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.stage.ports import Source
 from recycle_plugin.runtime.worker.data import DatasetSource
 from recycle_plugin.runtime.worker.feed import Feed
-from recycle_plugin.runtime.worker.ports import Source
 
 
 class Repeating:
@@ -115,7 +115,7 @@ class Feeding:
         self._feed.go_on()
 
     def next_batch(self, what: str) -> tuple[Any, Any]:
-        """Read inputs and labels from the script's iterator (runtime/worker/ports.py); raises Ended where it has given
+        """Read inputs and labels from the script's iterator (runtime/stage/ports.py); raises Ended where it has given
         all that it has.
         """
         try:

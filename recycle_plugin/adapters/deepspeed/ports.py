@@ -1,4 +1,4 @@
-"""DeepSpeed's side of what a worker's step needs (runtime/worker/ports.py): buckets, step, norm in fp32, loss
+"""DeepSpeed's side of what a worker's step needs (runtime/stage/ports.py): buckets, step, norm in fp32, loss
 scaler.
 """
 
@@ -15,12 +15,12 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from recycle_plugin.runtime.stage.clipping import squared_norm
+from recycle_plugin.runtime.stage.ports import Parameters, Scaler
 from recycle_plugin.runtime.state.stage_state import StatePart
-from recycle_plugin.runtime.worker.ports import Parameters, Scaler
 
 
 class StockBuckets:
-    """Sums gradients by the functions of a DeepSpeed ``engine``; the interface is runtime/worker/ports.py's."""
+    """Sums gradients by the functions of a DeepSpeed ``engine``; the interface is runtime/stage/ports.py's."""
 
     limit = MEMORY_OPT_ALLREDUCE_SIZE
 

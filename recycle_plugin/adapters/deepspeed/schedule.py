@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe import schedule as stock
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
 from recycle_plugin.core.worker.training_loop import StepProgram
 from recycle_plugin.core.worker.worker import Worker
-from recycle_plugin.runtime.stage.operations import Operations
+from recycle_plugin.runtime.worker.operations import Operations
 
 NAMES = {
     Op.LOAD: "Load",

@@ -16,15 +16,15 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import HOST
+from recycle_plugin.runtime.stage.ports import Reach
 from recycle_plugin.runtime.state.stage_state import StageState
-from recycle_plugin.runtime.worker.ports import Reach
 
 WHOLE = frozenset(("step", "stages", "kinds", "layers", "small", "tensors"))  # what each file has
 
 
 @dataclass(frozen=True)
 class StageFiles:
-    """Writes and reads the file of one worker's stage, whose layers are in ``module`` (runtime/worker/ports.py).
+    """Writes and reads the file of one worker's stage, whose layers are in ``module`` (runtime/stage/ports.py).
 
     ``kinds``: the names of the classes of what else has a state, which says nothing to others; ``shards``: workers that
     hold a seat together, each of which has a file of its own, and which of them this one is.

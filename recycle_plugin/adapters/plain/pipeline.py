@@ -21,9 +21,9 @@ from recycle_plugin.runtime.collectives.place import meet
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.devices.kinds import own_device
 from recycle_plugin.runtime.movers.batches import packed
+from recycle_plugin.runtime.stage.ports import Source
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.worker.data import DatasetSource
-from recycle_plugin.runtime.worker.ports import Source
 from recycle_plugin.settings.schema import Settings
 
 Layer = Callable[[], nn.Module] | nn.Module

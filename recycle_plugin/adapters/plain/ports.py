@@ -1,4 +1,4 @@
-"""What plain torch lends the trainer (runtime/worker/ports.py): its optimizer's step."""
+"""What plain torch lends the trainer (runtime/stage/ports.py): its optimizer's step."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, 
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.place import meet
-from recycle_plugin.runtime.worker.ports import Compute
+from recycle_plugin.runtime.stage.ports import Compute
 
 
 class Replicas(PlainJob):

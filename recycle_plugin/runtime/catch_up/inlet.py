@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from recycle_plugin.authentication.handshake import Port, Seal, Seals, call
+from recycle_plugin.authentication.secret import Secret
+from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.vocabulary.state_stream import Asked, Item
-from recycle_plugin.runtime.authentication.handshake import Port, Seal, Seals, call
-from recycle_plugin.runtime.authentication.secret import Secret
-from recycle_plugin.runtime.authentication.tls_socket import Connection
 from recycle_plugin.runtime.catch_up.wire import (
     CHUNK_BYTES,
     DTYPES,
@@ -33,7 +33,7 @@ from recycle_plugin.runtime.catch_up.wire import (
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.movers.wire import Nonsense, end, fill, raw
-from recycle_plugin.runtime.processes import forked
+from recycle_plugin.runtime.system import forked
 
 CONNECT_S = 10.0  # how long the source may take to answer
 ROOM = 256 << 20  # bytes that may wait to be taken in; beyond, the source's sending thread waits

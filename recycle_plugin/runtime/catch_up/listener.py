@@ -12,19 +12,19 @@ from collections.abc import Collection
 
 import psutil
 
+from recycle_plugin.authentication.door import Door
+from recycle_plugin.authentication.handshake import Port, Proved
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.authentication.door import Door
-from recycle_plugin.runtime.authentication.handshake import Port, Proved
 from recycle_plugin.runtime.catch_up.outlet import TcpOutlet, damaged_chunks
 from recycle_plugin.runtime.catch_up.rate import Rate
 from recycle_plugin.runtime.catch_up.served import Served
 from recycle_plugin.runtime.catch_up.wire import LONGEST_HELLO, Arrival, receive
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.wire import Nonsense, end, listening_at
-from recycle_plugin.runtime.processes import forked
-from recycle_plugin.runtime.processes.accepting import Refusals
+from recycle_plugin.runtime.system import forked
+from recycle_plugin.runtime.system.accepting import Refusals
 
 HELLO_S = 10.0  # how long who has connected may take to say who it is
 END_S = 1.0  # how long the listener's thread may take to end

@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 
+from recycle_plugin.authentication.handshake import Seals
+from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Item, Marker, Sums, Unit
-from recycle_plugin.runtime.authentication.handshake import Seals
-from recycle_plugin.runtime.authentication.tls_socket import Connection
 from recycle_plugin.runtime.catch_up.rate import Rate
 from recycle_plugin.runtime.catch_up.served import Served
 from recycle_plugin.runtime.catch_up.wire import Begin, Chunk, begun, chunks, digest, frame, mark, taken

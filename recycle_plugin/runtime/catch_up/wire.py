@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from recycle_plugin.authentication.handshake import SEAL, Seal
+from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.messages.encoding import HEAD, LIMIT, Language
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Handed, Head, Item, Marker, Sums, Unit
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
-from recycle_plugin.runtime.authentication.handshake import SEAL, Seal
-from recycle_plugin.runtime.authentication.tls_socket import Connection
 from recycle_plugin.runtime.movers.wire import DTYPES, UNSEALED, Nonsense, exactly
 from recycle_plugin.runtime.state.stage_state import pieces
 from recycle_plugin.runtime.state.units import UnitValue

@@ -32,7 +32,7 @@ from recycle_plugin.runtime.collectives.link import (
     Send,
 )
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.processes import forked
+from recycle_plugin.runtime.system import forked
 
 SO_ATTACH_FILTER = 26  # Linux's, for which Python has no name
 DROP_ALL = struct.pack(

@@ -17,13 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from recycle_plugin.authentication.datagrams import SealedDatagrams
+from recycle_plugin.authentication.handshake import SEAL, Port, Proved, Seals, Stranger, call
+from recycle_plugin.authentication.secret import Known, NoSecret, NotThere
+from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.messages.encoding import LIMIT, Frames, encode
 from recycle_plugin.core.messages.typed import Unreadable
-from recycle_plugin.runtime.authentication.datagrams import SealedDatagrams
-from recycle_plugin.runtime.authentication.handshake import SEAL, Port, Proved, Seals, Stranger, call
-from recycle_plugin.runtime.authentication.secret import Known, NoSecret, NotThere
-from recycle_plugin.runtime.authentication.tls_socket import Connection
-from recycle_plugin.runtime.processes import forked
+from recycle_plugin.runtime.system import forked
 
 RETRY_S = 0.05  # between two attempts to connect
 ATTEMPT_S = 5.0  # one of them

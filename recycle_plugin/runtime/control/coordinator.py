@@ -14,6 +14,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from recycle_plugin.authentication.door import Door
+from recycle_plugin.authentication.handshake import Port
+from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import (
     SUPERVISORS,
@@ -52,9 +55,6 @@ from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.placement import spread
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.runtime.authentication.door import Door
-from recycle_plugin.runtime.authentication.handshake import Port
-from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.control.connections import Control, InProcess
 from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.in_loop import InLoop

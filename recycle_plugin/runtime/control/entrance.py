@@ -6,9 +6,9 @@ import asyncio
 import socket
 from collections.abc import Callable, Coroutine
 
-from recycle_plugin.runtime.authentication.door import Door
+from recycle_plugin.authentication.door import Door
 from recycle_plugin.runtime.control.connections import SocketControl
-from recycle_plugin.runtime.processes.accepting import Refusals
+from recycle_plugin.runtime.system.accepting import Refusals
 
 BACKLOG = 4096
 

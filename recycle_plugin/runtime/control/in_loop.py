@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from recycle_plugin.runtime.authentication.datagrams import SealedDatagrams
-from recycle_plugin.runtime.authentication.handshake import Stranger
+from recycle_plugin.authentication.datagrams import SealedDatagrams
+from recycle_plugin.authentication.handshake import Stranger
 from recycle_plugin.runtime.control.connections import ATTEMPT_S, Control, Disconnected, Way, connect
 
 

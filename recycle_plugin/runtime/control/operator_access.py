@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from recycle_plugin.runtime.authentication.secret import Secret, write_own
-from recycle_plugin.runtime.authentication.tls import Tls, TlsFiles
+from recycle_plugin.authentication.secret import Secret, write_own
+from recycle_plugin.authentication.tls import Tls, TlsFiles
 
 FILE = "operator.json"
 

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from recycle_plugin.authentication.secret import AT, Secret, SecretFile
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_coordinator import Fence, Generation, Lease, Posted, Welcome
 from recycle_plugin.core.messages.from_workers import (
@@ -33,15 +34,12 @@ from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import CutOff, RecycleError, WaitTimeout
-from recycle_plugin.runtime.authentication.secret import AT, Secret, SecretFile
 from recycle_plugin.runtime.control.boards import Boards
 from recycle_plugin.runtime.control.connections import Control, Way, connect
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
 
 if TYPE_CHECKING:  # it takes torch, which the script imports when it likes
     from torch.distributed import ProcessGroup
-
-    from recycle_plugin.runtime.collectives.startup import Startup
 
 T = TypeVar("T")
 CONNECT_S = 60.0  # how long the coordinator may take to answer
@@ -111,7 +109,7 @@ class Session(ControlView):
         self.at_end: Callable[[], None] = lambda: None
         self.trains = False
         self.idle: Callable[..., bool | None] = lambda waiting: None
-        self.startup: Startup | None = None
+        self.startup: Any = None  # collectives' Startup, which stands above
         self.seat_group: ProcessGroup | None = None
         self.pushed = False
         self.heartbeats = Heartbeats(rank, self.send)
@@ -195,7 +193,7 @@ class Session(ControlView):
     # --- forks of this process -----------------------------------------------------------------------
 
     def cut_off(self) -> None:
-        """Mark this process as a fork of the worker (runtime/processes/forked.py): nothing is said, awaited or waited
+        """Mark this process as a fork of the worker (runtime/system/forked.py): nothing is said, awaited or waited
         for in the worker's name.
         """
         self.forked, self.changed = True, threading.Condition()

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from recycle_plugin.authentication.datagrams import DatagramDoor, SealedDatagrams
+from recycle_plugin.authentication.handshake import Stranger
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_workers import Hello, SupervisorHeartbeat
-from recycle_plugin.runtime.authentication.datagrams import DatagramDoor, SealedDatagrams
-from recycle_plugin.runtime.authentication.handshake import Stranger
 
 Take = Callable[[Hello, SupervisorHeartbeat, tuple], None]
 Refuse = Callable[[tuple, OSError | str], None]

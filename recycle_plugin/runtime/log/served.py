@@ -1,7 +1,7 @@
 """What is said on a line between who serves the segments of a folder and who reads them there.
 
 The first message says of which run and folder; each answer is one message, and behind a :class:`Piece` its bytes.
-Every message is sealed (runtime/authentication/handshake.py).  A segment's bytes are not: its records have CRCs, by
+Every message is sealed (authentication/handshake.py).  A segment's bytes are not: its records have CRCs, by
 which whoever reads them finds what is damaged.
 """
 
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from recycle_plugin.authentication.handshake import SEAL, Seals
+from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.messages.encoding import HEAD, LIMIT, Language
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.folders import refusal
-from recycle_plugin.runtime.authentication.handshake import SEAL, Seals
-from recycle_plugin.runtime.authentication.tls_socket import Connection
 
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20  # at most, of a segment at once

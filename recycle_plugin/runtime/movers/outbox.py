@@ -9,15 +9,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from recycle_plugin.authentication.handshake import Port, Seal, call
+from recycle_plugin.authentication.secret import Secret
+from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.authentication.handshake import Port, Seal, call
-from recycle_plugin.runtime.authentication.secret import Secret
-from recycle_plugin.runtime.authentication.tls_socket import Connection
 from recycle_plugin.runtime.devices.port import Copy
 from recycle_plugin.runtime.movers.wire import LANGUAGE, Header, Sender, end, raw
-from recycle_plugin.runtime.processes import forked
-from recycle_plugin.runtime.processes.accepting import NO_ROOM, PAUSE_S
+from recycle_plugin.runtime.system import forked
+from recycle_plugin.runtime.system.accepting import NO_ROOM, PAUSE_S
 
 CONNECT_S = 10.0  # how long a peer's listener may take to be reached
 HELLO_S = 60.0  # how long the peer may take to say who it is: it may be stopped for a while

@@ -19,19 +19,19 @@ from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
+from recycle_plugin.authentication.door import Door
+from recycle_plugin.authentication.handshake import Port, Seal
+from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.messages.from_workers import Missing
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.authentication.door import Door
-from recycle_plugin.runtime.authentication.handshake import Port, Seal
-from recycle_plugin.runtime.authentication.tls_socket import Connection
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import Copy, Device, Tensors
 from recycle_plugin.runtime.movers.mover import OF_REPLAYS
 from recycle_plugin.runtime.movers.outbox import CONNECT_S, HELLO_S, Identity, Message, Outbox
 from recycle_plugin.runtime.movers.wire import DTYPES, Header, Nonsense, Sender, end, fill, listening_at, raw, receive
-from recycle_plugin.runtime.processes import forked
-from recycle_plugin.runtime.processes.accepting import NO_ROOM, Refusals
+from recycle_plugin.runtime.system import forked
+from recycle_plugin.runtime.system.accepting import NO_ROOM, Refusals
 
 DEATH_S = 1.0  # how long the news may take that a peer whose connection broke is dead
 LINGER_S = 1.0  # how long what live peers still have to get may take

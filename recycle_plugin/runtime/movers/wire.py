@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import torch
 
+from recycle_plugin.authentication.handshake import SEAL, Seal
+from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.messages.encoding import HEAD, Language
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.core.vocabulary.dataflow import Datum
-from recycle_plugin.runtime.authentication.handshake import SEAL, Seal
-from recycle_plugin.runtime.authentication.tls_socket import Connection
 
 T = TypeVar("T")
 LONGEST_HEADER = 1 << 20  # bytes; what says more is none of ours

@@ -32,8 +32,8 @@ from pathlib import Path
 from recycle_plugin.core.messages.encoding import HEAD
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.runtime.processes import signal_info
-from recycle_plugin.runtime.processes.accepting import Refusals
 from recycle_plugin.runtime.processes.spawn import LANGUAGE, STOPPED, Request, die_with_parent, socket_name, user_of
+from recycle_plugin.runtime.system.accepting import Refusals
 
 REQUEST_S = 10.0  # how long who has connected may take to say what it wants
 BACKLOG = 64

@@ -14,10 +14,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from recycle_plugin.authentication.door import Door, Say
+from recycle_plugin.authentication.handshake import Port
+from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.authentication.door import Door, Say
-from recycle_plugin.runtime.authentication.handshake import Port
-from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.log import served
 from recycle_plugin.runtime.log.segment import Damaged, files, head
 from recycle_plugin.runtime.log.served import (
@@ -32,7 +32,7 @@ from recycle_plugin.runtime.log.served import (
     Refusal,
     Want,
 )
-from recycle_plugin.runtime.processes.accepting import Refusals
+from recycle_plugin.runtime.system.accepting import Refusals
 
 HELLO_S = 10.0  # how long who has connected may take to say what it wants
 IDLE_S = 60.0  # how long a line may be used for nothing

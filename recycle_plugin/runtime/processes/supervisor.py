@@ -23,6 +23,9 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
+from recycle_plugin.authentication.datagrams import SealedDatagrams
+from recycle_plugin.authentication.handshake import Stranger
+from recycle_plugin.authentication.secret import AT, NoSecret, SecretFile
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.messages.from_coordinator import (
     Fence,
@@ -50,9 +53,6 @@ from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.errors import CutOff, NoCredentials, RecycleError
 from recycle_plugin.observability.console import Announcer
 from recycle_plugin.observability.exporter import Exporter
-from recycle_plugin.runtime.authentication.datagrams import SealedDatagrams
-from recycle_plugin.runtime.authentication.handshake import Stranger
-from recycle_plugin.runtime.authentication.secret import AT, NoSecret, SecretFile
 from recycle_plugin.runtime.control.claims import Claims
 from recycle_plugin.runtime.control.connections import InProcess, Way
 from recycle_plugin.runtime.control.coordinator import Coordinator

@@ -13,7 +13,7 @@ BUCKET = 500_000_000  # numbers
 
 
 class MeanBuckets:
-    """Averages gradients over ``group``, whose size is the logical number of replicas (runtime/worker/ports.py)."""
+    """Averages gradients over ``group``, whose size is the logical number of replicas (runtime/stage/ports.py)."""
 
     limit = BUCKET
     averages = True

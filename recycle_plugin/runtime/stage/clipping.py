@@ -14,7 +14,7 @@ import torch
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.devices.kinds import fetch
-from recycle_plugin.runtime.worker.ports import Norm, Parameters
+from recycle_plugin.runtime.stage.ports import Norm, Parameters
 
 
 class Clipping:

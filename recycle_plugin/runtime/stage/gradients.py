@@ -25,8 +25,8 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.port import COPY_S, Device
 from recycle_plugin.runtime.movers.shares import Sums
 from recycle_plugin.runtime.stage.block_sums import ALONE, BlockSums, in_place_of
+from recycle_plugin.runtime.stage.ports import Buckets, Parameters
 from recycle_plugin.runtime.stage.tied import TiedWeight
-from recycle_plugin.runtime.worker.ports import Buckets, Parameters
 
 READ_ONLY = (
     torch.optim.Adam,

@@ -40,9 +40,9 @@ from recycle_plugin.runtime.stage.boundary import (
 )
 from recycle_plugin.runtime.stage.inner_gradients import InnerGradients, engine_runs
 from recycle_plugin.runtime.stage.masters import Masters
+from recycle_plugin.runtime.stage.ports import StageModel
 from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, check_unchanged
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights, PendingWeights, resting_hooks
-from recycle_plugin.runtime.worker.ports import StageModel
 
 Key = tuple[int, MicroBatch]  # step, micro-batch
 

@@ -10,13 +10,13 @@ import torch
 
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.runtime.stage.gradients import Gradients
+from recycle_plugin.runtime.stage.ports import Framework
+from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.contents import Surrounding, Telling, refusals
 from recycle_plugin.runtime.state.putting import Putting
 from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, of_parameters
 from recycle_plugin.runtime.state.units import Units
-from recycle_plugin.runtime.worker.ports import Framework
-from recycle_plugin.runtime.worker.pushed_stage import PushedStage
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 

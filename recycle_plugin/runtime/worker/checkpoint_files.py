@@ -19,8 +19,8 @@ from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.stage.ports import Reach
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
-from recycle_plugin.runtime.worker.ports import Reach
 
 UNFINISHED = ".incomplete-"
 # after which nobody writes to what another job has left: each file is minutes' work, and all are written at once

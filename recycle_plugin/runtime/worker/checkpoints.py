@@ -13,13 +13,13 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.stage.ports import Checkpoints, Reach
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.worker import iterator_places
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.checkpoint_files import Saving
 from recycle_plugin.runtime.worker.log_choice import LogChoice
-from recycle_plugin.runtime.worker.ports import Checkpoints, Reach
 from recycle_plugin.settings.schema import Settings
 
 

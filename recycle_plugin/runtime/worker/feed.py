@@ -17,9 +17,9 @@ from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
+from recycle_plugin.runtime.stage.ports import Source
 from recycle_plugin.runtime.worker import iterator_places
 from recycle_plugin.runtime.worker.data import ScriptsIterator
-from recycle_plugin.runtime.worker.ports import Source
 
 
 class Feed:

@@ -30,11 +30,11 @@ from recycle_plugin.runtime.devices.port import COPY_S
 from recycle_plugin.runtime.movers.shares import SentWeights, Sums
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.gradients import Contributions
+from recycle_plugin.runtime.stage.ports import MadeStage, Source
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.surroundings import layers_digest
 from recycle_plugin.runtime.worker.machine import TorchMachine
-from recycle_plugin.runtime.worker.ports import MadeStage, Source
 from recycle_plugin.runtime.worker.stage_log import LoggedWork
 from recycle_plugin.runtime.worker.tiers import AsMade, Host
 

@@ -8,7 +8,7 @@ from recycle_plugin.core.vocabulary.log_boundaries import ALL
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.worker.ports import Framework
+from recycle_plugin.runtime.stage.ports import Framework
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SettingsError
 

@@ -16,13 +16,13 @@ from collections.abc import Collection
 from pathlib import Path
 
 from recycle_plugin import folders
+from recycle_plugin.authentication.handshake import Port, call
+from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.core.messages.from_coordinator import LogsAt
-from recycle_plugin.runtime.authentication.handshake import Port, call
-from recycle_plugin.runtime.authentication.secret import Secret
 from recycle_plugin.runtime.log import served
 from recycle_plugin.runtime.log.segment import NAME
 from recycle_plugin.runtime.log.served import PIECE_BYTES, Ask, Line, Listed, Listing, Nonsense, Piece, Want
-from recycle_plugin.runtime.processes import forked
+from recycle_plugin.runtime.system import forked
 
 ANSWER_S = 10.0  # how long who serves may take for an answer
 END_S = 15.0  # how long the threads may take to end

@@ -37,9 +37,9 @@ from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.movers.batches import described, packed
 from recycle_plugin.runtime.movers.mover import OF_REPLAYS, Mover
 from recycle_plugin.runtime.movers.shares import carried, word_of
-from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.state.background_hash import BackgroundHash
 from recycle_plugin.runtime.state.units import Units
+from recycle_plugin.runtime.worker.operations import Operations
 
 T = TypeVar("T")
 WORD = "word"  # the kind of what workers of one seat say to each other

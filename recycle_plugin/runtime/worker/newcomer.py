@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from recycle_plugin.core.worker.training_loop import DataEnded
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.worker.ports import Optimizer
+from recycle_plugin.runtime.stage.ports import Optimizer
 from recycle_plugin.runtime.worker.script_replay import ScriptReplay
 
 

@@ -27,6 +27,7 @@ from recycle_plugin.core.worker.stopwatch import Stopwatch
 from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.stage.ports import Framework, described, trained
 from recycle_plugin.runtime.state.surroundings import SetByScript, Surroundings
 from recycle_plugin.runtime.state.touch import FirstTouch
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
@@ -39,7 +40,6 @@ from recycle_plugin.runtime.worker.log_choice import LogChoice
 from recycle_plugin.runtime.worker.newcomer import Newcomer
 from recycle_plugin.runtime.worker.on_join import Callback, Give
 from recycle_plugin.runtime.worker.parts import Parts
-from recycle_plugin.runtime.worker.ports import Framework, described, trained
 from recycle_plugin.runtime.worker.replaying import Replays
 from recycle_plugin.runtime.worker.script_changes import ScriptChanges
 from recycle_plugin.runtime.worker.stage_log import ReplayMachine

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from recycle_plugin.authentication.secret import check_heeded
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.from_workers import Fingerprint, StateHash
 from recycle_plugin.core.vocabulary.blocks import Blocks
@@ -20,7 +21,6 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.observability.trace import TraceFile
-from recycle_plugin.runtime.authentication.secret import check_heeded
 from recycle_plugin.runtime.catch_up.transfers import Transfers
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
@@ -28,7 +28,8 @@ from recycle_plugin.runtime.movers.tcp import Transport
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
 from recycle_plugin.runtime.stage.gradients import Contributions, Gradients
-from recycle_plugin.runtime.stage.operations import Operations
+from recycle_plugin.runtime.stage.ports import Framework
+from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 from recycle_plugin.runtime.stage.randomness import key, keyed_torch
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage.stage import Stage
@@ -42,8 +43,7 @@ from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.job_record import check_faults
 from recycle_plugin.runtime.worker.machine import PushedMachine, TorchMachine
 from recycle_plugin.runtime.worker.on_join import OnJoin
-from recycle_plugin.runtime.worker.ports import Framework
-from recycle_plugin.runtime.worker.pushed_stage import PushedStage
+from recycle_plugin.runtime.worker.operations import Operations
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 from recycle_plugin.runtime.worker.stage_log import StageLog

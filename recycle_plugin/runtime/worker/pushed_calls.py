@@ -9,8 +9,8 @@ from typing import Any
 
 from recycle_plugin.core.worker.pushed import Need, PushedSteps
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.stage.pushed_stage import Made, PushedStage
 from recycle_plugin.runtime.worker.blocking_loop import drain
-from recycle_plugin.runtime.worker.pushed_stage import Made, PushedStage
 from recycle_plugin.runtime.worker.trainer import Trainer
 
 

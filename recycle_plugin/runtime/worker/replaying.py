@@ -19,13 +19,13 @@ from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.gradients import Contributions
-from recycle_plugin.runtime.stage.operations import Operations
+from recycle_plugin.runtime.stage.ports import Framework
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.surroundings import SetByScript
 from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.helping import Helping, HowToMake
 from recycle_plugin.runtime.worker.machine import TorchMachine
-from recycle_plugin.runtime.worker.ports import Framework
+from recycle_plugin.runtime.worker.operations import Operations
 from recycle_plugin.runtime.worker.stage_log import ReplayMachine, Sharing, StageLog
 from recycle_plugin.runtime.worker.stepping import Stepping
 from recycle_plugin.settings.schema import Settings

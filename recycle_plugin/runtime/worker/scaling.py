@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.worker.ports import Scaler
+from recycle_plugin.runtime.stage.ports import Scaler
 
 
 class LossScale:

@@ -17,7 +17,7 @@ from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.runtime.collectives.group import MemberGroup
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.gradients import Gradients
-from recycle_plugin.runtime.worker.pushed_stage import Shown
+from recycle_plugin.runtime.stage.pushed_stage import Shown
 
 NOBODY = 1 << 40  # more than any rank
 

@@ -22,8 +22,8 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.block_sums import in_place_of
 from recycle_plugin.runtime.stage.gradients import contribute
+from recycle_plugin.runtime.stage.ports import Compute, StageModel
 from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, check_unchanged
-from recycle_plugin.runtime.worker.ports import Compute, StageModel
 
 Computed = tuple[list[torch.Tensor | None], torch.Tensor]  # the gradient of each parameter, and the loss
 CALLED = "call of compute()"

@@ -34,14 +34,14 @@ from recycle_plugin.runtime.log.records import Stream
 from recycle_plugin.runtime.log.served import token_of
 from recycle_plugin.runtime.movers.shares import SentWeights, Sums
 from recycle_plugin.runtime.stage.gradients import Contributions
-from recycle_plugin.runtime.stage.operations import Operations
+from recycle_plugin.runtime.stage.ports import Framework
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.surroundings import SetByScript, layers_digest
 from recycle_plugin.runtime.worker.job_log import JobLogs, WorkerLog
 from recycle_plugin.runtime.worker.log_choice import LogChoice
 from recycle_plugin.runtime.worker.log_mirror import Mirror, mirror_in
 from recycle_plugin.runtime.worker.machine import TorchMachine
-from recycle_plugin.runtime.worker.ports import Framework
+from recycle_plugin.runtime.worker.operations import Operations
 from recycle_plugin.runtime.worker.stepping import Stepping
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.sections import LogSettings

@@ -17,13 +17,13 @@ from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.clipping import Clipping, scale, scaled
 from recycle_plugin.runtime.stage.gradients import Gradients
+from recycle_plugin.runtime.stage.ports import Optimizer, Parameters
+from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 from recycle_plugin.runtime.stage.rates import ScaledRates, around_steps
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo import KINDS, Undo
 from recycle_plugin.runtime.state.undo.kept import Keeper
-from recycle_plugin.runtime.worker.ports import Optimizer, Parameters
-from recycle_plugin.runtime.worker.pushed_stage import PushedStage
 from recycle_plugin.runtime.worker.scaling import LossScale, unscaled
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 

@@ -24,9 +24,9 @@ from recycle_plugin.core.worker.training_loop import DataEnded, StepProgram
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
+from recycle_plugin.runtime.stage.ports import Checkpoints, Framework
 from recycle_plugin.runtime.worker.checkpoint_files import saving_place
 from recycle_plugin.runtime.worker.participant import Participant
-from recycle_plugin.runtime.worker.ports import Checkpoints, Framework
 from recycle_plugin.settings.schema import Settings
 
 

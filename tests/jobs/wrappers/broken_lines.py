@@ -10,8 +10,8 @@ from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.runtime.collectives.gloo import GlooLink
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.worker.machine import TorchMachine
+from recycle_plugin.runtime.worker.operations import Operations
 from wrappers.trainers import TRAINERS
 
 

@@ -11,10 +11,10 @@ from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.runtime.stage.masters import Masters
-from recycle_plugin.runtime.stage.operations import Operations
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.worker import parts
+from recycle_plugin.runtime.worker.operations import Operations
 from wrappers.gates import gate
 
 

@@ -14,7 +14,7 @@ import torch
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.runtime.devices.host import Cpu, Done
 from recycle_plugin.runtime.devices.timeline import Timeline
-from recycle_plugin.runtime.stage.operations import Operations
+from recycle_plugin.runtime.worker.operations import Operations
 from recycle_plugin.runtime.worker.trainer import Trainer
 from wrappers.trainers import TRAINERS
 

@@ -21,10 +21,10 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.boundary import Tensors
+from recycle_plugin.runtime.stage.ports import StageModel
 from recycle_plugin.runtime.stage.randomness import key as random_key
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage.stage import Stage
-from recycle_plugin.runtime.worker.ports import StageModel
 from tests.support.stored_stage import StoredStage
 
 from .model import BATCH, MICRO_BATCHES, REPLICAS, SEED, Course, Journal, Model, Stretch, batches, build

@@ -19,8 +19,8 @@ from recycle_plugin.adapters.deepspeed.checkpoint import Durable
 from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock
 from recycle_plugin.errors import NotSaved, RecycleError
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.stage.ports import Reach
 from recycle_plugin.runtime.state.stage_state import StageState
-from recycle_plugin.runtime.worker.ports import Reach
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def _add_scripts(engine: Any, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class ReplicaFiles:
-    """What a rank writes of a checkpoint (runtime/worker/ports.py), by stock code of ``engine``.
+    """What a rank writes of a checkpoint (runtime/stage/ports.py), by stock code of ``engine``.
 
     ``client_state``, ``exclude_frozen_parameters``: as scripts give them to ``save_checkpoint``.
     """

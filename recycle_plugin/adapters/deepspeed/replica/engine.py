@@ -40,11 +40,11 @@ from recycle_plugin.runtime.collectives.place import Place, make_alike, meet
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.stage.buckets import MeanBuckets
+from recycle_plugin.runtime.stage.ports import Framework, StageModel, trained
+from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 from recycle_plugin.runtime.state.stage_state import StatePart
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
-from recycle_plugin.runtime.worker.ports import Framework, StageModel, trained
 from recycle_plugin.runtime.worker.pushed_calls import PushedCalls
-from recycle_plugin.runtime.worker.pushed_stage import PushedStage
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.settings.schema import Settings

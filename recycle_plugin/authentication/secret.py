@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from recycle_plugin.authentication.tls import VARIABLES, Tls
 from recycle_plugin.errors import NoCredentials
-from recycle_plugin.runtime.authentication.tls import VARIABLES, Tls
 
 SETTING = "RECYCLE_SECRET_FILE"  # the environment's variable by which the user says where the file is
 AT = "RECYCLE_SECRET_AT"  # the same, as supervisors tell it to their workers

@@ -16,9 +16,9 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.timeline import Timeline
 from recycle_plugin.runtime.movers.batches import unpacked
+from recycle_plugin.runtime.stage.ports import Source
+from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 from recycle_plugin.runtime.stage.stage import Stage
-from recycle_plugin.runtime.worker.ports import Source
-from recycle_plugin.runtime.worker.pushed_stage import PushedStage
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 from recycle_plugin.runtime.worker.stepping import Stepping
 

@@ -29,9 +29,9 @@ from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple, cast
 
-from recycle_plugin.runtime.authentication.secret import Secret
-from recycle_plugin.runtime.authentication.tls import ALERT, RECORD, TlsFailure
-from recycle_plugin.runtime.authentication.tls_socket import Connection, TlsSocket
+from recycle_plugin.authentication.secret import Secret
+from recycle_plugin.authentication.tls import ALERT, RECORD, TlsFailure
+from recycle_plugin.authentication.tls_socket import Connection, TlsSocket
 
 MAGIC = b"RPA1"
 NONCE = 32  # bytes

@@ -10,7 +10,7 @@ import hmac
 from struct import Struct
 from typing import Generic, TypeVar
 
-from recycle_plugin.runtime.authentication.handshake import SEAL, Stranger
+from recycle_plugin.authentication.handshake import SEAL, Stranger
 
 Sender = TypeVar("Sender")
 HEAD = Struct(">8sQ")  # whose key it is, and the datagram's number

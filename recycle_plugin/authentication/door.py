@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from recycle_plugin.runtime.authentication.handshake import Port, Proved, Stranger, answer, answer_in_loop
-from recycle_plugin.runtime.authentication.secret import Secret
+from recycle_plugin.authentication.handshake import Port, Proved, Stranger, answer, answer_in_loop
+from recycle_plugin.authentication.secret import Secret
 
 UNPROVED = 256  # connections at one port that are still to prove who they are
 PATIENCE_S = 1.0  # how long each of so many may take

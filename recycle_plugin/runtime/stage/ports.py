@@ -25,7 +25,7 @@ from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.state.stage_state import StageState, StatePart
 
 if TYPE_CHECKING:  # which reads this module
-    from recycle_plugin.runtime.worker.pushed_stage import PushedStage
+    from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 Parameters = list[torch.nn.Parameter]

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from recycle_plugin.runtime.authentication.tls import RECORD, TlsEnd
+from recycle_plugin.authentication.tls import RECORD, TlsEnd
 
 PIECE = 1 << 18  # bytes that are encrypted at once, or read
 

@@ -1,0 +1,1 @@
+"""What a process gets of its operating system: forks, and connections that are accepted."""
