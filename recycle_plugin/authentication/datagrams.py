@@ -1,12 +1,13 @@
 """Datagrams of those whose connection has authenticated: each has a number and a seal, and counts once.
 
-Datagrams are lost, and overtake each other: behind the highest number that has come a window of WINDOW numbers says
-which of them have been there.  Keys are those of a connection's handshake, so that none of before counts.
+Datagrams are lost, and overtake each other: one counts if its number is above those that have counted.  Keys are those
+of a connection's handshake, so that none of before counts.
 """
 
 from __future__ import annotations
 
 import hmac
+from dataclasses import dataclass
 from struct import Struct
 from typing import Generic, TypeVar
 
@@ -14,7 +15,6 @@ from recycle_plugin.authentication.handshake import SEAL, Stranger
 
 Sender = TypeVar("Sender")
 HEAD = Struct(">8sQ")  # whose key it is, and the datagram's number
-WINDOW = 1024
 LONGEST = 1 << 10  # bytes of one
 
 
@@ -35,23 +35,13 @@ class SealedDatagrams:
         return head + message + hmac.digest(self.key, head + message, "sha256")[:SEAL]
 
 
-class _Window:
-    """Which numbers have come, from one end."""
+@dataclass
+class _Known(Generic[Sender]):
+    """A sender, the key of its datagrams, and the number of the last one that counted."""
 
-    def __init__(self) -> None:
-        self._highest, self._seen = 0, 1  # bit n: the n-th before the highest
-
-    def takes(self, number: int) -> bool:
-        """Whether ``number`` is new, and is not too far behind; from then on it has come."""
-        ahead = number - self._highest
-        if ahead > 0:
-            self._seen = (self._seen << min(ahead, WINDOW) | 1) & ((1 << WINDOW) - 1)
-            self._highest = number
-            return True
-        if -ahead >= WINDOW or self._seen >> -ahead & 1:
-            return False
-        self._seen |= 1 << -ahead
-        return True
+    sender: Sender
+    key: bytes
+    last: int = 0
 
 
 class DatagramDoor(Generic[Sender]):
@@ -61,23 +51,26 @@ class DatagramDoor(Generic[Sender]):
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[bytes, ...]] = {}  # by place, the last one first
-        self._known: dict[bytes, tuple[Sender, bytes, _Window]] = {}
+        self._known: dict[bytes, _Known[Sender]] = {}
 
     def expect(self, place: int, sender: Sender, key: bytes) -> None:
         """Take the datagrams of ``sender``, who has this ``place`` now, under ``key``."""
         names = (_name(key), *self._names.get(place, ()))
-        self._known[names[0]] = sender, key, _Window()
+        self._known[names[0]] = _Known(sender, key)
         for name in names[2:]:
             del self._known[name]
         self._names[place] = names[:2]
 
     def opened(self, data: bytes) -> tuple[Sender, bytes] | None:
-        """Who has sent it, and its message; None where it was here before, as the network itself may have it.  Raises
+        """Who has sent it, and its message; None where it was here before, or a later one was.  Raises
         Stranger where it is nobody's who is known.
         """
         name, number = HEAD.unpack_from(data) if HEAD.size + SEAL <= len(data) <= LONGEST else (b"", 0)
         body, seal = data[:-SEAL], data[-SEAL:]
         known = self._known.get(name)
-        if known is None or not hmac.compare_digest(hmac.digest(known[1], body, "sha256")[:SEAL], seal):
+        if known is None or not hmac.compare_digest(hmac.digest(known.key, body, "sha256")[:SEAL], seal):
             raise Stranger("a datagram that nobody of this job has sealed")
-        return (known[0], body[HEAD.size :]) if known[2].takes(number) else None
+        if number <= known.last:
+            return None
+        known.last = number
+        return known.sender, body[HEAD.size :]
