@@ -317,9 +317,9 @@ def guard(command: list[str], environment: Mapping[str, str] | None = None, join
         return supervisor.supervise(command, described, placement, joins, line)
 
     def host(line: socket.socket) -> int:
-        from recycle_plugin.runtime.processes import supervisor
+        from recycle_plugin.runtime.processes import hosted
 
-        return supervisor.host(with_credentials(place, command), line)
+        return hosted.host(with_credentials(place, command), line)
 
     return Guard(supervise, host if place.get("RANK") == "0" else None).hold()
 

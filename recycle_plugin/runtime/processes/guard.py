@@ -7,7 +7,7 @@ library, no event loop, no threads, no connections.  Its children are
   its worker's process, and what it is to do;
 * the *worker*, which the guard starts when the supervisor says so, whose parent it is, and whose exit code it knows. It
   does not notice that supervisors change.  Once it has ended, there may be a next one;
-* for rank 0 the *host*, the coordinator with the store (supervisor.Hosted), which outlives everybody.  It is not
+* for rank 0 the *host*, the coordinator with the store (hosted.Hosted), which outlives everybody.  It is not
   started again: its end is the job's, and the guard says so in the run folder.
 
 Each of supervisor and host has a connection here, which carries objects of JSON, one a line of text.  From the guard to

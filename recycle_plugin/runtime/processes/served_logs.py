@@ -1,0 +1,57 @@
+"""The logs that a host's supervisors have: served to whoever replays a stage."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recycle_plugin.authentication.secret import SecretFile
+from recycle_plugin.core.messages.from_workers import LogFolder, LogsServed, StrangersAtLogs
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.processes.log_server import LogServer
+
+
+class ServedLogs:
+    """Serves the logs of ``rank``'s host; ``tell`` gets what the coordinator is to hear."""
+
+    def __init__(self, rank: int, job_id: str, secret: SecretFile, tell: Callable[[object], None]) -> None:
+        self._rank, self._job_id, self._secret, self._tell = rank, job_id, secret, tell
+        self._folders: asyncio.Queue[LogFolder] = asyncio.Queue()  # to be served, the last one of them
+
+    def serve(self, folder: LogFolder) -> None:
+        """Have ``folder`` served from now on."""
+        self._folders.put_nowait(folder)
+
+    async def run(self) -> None:
+        """Serve the logs in the folder of this host that was named last, for as long as this is not cancelled.
+
+        Threads do so; they begin in one that no signal comes to, and a slow disk keeps nothing else waiting.
+        """
+        server: LogServer | None = None
+        loop = asyncio.get_running_loop()
+
+        def say_stranger(*said: Any) -> None:
+            loop.call_soon_threadsafe(self._tell, StrangersAtLogs(self._rank, *said))
+
+        try:
+            while True:
+                folder = await self._folders.get()
+                if server is not None and server.token != folder.token:
+                    server.close()
+                    server = None
+                if server is None:
+                    place = Path(folder.path), self._job_id, folder.token, folder.host
+                    server = await asyncio.to_thread(LogServer, *place, self._secret.read(), _warn, say_stranger)
+                self._tell(LogsServed(self._rank, server.token, server.address))
+        except RecycleError as error:
+            _warn(f"nobody else can have the logs of rank {self._rank}: {error}")
+        finally:
+            if server is not None:
+                server.close()
+
+
+def _warn(text: str) -> None:
+    print(f"recycle: warning: {text}", file=sys.stderr, flush=True)
