@@ -263,9 +263,8 @@ def run(arguments: list[str]) -> int | str:
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return 0
-    first = (
-        os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
-    )  # of this host: it says so for all
+    # of this host: it says so for all
+    first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
     try:
         if (unknown := variables.check(os.environ)) and first:
             print(f"recycle: warning: {unknown}", file=sys.stderr, flush=True)

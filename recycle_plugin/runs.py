@@ -209,9 +209,8 @@ class JobRun:
                 pass
 
     def _pids(self) -> list[int]:
-        workers = {
-            event["pid"] for event in self.events() if event["event"] == "worker"
-        }  # forked ones do not show their environment
+        # forked ones do not show their environment
+        workers = {event["pid"] for event in self.events() if event["event"] == "worker"}
         return sorted(workers | {process.pid for process in processes_with(self._mark)})
 
     def failed(self, how: str) -> RunFailed:

@@ -44,9 +44,8 @@ class Exporter:
             self._server.close()
 
     def _serve(self, early: list[tuple[Event, float]], address: str, port: int) -> None:
-        from recycle_plugin.observability.metrics import (
-            Metrics,
-        )  # whoever serves none, as most supervisors, need not have what does
+        # whoever serves none, as most supervisors, need not have what does
+        from recycle_plugin.observability.metrics import Metrics
         from recycle_plugin.observability.metrics_server import MetricsServer
 
         metrics = Metrics()

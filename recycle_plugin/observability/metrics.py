@@ -206,9 +206,8 @@ class Recoveries:
     """
 
     def __init__(self) -> None:
-        self._known: list[
-            dict
-        ] = []  # as the log has them: workers and faults, and all from the first loss on that is not over
+        # as the log has them: workers and faults, and all from the first loss on that is not over
+        self._known: list[dict] = []
         self._owing: dict[str, float] = {}  # by seat: since when a suspected worker has been what it is suspected for
         self._given_up: dict[str, float] = {}  # the same of lost ones
 

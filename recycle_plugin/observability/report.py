@@ -40,9 +40,8 @@ def write(folder: Path) -> Path:
     """
     history = RunHistory.read(folder)
     began = _us(history.began)
-    spans = [
-        span for span in read_traces(folder / "trace") if span.start_us >= began
-    ]  # traces of an earlier job in the folder stay there
+    # traces of an earlier job in the folder stay there
+    spans = [span for span in read_traces(folder / "trace") if span.start_us >= began]
     path = folder / NAME
     text = page(f"Run {folder.resolve().name}", sentence(history), sections(history, spans))
     folders.replace(folders.prepared(path, text), path)

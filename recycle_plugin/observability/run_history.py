@@ -421,9 +421,8 @@ class RunHistory:
         if self.end is not None or self.coordinator.get("place") != place():
             return False
         try:
-            return (
-                psutil.Process(self.coordinator["pid"]).create_time() > self.of("start")[0]["time"] + CLOCKS_S
-            )  # another process has its number
+            # another process has its number
+            return psutil.Process(self.coordinator["pid"]).create_time() > self.of("start")[0]["time"] + CLOCKS_S
         except psutil.NoSuchProcess:
             return True
 

@@ -54,9 +54,8 @@ class Contended:
         self, host: Callable[[Seat], Hashable], inside: Wire, across: Wire, boundary_bytes: tuple[int, ...]
     ) -> None:
         self._host, self._inside, self._across, self._bytes = host, inside, across, boundary_bytes
-        self._free: defaultdict[Hashable, int] = defaultdict(
-            int
-        )  # when each line has carried what it was handed so far
+        # when each line has carried what it was handed so far
+        self._free: defaultdict[Hashable, int] = defaultdict(int)
 
     def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
         """The time when what ``send`` hands over at ``now_us`` is at its peer's, in microseconds.  Called in order of

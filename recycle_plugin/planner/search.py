@@ -179,9 +179,8 @@ def _any_order(problem: Problem, best: Solution, random: Random) -> Array:
         backward=random.choice((0, 0, 1)),
     )
     noise = np.random.default_rng(random.getrandbits(30))
-    first = np.maximum.accumulate(
-        np.where(problem.follows_in_block, 0, np.arange(problem.records))
-    )  # of each record's block: it has the same
+    # of each record's block: it has the same
+    first = np.maximum.accumulate(np.where(problem.follows_in_block, 0, np.arange(problem.records)))
     forward, backward = (
         key if key[0] < 0 else key * 16 + noise.integers(0, random.choice((1, 8, 24, 64)), problem.records)[first]
         for key in keys(problem, rule)

@@ -79,9 +79,8 @@ def _refuse(rule: str, plan: Plan, row: int, place: int) -> None:
 
 
 def _check_end(plan: Plan, rows: Rows) -> None:
-    validate = (
-        (Op.VALIDATE,) if plan.policy.together else ()
-    )  # said here once more, so that the planner's word is checked
+    # said here once more, so that the planner's word is checked
+    validate = (Op.VALIDATE,) if plan.policy.together else ()
     tails = [
         (Op.REDUCE, *([Op.TIE] if plan.view.topology.tie(stage) else []), *validate, Op.STEP)
         for stage in range(plan.stages)

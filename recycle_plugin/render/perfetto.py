@@ -90,9 +90,8 @@ def _arrows(spans: list[Span], stages: int) -> Iterator[dict[str, Any]]:
 
 def _arrow(identity: int, name: str, source: Span, target: Span) -> Iterator[dict[str, Any]]:
     common = {"cat": CATEGORY, "name": name, "id": identity}
-    inside = max(
-        source.start_us, source.end_us - 1
-    )  # an arrow starts on a slice only if it starts before the slice ends
+    # an arrow starts on a slice only if it starts before the slice ends
+    inside = max(source.start_us, source.end_us - 1)
     yield common | {"ph": "s", "pid": source.seat.replica, "tid": source.seat.stage, "ts": inside}
     yield common | {
         "ph": "f",

@@ -175,9 +175,8 @@ def compose_from_command_line(arguments: Sequence[str], description: str, worker
         description=description, epilog="groups and keys: see configs/ (recycle_plugin.configs)"
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides: model=gpt_tiny steps=20")
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
-    )  # the launcher's; the environment says it too
+    # the launcher's; the environment says it too
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     found, unknown = parser.parse_known_intermixed_args(arguments)
     try:
         if unknown:
@@ -218,9 +217,8 @@ def _check_faults(job: TrainingJob) -> None:
     """Refuse a fault in a step that the run never reaches: it would be a test that tests nothing."""
     for number, fault in enumerate(Settings.from_section(job.recycle).fault_list):
         step = None if fault.when == "at" else Instruction.parse(fault.where).step
-        if (
-            step is not None and step >= 0 and not 1 <= step <= job.steps
-        ):  # an evaluation's is negative, and how many there are is not known
+        # an evaluation's is negative, and how many there are is not known
+        if step is not None and step >= 0 and not 1 <= step <= job.steps:
             raise ComposeError(
                 f"recycle.faults[{number}]: '{fault}' names step {step}, and the run has steps 1 to {job.steps}; "
                 f"write a step such as {fault.where.partition('@')[0]}@{(job.steps + 1) // 2}"

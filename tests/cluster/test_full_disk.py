@@ -49,9 +49,8 @@ def test_a_checkpoint_that_one_worker_cannot_write_is_none_for_all_and_a_script_
         vehicle.name == "deepspeed"
     )
     result = start(*stocks, full={"3": "latest", "6": "0.1"}, catch=True).finish()
-    unwritten = {
-        event["path"] for event in result.of("unwritten")
-    }  # twice where an attempt was at another of its files
+    # twice where an attempt was at another of its files
+    unwritten = {event["path"] for event in result.of("unwritten")}
     assert unwritten == ({"DeepSpeed's monitors"} if stocks else set())
     assert result.code == 0 and not result.of("lost"), result.output[-6000:]
     ((first, second),) = {tuple(record["refused"]) for record in result.records.values()}
@@ -98,9 +97,8 @@ def test_background_checkpoints_that_cannot_be_written_leave_nothing_and_are_tri
     run = start(*settings, save_at=[], full={str(room): "0.1"}, until=str(enough))
     said = "disk full"
     run.wait_for(lambda: sum(said in event["text"] for event in run.events()) >= 3, "three events of a full disk")
-    assert (
-        not (folder / "latest").exists() and len(list(folder.glob("*.incomplete-*"))) <= 1
-    )  # one that is being written
+    # one that is being written
+    assert not (folder / "latest").exists() and len(list(folder.glob("*.incomplete-*"))) <= 1
     room.touch()
     run.hear("checkpoint", 1)
     enough.touch()
@@ -113,9 +111,8 @@ def test_background_checkpoints_that_cannot_be_written_leave_nothing_and_are_tri
         )
         for text in failed
     ), failed
-    assert (folder / (folder / "latest").read_text()).is_dir() and len(
-        list(folder.glob("*.incomplete-*"))
-    ) <= 1  # one that was being written when the job ended
+    # one that was being written when the job ended
+    assert (folder / (folder / "latest").read_text()).is_dir() and len(list(folder.glob("*.incomplete-*"))) <= 1
 
 
 @PLAIN

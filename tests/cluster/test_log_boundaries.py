@@ -15,9 +15,8 @@ from tests.support.launching import Launch
 FOUR = Shape(1, 4, 4, layers=4)
 ONE = pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
 EVERY = 6  # steps between checkpoints
-CROSSING = (
-    2 * 4 * 32 * 16 * 4
-)  # bytes over a boundary in a step, in plain torch: both ways, micro-batches, one's numbers
+# bytes over a boundary in a step, in plain torch: both ways, micro-batches, one's numbers
+CROSSING = 2 * 4 * 32 * 16 * 4
 
 
 def every(steps: int) -> dict[str, str]:

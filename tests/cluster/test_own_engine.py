@@ -11,10 +11,8 @@ import pytest
 from tests.support.jobs import LOSS_TOLERANCE, Shape, assert_one_line
 
 SCRIPT = "tests/jobs/own_engine.py"
-KILLS = [
-    "kill 0.1 after 1STEP@7",
-    "kill 0.0 before 0REDUCE@7",
-]  # as in test_kills.py: stage 1 has to take its step back
+# as in test_kills.py: stage 1 has to take its step back
+KILLS = ["kill 0.1 after 1STEP@7", "kill 0.0 before 0REDUCE@7"]
 
 
 @pytest.fixture

@@ -56,8 +56,6 @@ def test_a_sample_left_out_or_used_twice_would_be_seen(counts, times):
     found = counts("kill 0.1 before 1F0.1@4", name="scale_micro_batch", micro_batch="0.1", step=4, factor=times)
     for used in found.values():
         wrong = (used != 1).nonzero().flatten().tolist()
-        assert wrong == [
-            28,
-            30,
-        ]  # step 4's samples are 24 to 31; replica 0 has the even ones, its second micro-batch the last two
+        # step 4's samples are 24 to 31; replica 0 has the even ones, its second micro-batch the last two
+        assert wrong == [28, 30]
         assert used[wrong].tolist() == [times, times]

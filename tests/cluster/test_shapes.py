@@ -56,9 +56,8 @@ def uncut(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     data, losses = models.Texts(), []
     for step in range(models.STEPS):
         found = []
-        for index in range(
-            models.A_STEP // models.SIZE
-        ):  # replicas take turns with samples: two of every second one make a micro-batch
+        # replicas take turns with samples: two of every second one make a micro-batch
+        for index in range(models.A_STEP // models.SIZE):
             replica, micro_batch = index % models.REPLICAS, index // models.REPLICAS
             first = step * models.A_STEP + micro_batch * models.REPLICAS * models.SIZE + replica
             batch = torch.utils.data.default_collate(

@@ -23,10 +23,8 @@ from tests.support.jobs import (
     faults,
 )
 
-CLIPPED = {
-    DEEPSPEED: ("gradient_clipping=1.25",),
-    PLAIN: ("optimizer=sgd", "gradient_clipping=0.55"),
-}  # Adam's steps hardly depend on how long gradients are
+# Adam's steps hardly depend on how long gradients are
+CLIPPED = {DEEPSPEED: ("gradient_clipping=1.25",), PLAIN: ("optimizer=sgd", "gradient_clipping=0.55")}
 
 pytestmark = pytest.mark.plain_too(deepspeed=False)
 

@@ -189,9 +189,8 @@ def train(job, pipeline: Pipeline) -> dict:
 
 
 def main() -> None:
-    overrides = [
-        text.lstrip("+") for text in sys.argv[1:]
-    ]  # Hydra, which reads those of DeepSpeed jobs, asks for a + where there is no default
+    # Hydra, which reads those of DeepSpeed jobs, asks for a + where there is no default
+    overrides = [text.lstrip("+") for text in sys.argv[1:]]
     job = OmegaConf.merge(DEFAULTS, OmegaConf.from_dotlist(overrides))
     prepare(job)
     pipeline = pipeline_of(job)

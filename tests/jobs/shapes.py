@@ -49,9 +49,8 @@ model = PipelineModule(
     topology=PipeDataParallelTopology(2, REPLICAS),
     loss_fn=loss_of(job["case"]),
     seed_layers=True,
-    seed_fn=lambda seed: torch.manual_seed(
-        int(seed)
-    ),  # DeepSpeed's own takes no numbers of numpy's, which its partitioning gives
+    # DeepSpeed's own takes no numbers of numpy's, which its partitioning gives
+    seed_fn=lambda seed: torch.manual_seed(int(seed)),
     partition_method={"tuples": "parameters", "layers": "type:Recurrent|Head", "frozen": "uniform"}[job["case"]],
 )
 engine, *_ = deepspeed.initialize(

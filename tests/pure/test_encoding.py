@@ -98,9 +98,8 @@ def check(frame: bytes) -> None:
 @example(Resume(1, 0, {"0.0": {"act 0@1": "0.0 0.1", "params 0@1": ""}}, inf, True))
 def test_what_is_read_is_what_was_written(message):
     found = decode(encode(message))
-    assert type(found) is type(message) and repr(found) == repr(
-        message
-    )  # a repr tells tuples from lists, and one NaN is like another
+    # a repr tells tuples from lists, and one NaN is like another
+    assert type(found) is type(message) and repr(found) == repr(message)
 
 
 def test_every_kind_of_message_has_a_number_and_a_form():

@@ -155,9 +155,8 @@ def test_whatever_is_shorter_than_its_deadline_is_nothing(seed):
     for _ in range(2000):
         for rank in range(4):
             if doing[rank] == "done":
-                doing[rank] = rng.choice(
-                    list(LONGEST_S)[rank == 0 :]
-                )  # somebody always does something, or else they all stand still
+                # somebody always does something, or else they all stand still
+                doing[rank] = rng.choice(list(LONGEST_S)[rank == 0 :])
                 until[rank] = played.membership.course.attendance.failure_detector.clock + rng.uniform(
                     0, LONGEST_S[doing[rank]] - LATE_S - 2 * TICK_S
                 )

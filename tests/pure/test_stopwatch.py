@@ -28,9 +28,8 @@ def test_another_s_work_and_what_was_done_before_are_again():
     run(stopwatch, "0F0.0@1")
     stopwatch.begin(program(REST, resumed=True))
     run(stopwatch, REST)
-    assert stopwatch.compute_time(3, 1, 0, 0) == ComputeTime(
-        3, 1, spent_us=40, nominal_us=28, again_us=20
-    )  # of 0F0.0, 0F0.1, 0F1.0, 0F0.0 the last two
+    # of 0F0.0, 0F0.1, 0F1.0, 0F0.0 the last two
+    assert stopwatch.compute_time(3, 1, 0, 0) == ComputeTime(3, 1, spent_us=40, nominal_us=28, again_us=20)
 
 
 def test_a_step_that_is_applied_twice_is_told_of_twice_and_a_committed_one_is_forgotten():

@@ -220,9 +220,8 @@ OFF = tuple(
 def assert_bitwise(result: Result, stock: Result) -> None:
     assert result.code == stock.code == 0, result.output[-6000:] + stock.output[-6000:]
     assert result.records.keys() == stock.records.keys()
-    assert result.losses == pytest.approx(
-        stock.losses, rel=3e-7
-    )  # the mean's last bit: we sum in double, stock in fp32
+    # the mean's last bit: we sum in double, stock in fp32
+    assert result.losses == pytest.approx(stock.losses, rel=3e-7)
     for rank in stock.records:
         mine, theirs = result.parameters(rank), stock.parameters(rank)
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs), (

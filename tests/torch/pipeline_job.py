@@ -44,9 +44,8 @@ def train(layers, loss, dataset, convert: bool = False, checkpoint: int = 0, ste
         loss_fn=loss,
         partition_method="uniform",
         activation_checkpoint_interval=checkpoint,
-        checkpointable_layers=[
-            "GPTBlock"
-        ],  # DeepSpeed's checkpointing of an embedding loses its graph: ids have no gradient
+        # DeepSpeed's checkpointing of an embedding loses its graph: ids have no gradient
+        checkpointable_layers=["GPTBlock"],
     )
     if convert:
         DeferredWeights(net)
@@ -70,8 +69,7 @@ report = {
 }
 # one write: both ranks' output goes to one file
 print(f"REPORT {json.dumps(report)}\n", end="", flush=True)
-for (
-    loader
-) in multiprocessing.active_children():  # of DeepSpeed's data loaders, whom the end of a forked process tells nothing
+# of DeepSpeed's data loaders, whom the end of a forked process tells nothing
+for loader in multiprocessing.active_children():
     loader.terminate()
     loader.join()

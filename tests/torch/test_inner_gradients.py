@@ -439,9 +439,8 @@ def test_hooks_of_all_kinds_are_called_as_with_stock(function, hook):
     hook(layer, mine), hook(other, theirs)
     trained, (_, gradients) = Trained(layer, True, ""), stock(other)
     trained.all_i_before_w()
-    again = (
-        function is gradient_of_energy and hook is hooked_by_what_is_left_elsewhere
-    )  # in the first forward, which is run twice
+    # in the first forward, which is run twice
+    again = function is gradient_of_energy and hook is hooked_by_what_is_left_elsewhere
     assert same(trained.gradients, gradients) and len(mine) == len(theirs) + again
 
 

@@ -56,9 +56,8 @@ class Job:
     def step(self) -> None:
         with self.touch.lifted():
             self.seen.append(modes())
-            assert all(
-                parameter.requires_grad for parameter in self.model.parameters()
-            )  # the engine touches what it likes
+            # the engine touches what it likes
+            assert all(parameter.requires_grad for parameter in self.model.parameters())
             self.committed = False
             if self.broken:
                 raise RuntimeError(self.broken)

@@ -467,9 +467,8 @@ def tracker(request, monkeypatch):
         monkeypatch.setattr(megatron, "_get_cuda_rng_state", lambda **named: torch.get_rng_state())
         monkeypatch.setattr(megatron, "_set_cuda_rng_state", lambda state, **named: torch.set_rng_state(state))
         monkeypatch.setattr(megatron, "_CUDA_RNG_STATE_TRACKER", megatron.CudaRNGStatesTracker())
-        monkeypatch.setattr(
-            logging.getLogger(megatron.__name__), "disabled", True
-        )  # it says that the host's has changed
+        # it says that the host's has changed
+        monkeypatch.setattr(logging.getLogger(megatron.__name__), "disabled", True)
     made = megatron._CUDA_RNG_STATE_TRACKER if request.param == "megatron" else checkpointing.get_cuda_rng_tracker()
     made.reset()
     made.add("tensor parallel", 11), made.add("other", 12)

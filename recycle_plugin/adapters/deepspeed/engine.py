@@ -427,9 +427,8 @@ class RecycleEngine(PipelineEngine):
         return FP16 if self.fp16_enabled() else super()._do_optimizer_sanity_check(basic_optimizer)
 
     def _build_data_iter(self, dataset: Any) -> None:
-        if (
-            self._job.settings.rng == "stream"
-        ):  # stock's loader draws from the worker's stream as well, at each start of an epoch
+        # stock's loader draws from the worker's stream as well, at each start of an epoch
+        if self._job.settings.rng == "stream":
             super()._build_data_iter(dataset)
             self._dataset = lambda step, micro_batch: self._next_batch()
             return

@@ -78,9 +78,8 @@ class Feeding:
         if not feed.reads or self._set_by_script:
             return
         if data_iter is None and self._has_dataset:
-            data_iter = (
-                engine.data_iterator
-            )  # which stays empty beside training_data, unless the script has called set_dataloader or set_dataiterator
+            # which stays empty beside training_data, unless the script has called set_dataloader or set_dataiterator
+            data_iter = engine.data_iterator
         if data_iter is not None:
             self._read_from(data_iter)
         if feed.source is not None:

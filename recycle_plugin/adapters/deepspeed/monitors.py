@@ -47,9 +47,8 @@ class FirstLive:
             return
         with taken_for(0, "deepspeed.monitor."):
             if self._opened or self._open():
-                self._target.attempt(
-                    lambda: self._stock.write_events(entries), len(entries), Exception
-                )  # a third party's
+                # a third party's
+                self._target.attempt(lambda: self._stock.write_events(entries), len(entries), Exception)
 
     def _open(self) -> bool:
         self._opened = True

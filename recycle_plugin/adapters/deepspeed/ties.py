@@ -60,9 +60,8 @@ class Ties:
         masters: Masters | None,
     ) -> None:
         self._module, self._specs = module, specs
-        self._copies: list[
-            tuple[int, str, torch.nn.Parameter]
-        ] = []  # here: the layer whose file has the weight, its name there, the copy
+        # here: the layer whose file has the weight, its name there, the copy
+        self._copies: list[tuple[int, str, torch.nn.Parameter]] = []
         self.weights: list[TiedWeight] = []
         grid = module.mpu()
         for key, stages in shared.items():
@@ -77,9 +76,8 @@ class Ties:
                 for place, spec in enumerate(specs)
                 if isinstance(spec, TiedLayerSpec) and spec.key == key and spec.forward_fn is None
             ]
-            names = {
-                weight: name for name, weight in module.tied_modules[key].named_parameters()
-            }  # what is tied may be a property
+            # what is tied may be a property
+            names = {weight: name for name, weight in module.tied_modules[key].named_parameters()}
             for name in module.tied_weight_attrs[key]:
                 weight = module.tied_modules[key].get_parameter(name)
                 self._copies += [(place, names[weight], weight) for place in saved[:1]]

@@ -195,9 +195,8 @@ class PlainJob:
             return
         self._trainer.begin_loading(place)
         with self._trainer.lifted():
-            self._files.read(
-                self._trainer.state, chosen(Path(folder), tag)
-            )  # only now is nobody writing one, so that all find the same
+            # only now is nobody writing one, so that all find the same
+            self._files.read(self._trainer.state, chosen(Path(folder), tag))
             self._trainer.loaded(whole=True)
         self._trainer.remember_loading(place)
 

@@ -95,9 +95,8 @@ class Attendance:
         self.late: set[WorkerId] = set()  # came when they could take part no more
         self.confused: set[WorkerId] = set()  # no members, and given up for what they have said
         self.leaving: set[WorkerId] = set()  # members that want to go as soon as nobody counts on them
-        self.unguarded: dict[
-            WorkerId, int
-        ] = {}  # by worker, the process that the launcher had started for it, and that was killed
+        # by worker, the process that the launcher had started for it, and that was killed
+        self.unguarded: dict[WorkerId, int] = {}
         self.failure_detector = FailureDetector()
         self._seats: dict[int, Seat] = {}  # by rank, of all that have begun
         self._crashes: dict[WorkerId, Crashed] = {}  # what their scripts have ended with

@@ -104,9 +104,8 @@ class Course:
         self.boards = Boards()
         self.throughput_floor = ThroughputFloor()
         self.stood_still = -1  # behind which commit all have regrouped since everybody waited
-        self.vanished: dict[
-            WorkerId, Exited | None
-        ] = {}  # members whose script has ended without a goodbye (vanishing.py)
+        # members whose script has ended without a goodbye (vanishing.py)
+        self.vanished: dict[WorkerId, Exited | None] = {}
         self.lacked: dict[WorkerId, int] = {}  # how often each had nothing to draw, since the last commit
         self._suspicions = Suspicions()
         self.put_off: Generation | None = None  # planned for a later step when a step was rejected

@@ -50,9 +50,8 @@ class StragglerDetector:
 
     def _compare(self, measured: Mapping[Seat, float]) -> None:
         if len(measured) > 1:
-            usual = median_low(
-                measured.values()
-            )  # of two the faster: the other may be slow, and it cannot be fast by mistake
+            # of two the faster: the other may be slow, and it cannot be fast by mistake
+            usual = median_low(measured.values())
             for seat, relative in measured.items():
                 self._recent.setdefault(seat, deque(maxlen=STEPS)).append(max(1.0, relative / usual))
 

@@ -25,9 +25,8 @@ def run_again(spans: Iterable[Span]) -> dict[Span, Span]:
     last: dict[Hashable, Span] = {}
     found = {}
     for span in sorted(spans, key=lambda span: span.start_us):
-        key = (
-            span.instruction if span.instruction.micro_batch else (span.seat, span.instruction)
-        )  # everybody has a STEP of his own
+        # everybody has a STEP of his own
+        key = span.instruction if span.instruction.micro_batch else (span.seat, span.instruction)
         if key in last:
             found[last[key]] = span
         last[key] = span

@@ -11,9 +11,8 @@ class DataCursor:
     """
 
     def __init__(self, micro_batches: int) -> None:
-        self._changes = [
-            (1, 0, micro_batches)
-        ]  # from this step on, before which a replica had so many, it has so many each
+        # from this step on, before which a replica had so many, it has so many each
+        self._changes = [(1, 0, micro_batches)]
 
     def before(self, step: int) -> int:
         """The number of micro-batches that a replica has had before ``step``."""

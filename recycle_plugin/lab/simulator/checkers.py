@@ -79,9 +79,8 @@ class Watcher:
         self._told: dict[tuple[int, str], Mapping] = {}
         self._told_with: dict[int, dict] = {}  # when losses were told, the batches that they are of
         self._applied: dict[tuple[tuple[Seat, int], int], tuple[int, float | None]] = {}  # by that, and step
-        self._pauses = {
-            step for step, what in given.between if what != "pause"
-        }  # steps after which all do something together
+        # steps after which all do something together
+        self._pauses = {step for step, what in given.between if what != "pause"}
         self._evaluated: dict[int, Mapping[str, int]] = {}
         self._moments: dict[tuple[int, int, int], tuple[int, ...]] = {}  # by stage and shard, before a committed step
         self._published: set[int] = set()
@@ -502,9 +501,8 @@ class Watcher:
             for (
                 step,
                 losses,
-            ) in (
-                worker.losses.items()
-            ):  # what went down with a worker of a step that all had applied is missing, and said so
+                # what went down with a worker of a step that all had applied is missing, and said so
+            ) in worker.losses.items():
                 expected = told.setdefault(step, losses) if self.rounds else self._losses(step)
                 losses, expected = self._of_what_stayed(step, losses), self._of_what_stayed(step, expected)
                 if self._shrinks and not worker.alive:  # the step may be void for the others

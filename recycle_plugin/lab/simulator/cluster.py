@@ -71,9 +71,8 @@ WORKER, SECOND, SUPERVISOR, DATA, SHARES = (
     "shares",
 )  # lines: to the coordinator and back (there, back); from rank to rank
 DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
-DELAYING_US = (
-    300 * MILLISECOND
-)  # for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
+# for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
+DELAYING_US = 300 * MILLISECOND
 HEARTBEAT_US = 200 * MILLISECOND
 SECOND_PROCESS = 100  # an incarnation that nobody has asked for
 
@@ -109,16 +108,14 @@ class Cluster:
         self.rank_of = {  # of the worker that troubles strike
             seat: place * scenario.shards + scenario.struck for place, seat in enumerate(scenario.shape.seats)
         }
-        self.sums: dict[
-            tuple[int, Op, int, int, int, str], Sum
-        ] = {}  # by generation, op, its first stage, step, shard, what
+        # by generation, op, its first stage, step, shard, what
+        self.sums: dict[tuple[int, Op, int, int, int, str], Sum] = {}
         self.events: list[tuple[int, Event]] = []
         self.spans: list[Span] = []
         self.links: dict[tuple[int, int], tuple[str, int, int]] = {}  # kind, until, delay
         self.cut: set[int] = set()
-        self.quiet = any(
-            trouble.kind == "swallow" for trouble in scenario.troubles
-        )  # nobody complains of what does not come
+        # nobody complains of what does not come
+        self.quiet = any(trouble.kind == "swallow" for trouble in scenario.troubles)
         self.deafened: dict[int, bool] = {}  # ranks that nothing comes to, and whether they know
         self.hits: Counter[tuple[str, Op]] = Counter()  # kind of trouble, and what the worker was at
         self.exercised = Exercised()
@@ -135,13 +132,11 @@ class Cluster:
         self._departed: set[int] = set()
         self._joining: set[WorkerId] = set()
         self._fenced: set[WorkerId] = set()  # by their supervisors
-        self._under_way: dict[
-            int, tuple[int, int, Callable[[], None]]
-        ] = {}  # data, by number: from whom, to whom, and its arrival
+        # data, by number: from whom, to whom, and its arrival
+        self._under_way: dict[int, tuple[int, int, Callable[[], None]]] = {}
         self.returned: list[SimulatedMachine] = []  # processes in whose place others have come
-        self.written: dict[
-            tuple[int, int], dict[Holding, int | None]
-        ] = {}  # checkpoints, whole or not, by step and attempt: a weight of each writer, None where it could not
+        # checkpoints, whole or not, by step and attempt: a weight of each writer, None where it could not
+        self.written: dict[tuple[int, int], dict[Holding, int | None]] = {}
 
     def run(self, until_us: int) -> None:
         """Runs until nobody has anything left to do, or until ``until_us``."""

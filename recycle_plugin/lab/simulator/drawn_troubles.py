@@ -88,9 +88,8 @@ def add_trouble(
             at = min(at, random.randrange(CALM_US // 4))  # so that there is somebody left to be late for
             troubles.append(Trouble(kind, at, (seat,), peer, random.choice((20, 200, 900, 1_800, 1_800)) * MILLISECOND))
         case "stop" | "unfenced":
-            longest = (
-                5_000 if kind == "stop" else 1_900
-            )  # unfenced: it wakes up when it was given up and the others go on
+            # unfenced: it wakes up when it was given up and the others go on
+            longest = 5_000 if kind == "stop" else 1_900
             troubles.append(Trouble(kind, at, (seat,), for_us=random.choice((50, 400, longest)) * MILLISECOND))
         case "slow":
             troubles.append(Trouble(kind, at, (seat,), percent=random.choice((130, 300))))

@@ -23,9 +23,8 @@ def rightly(cluster: Cluster) -> bool:
     """Whether the reason holds for which the job of ``cluster`` has ended instead of replaying a stage."""
     ended = cluster.membership.ended
     if ended is not None and ", and nothing was heard for" in ended.reason:
-        in_vain = cluster.damaged or any(
-            log.broken for log in cluster.logs
-        )  # what another one was to make in its replay
+        # what another one was to make in its replay
+        in_vain = cluster.damaged or any(log.broken for log in cluster.logs)
         return bool(in_vain) or any(event.kind == "not_restarted" for _, event in cluster.events)
     said = [event for _, event in cluster.events if event.kind == "recovery"]
     if not said or said[-1].details["way"] != "end":

@@ -218,10 +218,8 @@ class SimulatedTrainer:
         self._full = self.periods.of(self.view)
         self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
         self._ticket = count()
-        self._since, self._first = (
-            0.0,
-            self._full.first_us / 1e6,
-        )  # when work began after the last change, and when it brings a commit
+        # when work began after the last change, and when it brings a commit
+        self._since, self._first = (0.0, self._full.first_us / 1e6)
         self._history = SimulatedHistory(self._full)
         self._waiting = 0  # workers that wait for a commit line
         self._entry: object | None = None  # stands for that line

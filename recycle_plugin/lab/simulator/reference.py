@@ -42,9 +42,8 @@ class Reference:
         """
         share = LiveShare(self._shape.replicas if replicas is None else len(replicas), self._shape.replicas)
         addressed = data or partial(sampled, step=step)
-        gradients: list[list[int]] = [
-            [] for _ in range(self._shape.stages)
-        ]  # of each stage, in the micro-batches' order
+        # of each stage, in the micro-batches' order
+        gradients: list[list[int]] = [[] for _ in range(self._shape.stages)]
         weights, losses = self.weights[step], {}
         for micro_batch in self._shape.batch:
             if replicas is not None and micro_batch.replica not in replicas:

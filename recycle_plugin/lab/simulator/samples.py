@@ -38,14 +38,12 @@ class Samples:
     def __init__(self, shape: Topology, epoch: int, lengths: tuple[int, ...], say: Callable[[str], None]) -> None:
         self._shape, self._epoch, self._lengths, self._say = shape, epoch, lengths, say
         self._begun = [1]  # the steps with which iterators begin that follow on others' end
-        self._loaded: dict[
-            int, dict[MicroBatch, dict[int, Batch]]
-        ] = {}  # by step, micro-batch and stage: the last one counts, which takes a discarded one's place
+        # by step, micro-batch and stage: the last one counts, which takes a discarded one's place
+        self._loaded: dict[int, dict[MicroBatch, dict[int, Batch]]] = {}
         self._used: dict[Name, tuple[int, MicroBatch]] = {}
         self._passed_over: set[Name] = set()
-        self._returned: set[int] = (
-            set()
-        )  # replicas that have not always been whole, so that their iterators have rested
+        # replicas that have not always been whole, so that their iterators have rested
+        self._returned: set[int] = set()
 
     def loaded(self, step: int, micro_batch: MicroBatch, stage: int, batch: Batch) -> None:
         """Takes in that ``stage``, an end of the pipeline, has loaded ``batch`` for a micro-batch."""

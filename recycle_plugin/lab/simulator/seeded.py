@@ -83,9 +83,8 @@ def scenario(seed: int) -> Scenario:
         ("pushes", with_pushing),
         ("confusion", with_confused_workers),
     ):
-        job = change(
-            job, Random(f"{name} in {seed}")
-        )  # each of its own, so that the rest of a seed's job is what it was before there were such
+        # each of its own, so that the rest of a seed's job is what it was before there were such
+        job = change(job, Random(f"{name} in {seed}"))
     return job
 
 
@@ -117,9 +116,8 @@ def _with_weather(given: Scenario, random: Random) -> Scenario:
     Outside exact mode half of those that have a norm to agree on round.
     """
     rounds, faults = given.clip > 0 and not given.exact and random.random() < 0.5, given.faults
-    if (
-        given.clip and not given.policy.validate and random.random() < 0.3
-    ):  # somebody dies of a rejection, or of whatever else comes first
+    # somebody dies of a rejection, or of whatever else comes first
+    if given.clip and not given.policy.validate and random.random() < 0.3:
         point, number = random.choice((("recovery.resume", 2), ("recovery.resume", 3), ("recovery.undone", 1)))
         faults += (Fault("kill", random.choice(given.shape.seats), "at", point, number),)
     return replace(given, weather=random.choice((FAIR, UNEVEN, UNEVEN, STORMY)), rounds=rounds, faults=faults)
@@ -534,9 +532,8 @@ def _with_endings(given: Scenario, random: Random) -> Scenario:
     shape, seat, at = given.shape, random.choice(given.shape.seats), random.randrange(CALM_US // 2)
     stage = tuple(each for each in shape.seats if each.stage == seat.stage)
     kinds = ["leave", "end"]
-    if not any(
-        trouble.kind == "cut" for trouble in given.troubles
-    ):  # somebody has to be left in touch with the coordinator
+    # somebody has to be left in touch with the coordinator
+    if not any(trouble.kind == "cut" for trouble in given.troubles):
         kinds += ["cut"]
     if given.clip and not given.policy.together:
         kinds += ["stage"] * 3

@@ -35,9 +35,8 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.system import forked
 
 SO_ATTACH_FILTER = 26  # Linux's, for which Python has no name
-DROP_ALL = struct.pack(
-    "HBBI", 0x06, 0, 0, 0
-)  # a program of the kernel's packet filters: of each packet it takes nothing
+# a program of the kernel's packet filters: of each packet it takes nothing
+DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 NOT_GLOOS = (
     "Cannot use",
     "Invalid scalar type",
@@ -191,9 +190,8 @@ class GlooLink:
             ended = self._stop(Broken(f"the connections among {self._name} were given up"))
         for handle in ended:
             handle.end(self._end)
-        threading.Thread(
-            target=self._take_down, name="recycle: leaving a group", daemon=True
-        ).start()  # which costs 0.1 s
+        # which costs 0.1 s
+        threading.Thread(target=self._take_down, name="recycle: leaving a group", daemon=True).start()
 
     # --- operations -----------------------------------------------------------------------------------
 

@@ -351,9 +351,8 @@ class MemberGroup(Several, dist.ProcessGroup):
             self._seat_link.run(asked)
             return Finished()
         self._callers.admit(asked.called, self._ranks)
-        touch(
-            asked.tensors, asked.given
-        )  # a script's parameters are committed first, which may bring another membership
+        # a script's parameters are committed first, which may bring another membership
+        touch(asked.tensors, asked.given)
         if not self._callers.is_own:
             return TorchWork(self._flight, self._flight.begin(asked, SCRIPT))
         for tensor in asked.tensors:

@@ -149,9 +149,8 @@ class Flight:
         self._lock = threading.RLock()
         self._calls: list[Call] = []  # not over, or not noticed to be
         self._links: dict[str, tuple[Link, Handle]] = {}  # each with that of its connecting
-        self._said: (
-            dict[int, dict[str, Said]] | None
-        )  # by logical position; None: that is not known yet, and what the script asks for has to wait
+        # by logical position; None: that is not known yet, and what the script asks for has to wait
+        self._said: dict[int, dict[str, Said]] | None
         self._join()
         outcomes.follow(self)
 
@@ -386,9 +385,8 @@ class Flight:
             return
         call.handed = True
         with torch.no_grad(), call.order.kept():
-            for tensor, value in (
-                zip(call.asked.tensors, call.held) if call.asked.writes else ()
-            ):  # else autograd would take the tensor for changed
+            # else autograd would take the tensor for changed
+            for tensor, value in zip(call.asked.tensors, call.held) if call.asked.writes else ():
                 if value is not tensor:
                     write(tensor, value, call.asked.called)
 

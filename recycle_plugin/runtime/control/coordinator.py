@@ -93,22 +93,19 @@ class Coordinator:
         self.membership = Membership(ranks)
         self._ranks = ranks
         self._placing: dict[int, tuple[str, InLoop]] = {}  # by place: the host of a supervisor that asks for its rank
-        self._welcome = Welcome(
-            store_port, f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}", ranks=ranks
-        )  # several jobs may start in one second
+        # several jobs may start in one second
+        self._welcome = Welcome(store_port, f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}", ranks=ranks)
         self._say, self._claim = say, claim
         self._claimed = False
         self._door = Door(secret, Port.CONTROL, "at the coordinator", self._say_stranger)
         self._come: set[int] = set()  # ranks of which a worker has
         self._workers: dict[WorkerId, InLoop] = {}
         self._supervisors: dict[int, InLoop] = {}  # by rank
-        self._supervised: dict[
-            int, tuple[str, int]
-        ] = {}  # by rank: host and process of the supervisor that its worker is started by
+        # by rank: host and process of the supervisor that its worker is started by
+        self._supervised: dict[int, tuple[str, int]] = {}
         self._speakers = Speakers(self._supervised)
-        self._former: dict[
-            tuple[int, str, int], InLoop | None
-        ] = {}  # by rank, host and process: supervisors whose rank was given away, and that wait for the job's end
+        # by rank, host and process: supervisors whose rank was given away, and that wait for the job's end
+        self._former: dict[tuple[int, str, int], InLoop | None] = {}
         self._asked = 0  # supervisors that have asked for a seat
         self._joiners: dict[int, tuple[Hello, InLoop]] = {}  # by their numbers: those that have none
         self._exits: dict[WorkerId, Exited] = {}
@@ -269,9 +266,8 @@ class Coordinator:
         if who in self._former:
             await self._keep_former(who, hello, control)
         elif known != who[1:]:
-            control.send(
-                Over(1)
-            )  # of a launcher that was started twice, whose worker is turned away: it knows nothing of the first one's
+            # of a launcher that was started twice, whose worker is turned away: it knows nothing of the first one's
+            control.send(Over(1))
             while await control.receive(LISTEN_S) is not None or control.broken is None:
                 pass  # it goes once it has read that
         else:

@@ -54,9 +54,8 @@ class Transport:
         self._refusals = Refusals(lambda text: session.note("warning", f"at worker {session.rank} {text}"))
         self._door = Door(session.secret, Port.TENSORS, f"at worker {session.rank}", session.note_stranger)
         self._said_nonsense = False
-        self._readers: dict[
-            threading.Thread, str
-        ] = {}  # with the address of whose messages each reads, once that is said
+        # with the address of whose messages each reads, once that is said
+        self._readers: dict[threading.Thread, str] = {}
         self._heard: frozenset[str] | None = None  # from these only, if that is said
         self._knocked: tuple[str, int] | None = None  # at this worker's own door, and not yet let in
         self.address = f"tcp://{session.own_address}:{self._listener.getsockname()[1]}"
@@ -103,9 +102,8 @@ class Transport:
         after.
         """
         live, could_knock = frozenset(peers), self._knock()
-        with (
-            self._session.changed
-        ):  # a process that has ended has closed its connections, so this takes long only where a host is gone
+        # a process that has ended has closed its connections, so this takes long only where a host is gone
+        with self._session.changed:
             self._session.changed.wait_for(
                 lambda: self._knocked is None and live.issuperset(self._readers.values()), DEATH_S
             )

@@ -155,9 +155,8 @@ class Hosted:
         self._closing = True
         if not self._watching.done():
             self._store.send_signal(signal.SIGKILL)
-        await asyncio.wait(
-            {self._watching}, timeout=STORE_S
-        )  # one that was forked from a stopped process is never heard of
+        # one that was forked from a stopped process is never heard of
+        await asyncio.wait({self._watching}, timeout=STORE_S)
         self._watching.cancel()
         self._keeping.cancel()
         self._secret.remove()

@@ -28,10 +28,8 @@ from recycle_plugin.runtime.stage.block_sums import ALONE, BlockSums, in_place_o
 from recycle_plugin.runtime.stage.ports import Buckets, Parameters
 from recycle_plugin.runtime.stage.tied import TiedWeight
 
-READ_ONLY = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-)  # known to leave gradients as they are; Nesterov's foreach form does not
+# known to leave gradients as they are; Nesterov's foreach form does not
+READ_ONLY = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def _versions(gradients: Sequence[torch.Tensor | None]) -> list[int | None]:

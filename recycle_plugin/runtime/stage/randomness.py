@@ -18,10 +18,8 @@ import torch
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.runtime.devices.port import Device
 
-TRACKERS = (
-    "deepspeed.runtime.activation_checkpointing.checkpointing",
-    "megatron.core.tensor_parallel.random",
-)  # modules that keep random states of the device, by whose names layers draw
+# modules that keep random states of the device, by whose names layers draw
+TRACKERS = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatron.core.tensor_parallel.random")
 
 
 def key(seed: int, step: int, micro_batch: MicroBatch, stage: int, half: str = "") -> int:
@@ -60,9 +58,8 @@ def keyed_torch(seed: int, device: Device) -> Iterator[None]:
     """
     states = [(generator, generator.get_state()) for generator in device.generators]
     for generator, _ in states:
-        generator.manual_seed(
-            seed
-        )  # torch.manual_seed looks for other devices each time, which takes longer than all of this
+        # torch.manual_seed looks for other devices each time, which takes longer than all of this
+        generator.manual_seed(seed)
     try:
         yield
     finally:

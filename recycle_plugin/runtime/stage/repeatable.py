@@ -137,9 +137,8 @@ class Rehearsal:
         """Take what the first run has ``made``.  Raises RecycleError where it has changed parameters or buffers."""
         self._between = ModuleState(self._module)
         _refuse(self._between.changed_in_place(self._before), self._what, self._advice)
-        self._storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in made
-        }  # kept, so that their memory is not given out again
+        # kept, so that their memory is not given out again
+        self._storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in made}
         self._first = [tensor.detach().clone() for tensor in made]
 
     def twice(self, made: Tensors) -> bool:

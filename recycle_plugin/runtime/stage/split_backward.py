@@ -363,9 +363,8 @@ class DeferredWeights:
         for parameter, gradient in zip(weights, made):
             if gradient is None:
                 continue
-            if (
-                id(parameter) in self._deferral.put_off
-            ):  # of other micro-batches, or of this one: theirs and this are added in the order of W
+            # of other micro-batches, or of this one: theirs and this are added in the order of W
+            if id(parameter) in self._deferral.put_off:
                 pending.join(parameter, gradient)
             else:
                 torch.autograd.backward([parameter], [gradient])

@@ -47,9 +47,8 @@ class Surroundings:
     def leave(self) -> None:
         """Remember numbers and words as they are now, before the script may change them for the next step."""
         owners: list[MutableMapping[str, Any]] = [*self._groups(), *map(vars, self._module.modules())]
-        if [len(owner) for owner in owners] != [
-            len(owner) for owner in self._owners
-        ]:  # to look for them takes longer than to look at them
+        # to look for them takes longer than to look at them
+        if [len(owner) for owner in owners] != [len(owner) for owner in self._owners]:
             self._places = [
                 (number, name)
                 for number, owner in enumerate(owners)

@@ -134,9 +134,8 @@ class FirstTouch(TorchFunctionMode):
         return found
 
     def _look_up(self) -> frozenset[int | None]:
-        return frozenset(
-            [None, *(tensor.untyped_storage()._cdata for tensor in self._tensors())]
-        )  # None: what does not say what it shares memory with
+        # None: what does not say what it shares memory with
+        return frozenset([None, *(tensor.untyped_storage()._cdata for tensor in self._tensors())])
 
     def _wait_for(self, *touched: Any) -> None:
         known = storages(*touched) & self._guarded - {None}

@@ -19,10 +19,8 @@ import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
-DEFAULTS: dict[signal.Signals, Any] = {
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGINT: signal.default_int_handler,
-}  # Python's
+# Python's
+DEFAULTS: dict[signal.Signals, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 _connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _inodes: weakref.WeakSet[Inodes] = weakref.WeakSet()
 
@@ -46,9 +44,8 @@ def register(cut_off: Callable[[], None]) -> None:
 
     A signal that comes to the fork before that waits until it does what it does in any process.
     """
-    masks: list[
-        set[int | signal.Signals]
-    ] = []  # what was blocked when this process began to fork; forks of several threads wait for each other
+    # what was blocked when this process began to fork; forks of several threads wait for each other
+    masks: list[set[int | signal.Signals]] = []
     turn = threading.Lock()
 
     def begin() -> None:

@@ -200,9 +200,8 @@ class Background:
         self._begun = None
         costs = [Cost(seconds, step_s) for seconds, step_s, *_ in met.values.values()]
         error = next((error for *_, error, _ in met.values.values() if error), "")
-        first = (
-            self._session.is_first and begun.members <= self._live()
-        )  # or else the first one may have done it before it was lost
+        # or else the first one may have done it before it was lost
+        first = self._session.is_first and begun.members <= self._live()
         if error:
             self._interval.failed(begun.step, met.from_step)
             if first:

@@ -225,9 +225,8 @@ class Participant:
         """Train by ``loop`` from now on."""
         session, self._loop = self._session, loop
         loop.count_on(self._evaluated)
-        if (
-            self.seat.replica == self._framework.shard == session.incarnation == 0
-        ):  # one of each stage: nobody else knows what it trains
+        # one of each stage: nobody else knows what it trains
+        if self.seat.replica == self._framework.shard == session.incarnation == 0:
             session.note("stage", f"stage {self.seat.stage} is built", **described(self._framework))
         files, reach = self._framework.checkpoints, self._parts.world.reach
         self._checkpoints = JobCheckpoints(

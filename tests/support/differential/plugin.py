@@ -285,10 +285,8 @@ class Plugin:
                 seat.stage.summed(self._now)
                 seat.stage.committed(self._now)
             self._made.weights |= seats[0].trained.weights(stage)
-        for kept in (
-            self._made.activations,
-            self._made.gradients,
-        ):  # a peer may need them once more, whatever has been stepped
+        # a peer may need them once more, whatever has been stepped
+        for kept in (self._made.activations, self._made.gradients):
             kept.update({key: copies(tensors) for key, tensors in kept.items()})
 
     def _total(self, seats: list[Seat]) -> list[Tensor]:

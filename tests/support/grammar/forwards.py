@@ -77,9 +77,8 @@ simple("forward-mode derivative", lambda own, h: forward_mode(own, h), a=linear)
 
 
 def ensemble(own: Any, hidden: Tensor) -> Tensor:
-    stacked, _ = torch.func.stack_module_state(
-        list(own.a)
-    )  # new leaves, so that these are not trained: what goes on is the mean of both
+    # new leaves, so that these are not trained: what goes on is the mean of both
+    stacked, _ = torch.func.stack_module_state(list(own.a))
     made = torch.func.vmap(lambda state, x: torch.func.functional_call(own.a[0], state, (x,)), in_dims=(0, None))(
         stacked, hidden
     )
