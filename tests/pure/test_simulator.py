@@ -12,9 +12,9 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.planner import plan
 from recycle_plugin.lab.simulator import Deadlock, predict, simulate, train
 from recycle_plugin.lab.simulator.campaign import initial_weights
+from recycle_plugin.planner import plan
 from tests.support.planned import EXAMPLE, LOST, STOCK, UNIT, crossed, jobs
 
 WEIGHTS = (3, 5, 7, 11)

@@ -20,11 +20,11 @@ from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.masters import Masters
+from recycle_plugin.runtime.stage.ports import StageModel
 from recycle_plugin.runtime.stage.randomness import key as random_key
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage.stage import Key, LoadedBatch, Stage
-from recycle_plugin.runtime.stage.ports import StageModel
 from tests.support.differential.plugin import Alone
 from tests.support.late_device import Asked, LateDevice
 from tests.support.stored_stage import StoredStage

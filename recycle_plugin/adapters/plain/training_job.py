@@ -22,9 +22,9 @@ from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.buckets import MeanBuckets
 from recycle_plugin.runtime.stage.fitness import check_layers, check_optimizer, check_scheduler
+from recycle_plugin.runtime.stage.ports import Compute, Framework, MadeStage, StageModel, trained
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
-from recycle_plugin.runtime.stage.ports import Compute, Framework, MadeStage, StageModel, trained
 from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.settings.schema import Settings
 
