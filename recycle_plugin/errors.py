@@ -25,6 +25,10 @@ class DataIsOver(RecycleError, StopIteration):
     """
 
 
+class CantJoin(RecycleError):
+    """Who comes back has nothing to go on with, which is its own loss and nobody else's."""
+
+
 class WaitTimeout(RecycleError):
     """A wait passed its deadline; the message names what was waited for."""
 

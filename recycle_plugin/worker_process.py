@@ -25,7 +25,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import Gone
 from recycle_plugin.core.vocabulary.recovery_plan import Torn
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.training_loop import LEAVE
-from recycle_plugin.errors import CutOff, RecycleError
+from recycle_plugin.errors import CantJoin, CutOff, RecycleError
 from recycle_plugin.planner import PlanError
 from recycle_plugin.runtime.control.session import Session, connect_from_environment
 from recycle_plugin.runtime.processes import signal_info
@@ -83,7 +83,7 @@ def main(command: list[str]) -> int:
         if session.forked:
             _say(f"recycle: error: {error}")
         else:
-            _say_end(session, Fatal(session.rank, str(error)))
+            _say_end(session, Fatal(session.rank, str(error)), isinstance(error, CantJoin))
         return 1
     except KeyboardInterrupt:  # before training, and then the supervisors have got it too
         if session.forked:
@@ -107,11 +107,11 @@ def _exit(session: Session, leave: Callable[[int], NoReturn], code: int) -> NoRe
     leave(code)
 
 
-def _say_end(session: Session, why: Fatal | Crashed) -> None:
-    """Tell the coordinator with what error the script ends, which is nobody else's business while it is a newcomer's
-    that is no member yet.
+def _say_end(session: Session, why: Fatal | Crashed, alone: bool = False) -> None:
+    """Tell the coordinator with what error the script ends, which is nobody else's business where it is a newcomer's
+    that is no member yet, or has nothing to go on with, ``alone``.
     """
-    if session.outside:
+    if alone or session.outside:
         text = why.text if isinstance(why, Fatal) else f"its script has ended with {why.error}"
         session.note("warning", f"rank {session.rank}, which has come back, can't take part: {text}")
     else:

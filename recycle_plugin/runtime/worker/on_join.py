@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from recycle_plugin.errors import RecycleError
+from recycle_plugin.errors import CantJoin, RecycleError
 from recycle_plugin.runtime.state.packing import packed, unpacked_objects
 
 Callback = Callable[[int, Any], object]
@@ -49,7 +49,7 @@ class OnJoin:
             return packed({"error": f"{type(error).__name__}: {error}"})
 
     def joined(self, step: int, state: bytes) -> None:
-        """Hand over ``state``, from a peer's script, after ``step``.  Raises RecycleError where it can't be.
+        """Hand over ``state``, from a peer's script, after ``step``.  Raises CantJoin where it can't be.
 
         Called in a newcomer, in the thread that trains, before its first step.
         """
@@ -58,11 +58,9 @@ class OnJoin:
             nothing = {"error": "it is gone, and nothing has come"}
             found = unpacked_objects(state) if state else nothing
         if "error" in found:
-            raise RecycleError(
-                f"on_join: a peer's state= has failed, so there is nothing to go on with: {found['error']}"
-            )
+            raise CantJoin(f"on_join: a peer's state= has failed, so there is nothing to go on with: {found['error']}")
         if len(found["states"]) != len(self._given):
-            raise RecycleError(
+            raise CantJoin(
                 f"on_join was called {len(self._given)} times here, and {len(found['states'])} times at a peer: call "
                 "it alike on all workers, before the first step"
             )
