@@ -18,6 +18,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.place import meet
+from recycle_plugin.runtime.devices import kinds
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.devices.kinds import own_device
 from recycle_plugin.runtime.movers.batches import packed
@@ -87,6 +88,7 @@ class Pipeline(PlainJob):
         topology = Topology(workers // (stages * shards), stages, micro_batches)
         place = meet(line, topology, shards)
         where = own_device(os.environ.get("DS_ACCELERATOR")).where if device is None else torch.device(device)
+        kinds.check(where.type)
         module = _built(layers, range(*cut[place.seat.stage]), seed).to(where)
         made = optimizer(module.parameters())
         super().__init__(
