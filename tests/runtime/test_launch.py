@@ -24,7 +24,7 @@ from recycle_plugin.authentication.secret import SETTING, NoSecret
 from recycle_plugin.core.messages.encoding import HEAD
 from recycle_plugin.launch import Join, OneHost, placement, run, script_command
 from recycle_plugin.runs import free_port
-from recycle_plugin.runtime.processes import fork_server, supervisor
+from recycle_plugin.runtime.processes import fork_server, hosted, supervisor
 from recycle_plugin.runtime.processes.spawn import LANGUAGE, ForkedProcess, NoServer, Request, ServerProcess, ask
 from recycle_plugin.runtime.processes.worker_keeper import Here
 from tests.support.descriptors import none_left
@@ -126,15 +126,15 @@ async def test_placement_waits_for_no_host_for_ever(monkeypatch):
     monkeypatch.setattr(supervisor, "CONNECT_S", 0.5)
     address = "127.0.0.1", free_port()
 
-    hosted = await supervisor.Hosted.start(address, 2, dict(os.environ))
+    host = await hosted.Hosted.start(address, 2, dict(os.environ))
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
     with pytest.raises(
         ConnectionError,
         match='^place 0 has got no rank within 0 s: with recycle.placement "spread" all supervisors have to be '
         "there first",
     ):
-        await supervisor.Supervisor(["train.py"], environment, "spread", Here(), hosted).run()
-    await hosted.close()
+        await supervisor.Supervisor(["train.py"], environment, "spread", Here(), host).run()
+    await host.close()
 
 
 # --- on one host ---------------------------------------------------------------------------------------
@@ -491,5 +491,5 @@ async def test_no_folder_is_made_for_a_secret_that_the_user_places(tmp_path):
     path = tmp_path / "nosuch" / "secret"
 
     with pytest.raises(NoSecret, match=f"^there is no folder {path.parent}, where the job's secret is to be"):
-        await supervisor.Hosted.start(("127.0.0.1", free_port()), 1, {SETTING: str(path)})
+        await hosted.Hosted.start(("127.0.0.1", free_port()), 1, {SETTING: str(path)})
     assert not path.parent.exists()

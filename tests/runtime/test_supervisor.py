@@ -18,7 +18,7 @@ from recycle_plugin.core.messages.from_workers import Exited, Hello, SupervisorH
 from recycle_plugin.runs import free_port
 from recycle_plugin.runtime.control.connections import SocketControl
 from recycle_plugin.runtime.control.in_loop import InLoop
-from recycle_plugin.runtime.processes import supervisor, worker_keeper
+from recycle_plugin.runtime.processes import hosted, supervisor, worker_keeper
 from tests.support.secret import SECRET, written
 
 PATIENCE_S = 60.0
@@ -304,8 +304,8 @@ async def test_a_store_whose_end_nobody_tells_holds_up_nobody(monkeypatch):
     async def spawn(*_: object, **more: object) -> Worker:
         return store
 
-    monkeypatch.setattr(supervisor, "spawn", spawn)
-    monkeypatch.setattr(supervisor, "STORE_S", 0.01)
-    hosted = await supervisor.Hosted.start(("127.0.0.1", free_port()), 1, {})
-    await asyncio.wait_for(hosted.close(), PATIENCE_S)
+    monkeypatch.setattr(hosted, "spawn", spawn)
+    monkeypatch.setattr(hosted, "STORE_S", 0.01)
+    host = await hosted.Hosted.start(("127.0.0.1", free_port()), 1, {})
+    await asyncio.wait_for(host.close(), PATIENCE_S)
     assert store.signals == [signal.SIGKILL]
