@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from math import inf
@@ -126,6 +127,21 @@ async def test_a_second_process_of_a_rank_is_turned_away_and_the_first_one_goes_
             assert (await worker.hear(Committed, End, Over)) == Committed(1)
     kinds = [event.kind for event in said]
     assert kinds.count("late") == 1 and not {"lost", "left", "end"} & set(kinds[: kinds.index("committed")])
+
+
+async def test_its_time_goes_on_where_its_host_sets_its_clock_back(monkeypatch):
+    """The time of its events is that of its deadlines."""
+    said, times = [], []
+
+    async with four_workers(said) as (coordinator, workers):
+        monkeypatch.setattr(coordinator, "_say", lambda event, now: (said.append(event), times.append(now)))
+        workers[3].close()
+        await asyncio.wait_for(heard("lost", said), PATIENCE_S)
+        before = time.time()
+        monkeypatch.setattr(time, "time", lambda: before - 3600)
+        coordinator.fail("it has to end")
+        await asyncio.wait_for(heard("end", said), PATIENCE_S)
+    assert times == sorted(times)
 
 
 @pytest.mark.parametrize(

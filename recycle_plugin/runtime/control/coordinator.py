@@ -59,6 +59,7 @@ from recycle_plugin.runtime.control.connections import Control, InProcess
 from recycle_plugin.runtime.control.entrance import Entrance
 from recycle_plugin.runtime.control.in_loop import InLoop
 from recycle_plugin.runtime.control.supervisor_heartbeat import HeartbeatListener
+from recycle_plugin.runtime.system import clock
 
 LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
 EXIT_S = 2.0  # how long a supervisor may take to say how its worker ended, before training has started
@@ -165,10 +166,10 @@ class Coordinator:
         return InProcess(lambda far: self._loop.call_soon_threadsafe(self._answer, far))
 
     def _warn(self, text: str) -> None:
-        self._say(Event("warning", f"at the coordinator {text}"), time.time())
+        self._say(Event("warning", f"at the coordinator {text}"), clock.now())
 
     def _say_stranger(self, text: str, address: str, count: int) -> None:
-        self._say(Event("stranger", text, {"address": address, "count": count}), time.time())
+        self._say(Event("stranger", text, {"address": address, "count": count}), clock.now())
 
     @property
     def code(self) -> int:
@@ -194,7 +195,7 @@ class Coordinator:
 
     def terminate(self, reason: str) -> None:
         """End the job at the next commit, as a supervisor that gets SIGTERM would; ``reason`` is for the user."""
-        self._act(self.membership.receive(Terminate(0, reason), time.time()))
+        self._act(self.membership.receive(Terminate(0, reason), clock.now()))
 
     async def close(self) -> None:
         """Close every connection and wait for those that serve them: cancelled later, they would say so."""
@@ -241,7 +242,7 @@ class Coordinator:
                 f"{who} says that it is {hello.role[:20]} {hello.rank}, and this job has {self._ranks} ranks: "
                 "it is another job's, or was started for another one"
             )
-            self._say(Event("warning", text), time.time())
+            self._say(Event("warning", text), clock.now())
         else:
             await roles[hello.role](hello, control)
 
@@ -278,7 +279,7 @@ class Coordinator:
             before, self._supervisors[hello.rank] = self._supervisors.get(hello.rank), control
             if before is not None:
                 before.close()
-            self._act(self.membership.supervisor(hello.rank, True, time.time()))
+            self._act(self.membership.supervisor(hello.rank, True, clock.now()))
             await self._hear(hello, control)
             self._supervisor_closed(control)
 
@@ -290,7 +291,7 @@ class Coordinator:
     def _supervisor_closed(self, control: InLoop) -> None:
         for rank in [rank for rank, its in self._supervisors.items() if its is control]:
             del self._supervisors[rank]
-            self._act(self.membership.supervisor(rank, False, time.time()))
+            self._act(self.membership.supervisor(rank, False, clock.now()))
         self._former = {who: None if its is control else its for who, its in self._former.items()}
         self._see_who_is_gone()
 
@@ -306,7 +307,7 @@ class Coordinator:
     def _answer_to(self, request: object) -> Answer:
         if not isinstance(request, Ask):
             return Answer("that is no request", False)
-        said, output = self.membership.asked(request, time.time())
+        said, output = self.membership.asked(request, clock.now())
         self._act(output)
         return said
 
@@ -321,7 +322,7 @@ class Coordinator:
         if self._last_word is not None:
             control.send(Refused("the job is over"))
         else:
-            self._act(self.membership.join(number, hello.host, hello.waits, time.time()))
+            self._act(self.membership.join(number, hello.host, hello.waits, clock.now()))
         await self._hear(hello, control)
         if self._joiners.pop(number, None) is not None:
             self.membership.joiner_gone(number)
@@ -360,7 +361,7 @@ class Coordinator:
                     f"{named(hello.rank)} is process {hello.pid} on {hello.host}",
                     {"rank": hello.rank, "pid": hello.pid, "incarnation": worker.incarnation},
                 ),
-                time.time(),
+                clock.now(),
             )
         self._act(turned_away)
         return worker
@@ -385,7 +386,7 @@ class Coordinator:
     def _complain(self, who: str, control: InLoop, **details: object) -> None:
         """Tell the user of a connection that speaks nonsense, and so is as good as closed."""
         if control.broken is not None and control.broken.unreadable is not None:
-            self._say(Event("warning", f"{who} says what can't be understood: {control.broken}", details), time.time())
+            self._say(Event("warning", f"{who} says what can't be understood: {control.broken}", details), clock.now())
 
     async def _placed(self, hello: Hello, control: InLoop) -> None:
         self._place(hello, control)
@@ -422,7 +423,7 @@ class Coordinator:
             return
         if isinstance(message, Ready) and not self.membership.started:
             self._begin(message.job)
-        self._act(self.membership.receive(message, time.time()))
+        self._act(self.membership.receive(message, clock.now()))
         if isinstance(message, Left):
             self._workers.pop(message.worker, None)
 
@@ -458,7 +459,7 @@ class Coordinator:
             return  # it was this side that closed
         exited = self._exits.pop(worker, None)
         if exited is not None:
-            self._act(self.membership.receive(exited, time.time()))
+            self._act(self.membership.receive(exited, clock.now()))
         elif self.membership.started:
             self._lose(worker)
         else:  # nobody waits for it: how it ended, its supervisor says
@@ -467,17 +468,17 @@ class Coordinator:
 
     def _lose(self, worker: WorkerId) -> None:
         if not self._closing:
-            self._act(self.membership.connection_lost(worker, time.time()))
+            self._act(self.membership.connection_lost(worker, clock.now()))
 
     def _closed_by_exit(self, worker: WorkerId) -> None:
         """Take a worker's connection for closed after its exit: some child of the script has inherited it."""
         exited = self._exits.pop(worker, None)
         if exited is not None:
-            self._act(self.membership.receive(exited, time.time()))
+            self._act(self.membership.receive(exited, clock.now()))
         self._see_who_is_gone()
 
     def _act(self, output: CoordinatorOutput) -> None:
-        now = time.time()
+        now = clock.now()
         for whom, message in output.messages:
             self._send(whom, message)
         for event in output.events:
@@ -486,7 +487,7 @@ class Coordinator:
 
     def _tick(self) -> None:
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        self._act(self.membership.tick(time.time()))
+        self._act(self.membership.tick(clock.now()))
 
     def _send(self, whom: Whom, message: object) -> None:
         """Send a message; for all, its frame is made once, and each of them costs one system call, 2 to 3 µs here."""

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from ipaddress import ip_address
@@ -32,6 +31,7 @@ from recycle_plugin.runtime.control.operator_access import OperatorAccess
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.guard import Pipe
 from recycle_plugin.runtime.processes.spawn import Process, spawn
+from recycle_plugin.runtime.system import clock
 
 GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
 STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
@@ -107,9 +107,9 @@ class Hosted:
             told(event)
             exporter.take(event, now)
 
-        exporter = Exporter(lambda event: say(event, time.time()))
+        exporter = Exporter(lambda event: say(event, clock.now()))
         access = OperatorAccess(address, secret)
-        claims = Claims(lambda text: say(Event("warning", text), time.time()))
+        claims = Claims(lambda text: say(Event("warning", text), clock.now()))
         coordinator = Coordinator(ranks, listener.getsockname()[1], say, secret, claims.take)
         try:
             await coordinator.start(here, address[1], file.put)
@@ -118,7 +118,7 @@ class Hosted:
             raise BadMaster(f"master port {address[1]} cannot be used ({error.strerror}): {advice}") from error
         if here == ANYWHERE:
             text = f"{address[0]} is no address of this host, so coordinator and store listen at all of its addresses"
-            say(Event("warning", text), time.time())
+            say(Event("warning", text), clock.now())
         os.set_inheritable(listener.fileno(), True)
         store = await spawn(
             "recycle_plugin.runtime.processes.store_host",
@@ -162,7 +162,7 @@ class Hosted:
         self._secret.remove()
         folder = self._announcer.folder if self._announcer.wants_report else None
         if folder is not None:
-            self._announcer.say(Event("report", f"{folder / 'report.html'} is being written"), time.time())
+            self._announcer.say(Event("report", f"{folder / 'report.html'} is being written"), clock.now())
         self._access.remove()
         self._announcer.close()
         self._exporter.close()
