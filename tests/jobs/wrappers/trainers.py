@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.worker.ports import Framework
+from recycle_plugin.runtime.stage.ports import Framework
 from recycle_plugin.runtime.worker.stepping import Stepping
 from recycle_plugin.runtime.worker.trainer import Trainer
 
