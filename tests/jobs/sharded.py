@@ -334,10 +334,10 @@ def main() -> None:
         if engine.global_steps > before:  # closed without this rank's work
             before = engine.global_steps
         mistake(engine, loss)
-        engine.backward(loss)
-        of_step.append(number)
         drawn.write(f"{engine.global_steps + 1} {number}\n")
         drawn.flush()
+        engine.backward(loss)  # behind the last one of a step a worker may die that has given all of it
+        of_step.append(number)
         record["losses"].append(loss.item())
         boundary = engine.is_gradient_accumulation_boundary()
         if job["touches"] and (boundary or job["touches"] == "early"):
