@@ -266,6 +266,6 @@ def waits_for_a_change_that_nobody_needs(monkeypatch) -> None:
     monkeypatch.setattr(ends, "give_up_going_on", give_up_going_on)
 
 
-@mistake("a change that is planned makes a worker forget where the one before goes on", seen=91)
+@mistake("a change that is planned makes a worker forget where the one before goes on", seen=66)
 def forgotten(monkeypatch) -> None:
     monkeypatch.setattr(ControlView, "_is_certain", lambda self, pending: self.interruption() is not None)

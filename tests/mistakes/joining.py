@@ -93,14 +93,14 @@ def without_norm(monkeypatch) -> None:
     )
 
 
-@mistake("the sum of a unit that is read after it goes nowhere", seen=74)
+@mistake("the sum of a unit that is read after it goes nowhere", seen=31)
 def sum_lost(monkeypatch) -> None:
     all_hashes_are_equal(monkeypatch)
     between = Serving.between
     monkeypatch.setattr(
         Serving,
         "between",
-        lambda self, stepped, valid_from, summed, waiting: between(self, stepped, valid_from, False, waiting),
+        lambda self, stepped, valid_from, summed, *more: between(self, stepped, valid_from, False, *more),
     )
     monkeypatch.setattr(CatchingUp, "_ask_again", lambda self, names: None)
 
@@ -190,7 +190,7 @@ def not_brought_in(monkeypatch) -> None:
     monkeypatch.setattr(Newcomer, "_await_changes", lambda self: iter(()))
 
 
-@mistake("a step is followed with what the script here has set, and not there", seen=2179)
+@mistake("a step is followed with what the script here has set, and not there", seen=43)
 def settings(monkeypatch) -> None:
     follow = FilledStage.follow
     monkeypatch.setattr(
@@ -204,7 +204,7 @@ def told_to_nobody(monkeypatch) -> None:
     monkeypatch.setattr(Boards, "post", lambda self, message, gone, out: post(self, message, gone, CoordinatorOutput()))
 
 
-@mistake("what was posted in a membership goes as soon as somebody has read it", seen=9)
+@mistake("what was posted in a membership goes as soon as somebody has read it", seen=31)
 def gone_when_read(monkeypatch) -> None:
     read = Boards.read
 
