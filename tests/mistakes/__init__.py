@@ -281,7 +281,7 @@ def stays_on_the_roster(monkeypatch) -> None:
     monkeypatch.setattr(Roster, "without", lambda self, workers: self)
 
 
-@mistake("the coordinator forgets who has applied what when its state is read again", seen=4296)
+@mistake("the coordinator forgets who has applied what when its state is read again", seen=169)
 def forgotten_field(monkeypatch) -> None:
     def forgetful(record):
         membership = load(record)

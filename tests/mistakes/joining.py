@@ -84,7 +84,7 @@ def uncommitted(monkeypatch) -> None:
     )
 
 
-@mistake("a newcomer applies steps without regard to their norm", seen=57)
+@mistake("a newcomer applies steps without regard to their norm", seen=9)
 def without_norm(monkeypatch) -> None:
     all_hashes_are_equal(monkeypatch)
     follow = FilledStage.follow
