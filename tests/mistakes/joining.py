@@ -141,7 +141,7 @@ def cursor(monkeypatch) -> None:
     monkeypatch.setattr(IteratorData, "skip_to", lambda self, place: None)
 
 
-@mistake("a newcomer takes what was computed with rejected weights", seen=125)
+@mistake("a newcomer takes what was computed with rejected weights", seen=9)
 def valid_from(monkeypatch) -> None:
     follow = FilledStage.follow
     monkeypatch.setattr(
