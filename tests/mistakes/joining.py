@@ -154,7 +154,7 @@ def not_called_off(monkeypatch) -> None:
     monkeypatch.setattr(returns, "_call_off", lambda course, newcomer, now, out: None)
 
 
-@mistake("whoever came back is not heard where its predecessor was not", seen=745)
+@mistake("whoever came back is not heard where its predecessor was not", seen=1056)
 def unheard(monkeypatch) -> None:
     monkeypatch.setattr(SimulatedMachine, "keep_only", lambda self, members: None)
 
