@@ -24,7 +24,6 @@ EVERYTHING = """
 checks/test_check_cluster.py
 checks/test_stages.py
 cli/test_doctor_input.py::test_no_framework_is_imported
-cli/test_plan_refine.py::test_refining_finds_the_optimum_and_says_what_it_began_with
 demo/test_demo.py::test_an_interrupted_demo_leaves_no_process
 demo/test_returns.py
 demo/test_stage.py

@@ -36,7 +36,7 @@ class SimulatedState:
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
-        self._half: str | None = None  # of a unit of which half is read
+        self._half: set[str] = set()  # units of which half is read, for whichever newcomer
         self._watched: tuple[int, dict[str, int]] = -1, {}  # the last step, and moments before the script changed any
         self.applies: Mapping[str, Any] | None = None  # what the step applies that is followed; None: everything
 
@@ -48,10 +48,10 @@ class SimulatedState:
 
     def read(self, name: str, rest: bool) -> Any:
         """A unit's number, at the second call."""
-        if not rest and self._half != name:
-            self._half = name
+        if not rest and name not in self._half:
+            self._half.add(name)
             return None
-        self._half = None
+        self._half.discard(name)
         return self._weight if name == WEIGHT else self._machine.numbers.moments[name]
 
     def sums(self, step: int, names: Iterable[str]) -> Mapping[str, Any]:
