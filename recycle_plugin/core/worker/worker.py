@@ -380,6 +380,8 @@ class Worker:
 
         ``waiting``: this worker has nothing else to do.
         """
+        if self._control_view.outside:
+            return None  # what a newcomer is to hash, it hashes as it follows
         for asked in self._control_view.take_serves():
             self._serve(asked)
         self.hash_at |= self._control_view.take_hashes()

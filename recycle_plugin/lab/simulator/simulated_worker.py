@@ -185,7 +185,7 @@ class SimulatedMachine(Replaying):
         began_us = self.cluster.now
         try:
             while True:
-                while not self.control_view.outside and self.worker.serve_now(waiting=True):
+                while self.worker.serve_now(waiting=True):
                     pass
                 self.control_view.check_end()
                 if interruptible:
