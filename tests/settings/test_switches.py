@@ -109,7 +109,9 @@ def test_no_setting_is_without_a_test_that_sees_it() -> None:
 def test_that_test_is_there(setting: str) -> None:
     path, _, name = SEEN[setting].partition("::")
     text = (ROOT / "tests" / path).read_text()
-    assert name in {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    assert name in {
+        node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
 
 
 @pytest.mark.parametrize("name", sorted(set(CostSettings.model_fields) - {"profile"}))
