@@ -154,9 +154,20 @@ def not_called_off(monkeypatch) -> None:
     monkeypatch.setattr(returns, "_call_off", lambda course, newcomer, now, out: None)
 
 
+@mistake("who has entered a generation that is replaced before it came in force is let in no more", seen=1296)
+def left_out(monkeypatch) -> None:
+    monkeypatch.setattr(Joining, "left_out", lambda self, roster: [])
+
+
 @mistake("whoever came back is not heard where its predecessor was not", seen=1056)
 def unheard(monkeypatch) -> None:
-    monkeypatch.setattr(SimulatedMachine, "keep_only", lambda self, members: None)
+    monkeypatch.setattr(SimulatedMachine, "hear", lambda self, members: None)
+
+
+@mistake("whoever came back is heard once its receiver goes on, and it may send before", seen=2964)
+def heard_late(monkeypatch) -> None:
+    monkeypatch.setattr(SimulatedMachine, "keep_only", SimulatedMachine.hear)
+    monkeypatch.setattr(SimulatedMachine, "hear", lambda self, members: None)
 
 
 @mistake("what is used of a replica's batches that has lost both its ends is used again", seen=622)

@@ -90,6 +90,7 @@ def unneeded(exercised: Counter, seeds: int) -> list[str]:
     (
         pytest.param(532, id="a returned replica's script has begun another iterator since"),
         pytest.param(1011, id="data has ended as a newcomer came in, which was told behind its report"),
+        pytest.param(2992, id="who comes back in the midst of a step draws on from its first batch"),
         pytest.param(226, id="a newcomer's source has gone before it served"),
     ),
 )

@@ -217,3 +217,11 @@ def test_two_draws_for_one_micro_batch_are_a_contradiction() -> None:
         Torn, match=r"seat 1\.0 has draw 1\.2 for micro-batch 0\.0 of step 5, and another worker draw 0\.0"
     ):
         share(IteratorState(planned(SQUARE.full()), {}, drawn, {}), 5)
+
+
+def test_who_comes_back_in_the_midst_of_a_step_leaves_no_batch_out() -> None:
+    view, step = Topology(2, 2, 2).full(), 3
+    dealt = {MicroBatch(0, 0): Draw(0, 0), MicroBatch(0, 1): Draw(0, 1), MicroBatch(1, 0): Draw(0, 2)}
+    kept = {Seat(0, stage): {step: dealt} for stage in (0, 1)}
+    draws = share(IteratorState(planned(view), {}, kept, {}), step).draws
+    assert draws == {**dealt, MicroBatch(1, 1): Draw(1, 0)}

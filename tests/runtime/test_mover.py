@@ -62,6 +62,10 @@ class ThreadMover:
             self._heard = peers
         return self.hears()
 
+    def hear(self, peers: set[str]) -> None:
+        with self._session.changed:
+            self._heard = self._heard and self._heard | peers
+
     def keep_only(self, peers: set[str]) -> None:
         pass
 
@@ -162,6 +166,14 @@ def test_what_somebody_sent_before_it_went_is_heard_and_nothing_of_it_after(pair
     sender.keep_only(set())
     receiver.hear_out({"somebody://else"})
     assert inbox.take().keys() == {act(index) for index in range(8)}
+
+
+def test_who_has_come_back_is_heard_before_this_worker_goes_on(pair, on_host):
+    sender, receiver = pair
+    receiver.hear_out({"somebody://else"})
+    receiver.hear({sender.address})
+    sender.send(receiver.address, act(0), on_host(torch.tensor([1])), 0)
+    assert Inbox(receiver).wait(act(0))[0].item() == 1
 
 
 def test_what_was_for_one_that_is_left_is_not_for_the_others(pair, on_host):

@@ -90,6 +90,9 @@ class Worker:
     def discard_after(self, after: int, valid_from: int) -> None:
         pass
 
+    def hear(self, members: Any) -> None:
+        pass
+
     def keep_only(self, members: Any) -> None:
         pass
 

@@ -189,6 +189,7 @@ class Course:
         elif keeps_plan and planned is not None:
             self.put_off, roster = planned, self.roster
         else:
+            returns.leave_out(self)
             roster = self.attendance.roster = self.joining.called_off(self.roster)
         self.regrouping.publish(roster, from_step, cause, now, slowness, out)
 

@@ -238,6 +238,15 @@ class Joining:
             each.phase, each.awaited_at = Phase.CAUGHT_UP, None
         return roster.without({each.member.worker for each in waiting})
 
+    def left_out(self, roster: Roster) -> list[Newcomer]:
+        """Takes back to where they follow those that have entered a generation which never came in force, in whose
+        place one of ``roster`` comes; returns them.
+        """
+        left = [each for each in self if each.phase is Phase.ENTERED and each.member.worker not in roster.workers]
+        for each in left:
+            each.phase, each.awaited_at = Phase.CAUGHT_UP, None
+        return left
+
     def awaits(self, roster: Roster, clock: float) -> bool:
         """Whether somebody who is announced for a generation of ``roster`` has not reported, as all members have now;
         ``clock``: of the failure detector, in seconds.

@@ -188,6 +188,13 @@ def admit(course: Course, newcomer: Newcomer, out: CoordinatorOutput) -> None:
     )
 
 
+def leave_out(course: Course) -> None:
+    """Has those follow on, as newcomers, who have entered a generation that does not come in force: it is replaced."""
+    for newcomer in course.joining.left_out(course.roster):
+        course.vacancies.left_out(newcomer.member.worker)
+        course.attendance.failure_detector.dismiss(newcomer.member.worker)
+
+
 def call_off_late(course: Course, now: float, out: CoordinatorOutput) -> None:
     """Goes on without newcomers that should have entered by now; they follow on, and are announced again."""
     failure_detector = course.attendance.failure_detector

@@ -219,6 +219,12 @@ class Vacancies:
         self._members.add(worker)
         self._unproven.add(worker)
 
+    def left_out(self, worker: WorkerId) -> None:
+        """Makes a newcomer of one that has entered, and is to wait for another generation."""
+        self._members.discard(worker)
+        self._unproven.discard(worker)
+        self._vacant[worker.rank] = Vacancy(worker, come=True)
+
     def admitted(self, worker: WorkerId, committed: int) -> None:
         """Notes that a newcomer has become a member like all, behind step ``committed``."""
         self._admitted[worker] = committed

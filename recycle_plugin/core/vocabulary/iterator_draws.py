@@ -4,8 +4,9 @@ An iterator can't be read again, nor by somebody else.  Stock DeepSpeed has each
 stage (the *ends*) call ``next`` once per micro-batch; both ends of a replica have to stay at the same position.  So:
 
 * A *draw* is one call, named by the replica whose iterator it is and its position in the step.  Both ends make the same
-  draws in the same order: of replica r in step k first positions 0 to M-1, which are its own micro-batches r.0 to
-  r.M-1, then what it draws for others.  A worker draws when it begins a step, everything that it will need of it.
+  draws in the same order: of replica r in step k first its own micro-batches r.0 to r.M-1, those that
+  nobody has drawn in its place, then what it draws for others, with no position left out.  A worker draws when it
+  begins a step, everything that it will need of it.
 * What is drawn is the whole batch, inputs and labels.  It goes to whoever runs the micro-batch at that stage (most
   often the drawer) and to the next live worker of the stage, and all of them keep it until the step is committed.  Only
   when the copies have left the drawer may anything that others see follow from the batch: no activation, gradient or
@@ -38,6 +39,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
@@ -220,8 +222,11 @@ def _deal(
     alive: Sequence[int],
 ) -> dict[MicroBatch, Draw]:
     """The draws of the ``wanted`` micro-batches, those that are not ``known`` from sources that are ``alive``."""
-    own = iterator_state.plan.view.topology.micro_batches
-    draws = {one: known.get(one, Draw(*one)) for one in wanted if one in known or one.replica in alive}
+    free = {source: _unused({draw.position for draw in known.values() if draw.source == source}) for source in alive}
+    draws = {one: known[one] for one in wanted if one in known}
+    draws |= {
+        one: Draw(one.replica, next(free[one.replica])) for one in wanted if one not in draws and one.replica in alive
+    }
     orphans = [one for one in wanted if one not in draws]
     lost = [one for one in orphans if one in traced]
     if lost:
@@ -238,15 +243,17 @@ def _deal(
             "labels any more; "
             "go on from the last checkpoint, or use engine.set_data_source(), which needs no such replica"
         )
-    free = {
-        source: 1 + max([own - 1, *(draw.position for draw in known.values() if draw.source == source)])
-        for source in alive
-    }
+    ahead = {source: next(positions) for source, positions in free.items()}
     for one in orphans:
-        source = min(alive, key=lambda each: (free[each], each))
-        draws[one] = Draw(source, free[source])
-        free[source] += 1
+        source = min(alive, key=lambda each: (ahead[each], each))
+        draws[one] = Draw(source, ahead[source])
+        ahead[source] = next(free[source])
     return draws
+
+
+def _unused(positions: AbstractSet[int]) -> Iterator[int]:
+    """The positions that nobody has drawn yet, in their order: no batch is passed over, whoever has a part already."""
+    return (position for position in count() if position not in positions)
 
 
 def _transfers(

@@ -144,6 +144,9 @@ class StepRunner(Protocol):
     def without(self, batches: StepBatches) -> None:
         """Drops what counts no more of void steps (core/vocabulary/step_batches.py)."""
 
+    def hear(self, members: Iterable[str]) -> None:
+        """Takes from now on also what workers at these addresses send."""
+
     def keep_only(self, members: Iterable[str]) -> None:
         """Drops the connections to all workers but those at these addresses, which are left."""
 
@@ -437,6 +440,9 @@ class TrainingLoop:
             self._runner.ended,
             self._runner.lacks,
         )
+        self._runner.hear(
+            generation.roster.addresses
+        )  # once all have reported newcomers send, and others may be slower
         self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
         resume = yield from self._port.wait(what, lambda: self._control_view.resume_of(generation), interruptible=False)

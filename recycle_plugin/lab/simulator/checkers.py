@@ -75,7 +75,7 @@ class Watcher:
         self.violations: list[str] = []
         self._ended_before = 0  # the step before which all data has ended just now
         self._counted: dict[tuple[Seat, int], Counter] = defaultdict(Counter)  # by what workers hold
-        self._changes: dict[tuple[int, int], str | None] = {}  # by shard and step
+        self._changes: dict[tuple[int, int], dict[int, str | None]] = {}  # by shard and step, then by rank
         self._told: dict[tuple[int, str], Mapping] = {}
         self._told_with: dict[int, dict] = {}  # when losses were told, the batches that they are of
         self._applied: dict[tuple[tuple[Seat, int], int], tuple[int, float | None]] = {}  # by that, and step
@@ -140,13 +140,16 @@ class Watcher:
 
     def adopted(self, worker: Any, step: int, change: str | None) -> None:
         """Takes in what a worker applies that scripts have made of the sum of ``step``: the same on all that have the
-        same part of it.
+        same part of it, but for those that were lost with what they alone had applied.
         """
-        others = self._changes.setdefault((worker.held[1], step), change)
-        if others != change:
-            self.say(
-                f"step {step} is applied as {others or 'it was'} and, by seat {worker.seat}, {change or 'as it was'}"
-            )
+        applied, gone = self._changes.setdefault((worker.held[1], step), {}), worker.cluster.gone()
+        for rank, other in applied.items():
+            if other != change and rank not in gone:
+                self.say(
+                    f"step {step} is applied as {other or 'it was'} by rank {rank} and, by seat {worker.seat}, "
+                    f"{change or 'as it was'}"
+                )
+        applied[worker.control_view.worker.rank] = change
 
     def voided(self, worker: Any, after: int) -> None:
         """Takes in that a worker has dropped what it has counted of the steps after ``after``, computed with rejected
@@ -219,6 +222,8 @@ class Watcher:
         are discarded; and no failure once all steps up to a planned end are committed, and nothing is left to do
         together.
         """
+        if isinstance(message, Resume) and self._samples is not None:
+            self._samples.resumed(message)
         if isinstance(message, Resume) and message.rejected:
             self._told = {key: told for key, told in self._told.items() if key[0] <= message.committed + 1}
         if isinstance(message, Resume) and message.batches is not None and (void := message.batches.void):

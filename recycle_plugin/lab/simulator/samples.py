@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.messages.from_coordinator import Resume
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.iterator_draws import unpack
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator.arithmetic import Batch
 from recycle_plugin.lab.simulator.reference import Data
@@ -44,10 +46,22 @@ class Samples:
         self._passed_over: set[Name] = set()
         # replicas that have not always been whole, so that their iterators have rested
         self._returned: set[int] = set()
+        self._sources: set[int] = set()
+        self._dealt: set[tuple[int, MicroBatch]] = set()  # to others, before their own replica gave data again
 
     def loaded(self, step: int, micro_batch: MicroBatch, stage: int, batch: Batch) -> None:
         """Takes in that ``stage``, an end of the pipeline, has loaded ``batch`` for a micro-batch."""
         self._loaded.setdefault(step, {}).setdefault(micro_batch, {})[stage] = batch
+
+    def resumed(self, message: Resume) -> None:
+        """Takes in where all go on: what was drawn before a replica gives data again stays drawn."""
+        ends = 0, self._shape.stages - 1
+        placed = set(message.placed)
+        sources = {one for one in range(self._shape.replicas) if placed.issuperset(Seat(one, end) for end in ends)}
+        for packed in message.held_draws.values():
+            for step, batches in unpack(packed).items():
+                self._dealt |= {(step, one) for one in batches if one.replica in sources - self._sources}
+        self._sources = sources
 
     def loaded_so_far(self, step: int) -> dict[MicroBatch, set[Name]]:
         """The batches that each micro-batch was computed with, at its ends."""
@@ -93,6 +107,7 @@ class Samples:
         rested = micro_batch.replica in self._returned or self._extra(micro_batch.replica, step)
         if self._empty(micro_batch.replica, usual.iterator):
             return
+        own = own and (step, micro_batch) not in self._dealt
         if own and (name.replica != micro_batch.replica or (name != usual and not rested)):
             self._say(f"micro-batch {micro_batch} of step {step} is {name}, and both ends of its replica live")
 

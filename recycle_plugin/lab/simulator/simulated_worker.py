@@ -267,7 +267,10 @@ class SimulatedMachine(Replaying):
             self.unheard = frozenset(self.cluster.workers.keys() - live)
 
     def keep_only(self, members: Iterable[str]) -> None:
-        """Hears whoever has come back meanwhile; simulated connections need no dropping."""
+        """Simulated connections need no dropping."""
+
+    def hear(self, members: Iterable[str]) -> None:
+        """Takes from now on also what workers at these addresses send."""
         self.unheard -= {int(address.partition(".")[0]) for address in members}
 
     def clock(self) -> float:

@@ -59,6 +59,9 @@ class Mover(Protocol):
         False where it turns out that nobody is let in here.
         """
 
+    def hear(self, peers: Iterable[str]) -> None:
+        """Take from now on also what ``peers`` send, of which some have come back since others were heard out."""
+
     def keep_only(self, members: Iterable[str]) -> None:
         """Send nothing more to anybody but ``members``; broken connections to these are made anew."""
 

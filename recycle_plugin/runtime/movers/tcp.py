@@ -110,6 +110,12 @@ class Transport:
             self._heard = live
             return could_knock and self._knocked is None
 
+    def hear(self, peers: Iterable[str]) -> None:
+        """Take from now on also what ``peers`` send, of which some have come back since others were heard out."""
+        with self._session.changed:
+            if self._heard is not None:
+                self._heard |= set(peers)
+
     def _knock(self) -> bool:
         """Connect to this worker's own listener: who came before, and has perhaps sent and died since, is let in first.
 
@@ -129,9 +135,6 @@ class Transport:
     def keep_only(self, members: Iterable[str]) -> None:
         """Send nothing more to anybody but ``members``; broken connections to these are made anew."""
         peers = set(members)
-        with self._session.changed:
-            if self._heard is not None:  # who has come back meanwhile is heard from now on
-                self._heard |= peers
         for address in [address for address, outbox in self._outboxes.items() if address not in peers or outbox.broken]:
             self._outboxes.pop(address).close(linger_s=0)
 
