@@ -161,13 +161,13 @@ def left_out(monkeypatch) -> None:
 
 @mistake("whoever came back is not heard where its predecessor was not", seen=1056)
 def unheard(monkeypatch) -> None:
-    monkeypatch.setattr(SimulatedMachine, "hear", lambda self, members: None)
+    monkeypatch.setattr(SimulatedMachine, "listen_to", lambda self, members: None)
 
 
 @mistake("whoever came back is heard once its receiver goes on, and it may send before", seen=2964)
 def heard_late(monkeypatch) -> None:
-    monkeypatch.setattr(SimulatedMachine, "keep_only", SimulatedMachine.hear)
-    monkeypatch.setattr(SimulatedMachine, "hear", lambda self, members: None)
+    monkeypatch.setattr(SimulatedMachine, "keep_only", SimulatedMachine.listen_to)
+    monkeypatch.setattr(SimulatedMachine, "listen_to", lambda self, members: None)
 
 
 @mistake("what is used of a replica's batches that has lost both its ends is used again", seen=622)

@@ -62,7 +62,7 @@ class ThreadMover:
             self._heard = peers
         return self.hears()
 
-    def hear(self, peers: set[str]) -> None:
+    def listen_to(self, peers: set[str]) -> None:
         with self._session.changed:
             self._heard = self._heard and self._heard | peers
 
@@ -171,7 +171,7 @@ def test_what_somebody_sent_before_it_went_is_heard_and_nothing_of_it_after(pair
 def test_who_has_come_back_is_heard_before_this_worker_goes_on(pair, on_host):
     sender, receiver = pair
     receiver.hear_out({"somebody://else"})
-    receiver.hear({sender.address})
+    receiver.listen_to({sender.address})
     sender.send(receiver.address, act(0), on_host(torch.tensor([1])), 0)
     assert Inbox(receiver).wait(act(0))[0].item() == 1
 

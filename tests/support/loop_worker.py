@@ -90,7 +90,7 @@ class Worker:
     def discard_after(self, after: int, valid_from: int) -> None:
         pass
 
-    def hear(self, members: Any) -> None:
+    def listen_to(self, members: Any) -> None:
         pass
 
     def keep_only(self, members: Any) -> None:

@@ -144,7 +144,7 @@ class StepRunner(Protocol):
     def without(self, batches: StepBatches) -> None:
         """Drops what counts no more of void steps (core/vocabulary/step_batches.py)."""
 
-    def hear(self, members: Iterable[str]) -> None:
+    def listen_to(self, members: Iterable[str]) -> None:
         """Takes from now on also what workers at these addresses send."""
 
     def keep_only(self, members: Iterable[str]) -> None:
@@ -440,9 +440,8 @@ class TrainingLoop:
             self._runner.ended,
             self._runner.lacks,
         )
-        self._runner.hear(
-            generation.roster.addresses
-        )  # once all have reported newcomers send, and others may be slower
+        # once all have reported newcomers send, and this worker may be slower to go on
+        self._runner.listen_to(generation.roster.addresses)
         self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
         resume = yield from self._port.wait(what, lambda: self._control_view.resume_of(generation), interruptible=False)

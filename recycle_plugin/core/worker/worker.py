@@ -85,7 +85,7 @@ class Machine(Protocol):
     def hear_out(self) -> None:
         """Takes what the lost have sent before they went, and nothing of theirs that comes after this."""
 
-    def hear(self, members: Iterable[str]) -> None:
+    def listen_to(self, members: Iterable[str]) -> None:
         """Takes from now on also what workers at these addresses send."""
 
     def keep_only(self, members: Iterable[str]) -> None:
@@ -371,9 +371,9 @@ class Worker:
         if self.store.without(batches):
             self._machine.forget_sums(batches.void - 1)
 
-    def hear(self, members: Iterable[str]) -> None:
+    def listen_to(self, members: Iterable[str]) -> None:
         """Takes from now on also what workers at these addresses send."""
-        self._machine.hear(members)
+        self._machine.listen_to(members)
 
     def keep_only(self, members: Iterable[str]) -> None:
         """Drops the connections to all workers but those at these addresses, which are left."""

@@ -269,7 +269,7 @@ class SimulatedMachine(Replaying):
     def keep_only(self, members: Iterable[str]) -> None:
         """Simulated connections need no dropping."""
 
-    def hear(self, members: Iterable[str]) -> None:
+    def listen_to(self, members: Iterable[str]) -> None:
         """Takes from now on also what workers at these addresses send."""
         self.unheard -= {int(address.partition(".")[0]) for address in members}
 

@@ -59,7 +59,7 @@ class Mover(Protocol):
         False where it turns out that nobody is let in here.
         """
 
-    def hear(self, peers: Iterable[str]) -> None:
+    def listen_to(self, peers: Iterable[str]) -> None:
         """Take from now on also what ``peers`` send, of which some have come back since others were heard out."""
 
     def keep_only(self, members: Iterable[str]) -> None:

@@ -74,7 +74,12 @@ class TorchMachine:
         self._words: dict[int, Word] = {}  # the last of each other worker of the seat
         self._of_replays: list[Tensors] = []
         self._come: deque[tuple[Datum, Any, int]] = deque()  # beside words
-        self.send, self.hear, self.keep_only, self.clock = session.send, mover.hear, mover.keep_only, time.time
+        self.send, self.listen_to, self.keep_only, self.clock = (
+            session.send,
+            mover.listen_to,
+            mover.keep_only,
+            time.time,
+        )
         self.compute, self.share, self.norm = operations.compute, operations.share, operations.norm
         self._trace, self._prepare, self.script_state = trace, prepare, script_state
         self.tied_in_order = operations.tied_in_order
