@@ -11,7 +11,7 @@ others help (core/worker/shared_replay.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -19,11 +19,12 @@ from recycle_plugin.core.messages.from_coordinator import Replay
 from recycle_plugin.core.messages.from_workers import Replaying
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides
-from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
-from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.executor import Waits, execute
 from recycle_plugin.core.worker.step_log import LogReader, StepLog, StepRecord
 from recycle_plugin.core.worker.step_store import StepStore
 
@@ -101,7 +102,26 @@ class CantReplay(Exception):
         self.stage, self.checkpoint = stage, checkpoint
 
 
-class StageWork:
+class Undisturbed:
+    """What is the same in all runners of a replay (core.worker.executor.InstructionRunner): no change of the membership
+    interrupts it, no fault strikes, and its spans are nobody's.
+    """
+
+    def check_generation(self) -> None:
+        """Goes on whoever is lost meanwhile."""
+
+    def now_us(self) -> int:
+        """No time at all."""
+        return 0
+
+    def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
+        """Lets no fault strike."""
+
+    def record(self, span: Span) -> None:
+        """Counts nothing: a replay says itself how long it has taken."""
+
+
+class StageWork(Undisturbed):
     """What a stage does with micro-batches of committed steps, by what the logs have, on ``machine`` and in ``store``,
     in a pipeline of ``shape``.
 
@@ -130,9 +150,9 @@ class StageWork:
         begun, ahead = 0, self._behind()
         for done, micro_batch in enumerate(micro_batches):
             while begun < min(done + 1 + ahead, len(micro_batches)):
-                yield from self._do(self._forward(step, micro_batches[begun]))
+                yield from execute(self._store.seat, self._forward(step, micro_batches[begun]), self)
                 begun += 1
-            yield from self._do(self._backward(step, micro_batch))
+            yield from execute(self._store.seat, self._backward(step, micro_batch), self)
 
     def _behind(self) -> int:
         """How many stages behind this one, without one between, are replayed meanwhile."""
@@ -141,17 +161,20 @@ class StageWork:
             last += 1
         return last - self._stage
 
-    def _do(self, instructions: Iterable[Instruction]) -> Iterator[Any]:
-        for instruction in instructions:
-            for datum in list(self._store.missing(instruction)):
-                yield from self._fetch(datum)
-            yield from self._machine.spend(instruction)
-            self._store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
-            for datum in provides(instruction):
-                if datum.kind in TRAVELS and datum in self._store:  # another stage may have to be replayed later
-                    self.keep(datum, self._store.move(datum, -1))
+    def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
+        """Waits until what ``instruction`` needs is read from the logs."""
+        for datum in list(self._store.missing(instruction)):
+            yield from self._fetch(datum)
 
-    def record(self, step: int) -> Waits[StepRecord]:
+    def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
+        """Computes, and keeps for the log what would travel: another stage may have to be replayed later."""
+        yield from self._machine.spend(instruction)
+        self._store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
+        for datum in provides(instruction):
+            if datum.kind in TRAVELS and datum in self._store:
+                self.keep(datum, self._store.move(datum, -1))
+
+    def step_record(self, step: int) -> Waits[StepRecord]:
         """The record of ``step``, which is committed.  Raises as :meth:`run`."""
         return (yield from self.wait(f"the record of step {step}", lambda: self.logs.record(step), True))
 
@@ -202,6 +225,46 @@ class StageWork:
         self._store.put(datum, value)
         if datum.kind not in TRAVELS:
             self.keep(datum, value)
+
+
+class StepEnd(Undisturbed):
+    """What a stage that is replayed ends a step with: its sums, which are made here of all that there is, and STEP, as
+    ``record`` says; ``work`` has the rest of the step.  ``times``: how long what takes.
+    """
+
+    def __init__(
+        self, machine: ReplayingMachine, store: StepStore, work: StageWork, record: StepRecord, times: Times
+    ) -> None:
+        self._machine, self._store, self._work, self._record, self._times = machine, store, work, record, times
+
+    def run(self, tie: Collection[int]) -> Iterator[Any]:
+        """Ends the step.  ``tie``: the stages that share weights with this one, if there are any."""
+        self._tie, stage = tie, self._store.seat.stage
+        ops = (Op.REDUCE, *[Op.TIE] * bool(tie), Op.STEP)
+        program = (Instruction(op, stage, None, self._record.step) for op in ops)
+        yield from execute(self._store.seat, program, self)
+
+    def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
+        """Waits for the sum over the stages that share weights, which any other of them has logged."""
+        if instruction.op is Op.TIE:
+            others = [stage for stage in self._tie if stage != seat.stage]
+            self._tied = yield from self._work.tied(others, instruction.step)
+
+    def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
+        """Carries REDUCE, TIE or STEP out."""
+        (made,) = provides(instruction)
+        if instruction.op is Op.REDUCE:
+            with self._times.of("reduce"):
+                self._store.conclude(instruction, {made: self._machine.add_up_alone(instruction, self._store)})
+        elif instruction.op is Op.TIE:
+            self._work.keep(made, self._tied)
+            self._store.put(made, self._machine.tied_of(self._tied))
+        else:
+            if self._record.norm is not None:
+                self._store.put(Datum("norm", seat.stage, None, instruction.step), self._record.norm)
+            with self._times.of("step"):
+                yield from self._machine.spend(instruction)
+                self._store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
 
 
 class Replayed(NamedTuple):
@@ -258,7 +321,7 @@ class StageReplay:
         work.others, work.refused = frozenset(replay.stages) - {self._stage}, self._log.refuses
         try:
             for step in range(replay.step + 1, replay.committed + 1):
-                yield from self._step(work, (yield from work.record(step)), times)
+                yield from self._step(work, (yield from work.step_record(step)), times)
                 self._machine.send(Replaying(self._machine.control_view.rank, step))
         finally:
             work.logs.close()
@@ -269,17 +332,7 @@ class StageReplay:
         store.valid_from = record.valid_from
         self._machine.set_for(step)
         yield from self._helpers.run(work, step, times)
-        reduce = Instruction(Op.REDUCE, self._stage, None, step)
-        with times.of("reduce"):
-            store.conclude(reduce, dict.fromkeys(provides(reduce), self._machine.add_up_alone(reduce, store)))
-        if self._shape.tie(self._stage):
-            yield from self._take_tied(work, record)
-        if record.norm is not None:
-            store.put(Datum("norm", self._stage, None, step), record.norm)
-        apply = Instruction(Op.STEP, self._stage, None, step)
-        with times.of("step"):
-            yield from self._machine.spend(apply)
-            store.run(apply, lambda one, have: self._machine.compute(one, have, False))
+        yield from StepEnd(self._machine, store, work, record, times).run(self._shape.tie(self._stage))
         self._steps.applied(step)
         self._steps.commit(step)
         self._log.applied(step, record.norm)
@@ -298,14 +351,6 @@ class StageReplay:
             if sent is not None and (how := self._machine.differs(value, sent)):
                 raise CantReplay(f"{datum} is not what was sent of it: {how}; {OTHERWISE}")
         self._log.keep(datum, value, self._store.valid_from)
-
-    def _take_tied(self, work: StageWork, record: StepRecord) -> Iterator[Any]:
-        """Takes the sum over the stages that share weights, which any other of them has logged."""
-        others = [stage for stage in self._shape.tie(self._stage) if stage != self._stage]
-        value = yield from work.tied(others, record.step)
-        mine = Datum("tied", self._stage, None, record.step)
-        self._keep(work, mine, value)
-        self._store.put(mine, self._machine.tied_of(value))
 
 
 class Times:
