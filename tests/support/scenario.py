@@ -21,7 +21,7 @@ from recycle_plugin.runtime.collectives import group
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
 from tests.support.coordinator import FakeCoordinator, generation
-from tests.support.results import result_of
+from tests.support.results import result_of, say_where_it_hangs
 from tests.support.secret import SECRET, way
 
 LONG_S = 30.0
@@ -59,6 +59,7 @@ def follower(
     scenario: Scenario, rank: int, ranks: int, port: int, result: Any, coordinator: tuple[str, int], first: bool
 ) -> None:
     """A rank of a job whose groups can lose members; ``first``: with the default group."""
+    say_where_it_hangs()
     session = Session(connect(way(coordinator), LONG_S), rank, SECRET, wait_timeout_s=WAIT_S)
     Plugin(session).install()
     script = Script(rank, session, _client(port))
@@ -72,6 +73,7 @@ def follower(
 
 def stock(scenario: Scenario, rank: int, ranks: int, port: int, result: Any) -> None:
     """A rank of a job over torch's own groups."""
+    say_where_it_hangs()
     session: Any = None
     dist.init_process_group("gloo", store=_client(port), rank=rank, world_size=ranks)
     _send(scenario, Script(rank, session, _client(port)), result)
@@ -138,6 +140,7 @@ def member(
     scenario: Callable[[Script], Any], rank: int, newcomer: bool, coordinator: tuple[str, int], port: int, result: Any
 ) -> None:
     """A rank of a job that workers may come back to."""
+    say_where_it_hangs()
     session = Session(connect(way(coordinator), LONG_S), rank, SECRET, wait_timeout_s=WAIT_S)
     session.newcomer = newcomer
     Plugin(session).install()
