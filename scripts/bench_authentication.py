@@ -37,7 +37,7 @@ from recycle_plugin.lab.experiments.bench_scripts import certificate, script
 from recycle_plugin.runtime.control import connections
 from recycle_plugin.runtime.control.connections import SocketControl, Way, connect
 from recycle_plugin.runtime.control.coordinator import Coordinator
-from recycle_plugin.runtime.movers.wire import fill
+from recycle_plugin.runtime.lines.frames import fill
 from recycle_plugin.runtime.processes.descriptors import provide
 
 SHARED = "of a benchmark, which nobody need guess"

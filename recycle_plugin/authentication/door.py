@@ -31,7 +31,7 @@ class Door:
     """
 
     def __init__(self, secret: Secret, port: Port, place: str, say: Say) -> None:
-        self._secret, self._port, self._place, self._say = secret, port, place, say
+        self._secret, self._port, self.place, self._say = secret, port, place, say
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
         self._unproved: dict[socket.socket, float] = {}  # oldest first, with when it came
@@ -85,7 +85,7 @@ class Door:
             many, nth = ", one of many addresses," * (address == OTHERS), f", the {count}th from there" * (count > 1)
             reason = why if isinstance(why, Stranger | str) else f"it has gone ({why.strerror})"
             self._say(
-                f"{self._place} what comes from {peer[0]}:{peer[1]}{many} was refused{nth}: {reason}", address, count
+                f"{self.place} what comes from {peer[0]}:{peer[1]}{many} was refused{nth}: {reason}", address, count
             )
 
     def _proved(self, connection: socket.socket) -> None:

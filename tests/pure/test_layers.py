@@ -15,7 +15,7 @@ HALVES = {"core.vocabulary", "core.messages"}
 CORE = {"core", *HALVES, "core.coordinator", "core.worker"}
 OBSERVES = {*CORE, "planner", "render", "errors", "folders"}
 CONTROLS = {*CORE, "errors", "folders", "authentication", "runtime.system"}
-MOVES = {*CONTROLS, "runtime.control", "runtime.devices"}
+MOVES = {*CONTROLS, "runtime.control", "runtime.devices", "runtime.lines"}
 STAGE = {*MOVES, "runtime.state", "runtime.movers", "runtime.collectives"}
 WORKER = {*STAGE, "runtime.stage", "runtime.log", "runtime.processes", "runtime.catch_up"}
 RUNTIME = {*WORKER, "runtime.worker"}
@@ -36,7 +36,8 @@ BELOW = {
     "runtime.system": set(),
     "runtime.devices": {"core.vocabulary", "errors"},
     "runtime.state": {"core.vocabulary", "errors", "runtime.devices"},
-    "runtime.log": {*HALVES, "core.worker", "errors", "folders", "authentication"},
+    "runtime.lines": {"core.messages", "authentication", "runtime.system"},
+    "runtime.log": {"runtime.lines", *HALVES, "core.worker", "errors", "folders", "authentication"},
     "runtime.control": CONTROLS,
     "runtime.processes": {*MOVES, "planner", "observability", "runtime.log"},
     "runtime.movers": MOVES,

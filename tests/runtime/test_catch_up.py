@@ -26,7 +26,7 @@ from recycle_plugin.runtime.catch_up.listener import StateListener
 from recycle_plugin.runtime.catch_up.rate import ALONE, BURST_S, COPYING, LEAST, Rate
 from recycle_plugin.runtime.catch_up.served import Served
 from recycle_plugin.runtime.catch_up.transfers import Transfers
-from recycle_plugin.runtime.catch_up.wire import Arrival, Mark, frame, mark, receive
+from recycle_plugin.runtime.catch_up.wire import FRAMES, Arrival, Mark, mark
 from recycle_plugin.runtime.devices.host import CPU
 from tests.support.coordinator import generation
 from tests.support.descriptors import none_left
@@ -100,7 +100,7 @@ def test_a_damaged_head_is_asked_for_again(coordinator):
 def said(ends: Ends, *messages: object) -> socket.socket:
     """A connection of a process of the job that has said ``messages``, which are no newcomer's."""
     connection, seals = called(ends.listener.address, Port.STATE)
-    connection.sendall(b"".join(frame(message, seals.out) for message in messages))
+    connection.sendall(b"".join(FRAMES.frame(message, seals.out) for message in messages))
     return connection
 
 
@@ -113,7 +113,7 @@ def test_a_frame_that_changes_breaks_the_line(ends):
         ends.inlets.append(inlet)
         with fake.accept()[0] as connection:
             seal = answered(connection, Port.STATE).seals.out
-            whole = bytearray(frame(mark(Marker(4)), seal)), bytearray(frame(mark(Marker(5)), seal))
+            whole = bytearray(FRAMES.frame(mark(Marker(4)), seal)), bytearray(FRAMES.frame(mark(Marker(5)), seal))
             whole[1][-10] ^= 1
             connection.sendall(whole[0] + whole[1])
             ends.wait(lambda: noted, "a note")
@@ -159,7 +159,7 @@ def test_nobody_else_is_let_in_and_that_is_said_once(ends, coordinator, odd):
             assert ended(connection)
     outlet.send(Marker(4))
     assert ends.received(ends.come(), 1) == [Marker(4)], "who is expected still gets in"
-    refused = [note for note in coordinator.hear(Note) if "for the stage's state was refused" in note.text]
+    refused = [note for note in coordinator.hear(Note) if "says what can't be understood" in note.text]
     assert len(refused) == 1 and not outlet.broken
 
 
@@ -250,8 +250,8 @@ def test_without_a_descriptor_left_a_newcomer_waits_until_there_is_one(ends):
     with connection:
         seals = call(connection, SECRET, Port.STATE).seals
         connection.settimeout(PATIENCE_S)
-        connection.sendall(frame(Arrival("job", NEWCOMER), seals.out))
-        assert receive(connection, Mark, seals.into) == mark(Marker(4))
+        connection.sendall(FRAMES.frame(Arrival("job", NEWCOMER), seals.out))
+        assert FRAMES.receive(connection, Mark, seals.into) == mark(Marker(4))
 
 
 # --- bounds ----------------------------------------------------------------------------------------

@@ -29,9 +29,10 @@ from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.devices.host import CPU, There
+from recycle_plugin.runtime.lines.frames import peer_at
 from recycle_plugin.runtime.movers import outbox, tcp
 from recycle_plugin.runtime.movers.tcp import Transport
-from recycle_plugin.runtime.movers.wire import LANGUAGE, Header, Sender
+from recycle_plugin.runtime.movers.wire import FRAMES, LANGUAGE, Header, Sender
 from recycle_plugin.runtime.system.accepting import PAUSE_S
 from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.operations import Operations
@@ -59,13 +60,13 @@ def test_non_contiguous_tensors_that_need_a_graph_travel_from_host_memory(pair):
 
 def test_what_a_lost_peer_has_sent_is_heard_though_nobody_has_read_it_yet(coordinator, monkeypatch):
     """What it has sent is in this host's memory; the thread that reads it has had no time."""
-    opened, read = threading.Event(), tcp.receive
+    opened, read = threading.Event(), FRAMES.receive
 
     def late(*given):
         assert opened.wait(30)
         return read(*given)
 
-    monkeypatch.setattr(tcp, "receive", late)
+    monkeypatch.setattr(FRAMES, "receive", late)
     sessions = [coordinator.session(rank, wait_timeout_s=5.0) for rank in (0, 1)]
     sender, receiver = (Transport(session, CPU) for session in sessions)
     wait_for = sessions[1].changed.wait_for
@@ -216,7 +217,7 @@ def test_who_lets_nobody_in_says_so_when_something_does_not_come_and_when_all_me
     )
     for name in ("CONNECT_S", "DEATH_S"):
         monkeypatch.setattr(tcp, name, 0.2)
-    monkeypatch.setattr(receiver, "_let_in", lambda connection, peer: connection.close())  # as a thread that is stuck
+    monkeypatch.setattr(receiver._listener, "_let_in", lambda connection, peer: connection.close())  # as if stuck
     with pytest.raises(WaitTimeout):
         next(machine.wait_for(act(0), Seat(0, 0), lambda: None))
     assert coordinator.hear(Missing) == [Missing(1, 3, str(act(0)), "0.1")]
@@ -266,7 +267,7 @@ def nonsense(draw) -> Callable[[Seals], bytes]:
 
 def test_whatever_bytes_come_the_next_connection_is_heard(pair, coordinator, monkeypatch):
     """... from who knows the secret; and one line is said of all that."""
-    sender, receiver = pair
+    (sender, receiver), session = pair, coordinator.sessions[1]
     raised = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
 
@@ -276,21 +277,19 @@ def test_whatever_bytes_come_the_next_connection_is_heard(pair, coordinator, mon
     @example(lambda seals: sealed(seals, HEAD.pack(b"RP", LANGUAGE.version, 1001) + b"\x91" * 1000 + b"\x01"))
     @example(lambda seals: b"GET / HTTP/1.1\r\n\r\n")
     def check(data: Callable[[Seals], bytes]) -> None:
-        near, far = socket.socketpair()
-        with far:
-            receiver._let_in(near, ("peer", 1))
-            (reader,) = receiver._readers
+        with socket.create_connection(peer_at(receiver.address)) as far, suppress(ConnectionError):
             seals = call(far, SECRET, Port.TENSORS).seals
             far.sendall(data(seals))
-        reader.join(30)
-        assert not reader.is_alive() and not receiver._readers and not receiver._accepted and not raised
+        with session.changed:
+            assert session.changed.wait_for(lambda: not receiver._readers, 30) and not raised
 
     check()
     receiver._arrived.clear()
     sender.send(receiver.address, act(1), There((torch.tensor([1]),)), 0)
     assert Inbox(receiver).wait(act(1))[0].item() == 1
     (note,) = coordinator.hear(Note)
-    assert note.text.startswith("at worker 1 a worker of this job, at peer:1, says what can't be understood: ")
+    assert note.text.startswith("at worker 1 a process of this job, at 127.0.0.1:")
+    assert ", says what can't be understood: " in note.text
 
 
 def test_what_is_for_a_step_that_nobody_can_have_come_to_is_refused_before_there_is_room_for_it(

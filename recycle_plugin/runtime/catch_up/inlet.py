@@ -12,27 +12,27 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from recycle_plugin.authentication.handshake import Port, Seal, Seals, call
+from recycle_plugin.authentication.handshake import HANDSHAKE_S, Port, Seal, Seals
 from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.vocabulary.state_stream import Asked, Item
 from recycle_plugin.runtime.catch_up.wire import (
     CHUNK_BYTES,
     DTYPES,
+    FRAMES,
     Arrival,
     Begin,
     Chunk,
     Mark,
     check,
     digest,
-    frame,
     item,
     marker,
-    receive,
 )
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.devices.port import Device
-from recycle_plugin.runtime.movers.wire import Nonsense, end, fill, raw
+from recycle_plugin.runtime.lines.frames import Nonsense, end, fill, peer_at, proved
+from recycle_plugin.runtime.movers.wire import raw
 from recycle_plugin.runtime.system import forked
 
 CONNECT_S = 10.0  # how long the source may take to answer
@@ -57,8 +57,7 @@ class TcpInlet:
         note: Callable[[str], None],
         device: Device = CPU,
     ) -> None:
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        self._peer, self._arrival, self._changed, self._note = (host, int(port)), arrival, changed, note
+        self._peer, self._arrival, self._changed, self._note = peer_at(address), arrival, changed, note
         self._device = device
         self._items: deque[tuple[Item, int]] = deque()  # with the bytes of each
         self._waiting = 0  # bytes
@@ -114,7 +113,7 @@ class TcpInlet:
             if self._connection is None:
                 return
             for message in self._unsaid:
-                self._unsent += frame(message, self._seals.out)
+                self._unsent += FRAMES.frame(message, self._seals.out)
             self._unsaid.clear()
             try:
                 while self._unsent:
@@ -128,9 +127,7 @@ class TcpInlet:
         try:
             connection = self._opening = forked.own(socket.create_connection(self._peer, CONNECT_S))
             with connection:
-                over, self._seals = call(connection, self._secret, Port.STATE)
-                over.settimeout(None)
-                over.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                over, self._seals = proved(connection, self._secret, Port.STATE, HANDSHAKE_S)
                 with self._talking:
                     self._connection = over
                 self._say()
@@ -149,7 +146,7 @@ class TcpInlet:
 
     def _take(self, connection: Connection) -> None:
         """Take one item in."""
-        found = receive(connection, object, self._seals.into)
+        found = FRAMES.receive(connection, object, self._seals.into)
         if isinstance(found, Mark):
             self._deliver(marker(found), 0)
             return
@@ -180,7 +177,7 @@ class TcpInlet:
         """Read a part's chunks; False where one is not what was sent."""
         whole, data = True, raw(tensor) if tensor.numel() else memoryview(b"")
         for offset in range(0, len(data), CHUNK_BYTES):
-            chunk, target = receive(connection, Chunk, self._seals.into), data[offset : offset + CHUNK_BYTES]
+            chunk, target = FRAMES.receive(connection, Chunk, self._seals.into), data[offset : offset + CHUNK_BYTES]
             if (chunk.part, chunk.offset, chunk.size) != (part, offset, len(target)):
                 raise Nonsense(f"byte {chunk.offset} of {chunk.part[:80]!r} where byte {offset} of {part!r} is next")
             fill(connection, target)

@@ -20,14 +20,12 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.catch_up.outlet import TcpOutlet, damaged_chunks
 from recycle_plugin.runtime.catch_up.rate import Rate
 from recycle_plugin.runtime.catch_up.served import Served
-from recycle_plugin.runtime.catch_up.wire import LONGEST_HELLO, Arrival, receive
+from recycle_plugin.runtime.catch_up.wire import FRAMES, LONGEST_HELLO, Arrival
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.movers.wire import Nonsense, end, listening_at
-from recycle_plugin.runtime.system import forked
-from recycle_plugin.runtime.system.accepting import Refusals
+from recycle_plugin.runtime.lines.frames import Nonsense
+from recycle_plugin.runtime.lines.listener import Listener
 
 HELLO_S = 10.0  # how long who has connected may take to say who it is
-END_S = 1.0  # how long the listener's thread may take to end
 
 
 class StateListener:
@@ -41,15 +39,18 @@ class StateListener:
         self._session, self._rate = session, rate
         self._damaged = damaged_chunks(damaged)
         self._expected: dict[WorkerId, TcpOutlet] = {}
-        self._lock, self._closed, self._said = threading.Lock(), threading.Event(), False
+        self._lock = threading.Lock()
         host = address_of(interface) if interface else session.own_address
-        self._listener = forked.own(_listener(host, interface))
-        self.address = f"tcp://{host}:{self._listener.getsockname()[1]}"
-        self._refusals = Refusals(lambda text: self._note(f"at worker {session.rank} {text}"))
-        place = f"at {named(session.rank)}, for the stage's state,"
-        self._door = Door(session.secret, Port.STATE, place, session.note_stranger)
-        self._thread = threading.Thread(target=self._accept, name="recycle: state for newcomers", daemon=True)
-        self._thread.start()
+        door = Door(
+            session.secret, Port.STATE, f"at {named(session.rank)}, for the stage's state,", session.note_stranger
+        )
+        try:
+            self._listener = Listener(host, door, "state for newcomers", self._note, self._takes, HELLO_S)
+        except OSError as error:
+            setting = f"recycle.transfer_interface: {interface}" if interface else host
+            why = f"no newcomer could come there ({error.strerror}); name another one"
+            raise RecycleError(f"{setting}: {why}") from None
+        self.address = self._listener.address
 
     def expect(self, newcomer: WorkerId) -> TcpOutlet:
         """The line to a newcomer that the coordinator has announced, before it comes; any earlier one of its ends."""
@@ -63,9 +64,6 @@ class StateListener:
 
     def close(self) -> None:
         """Let nobody in any more, and end all lines once what was sent has got there."""
-        self._closed.set()
-        end(self._listener)
-        self._thread.join(END_S)
         self._listener.close()
         with self._lock:
             outlets = [*self._expected.values()]
@@ -81,52 +79,15 @@ class StateListener:
         text = f"{self._session} has sent {named(newcomer.rank)} {served}"
         self._session.note("served", text, **seat, newcomer=newcomer.rank, **served.details())
 
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            while not self._closed.is_set() and (pause_s := self._door.pause_s()):
-                self._closed.wait(pause_s)
-            try:
-                connection, peer = self._listener.accept()
-                self._door.comes(connection)
-                threading.Thread(
-                    target=self._let_in, args=(forked.own(connection), peer), name="recycle: a newcomer", daemon=True
-                ).start()
-            except OSError as error:
-                if not self._closed.is_set():
-                    self._closed.wait(self._refusals.pause_s(error))
-
-    def _let_in(self, connection: socket.socket, peer: tuple[str, int]) -> None:
-        try:
-            proved = self._door.lets_in(connection, peer)
-            if proved is not None and self._takes(proved):
-                return
-        except Nonsense as nonsense:
-            self._say(peer, nonsense)
-        except (OSError, EOFError):
-            pass
-        connection.close()
-
-    def _takes(self, proved: Proved) -> bool:
-        """Whether it is a newcomer that is expected, which raises Nonsense where it is not."""
+    def _takes(self, own: socket.socket, proved: Proved) -> bool:
+        """Give the connection to the line of a newcomer that is expected; raises Nonsense where it is not."""
         connection, seals = proved
-        connection.settimeout(HELLO_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        arrival = receive(connection, Arrival, seals.into, LONGEST_HELLO)
+        arrival = FRAMES.receive(connection, Arrival, seals.into, LONGEST_HELLO)
         with self._lock:
             outlet = self._expected.get(arrival.newcomer)
         if outlet is None or arrival.job != self._session.job_id or not outlet.take(connection, seals):
             raise Nonsense(f"it is {arrival.newcomer} of job {arrival.job[:80]!r}, which is not expected here")
         return True
-
-    def _say(self, peer: tuple[str, int], nonsense: Nonsense) -> None:
-        """Warn of who is no newcomer, once: whoever it is may come again."""
-        with self._lock:
-            first, self._said = not self._said, True
-        if first:
-            self._note(
-                f"at {named(self._session.rank)} a connection from {peer[0]}:{peer[1]} for the stage's state was "
-                f"refused: {nonsense}"
-            )
 
 
 def address_of(interface: str) -> str:
@@ -145,11 +106,3 @@ def address_of(interface: str) -> str:
             f"recycle.transfer_interface: {interface!r} is neither an address nor one of this host's network "
             f"interfaces, which are {', '.join(sorted(found))}"
         ) from None
-
-
-def _listener(host: str, interface: str | None) -> socket.socket:
-    try:
-        return listening_at(host, backlog=64)
-    except OSError as error:
-        setting = f"recycle.transfer_interface: {interface}" if interface else host
-        raise RecycleError(f"{setting}: no newcomer could come there ({error.strerror}); name another one") from None

@@ -21,10 +21,10 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Item, Marker, Sums, Unit
 from recycle_plugin.runtime.catch_up.rate import Rate
 from recycle_plugin.runtime.catch_up.served import Served
-from recycle_plugin.runtime.catch_up.wire import Begin, Chunk, begun, chunks, digest, frame, mark, taken
+from recycle_plugin.runtime.catch_up.wire import FRAMES, Begin, Chunk, begun, chunks, digest, mark
 from recycle_plugin.runtime.devices.kinds import order_of
 from recycle_plugin.runtime.devices.port import Order
-from recycle_plugin.runtime.movers.wire import Nonsense, end
+from recycle_plugin.runtime.lines.frames import Nonsense, end
 from recycle_plugin.runtime.state.stage_state import raw
 
 ROOM = 256 << 20  # bytes of units that may wait: what a long instruction leaves no other moment to copy
@@ -71,7 +71,7 @@ class TcpOutlet:
                 if not data:
                     raise EOFError
                 self._received += data
-                while (message := taken(self._received, self._seals.into)) is not None:
+                while (message := FRAMES.taken(self._received, self._seals.into)) is not None:
                     if not isinstance(message, Asked):
                         raise Nonsense(f"a {type(message).__name__} instead of what is wanted")
                     found.append(message)
@@ -177,11 +177,11 @@ class TcpOutlet:
 
     def _say(self, connection: Connection, item: Item, order: Order) -> None:
         if isinstance(item, Marker):
-            self._write(connection, [memoryview(frame(mark(item), self._seals.out))])
+            self._write(connection, [memoryview(FRAMES.frame(mark(item), self._seals.out))])
             return
         order.join()
         for begin, tensors in begun(item):
-            self._write(connection, [memoryview(frame(begin, self._seals.out))])
+            self._write(connection, [memoryview(FRAMES.frame(begin, self._seals.out))])
             for part, tensor in zip(begin.parts, tensors, strict=True):
                 for offset, piece in chunks(part, tensor):
                     self._say_chunk(connection, begin, part.name, offset, piece)
@@ -193,7 +193,7 @@ class TcpOutlet:
         if self._damaged():
             data = data.copy()
             data[len(data) // 2] ^= 1
-        self._write(connection, [memoryview(frame(chunk, self._seals.out)), data.data])
+        self._write(connection, [memoryview(FRAMES.frame(chunk, self._seals.out)), data.data])
         if begin.kind != "sums":  # of which as many come with the next step, however late these are
             busy_s = time.thread_time() - began
             rest_s = self._rate.rest_s(busy_s)

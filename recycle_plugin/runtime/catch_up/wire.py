@@ -11,22 +11,19 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from recycle_plugin.authentication.handshake import SEAL, Seal
-from recycle_plugin.authentication.tls_socket import Connection
-from recycle_plugin.core.messages.encoding import HEAD, LIMIT, Language
-from recycle_plugin.core.messages.typed import Unreadable
+from recycle_plugin.core.messages.encoding import Language
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Handed, Head, Item, Marker, Sums, Unit
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
-from recycle_plugin.runtime.movers.wire import DTYPES, UNSEALED, Nonsense, exactly
+from recycle_plugin.runtime.lines.frames import Framing, Nonsense
+from recycle_plugin.runtime.movers.wire import DTYPES
 from recycle_plugin.runtime.state.stage_state import pieces
 from recycle_plugin.runtime.state.units import UnitValue
 
-T = TypeVar("T")
 CHUNK_BYTES = 1 << 20
 LONGEST_HELLO = 1 << 12  # bytes: of a frame from whom nobody knows yet
 PLAIN, VALUE, UNITS = "plain", "value", "units"  # parts that are no tensors of the state; no tensor is called so
@@ -100,57 +97,8 @@ class Mark:
 
 
 LANGUAGE = Language((Arrival, Asked, Begin, Chunk, Mark))
+FRAMES = Framing(LANGUAGE)
 KINDS = ("head", "unit", "sums", "script")
-
-
-# --- frames --------------------------------------------------------------------------------------
-
-
-def frame(message: object, seal: Seal) -> bytes:
-    """The bytes of the next message, with their ``seal`` behind them."""
-    made = LANGUAGE.encode(message)
-    return made + seal.of(made)
-
-
-def taken(received: bytearray, seal: Seal, limit: int = LIMIT) -> object | None:
-    """The message at the beginning of ``received``, which is taken out of it; None while it is not whole.
-
-    Raises Nonsense where there is none that fits the next ``seal``.
-    """
-    if len(received) < HEAD.size:
-        return None
-    end = HEAD.size + _size(received, limit)
-    if len(received) < end + SEAL:
-        return None
-    made, its = bytes(received[:end]), bytes(received[end : end + SEAL])
-    del received[: end + SEAL]
-    return _message(made, its, seal)
-
-
-def receive(connection: Connection, kind: type[T], seal: Seal, limit: int = LIMIT) -> T:
-    """The next message, of this kind.  Raises Nonsense where something else comes, EOFError at the end."""
-    head = exactly(connection, HEAD.size)
-    rest = exactly(connection, _size(head, limit) + SEAL)
-    message = _message(bytes(head + rest[:-SEAL]), bytes(rest[-SEAL:]), seal)
-    if not isinstance(message, kind):
-        raise Nonsense(f"a {type(message).__name__} where it should be something else")
-    return message
-
-
-def _size(head: bytearray, limit: int) -> int:
-    size = LANGUAGE.size(head, limit)
-    if isinstance(size, Unreadable):
-        raise Nonsense(str(size)[:200])
-    return size
-
-
-def _message(made: bytes, its: bytes, seal: Seal) -> object:
-    if not seal.fits(made, its):
-        raise Nonsense(UNSEALED)
-    message = LANGUAGE.message(made[HEAD.size :])
-    if isinstance(message, Unreadable):
-        raise Nonsense(str(message)[:200])
-    return message
 
 
 # --- items ---------------------------------------------------------------------------------------

@@ -8,19 +8,18 @@ which whoever reads them finds what is damaged.
 from __future__ import annotations
 
 import os
-import socket
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from recycle_plugin.authentication.handshake import SEAL, Seals
+from recycle_plugin.authentication.handshake import Seals
 from recycle_plugin.authentication.tls_socket import Connection
-from recycle_plugin.core.messages.encoding import HEAD, LIMIT, Language
-from recycle_plugin.core.messages.typed import Unreadable
+from recycle_plugin.core.messages.encoding import LIMIT, Language
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.folders import refusal
+from recycle_plugin.runtime.lines.frames import Framing, Nonsense
 
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20  # at most, of a segment at once
@@ -74,10 +73,7 @@ class Refusal:
 
 
 LANGUAGE = Language((Ask, Listing, Want, Piece, Refusal))
-
-
-class Nonsense(ValueError):
-    """Something has come that nobody says on such a line; the message says what is wrong with it."""
+FRAMES = Framing(LANGUAGE)
 
 
 class Line(NamedTuple):
@@ -88,51 +84,18 @@ class Line(NamedTuple):
 
     def say(self, message: object) -> None:
         """Send a message.  Raises OSError."""
-        frame = LANGUAGE.encode(message)
-        self.connection.sendall(frame + self.seals.out.of(frame))
+        self.connection.sendall(FRAMES.frame(message, self.seals.out))
 
     def hear(self, kind: type[T], limit: int = LIMIT) -> T:
-        """The next message, which is of this kind.  Raises Nonsense where something else comes, EOFError at the end,
-        OSError.
+        """The next message, which is of this kind and has at most ``limit`` bytes.  Raises Nonsense where something
+        else comes, EOFError at the end, OSError.
         """
-        message = self.hear_any(limit)
+        message = FRAMES.receive(self.connection, object, self.seals.into, limit)
         if isinstance(message, Refusal):
             raise Nonsense(f"it is refused: {message.why[:200]}")
         if not isinstance(message, kind):
             raise Nonsense(f"a {type(message).__name__} where it should be a {kind.__name__}")
         return message
-
-    def hear_any(self, limit: int) -> object:
-        """The next message, of whatever kind, and of at most ``limit`` bytes.  Raises as :meth:`hear`."""
-        head = exactly(self.connection, HEAD.size)
-        size = LANGUAGE.size(head, limit)
-        if isinstance(size, Unreadable):
-            raise Nonsense(str(size)[:200])
-        body, seal = exactly(self.connection, size), exactly(self.connection, SEAL)
-        if not self.seals.into.fits(head + body, seal):
-            raise Nonsense("a message that does not fit its seal: somebody on the way has changed it, or sent it again")
-        message = LANGUAGE.message(bytes(body))
-        if isinstance(message, Unreadable):
-            raise Nonsense(str(message)[:200])
-        return message
-
-
-def exactly(connection: Connection, length: int) -> bytearray:
-    """Exactly ``length`` bytes.  Raises EOFError when the other end closes first, OSError."""
-    received = bytearray(length)
-    left = memoryview(received)
-    while left:
-        count = connection.recv_into(left, 0, socket.MSG_WAITALL)
-        if not count:
-            raise EOFError("the other end is gone")
-        left = left[count:]
-    return received
-
-
-def shut(connection: socket.socket) -> None:
-    """Shut a connection, or a listener, which wakes whoever is blocked on it."""
-    with suppress(OSError):  # not connected any more, or closed
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def token_of(folder: Path, run: str) -> str:

@@ -9,13 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from recycle_plugin.authentication.handshake import Port, Seal, call
+from recycle_plugin.authentication.handshake import Port, Seal
 from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.port import Copy
-from recycle_plugin.runtime.movers.wire import LANGUAGE, Header, Sender, end, raw
+from recycle_plugin.runtime.lines.frames import end, peer_at, proved
+from recycle_plugin.runtime.movers.wire import FRAMES, Header, Sender, raw
 from recycle_plugin.runtime.system import forked
 from recycle_plugin.runtime.system.accepting import NO_ROOM, PAUSE_S
 
@@ -44,9 +45,8 @@ class Message(NamedTuple):
         """The pieces of memory that are written to the socket: the header and its ``seal``, and each tensor's bytes."""
         tensors = self.tensors.wait(self.timeout_s)
         shapes = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
-        header = LANGUAGE.encode(Header(self.datum, self.valid_from, shapes))
         return [
-            memoryview(header + seal.of(header)),
+            memoryview(FRAMES.frame(Header(self.datum, self.valid_from, shapes), seal)),
             *(raw(tensor) for tensor in tensors if tensor.numel()),
         ]
 
@@ -71,8 +71,7 @@ class Outbox:
         failed: Callable[[RecycleError], None],
     ) -> None:
         self._address, self._own, self._tell, self._emptied, self._failed = address, own, tell, emptied, failed
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        self._peer = (host, int(port))
+        self._peer = peer_at(address)
         self._changed = threading.Condition()
         self._waiting: deque[Message | list[memoryview]] = deque()  # the latter, of one: what is left of it
         self._opening: socket.socket | None = None  # a connection that is still to authenticate
@@ -155,12 +154,9 @@ class Outbox:
         try:
             if self._closing:
                 raise ConnectionAbortedError
-            over, seals = call(connection, self._own.secret, Port.TENSORS, HELLO_S)
+            over, seals = proved(connection, self._own.secret, Port.TENSORS, HELLO_S)
             self._seal = seals.out
-            over.settimeout(None)
-            over.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello = LANGUAGE.encode(Sender(self._own.address))
-            over.sendall(hello + self._seal.of(hello))
+            over.sendall(FRAMES.frame(Sender(self._own.address), self._seal))
         except OSError:
             connection.close()
             raise

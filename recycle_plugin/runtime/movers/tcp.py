@@ -10,28 +10,29 @@ each sender's thread reads straight into the tensor's memory.
 
 from __future__ import annotations
 
-import errno
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 
 import torch
 
 from recycle_plugin.authentication.door import Door
-from recycle_plugin.authentication.handshake import Port, Seal
+from recycle_plugin.authentication.handshake import Port, Proved
 from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.messages.from_workers import Missing
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import Copy, Device, Tensors
+from recycle_plugin.runtime.lines.frames import Nonsense, fill
+from recycle_plugin.runtime.lines.listener import Listener
 from recycle_plugin.runtime.movers.mover import OF_REPLAYS
 from recycle_plugin.runtime.movers.outbox import CONNECT_S, HELLO_S, Identity, Message, Outbox
-from recycle_plugin.runtime.movers.wire import DTYPES, Header, Nonsense, Sender, end, fill, listening_at, raw, receive
-from recycle_plugin.runtime.system import forked
-from recycle_plugin.runtime.system.accepting import NO_ROOM, Refusals
+from recycle_plugin.runtime.movers.wire import DTYPES, FRAMES, LONGEST_HEADER, Header, Sender, raw
+from recycle_plugin.runtime.system.accepting import NO_ROOM
 
 DEATH_S = 1.0  # how long the news may take that a peer whose connection broke is dead
 LINGER_S = 1.0  # how long what live peers still have to get may take
@@ -48,19 +49,17 @@ class Transport:
         self._failure: RecycleError | None = None  # of a copy
         self._arrived: deque[tuple[Datum, Tensors, int]] = deque()
         self._outboxes: dict[str, Outbox] = {}
-        self._listener = forked.own(listening_at(session.own_address, backlog=1024))
-        self._accepted: set[socket.socket] = set()
         self._closed = threading.Event()
-        self._refusals = Refusals(lambda text: session.note("warning", f"at worker {session.rank} {text}"))
-        self._door = Door(session.secret, Port.TENSORS, f"at worker {session.rank}", session.note_stranger)
-        self._said_nonsense = False
-        # with the address of whose messages each reads, once that is said
-        self._readers: dict[threading.Thread, str] = {}
+        # by connection the address of whose messages come there, once that is said
+        self._readers: dict[socket.socket, str] = {}
         self._heard: frozenset[str] | None = None  # from these only, if that is said
         self._knocked: tuple[str, int] | None = None  # at this worker's own door, and not yet let in
-        self.address = f"tcp://{session.own_address}:{self._listener.getsockname()[1]}"
-        self._accepting = threading.Thread(target=self._accept, name="recycle: transport", daemon=True)
-        self._accepting.start()
+        door = Door(session.secret, Port.TENSORS, f"at worker {session.rank}", session.note_stranger)
+        note = partial(session.note, "warning")
+        self._listener = Listener(
+            session.own_address, door, "transport", note, self._read, HELLO_S, self._comes, self._goes
+        )
+        self.address = self._listener.address
 
     def send(self, address: str, datum: Datum, tensors: Copy, valid_from: int) -> None:
         """Send a datum to a peer without blocking; see Mover.send.  Raises the RecycleError of a copy that failed
@@ -110,7 +109,7 @@ class Transport:
             self._heard = live
             return could_knock and self._knocked is None
 
-    def hear(self, peers: Iterable[str]) -> None:
+    def listen_to(self, peers: Iterable[str]) -> None:
         """Take from now on also what ``peers`` send, of which some have come back since others were heard out."""
         with self._session.changed:
             if self._heard is not None:
@@ -126,7 +125,7 @@ class Transport:
                 knocking.settimeout(DEATH_S)
                 knocking.bind((self._session.own_address, 0))
                 self._knocked = knocking.getsockname()
-                knocking.connect((self._session.own_address, self._listener.getsockname()[1]))
+                knocking.connect((self._session.own_address, self._listener.port))
         except OSError:
             self._knocked = None
             return False
@@ -179,90 +178,41 @@ class Transport:
             outbox.close(max(0.0, deadline - time.monotonic()))
         self._outboxes.clear()
         self._closed.set()
-        end(self._listener)
-        self._accepting.join(LINGER_S)
         self._listener.close()
-        for connection in list(self._accepted):
-            end(connection)
-        for reader in list(self._readers):
-            reader.join(LINGER_S)
 
     # --- receiving ---------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            while not self._closed.is_set() and (pause_s := self._door.pause_s()):
-                self._closed.wait(pause_s)
-            try:
-                connection, peer = self._listener.accept()
-                self._let_in(connection, peer)
-            except OSError as error:
-                if not self._closed.is_set():
-                    self._closed.wait(self._refusals.pause_s(error))
-
-    def _let_in(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+    def _comes(self, connection: socket.socket, peer: tuple[str, int]) -> bool:
+        """Note who connects, before whoever does so later; False for this worker's own knock."""
         with self._session.changed:
-            knocks, self._knocked = peer == self._knocked, None if peer == self._knocked else self._knocked
+            knocks = peer == self._knocked
+            if knocks:
+                self._knocked = None
+            else:
+                self._readers[connection] = ""
             self._session.changed.notify_all()
-        if knocks:
-            connection.close()
-            return
-        self._accepted.add(forked.own(connection))
-        self._door.comes(connection)
-        reader = threading.Thread(target=self._read, args=(connection, peer), name="recycle: transport", daemon=True)
-        with self._session.changed:
-            self._readers[reader] = ""
-        try:
-            reader.start()
-        except (
-            RuntimeError
-        ):  # there is no room for another thread: the peer finds its connection broken, and comes again
-            self._let_go(connection, reader)
-            raise OSError(errno.EAGAIN, "no thread") from None
+        return not knocks
 
-    def _let_go(self, connection: socket.socket, reader: threading.Thread) -> None:
-        self._accepted.discard(connection)
-        connection.close()
+    def _goes(self, connection: socket.socket) -> None:
         with self._session.changed:
-            del self._readers[reader]
+            self._readers.pop(connection, None)
             self._session.changed.notify_all()
 
-    def _read(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+    def _read(self, own: socket.socket, proved: Proved) -> None:
         """Deliver one peer's messages until it closes, breaks off in the middle of one, or says what is none."""
-        reader, proved = threading.current_thread(), self._door.lets_in(connection, peer)
-        try:
-            if proved is not None:
-                self._read_on(proved.connection, reader, proved.seals.into)
-        except Nonsense as nonsense:
-            self._say_nonsense(peer, nonsense)
-        except (OSError, EOFError):
-            pass
-        self._let_go(connection, reader)
-
-    def _read_on(self, connection: Connection, reader: threading.Thread, seal: Seal) -> None:
-        connection.settimeout(HELLO_S)
-        sender = receive(connection, Sender, seal).address
+        connection, seal = proved.connection, proved.seals.into
+        sender = FRAMES.receive(connection, Sender, seal, LONGEST_HEADER).address
         connection.settimeout(None)
         with self._session.changed:
-            self._readers[reader] = sender
+            self._readers[own] = sender
             self._session.changed.notify_all()
         while True:
-            header = receive(connection, Header, seal)
+            header = FRAMES.receive(connection, Header, seal, LONGEST_HEADER)
             if not self._session.may_come(header.datum.step):
                 known = f"step {self._session.committed} is the last one committed, evaluation "
                 raise Nonsense(f"{header.datum}, while {known}{self._session.evaluated} the last one that is over")
             tensors = tuple(self._receive_tensor(connection, dtype, shape) for dtype, shape in header.tensors)
             self._deliver(sender, header.datum, header.valid_from, tensors)
-
-    def _say_nonsense(self, peer: tuple[str, int], nonsense: Nonsense) -> None:
-        """Warn of nonsense once: whoever says it may go on."""
-        if not self._said_nonsense:
-            self._said_nonsense = True
-            self._session.note(
-                "warning",
-                f"at worker {self._session.rank} a worker of this job, at {peer[0]}:{peer[1]}, says what can't be "
-                f"understood: {nonsense}",
-            )
 
     def _receive_tensor(self, connection: Connection, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         if dtype not in DTYPES:

@@ -16,12 +16,12 @@ from collections.abc import Collection
 from pathlib import Path
 
 from recycle_plugin import folders
-from recycle_plugin.authentication.handshake import Port, call
+from recycle_plugin.authentication.handshake import Port
 from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.core.messages.from_coordinator import LogsAt
-from recycle_plugin.runtime.log import served
+from recycle_plugin.runtime.lines.frames import Nonsense, end, exactly, peer_at, proved
 from recycle_plugin.runtime.log.segment import NAME
-from recycle_plugin.runtime.log.served import PIECE_BYTES, Ask, Line, Listed, Listing, Nonsense, Piece, Want
+from recycle_plugin.runtime.log.served import PIECE_BYTES, Ask, Line, Listed, Listing, Piece, Want
 from recycle_plugin.runtime.system import forked
 
 ANSWER_S = 10.0  # how long who serves may take for an answer
@@ -62,7 +62,7 @@ class Mirror:
         """Fetch no more, and remove what there is."""
         self._closed.set()
         for connection in list(self._connections.values()):
-            served.shut(connection)
+            end(connection)
         until = time.monotonic() + END_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -83,12 +83,10 @@ class Mirror:
 
     def _fetch_from(self, at: LogsAt, address: str) -> None:
         """Fetch all that is there, and what comes, until it is enough.  Raises OSError, EOFError and Nonsense."""
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        with forked.own(socket.create_connection((host, int(port)), ANSWER_S)) as connection:
+        with forked.own(socket.create_connection(peer_at(address), ANSWER_S)) as connection:
             self._connections[at.token] = connection
-            line = Line(*call(connection, self._secret, Port.LOGS))
+            line = Line(*proved(connection, self._secret, Port.LOGS, ANSWER_S))
             connection.settimeout(ANSWER_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while not self._closed.is_set():
                 line.say(Ask(self._run, at.token))
                 for listed in sorted(line.hear(Listing).segments, key=_oldest):
@@ -116,7 +114,7 @@ class Mirror:
                     raise Nonsense(f"a piece of {size} bytes, and at most {PIECE_BYTES} were wanted")
                 if size <= 0:
                     return  # it was cut, or let go
-                file.write(served.exactly(line.connection, size))
+                file.write(exactly(line.connection, size))
                 file.flush()
                 self.moved = time.monotonic()
 
