@@ -157,7 +157,7 @@ def source(rank: int, given: argparse.Namespace, stepped: Any, talk: Connection)
     found: dict[str, list[float]] = {"alone": [], "serving": []}
     digests: SimpleQueue[str] = SimpleQueue()
     hashing = BackgroundHash(made.state, lambda step, digest: digests.put(digest))
-    made.stepping._await_readers = hashing.wait
+    made.stepping._await_readers = hashing.finish
     talk.send(listener.address)
     step, hash_at, outlet, ends = 0, 0, None, False
     while not ends:
@@ -169,7 +169,7 @@ def source(rank: int, given: argparse.Namespace, stepped: Any, talk: Connection)
         held = step - 1 == hash_at > 0
         if held:  # the newcomer would be a member of this step, and come to it only now
             made.servings.between(step - 1, step - 1, 0, True, True)
-            hashing.wait()
+            hashing.finish()
             talk.send(digests.get(timeout=PATIENCE_S))
             hear(talk)
         made.step(step)
@@ -222,13 +222,9 @@ def newcomer(number: int, given: argparse.Namespace, addresses: list[str], stepp
     """Catches up, has the state of a step to come hashed everywhere, and says how it went."""
     made, changed = worker(given, seed=1), threading.Condition()
     machine = SimpleNamespace(
-        fill=made.units.fill,
-        write=made.units.write,
-        gathered=made.units.gathered,
-        take_settings=made.units.take_settings,
-        hash_state=lambda step: None,
-        finish_hash=lambda: None,
-        compute=made.compute,
+        units=made.units,
+        operations=SimpleNamespace(compute=made.compute, go_by=lambda share: None),
+        hashing=SimpleNamespace(hash_state=lambda step: None, finish=lambda: None),
     )
     catching_up = CatchingUp(FilledStage(machine, made.store, made.steps))
     arrival = Arrival("bench", WorkerId(SOURCES, number + 1))

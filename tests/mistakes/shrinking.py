@@ -17,7 +17,7 @@ from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.lab.simulator import numbers
 from recycle_plugin.lab.simulator.arithmetic import scaled
-from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
+from recycle_plugin.lab.simulator.simulated_state import SimulatedState
 from tests.mistakes import mistake
 from tests.mistakes.joining import all_hashes_are_equal
 
@@ -35,7 +35,11 @@ def scaled_twice(monkeypatch) -> None:
 @mistake("the rate that a newcomer is told of is scaled already", seen=78)
 def scaled_settings(monkeypatch) -> None:
     all_hashes_are_equal(monkeypatch)
-    monkeypatch.setattr(SimulatedMachine, "settings", lambda self: scaled(self.numbers.rate, self.numbers.contributing))
+    monkeypatch.setattr(
+        SimulatedState,
+        "settings",
+        lambda self: scaled(self._machine.numbers.rate, self._machine.numbers.contributing),
+    )
 
 
 @mistake("a newcomer follows steps that lack replicas as if they had all", seen=78)

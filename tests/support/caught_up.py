@@ -56,14 +56,9 @@ class Newcomer:
     def __init__(self, worker: SteppedWorker, sources: list[SteppedWorker]) -> None:
         self.worker = worker
         machine = SimpleNamespace(
-            fill=worker.units.fill,
-            write=worker.units.write,
-            gathered=worker.units.gathered,
-            take_settings=worker.units.take_settings,
-            compute=worker.compute,
-            hash_state=lambda step: None,
-            finish_hash=lambda: None,
-            go_by=worker.stepping.go_by,
+            units=worker.units,
+            operations=SimpleNamespace(compute=worker.compute, go_by=worker.stepping.go_by),
+            hashing=SimpleNamespace(hash_state=lambda step: None, finish=lambda: None),
         )
         self.catching_up = CatchingUp(FilledStage(machine, worker.store, worker.steps))
         for rank, source in enumerate(sources):

@@ -24,7 +24,7 @@ class Slow:
         self.worker, self.told, self.let = SteppedWorker(torch.optim.Adam), SimpleQueue(), threading.Event()
         self.reading = threading.Event()
         self.hash = BackgroundHash(self.worker.state, lambda step, digest: self.told.put((step, digest)))
-        self.worker.stepping._await_readers = self.hash.wait
+        self.worker.stepping._await_readers = self.hash.finish
         self.train(1)
         self.right = self.worker.state.digest()
         digesting = StageState.digesting
@@ -62,7 +62,7 @@ def test_what_would_change_the_state_waits_for_the_hash(change, monkeypatch):
     slow.let.set()
     changing.join(PATIENCE_S)
     assert not changing.is_alive() and slow.told.get(timeout=PATIENCE_S) == (1, slow.right)
-    slow.hash.wait()
+    slow.hash.finish()
     if change == "a step":
         assert not torch.equal(slow.worker.module[0].weight, before)
 
@@ -86,9 +86,9 @@ def test_who_waits_too_long_is_told_for_what(monkeypatch):
     slow = Slow(monkeypatch)
     slow.hash.hash_state(1)
     with pytest.raises(WaitTimeout, match="waited 0.01 s for the hash of the state after step 1"):
-        slow.hash.wait(0.01)
+        slow.hash.finish(0.01)
     slow.let.set()
-    slow.hash.wait()
+    slow.hash.finish()
 
 
 def test_an_error_of_the_thread_is_raised_where_the_training_is(monkeypatch):

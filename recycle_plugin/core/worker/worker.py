@@ -8,12 +8,11 @@ It says losses and shares of the norm, judges, and gives on what it draws from a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from recycle_plugin.core.messages import from_workers
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
@@ -26,150 +25,21 @@ from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Instruct
 from recycle_plugin.core.vocabulary.iterator_draws import IteratorState, Lacking, Place
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
-from recycle_plugin.core.vocabulary.step_batches import SUMMED, LiveShare, StepBatches
+from recycle_plugin.core.vocabulary.step_batches import SUMMED, StepBatches
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.companion import Companion
-from recycle_plugin.core.worker.control_view import ControlView
-from recycle_plugin.core.worker.executor import Interrupted, Waits, execute
+from recycle_plugin.core.worker.executor import Interrupted, execute
 from recycle_plugin.core.worker.helper import Helper
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.lockstep import JOINT, LEFT_OUT, Lockstep
-from recycle_plugin.core.worker.serving import Applied, Outlet, Serving, Servings, SharedState
+from recycle_plugin.core.worker.machine import Machine
+from recycle_plugin.core.worker.serving import Applied, Serving, Servings
 from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
 from recycle_plugin.core.worker.training_loop import StepProgram
 
 T = TypeVar("T")
-
-
-class Machine(Protocol):
-    """The machine that a worker runs on: a clock, connections, and the device that computes.
-
-    Generators yield what a simulated machine waits for; a real one blocks and yields nothing.
-    """
-
-    @property
-    def control_view(self) -> ControlView:
-        """What this worker knows of the control plane."""
-
-    def wait(
-        self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
-    ) -> Waits[T]:
-        """Yields until ``ready()`` is not None; that is the value.  ``what``: what it waits for, in words.
-
-        Raises Interrupted or JobEnded as ``ControlView.check`` does; if not ``interruptible``, only JobEnded.
-        """
-
-    def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
-        """Yields until ``ready()`` is not None, for ``datum`` that comes from ``source``; where that takes too long,
-        the coordinator has to hear of it, and has it sent again.
-        """
-
-    def wait_for_commit(self, step: int) -> Iterator[Any]:
-        """Yields until ``step`` is committed, before the next one is applied."""
-
-    def send(self, message: object) -> None:
-        """Sends ``message`` to the coordinator."""
-
-    def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
-        """Sends a value to the peer at ``target``, where it comes out of ``arrivals``.  ``valid_from``: the generation
-        from which this worker's data is valid.
-        """
-
-    def arrivals(self) -> Iterable[tuple[Datum, Any, int]]:
-        """The data that has come from peers since this was asked last: datum, value, and the generation from which the
-        sender's data is valid.
-        """
-
-    def hear_out(self) -> None:
-        """Takes what the lost have sent before they went, and nothing of theirs that comes after this."""
-
-    def listen_to(self, members: Iterable[str]) -> None:
-        """Takes from now on also what workers at these addresses send."""
-
-    def keep_only(self, members: Iterable[str]) -> None:
-        """Drops the connections to all workers but those at these addresses, which are left."""
-
-    def now_us(self) -> int:
-        """The machine's clock, in integer microseconds."""
-
-    def waited_us(self) -> int:
-        """How long this worker has waited for others so far, in integer microseconds."""
-
-    def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
-        """Tells that an instruction is about to run or has run (``when``: "before" or "after"), or that a point is
-        reached, which ``when`` names: injected faults strike here.
-        """
-
-    def record(self, span: Span) -> Iterable[Span]:
-        """Takes the time span in which an instruction was carried out; returns the spans of what is over since, which
-        is later where a device computes behind its host.
-        """
-
-    def running(self, program: StepProgram) -> AbstractContextManager[Iterable[Instruction]]:
-        """A context in which ``program`` runs; its value is the instructions to execute."""
-
-    def performing(self, instruction: Instruction) -> AbstractContextManager[object]:
-        """A context in which ``instruction`` is carried out."""
-
-    def spend(self, instruction: Instruction) -> Iterator[Any]:
-        """Waits for the time that ``instruction`` takes, where no computing does."""
-
-    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """Makes what LOAD, F, I, W, B or STEP provides, of what the store has."""
-
-    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
-        """Makes the sum of a REDUCE or TIE with all that take part; that is the value.
-
-        ``holder``: who has it already, and gives it to the others.  Where several workers hold the seat, contributions
-        stay until all of them begin to have the sum (core/worker/lockstep.py).
-        """
-
-    def tied_in_order(self, total: Any) -> Any:
-        """What TIE has made, as all stages of the tie log it."""
-
-    def go_by(self, share: LiveShare) -> None:
-        """Takes which part of the replicas contributes to what is run from now on: REDUCE divides by that, and STEP
-        scales the learning rate for itself (core/vocabulary/step_batches.py).
-        """
-
-    def settings(self) -> Any:
-        """What the optimizer applies its next step with, learning rates and the like, which a script may set; not
-        scaled for a step.
-        """
-
-    def share(self, step: int, have: StepStore) -> float:
-        """This stage's part of the squared gradient norm of ``step``."""
-
-    def norm(self, shares: Mapping[str, float]) -> Any:
-        """The norm over all stages, from the share of each, by its number."""
-
-    def number(self, loss: Any) -> float | int:
-        """A loss as the number that is told to the coordinator."""
-
-    def undo(self, step: int) -> None:
-        """Takes the weights' last step, ``step``, back."""
-
-    def open_outlet(self, newcomer: WorkerId) -> tuple[SharedState, Outlet, str]:
-        """The state of this worker's stage for ``newcomer``, the line to it, and an address at which it is let in."""
-
-    def script_state(self) -> bytes:
-        """What this worker's script hands over to a newcomer's."""
-
-    def watch_state(self) -> None:
-        """Watches from now on what the script changes of the state before the next step."""
-
-    def hash_state(self, step: int) -> None:
-        """Begins to hash the state after ``step``, beside what else is done; the coordinator is sent the result."""
-
-    def finish_hash(self) -> None:
-        """Returns when no hash is being made: what follows changes the state."""
-
-    def forget_sums(self, after: int) -> None:
-        """Drops the weight gradients of the steps after ``after`` that were added up here; of one step at most there
-        are any.
-        """
 
 
 @dataclass(frozen=True)
@@ -256,7 +126,7 @@ class Worker:
     def execute(self, program: StepProgram) -> Iterator[Any]:
         """Runs ``program``, its data provided before; raises Interrupted."""
         self.program = program
-        self._machine.go_by(program.share)
+        self._machine.operations.go_by(program.share)
         self._last_forward = next((one for one in reversed(program.instructions) if one.op is Op.F), None)
         with self._machine.running(program) as instructions:
             self.forget_committed()
@@ -349,8 +219,8 @@ class Worker:
 
     def undo(self, step: int) -> None:
         """Takes ``step``, the last applied one, back, in the weights and in the store."""
-        self._machine.finish_hash()
-        self._machine.undo(step)
+        self._machine.hashing.finish()
+        self._machine.operations.undo(step)
         self.store.undo(step)
 
     def record_norm(self, step: int, norm: Any) -> None:
@@ -364,12 +234,12 @@ class Worker:
         if self._log is not None:
             self._log.rejected(after, valid_from)
         if any(datum.kind in SUMMED for datum in self.store.discard_after(after, valid_from)):
-            self._machine.forget_sums(after)
+            self._machine.operations.forget_sums(after)
 
     def without(self, batches: StepBatches) -> None:
         """Drops what counts no more of void steps."""
         if self.store.without(batches):
-            self._machine.forget_sums(batches.void - 1)
+            self._machine.operations.forget_sums(batches.void - 1)
 
     def listen_to(self, members: Iterable[str]) -> None:
         """Takes from now on also what workers at these addresses send."""
@@ -432,7 +302,7 @@ class Worker:
     def _hash(self, stepped: int) -> None:
         if stepped in self.hash_at:
             self._machine.reach("serving.hash")
-            self._machine.hash_state(stepped)
+            self._machine.hashing.hash_state(stepped)
         self.hash_at = {step for step in self.hash_at if step > stepped}
 
     # core.worker.executor.InstructionRunner
@@ -534,7 +404,8 @@ class Worker:
 
     def _compute(self, instruction: Instruction) -> None:
         boundary_only = instruction in self.running.boundary_only
-        self.store.run(instruction, lambda one, have: self._machine.compute(one, have, boundary_only), boundary_only)
+        compute = partial(self._machine.operations.compute, boundary_only=boundary_only)
+        self.store.run(instruction, compute, boundary_only)
         if instruction == self._last_forward and instruction.step > 0:
             self._say_losses(instruction.step)
         if self._log is not None and instruction.step > 0:
@@ -571,18 +442,18 @@ class Worker:
         if datum not in self.store:
             self.store.conclude(instruction, {datum: total})
             if self._log is not None and instruction.op is Op.TIE:
-                self._log.keep(datum, self._machine.tied_in_order(total), self.store.valid_from)
+                self._log.keep(datum, self._machine.operations.tied_in_order(total), self.store.valid_from)
             if datum == self._last_sum(datum.step):
                 self._summed(datum.step)
 
     def _validate(self, step: int) -> Iterator[Any]:
         """Waits until all stages have their gradients, and where these are clipped, for the norm over them."""
-        self._say_share(step, NORM, self._machine.share(step, self.store) if self._judging.waits else 0.0)
+        self._say_share(step, NORM, self._machine.operations.share(step, self.store) if self._judging.waits else 0.0)
         shares = yield from self._machine.wait(
             f"all contributions to the {NORM} of step {step}", lambda: self._control_view.collected(step, NORM)
         )
         if self._judging.waits:
-            self.record_norm(step, self._machine.norm(shares))
+            self.record_norm(step, self._machine.operations.norm(shares))
 
     def _step(self, instruction: Instruction) -> None:
         step = instruction.step
@@ -591,9 +462,9 @@ class Worker:
         self._final = step
         self.serve_now(waiting=False)
         self.servings.before_step(step - 1, self.store.valid_from)
-        self._machine.finish_hash()
-        settings = self._machine.settings()
-        self.store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
+        self._machine.hashing.finish()
+        settings = self._machine.units.settings()
+        self.store.run(instruction, lambda one, have: self._machine.operations.compute(one, have, False))
         norm = self.store.get(self._norm(step))  # which STEP itself may have found
         self.servings.stepped(step, Applied(norm, settings, self.running.share))
         if self._log is not None:
@@ -610,7 +481,7 @@ class Worker:
 
         One that is not finite leaves nothing to judge, and no way back for some undo.
         """
-        share = self._machine.share(step, self.store)
+        share = self._machine.operations.share(step, self.store)
         self._say_share(step, SHARE, share)
         if not isfinite(share):
             self.record_norm(step, share)
@@ -641,7 +512,7 @@ class Worker:
     def accompany(self, replay: Replay) -> Iterator[Any]:
         """Replays this worker's stage beside its state (core/worker/companion.py)."""
         assert self.companion is not None, "only a job that logs replays stages"
-        self._machine.finish_hash()
+        self._machine.hashing.finish()
         yield from self.companion.run(replay)
 
     def asked_to_help(self) -> bool | None:

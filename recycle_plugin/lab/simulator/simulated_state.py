@@ -111,6 +111,10 @@ class SimulatedState:
         else:
             self._machine.numbers.moments[name] = value
 
+    def take_settings(self, settings: int) -> None:
+        """Sets another worker's learning rate."""
+        self._machine.numbers.rate = settings
+
     def gathered(self, step: int, sums: Mapping[str, Any]) -> Mapping[Datum, Any]:
         """What REDUCE and TIE of ``step`` would have left."""
         self.applies = sums

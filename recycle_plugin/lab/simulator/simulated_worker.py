@@ -99,7 +99,7 @@ class SimulatedMachine(Replaying):
         self.worker = self._worker()
         self.script = FaultScript(scenario.faults if shard == scenario.struck else (), seat, incarnation)
         self.shared = SimulatedState(self)
-        self.fill, self.write, self.gathered = self.shared.fill, self.shared.write, self.shared.gathered
+        self.units, self.operations, self.hashing = self.shared, self, self
         self.alive = self.runs = True
         self.stopped = self.unfenced = self.stuck = self.rude = self.waiting = self.busy = False
         self.vanishes = 0  # its script calls os._exit(0) behind this step, or a later one
@@ -395,7 +395,7 @@ class SimulatedMachine(Replaying):
         """Watches what the script changes from now on."""
         self.shared.watch()
 
-    def finish_hash(self) -> None:
+    def finish(self) -> None:
         """Returns at once: hashes are made in no time."""
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
@@ -453,14 +453,6 @@ class SimulatedMachine(Replaying):
     def go_by(self, share: LiveShare) -> None:
         """Takes which part of the replicas contributes from now on."""
         self.numbers.contributing = share
-
-    def settings(self) -> int:
-        """The learning rate."""
-        return self.numbers.rate
-
-    def take_settings(self, settings: int) -> None:
-        """Sets another worker's learning rate."""
-        self.numbers.rate = settings
 
     def share(self, step: int, have: StepStore) -> float:
         """This stage's share of the squared norm of ``step``."""

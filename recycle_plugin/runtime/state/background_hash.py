@@ -27,7 +27,7 @@ class BackgroundHash:
 
     def hash_state(self, step: int) -> None:
         """Begin to hash the present state, that after ``step``."""
-        self.wait()
+        self.finish()
         assert self._state.step == step, f"the state is that after step {self._state.step}, not {step}"
         compute = self._state.digesting()
         self._step = step
@@ -38,7 +38,7 @@ class BackgroundHash:
         """Whether no hash is being computed."""
         return self._over.is_set()
 
-    def wait(self, timeout_s: float = HASH_S) -> None:
+    def finish(self, timeout_s: float = HASH_S) -> None:
         """Return once no hash is being computed.  Raises what that has failed with, or WaitTimeout."""
         if not self._over.wait(timeout_s):
             raise WaitTimeout(f"waited {timeout_s:g} s for the hash of the state after step {self._step}")

@@ -20,11 +20,13 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, SENDS, STAGE_WIDE, Instruction, Op
+from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.catching_up import Inlet
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.lockstep import Lockstep, Word
 from recycle_plugin.core.worker.pushed import Script
+from recycle_plugin.core.worker.serving import Outlet, SharedState
 from recycle_plugin.core.worker.shares import Word as ShareWord
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.training_loop import StepProgram
@@ -74,24 +76,12 @@ class TorchMachine:
         self._words: dict[int, Word] = {}  # the last of each other worker of the seat
         self._of_replays: list[Tensors] = []
         self._come: deque[tuple[Datum, Any, int]] = deque()  # beside words
-        self.send, self.listen_to, self.keep_only, self.clock = (
-            session.send,
-            mover.listen_to,
-            mover.keep_only,
-            time.time,
-        )
-        self.compute, self.share, self.norm = operations.compute, operations.share, operations.norm
         self._trace, self._prepare, self.script_state = trace, prepare, script_state
-        self.tied_in_order = operations.tied_in_order
-        self.undo, self.forget_sums, self.go_by = operations.undo, operations.forget_sums, operations.go_by
-        self.open_outlet, self.hash_state, self.finish_hash = transfers.to, hashing.hash_state, hashing.wait
-        self.fill, self.write, self.gathered = units.fill, units.write, units.gathered
-        self.settings, self.take_settings, self._units = units.settings, units.take_settings, units
-        self._transfers = transfers
+        self._transfers, self.hashing, self.units = transfers, hashing, units
 
     def watch_state(self) -> None:
         """Watch what the script changes of the state before the next step."""
-        self._units.state.watch()
+        self.units.state.watch()
 
     # --- lines -------------------------------------------------------------------------------------
 
@@ -187,6 +177,26 @@ class TorchMachine:
     def open_inlet(self, serving: Serving) -> Inlet:
         """The line from a source, which ``serving`` names."""
         return self._transfers.come_from(serving.address)
+
+    def send(self, message: object) -> None:
+        """Send ``message`` to the coordinator."""
+        self._session.send(message)
+
+    def clock(self) -> float:
+        """The time in seconds since the epoch."""
+        return time.time()
+
+    def open_outlet(self, newcomer: WorkerId) -> tuple[SharedState, Outlet, str]:
+        """The state of this worker's stage for ``newcomer``, the line to it, and an address at which it is let in."""
+        return self._transfers.to(newcomer)
+
+    def listen_to(self, members: Iterable[str]) -> None:
+        """Take from now on also what workers at these addresses send."""
+        self._mover.listen_to(members)
+
+    def keep_only(self, members: Iterable[str]) -> None:
+        """Send nothing more to anybody but the workers at these addresses."""
+        self._mover.keep_only(members)
 
     def hear_out(self) -> None:
         """Before a membership change take what lost peers have sent; tells the coordinator where this worker lets
@@ -292,7 +302,7 @@ class PushedMachine(TorchMachine):
     def watch_state(self) -> None:
         """Watch what the script changes, whose own forwards touch all of it: so that is noted at once."""
         super().watch_state()
-        self._units.state.touched()
+        self.units.state.touched()
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         """For F the time in which the script runs it."""

@@ -161,7 +161,7 @@ class Parts:
             scale,
             undo,
             self.session,
-            self.hash.wait,
+            self.hash.finish,
         )
 
     def blocks(self) -> Blocks:

@@ -280,7 +280,7 @@ class Trainer(Participant):
 
         Where training has begun, everybody does so at the same step, and all steps so far are committed.
         """
-        self._parts.hash.wait()
+        self._parts.hash.finish()
         if self._loop is not None:
             self._checkpoints.conclude()
             self.barrier(place)
