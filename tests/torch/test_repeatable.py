@@ -18,6 +18,7 @@ from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.ports import StageModel
 from recycle_plugin.runtime.stage.randomness import keyed
+from recycle_plugin.runtime.stage.repeatable import Reuse
 from recycle_plugin.runtime.stage.stage import Stage
 from tests.support.stored_stage import StoredStage
 
@@ -38,13 +39,22 @@ class Counted(nn.Module):
         return self.compute(self, x, self.forwards[0])
 
 
-def run(module: nn.Module, keys=(KEY,), draws_alike: bool = True, exact: bool = False) -> list[str]:
+def run(
+    module: nn.Module, keys=(KEY,), draws_alike: bool = True, exact: bool = False, tried: bool = False
+) -> list[str]:
     """The warnings."""
     warnings: list[str] = []
     model = StageModel(module, None, 1, True, False, CPU, keyed=draws_alike)
     blocks = BlockSums(list(module.parameters()), Policy(block=1).blocks(Topology(2, 2, 2))) if exact else None
     stage = StoredStage(
-        Stage(model, None, lambda *_: keyed(1, CPU) if draws_alike else nullcontext(), blocks, warn=warnings.append),
+        Stage(
+            model,
+            None,
+            lambda *_: keyed(1, CPU) if draws_alike else nullcontext(),
+            blocks,
+            warn=warnings.append,
+            tried=tried,
+        ),
         0,
         2,
     )
@@ -60,6 +70,24 @@ def test_only_the_first_is_run_twice_and_evaluations_are_not():
     assert module.forwards == [1]
     run(module, [(1, MicroBatch(0, index)) for index in range(3)])
     assert module.forwards == [5]
+
+
+def test_a_newcomers_is_not_since_its_peers_wait_for_it():
+    module = Counted(lambda own, x, number: x * own.weight)
+    run(module, tried=True)
+    assert module.forwards == [1]
+
+
+def test_memory_that_each_run_uses_again_is_known_by_the_second():
+    reuse, one, other = Reuse(), torch.ones(3), torch.ones(3)
+    reuse.see((one,))
+    assert reuse.may
+    reuse.see((other,))
+    assert not reuse.may
+    again = Reuse()
+    for _ in range(2):
+        again.see((one[:2], other))
+    assert again.may
 
 
 def test_where_random_numbers_are_the_workers_own_none_is_run_twice():

@@ -274,7 +274,8 @@ class Session(ControlView):
         """
         self._refuse_forks()
         timeout_s = timeout_s or self.wait_timeout_s
-        deadline, served = time.monotonic() + timeout_s, None
+        served: bool | None = False  # what a newcomer waits for may be there already, and nothing comes then
+        deadline = time.monotonic() + timeout_s
         with self.heartbeats.at(WAITS, what), self._counted():
             while True:
                 with self.changed:

@@ -4,7 +4,8 @@ more.
 What a forward takes over from the one before (running statistics, counters, random numbers of a generator of its own)
 is not to be seen in a model.  So the first forward in training is run twice, on the same micro-batch and with the same
 random numbers: it has to give the same, up to roundings (in exact mode the same bits), and to leave parameters and
-buffers as they are.  A cache may be filled once.  A backward has to leave them alone, too.
+buffers as they are.  A cache may be filled once.  A backward has to leave them alone, too.  A newcomer's first forward
+is not: its peers have tried the same layers, and wait for it.
 """
 
 from __future__ import annotations
@@ -115,6 +116,25 @@ def _content(tensor: torch.Tensor) -> tuple:
     return tensor.dtype, tuple(tensor.shape), bits.contiguous().reshape(-1).view(whole).sum(dtype=torch.int64).item()
 
 
+class Reuse:
+    """Whether runs make what they give in the same memory (``may``): so it is said of the first two, and before."""
+
+    def __init__(self) -> None:
+        self.may = True
+        self._first: dict[int, torch.UntypedStorage] | None = None  # kept, so that its memory is not given out again
+        self._known = False
+
+    def see(self, made: Tensors) -> None:
+        """Take what a run has ``made``."""
+        if self._known:
+            return
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in made if each.numel()}
+        if self._first is None:
+            self._first = storages
+        else:
+            self.may, self._known, self._first = bool(self._first.keys() & storages.keys()), True, None
+
+
 class Rehearsal:
     """The two runs of the first forward of ``module``, or of what ``what`` says, which have to give the same.
 
@@ -137,12 +157,10 @@ class Rehearsal:
         """Take what the first run has ``made``.  Raises RecycleError where it has changed parameters or buffers."""
         self._between = ModuleState(self._module)
         _refuse(self._between.changed_in_place(self._before), self._what, self._advice)
-        # kept, so that their memory is not given out again
-        self._storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in made}
         self._first = [tensor.detach().clone() for tensor in made]
 
-    def twice(self, made: Tensors) -> bool:
-        """Compare with what the second run has ``made``; returns whether both are in the same memory.
+    def twice(self, made: Tensors) -> None:
+        """Compare with what the second run has ``made``.
 
         Raises RecycleError where they differ, or the forward may not be run again for another reason.
         """
@@ -163,7 +181,6 @@ class Rehearsal:
                 "where what a layer gives depends on it, now or later, losses will not be those of a run without a "
                 "failure"
             )
-        return any(tensor.untyped_storage().data_ptr() in self._storages for tensor in made if tensor.numel())
 
 
 def check_unchanged(module: torch.nn.Module, before: ModuleState, what: str, advice: str = ADVICE) -> None:

@@ -41,7 +41,7 @@ from recycle_plugin.runtime.stage.boundary import (
 from recycle_plugin.runtime.stage.inner_gradients import InnerGradients, engine_runs
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.ports import StageModel
-from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, check_unchanged
+from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, Reuse, check_unchanged
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights, PendingWeights, resting_hooks
 
 Key = tuple[int, MicroBatch]  # step, micro-batch
@@ -88,7 +88,7 @@ class Stage:
     ``deferred`` splits the backward, None leaves it fused.  ``randomness``: the context in which a micro-batch of a
     step draws in its forward ("") and in the halves of its backward ("input", "weight").  ``blocks``: exact mode's
     sums; ``masters``: those of a model in bf16 or fp16.  ``fused`` is told the names of layers whose backward is split
-    no more, and ``warn`` what may go wrong.
+    no more, and ``warn`` what may go wrong.  ``tried``: others have seen that its forward may be run again.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class Stage:
         masters: Masters | None = None,
         fused: Callable[[tuple[str, ...]], None] = lambda names: None,
         warn: Callable[[str], None] = lambda text: None,
+        tried: bool = False,
     ) -> None:
         self._model = model
         self._masters = masters
@@ -109,9 +110,10 @@ class Stage:
         self._deferred, self._fused, self._warn = deferred, fused, warn
         self._randomness = randomness
         self.loss_scale = 1.0  # what losses are multiplied by before the backward
-        self._watched: set[str] = set()  # forward and halves of a backward of which the first changes no state
+        # the forward and the halves of a backward of which the first changes no state
+        self._watched = {"forward"} if tried else set()
         self._memory: tuple[int, set[int]] = (0, set())  # of the weights, in that step
-        self._reuses_memory = False
+        self._reuse = Reuse()
         self._trains: bool | None = None  # whether some micro-batch's outputs had a graph; None: there was none yet
 
     def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
@@ -209,6 +211,8 @@ class Stage:
             if not unfit and failed is not None:
                 raise failed
             if not unfit:
+                if key[0] > 0:
+                    self._reuse.see(_made(*made))
                 return made
 
     def _compute(self, key: Key, given: ForwardInputs, inner: InnerGradients) -> tuple[Any, torch.Tensor | None]:
@@ -341,7 +345,7 @@ class Stage:
             rehearsal = Rehearsal(module, before, self._blocks is not None, self._warn)
             rehearsal.once(_made(*self._computed(key, given)))
             computed = self._computed(key, given)
-            self._reuses_memory = rehearsal.twice(_made(*computed))
+            rehearsal.twice(_made(*computed))
             return computed
         computed = self._computed(key, given)
         check_unchanged(module, before, "forward")
@@ -373,7 +377,7 @@ class Stage:
         if self._memory[0] != step:
             tensors = (*self._model.module.parameters(), *self._model.module.buffers())
             self._memory = step, {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        shared = (self._reuses_memory or member.untyped_storage().data_ptr() in self._memory[1] for member in members)
+        shared = (self._reuse.may or member.untyped_storage().data_ptr() in self._memory[1] for member in members)
         return tuple(member.clone() if shares else member for member, shares in zip(members, shared))
 
     def _data(self, given: ForwardInputs) -> Any:

@@ -123,13 +123,14 @@ class Parts:
         if framework.pushed is not None:
             return framework.pushed
         randomness = partial(self.randomness, self.seat.stage, framework.forward)
+        warn, tried = partial(self.session.note, "warning"), self.session.newcomer
         if framework.compute is not None:
             if blocks is not None:
                 raise RecycleError(
                     "recycle.exact with a backward that the script calls: its sums are not cut into blocks yet; leave "
                     "recycle.exact out"
                 )
-            return ScriptedStage(model, framework.compute, randomness, partial(self.session.note, "warning"))
+            return ScriptedStage(model, framework.compute, randomness, warn, tried)
         deferred = DeferredWeights(model.module) if self.settings.split_backward else None
         return Stage(
             model,
@@ -138,7 +139,8 @@ class Parts:
             blocks,
             framework.masters,
             self._say_fused,
-            partial(self.session.note, "warning"),
+            warn,
+            tried,
         )
 
     def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:

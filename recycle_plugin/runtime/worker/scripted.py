@@ -23,7 +23,7 @@ from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.block_sums import in_place_of
 from recycle_plugin.runtime.stage.gradients import contribute
 from recycle_plugin.runtime.stage.ports import Compute, StageModel
-from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, check_unchanged
+from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, Reuse, check_unchanged
 
 Computed = tuple[list[torch.Tensor | None], torch.Tensor]  # the gradient of each parameter, and the loss
 CALLED = "call of compute()"
@@ -36,7 +36,8 @@ ADVICE = (
 class ScriptedStage:
     """Runs a script's ``compute`` in a Stage's place (runtime/stage/stage.py), for the only stage of its model.
 
-    ``randomness``: the context in which a micro-batch of a step draws; ``warn`` is told what may go wrong.
+    ``randomness``: the context in which a micro-batch of a step draws; ``warn`` is told what may go wrong;
+    ``tried``: others have seen that a call may be made again.
     """
 
     loss_scale = 1.0
@@ -47,12 +48,13 @@ class ScriptedStage:
         compute: Compute,
         randomness: Callable[[MicroBatch, int, str], AbstractContextManager],
         warn: Callable[[str], None] = lambda text: None,
+        tried: bool = False,
     ) -> None:
         self._compute, self._randomness, self._warn = compute, randomness, warn
         self._module, self._keyed = model.module, model.keyed
         self._parameters, self._scale = list(model.module.parameters()), model.scale
         self.device: Device = model.device
-        self._rehearsed, self._reuses_memory = False, False
+        self._rehearsed, self._reuse = tried, Reuse()
 
     def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
         """Train with so many micro-batches a replica in a step from now on."""
@@ -73,9 +75,7 @@ class ScriptedStage:
             gradients, value = self._computed(step, one) if self._rehearsed else self._first(step, one)
             return {
                 act: (),
-                stash: [each if each is None else each.clone() for each in gradients]
-                if self._reuses_memory
-                else gradients,
+                stash: [each if each is None else each.clone() for each in gradients] if self._reuse.may else gradients,
                 loss: value,
             }
         made = have[stash]
@@ -96,7 +96,7 @@ class ScriptedStage:
         rehearsal = Rehearsal(self._module, before, False, self._warn, CALLED, ADVICE)
         rehearsal.once(_made(self._computed(step, one)))
         computed = self._computed(step, one)
-        self._reuses_memory = rehearsal.twice(_made(computed))
+        rehearsal.twice(_made(computed))
         return computed
 
     def _computed(self, step: int, one: MicroBatch) -> Computed:
@@ -119,7 +119,9 @@ class ScriptedStage:
                 f"compute({step}, {one.replica}, {one.index}) leaves sparse gradients, which are not summed over "
                 "replicas yet; build its layers with sparse=False"
             )
-        return made, loss.detach()
+        computed = made, loss.detach()
+        self._reuse.see(_made(computed))
+        return computed
 
     def summed(self) -> None:
         """Nothing: contributions are in a sum over all workers now, and only ``parameter.grad`` had them."""
