@@ -131,6 +131,18 @@ def test_evaluations_and_checkpoints_after_each_step(launch, calm, tmp_path, kil
     assert len(result.of("checkpoint")) == STEPS + 1
 
 
+@pytest.mark.parametrize("kill", ("kill 1.1 before 1F1.0@5", "kill 0.0 before 0REDUCE@5"))
+def test_a_loop_that_goes_by_the_steps_number_leaves_out_those_that_are_over(launch, calm, tmp_path, kill):
+    """It has the rates and numbers that it would have come to, and the others' weights."""
+    _, saw = trained(launch, tmp_path / "run0", "skips", kill)
+    for rank, each in calm("skips").items():
+        count = len(saw[rank]["losses"])
+        assert (count < STEPS) == (saw[rank]["environment"].get("RECYCLE_INCARNATION", "0") != "0")
+        assert saw[rank]["losses"] == pytest.approx(each["losses"][-count:], abs=5e-6)
+        assert saw[rank]["counts"] == each["counts"][-count:]
+        assert numbers(saw[rank], "weights") == pytest.approx(numbers(each, "weights"), abs=5e-6)
+
+
 def test_who_was_to_hand_over_dies(launch, tmp_path):
     """Another peer does it, or the newcomer has entered, has nothing to go on with, says so, and comes once more; the
     others train on, and all of a stage have the same averages in the end.

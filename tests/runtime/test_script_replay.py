@@ -46,6 +46,13 @@ def test_each_step_and_evaluation_is_given_once_in_its_order():
     assert (replay.position, replay.evaluated) == (3, 2)
 
 
+def test_evaluations_and_ends_of_data_that_are_over_are_no_steps():
+    replay = ScriptReplay({}, {})
+    replay.hear(Recorded(1, (0.5, 0.25, 0.125), 1, (7.0,), 3, unfilled=(2,)))
+    found = [replay.only_steps, replay.evaluation(), replay.only_steps, replay.loss(), replay.loss(), replay.only_steps]
+    assert found == [False, 7.0, False, 0.5, 0.25, True]
+
+
 def test_a_piece_may_come_twice_and_another_is_added():
     replay = ScriptReplay({}, {}, position=4)
     for _ in range(2):

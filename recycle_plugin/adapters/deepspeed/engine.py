@@ -181,6 +181,13 @@ class RecycleEngine(PipelineEngine):
         """Whether this worker has come back and its script still goes through steps that are over."""
         return self._trainer.behind
 
+    def skip_to_present(self) -> None:
+        """Leave out steps that are over, but the last, in a worker that has come back: ``global_steps`` and rates go on
+        as with them.  Evaluations, and ends of data, are gone through.  Call it before each step of a loop that goes by
+        ``global_steps``; elsewhere it does nothing.
+        """
+        self._trainer.skip_to_present()
+
     def settle(self) -> None:
         """Return when every step that ``train_batch`` has returned for is committed, whoever dies meanwhile."""
         self._trainer.settle()

@@ -161,6 +161,13 @@ class PlainJob:
         """Whether this worker has come back and its script still goes through steps that are over."""
         return self._trainer.behind
 
+    def skip_to_present(self) -> None:
+        """Leave out steps that are over, but the last, in a worker that has come back: ``steps`` and rates go on as
+        with them.  Evaluations, and ends of data, are gone through.  Call it before each step of a loop that goes by
+        ``steps``; elsewhere it does nothing.
+        """
+        self._trainer.skip_to_present()
+
     def on_join(self, callback: Callable[[int, Any], object], state: Callable[[], Any] | None = None) -> None:
         """Have ``callback(step, state)`` called in a worker that comes back, before it trains its first step, ``step``
         being the last one before; call it on every worker, before the first step.

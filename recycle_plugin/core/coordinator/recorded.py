@@ -57,20 +57,17 @@ class Recorder:
         """What a newcomer's script has to know of the steps after ``steps``, up to ``committed``, and of the
         evaluations after the first ``evaluations``; at least one message.
         """
-        first = max(steps - self._began, 0)
-        numbers = [
-            *self._losses[first : max(committed - self._began, 0)],
-            *self._evaluations[evaluations:],
-        ]
-        losses = max(min(len(self._losses), committed - self._began) - first, 0)
+        first, ended = max(steps - self._began, 0), len(self._evaluations) - evaluations
+        losses = self._losses[first : max(committed - self._began, 0)]
+        numbers = [*self._evaluations[evaluations:], *losses]  # who knows of a step knows of evaluations before it
         for begin in range(0, max(len(numbers), 1), PIECE):
             end = min(begin + PIECE, len(numbers))
-            middle = min(max(losses, begin), end)
+            middle = min(max(ended, begin), end)
             yield Recorded(
-                self._began + first + begin + 1,
-                tuple(numbers[begin:middle]),
-                evaluations + max(begin - losses, 0) + 1,
+                self._began + first + max(begin - ended, 0) + 1,
                 tuple(numbers[middle:end]),
+                evaluations + min(begin, ended) + 1,
+                tuple(numbers[begin:middle]),
                 committed,
                 tuple(sorted(step for step in self._unknown if step <= committed)),
                 self._refused,

@@ -276,7 +276,8 @@ class Newcomer:
         when = f"comes to it in {left / gains:.0f} s" if gains > 0 else "never comes to it"
         text = (
             f"the script of {named(self._view.rank, self._loop.seat)} is at step {step}, {left} behind the others, and "
-            f"at this rate {when}: have it leave out what it does beside a step while engine.behind"
+            f"at this rate {when}: have it leave out what it does beside a step while engine.behind, or call "
+            "engine.skip_to_present() before each step of a loop that goes by engine.global_steps"
         )
         details = {"seat": str(self._loop.seat), "step": step, "left": left, "gains_per_s": round(gains, 3)}
         self._port.send(Note(self._view.rank, "behind", text, details))

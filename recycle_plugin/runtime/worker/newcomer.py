@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from recycle_plugin.core.worker.training_loop import DataEnded
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.ports import Optimizer
 from recycle_plugin.runtime.worker.script_replay import ScriptReplay
+
+T = TypeVar("T")
 
 
 class Counts(Protocol):
@@ -72,6 +74,18 @@ class Newcomer:
             self._optimizer.pass_over()
         return loss
 
+    def may_skip(self) -> bool:
+        """Whether the script may leave out its next step, which is over, and not the last one; waits until it is known
+        where the others are.
+        """
+        replay = self._begun
+
+        def look() -> bool | None:
+            over = replay.position + 1 < self._session.committed
+            return over and replay.only_steps if self._session.present else None
+
+        return self._wait("word of where the job is", look)
+
     def _is_over(self, coming: int) -> bool:
         """Whether step ``coming`` is over; waits until that is known.  Counts stay the script's."""
         before = self._counts.get()
@@ -94,8 +108,8 @@ class Newcomer:
             self._ask()
         return self._replay
 
-    def _wait(self, what: str, look: Callable[[], float | None]) -> float:
-        def news() -> float | None:
+    def _wait(self, what: str, look: Callable[[], T | None]) -> T:
+        def news() -> T | None:
             for message in self._session.take_recorded():
                 self._begun.hear(message)
             return look()

@@ -17,8 +17,16 @@ class ScriptReplay:
     def __init__(self, losses: Mapping[int, float], evaluations: Mapping[int, float], position: int = 0) -> None:
         self._losses, self._evaluations = dict(losses), dict(evaluations)
         self._unknown: set[int] = set()
+        self._unfilled: tuple[int, ...] = ()
         self._refused = ""
         self.position, self.evaluated = position, 0
+
+    @property
+    def only_steps(self) -> bool:
+        """Whether steps are all that the others have behind them and this script has not: no evaluation, and no end of
+        their data.
+        """
+        return not self._evaluations and all(step <= self.position for step in self._unfilled)
 
     def take(self, losses: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
         """Take in what is known by now besides."""
@@ -29,6 +37,7 @@ class ScriptReplay:
         """Take in the coordinator's word of what is over."""
         self._refused = self._refused or message.refused
         self._unknown |= {*message.unknown}
+        self._unfilled = message.unfilled
         self.take(
             {step: loss for step, loss in enumerate(message.losses, message.step) if step not in message.unknown},
             dict(enumerate(message.evaluations, message.evaluation)),
