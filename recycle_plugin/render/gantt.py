@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from textwrap import fill
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -38,7 +40,10 @@ LOOKS = {
 INK, DEATH, IDLE, MARK, PAUSE = "#22303c", "#c62828", "#f1f3f5", "#8e1b4f", "#fbe3e0"
 LOST_ALPHA, AGAIN_WIDTH = 0.35, 1.6
 ROW, GAP = 0.82, 0.55  # height of a row, extra space between replicas
+CHARACTER = 1 / 150  # of the time axis, which a text's character takes; a turned text takes the height of a line
+TITLE = 100  # characters in a line
 UNITS = ((1_000_000, "s"), (1_000, "ms"), (1, "µs"))
+Turns = Mapping[tuple[Op, bool], int]  # of the texts of each kind of bar, an operation rerouted or not, in degrees
 
 
 class Pause(NamedTuple):
@@ -83,8 +88,9 @@ def draw(path: str | Path | BinaryIO, *panels: Panel) -> None:
     figure = Figure(figsize=(11.5, sum(heights) + 0.55), dpi=120, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    turns = _turns(panels, length)
     for place, panel in zip(axes, panels):
-        _draw_panel(place, panel, length)
+        _draw_panel(place, panel, length, turns)
     _legend(figure, panels)
     figure.savefig(path)
 
@@ -127,7 +133,7 @@ def _rows(panel: Panel) -> tuple[dict[Seat, float], float]:
     return rows, height
 
 
-def _draw_panel(axes: Axes, panel: Panel, length: int) -> None:
+def _draw_panel(axes: Axes, panel: Panel, length: int, turns: Turns) -> None:
     rows, height = _rows(panel)
     begin, end = _begin(panel), _end(panel)
     scale, unit = panel.unit or next((scale, name) for scale, name in UNITS if length >= 10 * scale or scale == 1)
@@ -141,6 +147,8 @@ def _draw_panel(axes: Axes, panel: Panel, length: int) -> None:
     repeats = set(panel.again.values())
     for span in panel.spans:
         _draw_span(axes, span, rows[span.seat], at, span in panel.again, span in repeats)
+        if (turn := turns.get(_kind(span))) is not None:
+            _draw_label(axes, span, rows[span.seat], at, turn, span in panel.again)
     for seat, when in panel.deaths.items():
         _draw_death(axes, rows[seat], at(max(when, begin)), at, when >= begin)
     _frame(axes, rows, height + (0.45 if panel.pauses else 0), at, at(end))
@@ -175,7 +183,8 @@ def _title(panel: Panel, length: float, unit: str) -> str:
     }
     moved = f", {len(rerouted)} micro-batches rerouted" if rerouted else ""
     took = f"{length:.0f}" if length >= 100 else f"{length:.3g}"
-    return f"{panel.title}: {took} {unit}, waiting {idle_share(panel.spans, panel.deaths):.0%} of the time{moved}{lost}"
+    waited = idle_share(panel.spans, panel.deaths)
+    return fill(f"{panel.title}: {took} {unit}, waiting {waited:.0%} of the time{moved}{lost}", TITLE)
 
 
 def _draw_span(axes: Axes, span: Span, row: float, at: _Scale, lost: bool, again: bool) -> None:
@@ -195,20 +204,51 @@ def _draw_span(axes: Axes, span: Span, row: float, at: _Scale, lost: bool, again
     )
     if again:
         axes.broken_barh(*bar, facecolors="none", edgecolors=INK, linewidth=AGAIN_WIDTH, zorder=3.5)
-    text = label(span.instruction, rerouted)
-    if text and at.share(took) * 165 > len(text):
-        axes.text(
-            start + width / 2,
-            row + ROW / 2 + 0.02,
-            text,
-            ha="center",
-            va="center",
-            fontsize=7.5,
-            color=INK,
-            alpha=0.6 if lost else None,
-            zorder=4,
-            bbox={"boxstyle": "round,pad=0.12", "facecolor": colour, "edgecolor": "none"} if rerouted else None,
-        )
+
+
+def _draw_label(axes: Axes, span: Span, row: float, at: _Scale, turn: int, lost: bool) -> None:
+    text, rerouted, took = label(span.instruction, is_rerouted(span)), is_rerouted(span), span.end_us - span.start_us
+    if not _fits(at.share(took), text, turn):
+        return
+    behind = {"boxstyle": "round,pad=0.12", "facecolor": LOOKS[span.instruction.op].colour, "edgecolor": "none"}
+    axes.text(
+        at(span.start_us) + took / at.unit_us / 2,
+        row + ROW / 2 + 0.02,
+        text,
+        ha="center",
+        va="center",
+        rotation=turn,
+        fontsize=7.5,
+        color=INK,
+        alpha=0.6 if lost else None,
+        zorder=4,
+        bbox=behind if rerouted else None,
+    )
+
+
+def _turns(panels: Iterable[Panel], length: int) -> Turns:
+    """How texts are turned to fit; nothing of a kind of which not all do, so that of equal bars all have a number or
+    none has.  Bars that are less than half of the usual count for nothing.
+    """
+    kinds: defaultdict[tuple[Op, bool], list[tuple[float, str]]] = defaultdict(list)
+    for span in (span for panel in panels for span in panel.spans):
+        if text := label(span.instruction, is_rerouted(span)):
+            kinds[_kind(span)].append(((span.end_us - span.start_us) / length, text))
+    found = {}
+    for kind, bars in kinds.items():
+        usual = median(share for share, _ in bars)
+        for turn in (90, 0):
+            if all(_fits(share, text, turn) for share, text in bars if share >= usual / 2):
+                found[kind] = turn
+    return found
+
+
+def _kind(span: Span) -> tuple[Op, bool]:
+    return span.instruction.op, is_rerouted(span)
+
+
+def _fits(share: float, text: str, turn: int) -> bool:
+    return share > CHARACTER * (1.3 if turn else len(text) + 0.3)
 
 
 def _draw_pause(axes: Axes, pause: Pause, at: _Scale, height: float) -> None:
@@ -255,7 +295,7 @@ def _draw_death(axes: Axes, row: float, place: float, at: _Scale, cross: bool) -
         color=DEATH,
         fontweight="bold",
         zorder=6,
-        bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+        bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"},
     )
 
 

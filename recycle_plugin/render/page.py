@@ -57,6 +57,7 @@ svg { width: 100%; height: auto; display: block; }
 svg text { font: 14px system-ui, sans-serif; fill: var(--soft); }
 svg text.mark { fill: var(--bad); }
 svg line { stroke: var(--line); }
+svg rect { fill: var(--paper); }
 svg line.mark { stroke: var(--bad); stroke-dasharray: 4 3; }
 svg polyline { fill: none; stroke: var(--curve); stroke-width: 1.5; }
 .picture { overflow-x: auto; }
@@ -192,7 +193,8 @@ def chart(given: Chart) -> str:
             *(_grid_line(y(level), f"{level:g}") for level in levels),
             *(_text(_inside(x(step), f"{step:.0f}"), floor_ + 23, f"{step:.0f}", "middle") for step in steps),
             _text(LEFT + COLUMNS / 2, floor_ + 44, "step", "middle"),
-            *(_mark(*mark, floor_) for mark in marks),
+            *(_mark_line(*mark, floor_) for mark in marks),
+            *(_mark_text(*mark) for mark in marks),
             f'<polyline points="{line}"/>',
             "</svg>",
         ]
@@ -234,7 +236,7 @@ def _marks(texts: Iterable[tuple[float, str]]) -> list[tuple[float, float, int, 
     found = []
     for at, text in texts:
         width = CHARACTER * len(text)
-        begin = max(0.0, min(at + 3, WIDTH - width))
+        begin = at + 3 if at + 3 + width <= WIDTH else max(0.0, at - 3 - width)
         row = next((row for row, end in enumerate(ends) if end <= begin and begin + width <= WIDTH), -1)
         if row >= 0:
             ends[row] = begin + width + CHARACTER
@@ -242,13 +244,20 @@ def _marks(texts: Iterable[tuple[float, str]]) -> list[tuple[float, float, int, 
     return found
 
 
-def _mark(at: float, begin: float, row: int, text: str, bottom: float) -> str:
-    """A dashed line, with its text at its upper end; without a row for it the text is seen by pointing at the line."""
-    middle = TOP + LINE * max(row, 0)
-    line = (
-        f'<line class="mark" x1="{at}" x2="{at}" y1="{middle - 9}" y2="{bottom}"><title>{escape(text)}</title></line>'
-    )
-    return line if row < 0 else line + _text(begin, middle + 4, text, "start", "mark")
+def _mark_line(at: float, begin: float, row: int, text: str, bottom: float) -> str:
+    """A dashed line; without a row for its text that is seen by pointing at the line."""
+    top = TOP + LINE * max(row, 0) - 9
+    return f'<line class="mark" x1="{at}" x2="{at}" y1="{top}" y2="{bottom}"><title>{escape(text)}</title></line>'
+
+
+def _mark_text(at: float, begin: float, row: int, text: str) -> str:
+    """The text at a line's upper end, which covers other marks' lines."""
+    if row < 0:
+        return ""
+    middle = TOP + LINE * row
+    behind = f'<rect x="{begin:g}" y="{middle - 8}" width="{CHARACTER * len(text):g}" height="{LINE - 2}"/>'
+    place, anchor = (at - 3, "end") if begin < at else (begin, "start")
+    return behind + _text(place, middle + 4, text, anchor, "mark")
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -205,6 +206,18 @@ def test_marks_without_room_for_their_text_keep_their_line():
     drawn = Read(chart(Chart("", dict.fromkeys(range(1, 101), 1.0), 1, 100, marks)))
     assert drawn.texts["title"] == [*marks.values()]
     assert "1.0 lost" in drawn.texts["text"] and 1 < sum("lost" in text for text in drawn.texts["text"]) < 10
+
+
+def test_no_line_goes_through_a_marks_text():
+    """At the right edge a text is to the left of its line, and covers that of another mark."""
+    drawn = chart(Chart("", dict.fromkeys(range(1, 19), 1.0), 1, 18, {14: "2.0 lost", 17: "2.0 back", 18: "1.0 lost"}))
+    lines = [float(at) for at in re.findall(r'<line class="mark" x1="([^"]+)"', drawn)]
+    texts = [
+        (float(at), float(width)) for at, width in re.findall(r'<rect x="([^"]+)" y="[^"]+" width="([^"]+)"', drawn)
+    ]
+    assert len(lines) == len(texts) == 3
+    assert not any(begin <= at <= begin + width for at, (begin, width) in zip(lines, texts))
+    assert drawn.rindex("<line") < drawn.index("<rect"), "texts are over lines"
 
 
 def test_the_page_is_light_or_dark_and_made_for_phones():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
@@ -25,6 +25,17 @@ LOST = Seat(0, 1)
 
 def spans(*lost: Seat) -> list[Span]:
     return simulate(plan(VIEW.without(*lost), COSTS, Policy()), COSTS)
+
+
+def test_of_equal_bars_all_have_a_number_or_none() -> None:
+    panel = gantt.Panel("", simulate(plan(Topology(3, 2, 12).full().without(LOST), COSTS, Policy()), COSTS))
+    for length in range(1_000, 20_000, 250):
+        turns, equal = gantt._turns([panel], length), defaultdict(set)
+        for span in panel.spans:
+            kind, took = gantt._kind(span), span.end_us - span.start_us
+            text = gantt.label(span.instruction, kind[1])
+            equal[kind, took].add(bool(text) and kind in turns and gantt._fits(took / length, text, turns[kind]))
+        assert all(len(each) == 1 for each in equal.values())
 
 
 def test_grid_of_a_simulated_step(golden) -> None:
