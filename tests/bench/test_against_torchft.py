@@ -68,6 +68,12 @@ def test_a_newcomer_that_is_ready_within_the_stall_is_measured_by_the_steps_befo
     assert (never.stall_s, never.joining, never.join_s) == (19.0, None, None)
 
 
+def test_what_stalls_as_it_joins_hides_no_step_while_it_was_away():
+    """Struck at 2.5, and ready in the middle of the longest step."""
+    found = after([(0.0, 1.0), (1.0, 3.5), (3.5, 5.5), (5.5, 9.5), (9.5, 11.5)], 1.0, 2.5, Back(6.0, 7.0, 10.0))
+    assert (found.stall_s, found.joining) == (3.0, 1.0)
+
+
 def test_a_step_that_was_ended_when_others_were_struck_is_no_step_while_they_are_away():
     """One peer's step ends at the strike, and its next one stalls."""
     steps = [(0.0, 1.0), (1.0, 2.001), (2.001, 7.0), (7.0, 9.0), (9.0, 11.5), (11.5, 14.5)]

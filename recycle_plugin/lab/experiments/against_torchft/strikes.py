@@ -157,7 +157,10 @@ def after(steps: Times, usual: float, at: float, back: Back | None) -> Struck:
     found = Struck(GOES_ON, usual, stall_s=longest_s - usual)
     if back is None:
         return found
-    away = [ended - began for began, ended in steps if began >= over - SAME_S and ended <= ready_at]
+    quiet = [
+        (began, ended) for began, ended in steps if at <= began and ended <= ready_at and abs(ended - over) > SAME_S
+    ]
+    away = [ended - began for began, ended in quiet]
     unit = median(away) if away else usual
     joining = [(ended - began) / unit for began, ended in steps if ready_at <= began < back_at]
     return replace(
