@@ -13,6 +13,7 @@ PANELS = (
     ("kill", "stall_s", "SIGKILL: healthy peers stall, s"),
     ("term", "stall_s", "SIGTERM: healthy peers stall, s"),
     ("stop", "stall_s", "SIGSTOP: healthy peers stall, s"),
+    ("kill", "from_kill_s", "from the kill to contributing, s"),
     ("kill", "join_s", "from ready to train to contributing, s"),
     ("kill", "joining_worst", "longest healthy step in a join (usual: 1)"),
     (FAULT_FREE, "overhead_s", "added to each fault-free step, s"),
