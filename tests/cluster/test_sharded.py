@@ -310,6 +310,30 @@ def test_a_replica_comes_back_whoever_sets_learning_rates(start, rates, stage):
     assert sorted(event["rank"] for event in result.of("rejoined")) == [2, 3]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_that_scripts_write_behind_a_step_are_in_no_forward_before_the_next(start, stage):
+    """As with stock: model weights are made of masters in the optimizer's step, and not before."""
+    more = {"stage": stage, "rates": "masters", "steps": LONG}
+    result = start(kills=[[2, 7, "backward"]], held=[HELD], recycle={"check_replicas": 1}, **more)
+    ended_well(result)
+    assert sorted(event["rank"] for event in result.of("rejoined")) == [2, 3]
+    stock = start(replicas=0, ledger=ledger(result, RANKS), **more)
+    assert stock.code == 0, stock.output[-6000:]
+    for each in result.records.values():
+        assert weights(each) == pytest.approx(weights(stock.records[0]), abs=ROUNDING["fp32"])
+
+
+def test_what_scripts_have_changed_last_is_said_to_be_lost_with_the_last_source(start):
+    """... which dies as the newcomers enter, before it has said what its script has set behind the last step."""
+    more = {"stage": 1, "rates": "behind", "steps": LONG}
+    result = start(kills=[[2, 7, "backward"]], held=[HELD], faults=["kill 0.0 at recovery.resume:3"], **more)
+    assert result.code == 0, result.output[-6000:]
+    warned = {event["rank"]: event["text"] for event in result.of("warning")}
+    first = {rank: result.records[rank]["first"] for rank in (2, 3)}
+    assert warned and {rank for rank in first if result.records[rank]["rate"] != 1e-2 / (first[rank] + 1)} <= {*warned}
+    assert all("has no source left to tell what the other scripts" in text for text in warned.values()), warned
+
+
 def test_training_goes_on_as_before_where_a_checkpoint_could_not_be_written(start, tmp_path):
     """At stage 3 stock puts weights into another form to write them."""
     result, calm = start(stage=3, saves=[4], refuse=True), start(stage=3)

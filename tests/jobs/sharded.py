@@ -14,12 +14,12 @@ refuses its files; ``load``: the folder of one that is begun with, or null; ``av
 and that averaged over all ranks, after each step; ``meets``: whether the ranks meet before the first step; ``rates``:
 who sets learning rates: DeepSpeed's scheduler of the "config", one of "functions" that are given to it, or the
 "script", for each step, before it ("relative": by the last one's) or "behind" the last one (at stage 0 it clamps
-weights there, too), those of some multiplied by ``factors``; ``shrinks``: whether batches do; ``seldom``: whether each
-third micro-batch leaves a layer out; ``odd``: whether layers have sizes that the ranks don't divide, and memory that
-nobody has written has other numbers on each rank; ``wrong``: what is wrong in its loop; ``lag``: a rank, seconds and a
-step: the rank sleeps for so long in each forward up to that step, or null; ``recycle``: more settings; ``standin``:
-whether it trains on the stand-in accelerator (tests/support/standin); ``config``: more of DeepSpeed's. What a rank
-has drawn is written down before its step.
+weights there, too), or "masters", which decay there by the script, those of some multiplied by ``factors``;
+``shrinks``: whether batches do; ``seldom``: whether each third micro-batch leaves a layer out; ``odd``: whether layers
+have sizes that the ranks don't divide, and memory that nobody has written has other numbers on each rank; ``wrong``:
+what is wrong in its loop; ``lag``: a rank, seconds and a step: the rank sleeps for so long in each forward up to that
+step, or null; ``recycle``: more settings; ``standin``: whether it trains on the stand-in accelerator
+(tests/support/standin); ``config``: more of DeepSpeed's. What a rank has drawn is written down before its step.
 """
 
 from __future__ import annotations
@@ -260,6 +260,10 @@ def between_steps(engine, dtype: torch.dtype, draws: int) -> None:
         set_rates(engine)
         for parameter in engine.module.parameters() if job["stage"] == 0 else ():
             parameter.data.mul_(0.99).clamp_(-0.3, 0.3)
+    if job["rates"] == "masters":
+        shards = "fp32_partitioned_groups_flat" if job["stage"] == 3 else "single_partition_of_fp32_groups"
+        for each in getattr(engine.optimizer, shards):
+            each.data.mul_(0.9)
     if job["averages"]:
         engine.eval()
         with torch.no_grad():
@@ -309,7 +313,7 @@ def main() -> None:
     dtype = torch.bfloat16 if job["kind"] == "bf16" else torch.float32
     draws = cursor = engine.data_cursor if job["replicas"] else first * job["accumulation"]
     record: dict[str, Any] = {"incarnation": INCARNATION, "first": first, "cursor": cursor, "met": met}
-    record |= {"losses": [], "norms": [], "used": {}, "surprises": 0}
+    record |= {"losses": [], "norms": [], "used": {}, "surprises": 0, "rate": engine.optimizer.param_groups[0]["lr"]}
     of_step: list[int] = []
     global calls
     if job["rates"] == "behind" and not first:

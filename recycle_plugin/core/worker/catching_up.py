@@ -169,12 +169,15 @@ class CatchingUp:
             return []
         return [stream.ends[step] for stream in streams if step in stream.ends]
 
-    def take_changes(self) -> bool:
-        """Takes in what the sources' scripts have changed since the last step; returns whether there is no more."""
+    def take_changes(self) -> bool | None:
+        """Takes in what the sources' scripts have changed since the last step; True once there is no more, None while
+        some may come, False where no source is left.
+        """
         self.pump(self.clock or 0)
         if ended := self._ends() if self.whole else []:
             self._state.take_settings(ended[0].settings)
-        return bool(ended) or self.deserted
+            return True
+        return False if self.deserted else None
 
     @property
     def passed(self) -> bool:
@@ -334,5 +337,6 @@ class CatchingUp:
     def _ask_again(self, names: Iterable[str]) -> None:
         """Asks once more for units that were here and that nobody has sent the sums of."""
         for name in sorted(names):
+            self.renewed += 1
             self._here.discard(name)
             self._streams[self._from[name]].inlet.ask(Asked((name,)))

@@ -171,17 +171,21 @@ class Newcomer:
         )
 
     def _await_changes(self) -> Iterator[Any]:
-        """Waits for what the others' scripts have changed since the last step: this one's begins behind that.  Nobody
-        has it where all sources are lost meanwhile.
+        """Waits for what the others' scripts have changed since the last step: this one's begins behind that.  Where
+        all sources are lost meanwhile nobody has it, and it says so.
         """
         catching_up, clock = self._catching_up, self._catching_up.clock or 0
-        what = f"what the other scripts of stage {self._loop.seat.stage} have changed since step {clock}"
-        while not catching_up.deserted:
+        changed = f"what the other scripts of stage {self._loop.seat.stage} have changed since step {clock}"
+        came: bool | None = None
+        while came is None:
             try:
-                yield from self._port.wait(what, lambda: catching_up.take_changes() or None)
-                return
+                came = yield from self._port.wait(changed, catching_up.take_changes)
             except Interrupted:
                 yield from self._loop.recover()
+        if not came and self.replayed is None:
+            who = named(self._view.rank, self._loop.seat)
+            text = f"{who} has no source left to tell {changed}, as rates: it goes on from the state behind that step"
+            self._port.send(Note(self._view.rank, "warning", text, {"seat": str(self._loop.seat), "step": clock}))
 
     def _enter(self, generation: Generation) -> Waits[bool]:
         """Enters the generation; returns whether it is in force here, and has not been replaced by one without this

@@ -20,6 +20,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import (
     INITIAL_MICRO_STEP_ID,
@@ -176,6 +178,7 @@ class Partitions:
                 self._clip(group, parameter.grad, scaled)
                 optimizer._optimizer_step(group)
                 parameter.grad = None
+            self._make_own(group)
         optimizer._update_scale(False)
 
     @contextmanager
@@ -207,9 +210,24 @@ class Partitions:
     def _clip(self, group: int, gradient: torch.Tensor, norm: torch.Tensor) -> None:
         self._optimizer.unscale_and_clip_grads([gradient], norm)
 
+    def _make_own(self, group: int) -> None:
+        """Make this rank's part of the model's weights: now, since scripts may change masters behind a step, which is
+        in no forward before the next.
+        """
+        optimizer = self._optimizer
+        rank = dist.get_rank(optimizer.real_dp_process_group[group])
+        optimizer.parallel_partitioned_bit16_groups[group][rank].data.copy_(self.parameters[group].data)
+
     def refresh_model(self) -> None:
-        """Copy the partitions of all ranks of the replica into the model's weights.  All of them call it."""
-        self._optimizer.update_lp_params()
+        """Gather the model's weights of what each rank of the replica has made.  All of them call it."""
+        optimizer = self._optimizer
+        all_gather_dp_groups(
+            groups_flat=optimizer.bit16_groups_flat,
+            partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
+            dp_process_group=optimizer.real_dp_process_group,
+            start_alignment_factor=optimizer.nccl_start_alignment_factor,
+            allgather_bucket_size=optimizer.allgather_bucket_size,
+        )
 
 
 class PartitionedWeights(Partitions):
@@ -321,10 +339,11 @@ class PartitionedWeights(Partitions):
     def _clip(self, group: int, gradient: torch.Tensor, norm: torch.Tensor) -> None:
         self._optimizer.unscale_and_clip_grads(group, norm)
 
+    def _make_own(self, group: int) -> None:
+        self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
+
     def refresh_model(self) -> None:
-        """Copy this rank's partitions into those of the model's weights, which forwards gather."""
-        for group in range(len(self.parameters)):
-            self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        """Do nothing: forwards gather what each rank has made."""
 
 
 class Shard(torch.nn.Module):
