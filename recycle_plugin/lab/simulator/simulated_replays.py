@@ -50,8 +50,6 @@ class Replaying:
     steps: StepMachine
     store: StepStore
     shared: SimulatedState
-    fill: Callable[[Any], None]
-    write: Callable[[str, Any], None]
 
     def __init__(self) -> None:
         self.replays_along = False
@@ -143,10 +141,10 @@ class Replaying:
         """Takes the state of this stage from a checkpoint; the value is what it weighs."""
         yield READING_US
         weight, moments = self.cluster.saved[replay.step, self.seat.stage]
-        self.fill(None)
-        self.write(WEIGHT, weight)
+        self.shared.fill(None)
+        self.shared.write(WEIGHT, weight)
         for name, moment in moments.items():
-            self.write(name, moment)
+            self.shared.write(name, moment)
         return sum(UNITS.values())
 
     def differs(self, made: int, sent: int) -> str:
