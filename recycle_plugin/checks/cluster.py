@@ -40,7 +40,7 @@ OFF_S = 1.0  # by which clocks may differ, before times of different hosts tell 
 TRIPS = 50  # worst round trips that a deadline has to be longer than
 RECOVERIES = 5  # longest agreements of survivors that their deadline has to be longer than
 SHARED = "give --out a folder that all hosts and this one share"
-TOLD = ("placement", "strict_placement", *(field.name for field in dataclasses.fields(Deadlines)))
+TOLD = ("placement", *(field.name for field in dataclasses.fields(Deadlines)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

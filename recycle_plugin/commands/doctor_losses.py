@@ -88,8 +88,8 @@ def _weak(job: ConfiguredJob, risky: dict[str, tuple[int, ...]]) -> Iterator[str
             "--dp 1: a lost worker has no peer to take its micro-batches, and the plugin refuses it; "
             f"use two replicas or more, or set {SECTION}.log, so that a stage without a replica can be replayed"
         )
-    elif risky and (len(job.hosts) > 1 or job.settings.strict_placement):
-        refuses = f"; {SECTION}.strict_placement refuses to start" if job.settings.strict_placement else ""
+    elif risky and (len(job.hosts) > 1 or job.settings.placement == "strict"):
+        refuses = f'; {SECTION}.placement "strict" refuses to start' if job.settings.placement == "strict" else ""
         held = "; ".join(
             f"{clipped(host)} holds every replica of {stages_text(stages)}"
             for host, stages in list(risky.items())[:NAMED]

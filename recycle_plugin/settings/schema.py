@@ -227,14 +227,13 @@ class Settings(BaseModel):
         "0: only after a checkpoint is loaded",
         ge=0,
     )
-    placement: Literal["deepspeed", "spread"] = setting(
+    placement: Literal["deepspeed", "strict", "spread"] = setting(
         "deepspeed",
-        '"deepspeed" or "spread"',
-        "which host has which ranks: as DeepSpeed's launcher gives them out, "
-        "or dealt out so that no host holds every replica of a stage, for which the section has to be in the file "
-        "that `--deepspeed_config` names on the command line",
+        '"deepspeed", "strict" or "spread"',
+        'which host has which ranks. "deepspeed": as its launcher gives them out, with a warning if one host holds '
+        'every replica of a stage. "strict": the same, and such a job is refused. "spread": dealt out so that no host '
+        "does; the section then has to be in the file that `--deepspeed_config` names on the command line",
     )
-    strict_placement: bool = setting(False, BOOL, "refuse to start when one host holds every replica of a stage")
     run_dir: Folder | None = setting(
         None,
         "a folder's path, or null",

@@ -22,6 +22,10 @@ Sections = Mapping[str, type[BaseModel]]
 """Settings that are objects of their own."""
 
 
+GONE = {
+    "strict_placement": 'write "placement": "strict"',
+}
+"""What to write instead of the keys of 0.1 that are settings no more; until 0.3."""
 ALIKE = 0.85  # of 1: a section of this likeness is taken for a slip of the pen
 
 
@@ -69,6 +73,8 @@ def _explained(problem: dict[str, Any], model: type[BaseModel], sections: Sectio
     inside = location[0] in sections and len(location) > 1
     fields = (sections[location[0]] if inside else model).model_fields
     name = str(location[inside])
+    if what == "extra_forbidden" and (gone := ".".join(map(str, location))) in GONE:
+        return "is no setting any more", GONE[gone]
     if what in ("extra_forbidden", "invalid_key"):
         near = difflib.get_close_matches(name, fields, 1)
         return "no such key", f"did you mean {near[0]}?" if near else f"the keys are {', '.join(fields)}"

@@ -277,7 +277,7 @@ def test_two_bytes_a_weight_say_what_they_cost(doctor, precision) -> None:
         ({"train_batch_size": 24}, "train_batch_size 24 is not 1 samples x 6 micro-batches x 2 replicas; set it to 12"),
         ({"recycle": {}}, "recycle.enabled is false"),
         ({"recycle": {"enabled": True, "reroute": False}}, "recycle.reroute is false: any loss ends the job"),
-        ({"recycle": {"enabled": True, "strict_placement": True}}, "recycle.strict_placement refuses to start"),
+        ({"recycle": {"enabled": True, "placement": "strict"}}, 'recycle.placement "strict" refuses to start'),
     ],
 )
 def test_what_has_to_change(doctor, config, says) -> None:

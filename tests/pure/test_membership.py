@@ -265,15 +265,17 @@ def test_workers_with_different_settings_do_not_start():
     assert end.failed and "different recycle settings" in end.reason
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_host_that_holds_a_whole_stage_is_named(strict):
+@pytest.mark.parametrize("placement", ["deepspeed", "strict"])
+def test_a_host_that_holds_a_whole_stage_is_named(placement):
     membership = Membership(4)
     for rank in range(4):
         out = membership.receive(
-            Ready(member(rank, host="one" if rank < 2 else "two"), 0, job(strict_placement=strict)), 0.0
+            Ready(member(rank, host="one" if rank < 2 else "two"), 0, job(placement=placement)), 0.0
         )
     texts = [event.text for event in out.events if "holds every replica" in event.text]
-    assert bool(said(out, End)) is strict and any("host one holds every replica of stage 0" in text for text in texts)
+    assert bool(said(out, End)) is (placement == "strict") and any(
+        "host one holds every replica of stage 0" in text for text in texts
+    )
 
 
 def test_a_worker_applies_a_step_only_when_the_one_before_is_committed():

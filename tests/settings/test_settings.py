@@ -18,7 +18,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import analytic
 from recycle_plugin.settings.schema import Settings, reference
 from recycle_plugin.settings.sections import CostSettings
-from recycle_plugin.settings.wording import SettingsError
+from recycle_plugin.settings.wording import GONE, SettingsError
 
 
 def test_no_section_and_an_empty_one_give_the_defaults():
@@ -256,6 +256,13 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
 )
 def test_every_mistake_names_the_key_and_the_fix(section, expected):
     assert message(section) == expected
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_a_key_that_is_gone_says_what_to_write_instead(key):
+    *sections, name = key.split(".")
+    section = {name: 1} if not sections else {**LOGS, sections[0]: {name: 1}}
+    assert message(section) == f"recycle.{key}: is no setting any more; {GONE[key]}"
 
 
 def test_a_key_near_no_other_lists_them_all():

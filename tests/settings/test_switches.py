@@ -50,7 +50,6 @@ SEEN = {
     "group_sums": "cluster/test_averages.py::test_averages_of_scripts_after_a_loss",
     "check_replicas": "cluster/test_replicas.py::test_who_differs_from_two_others_is_given_up",
     "placement": "cluster/test_hosts.py::test_a_host_goes_and_every_stage_has_a_replica_elsewhere",
-    "strict_placement": "cluster/test_hosts.py::test_a_host_goes_and_every_stage_has_a_replica_elsewhere",
     "run_dir": "cluster/test_redone.py::test_only_what_the_lost_worker_had_finished_is_run_twice",
     "secret_file": "cluster/test_hosts.py::test_the_secret_is_where_the_config_says",
     "report": "cluster/test_seen.py::test_monitors_status_and_report_when_rank_0_dies",

@@ -113,13 +113,13 @@ def weak_points(job: JobSpec, roster: Roster, shape: Topology) -> Iterator[WeakP
     """The weaknesses of a job: what it does not survive, and what keeps it from its best speed.  Costs one pass over
     the members.
     """
-    alone, strict = len({member.host for member in roster}) == 1, job.strict_placement
+    alone, strict = len({member.host for member in roster}) == 1, job.placement == "strict"
     runs = "runs all workers, the coordinator and the store" if alone else "runs the coordinator and the store"
     yield WeakPoint("note", f"single point of failure: host {roster.first.host} {runs}; its loss ends the job", {})
     for host, stages in stages_at_risk(roster).items() if strict or not alone else ():
         yield WeakPoint(
             "warning",
-            "strict_placement: " * strict + at_risk(host, stages, roster, shape),
+            'recycle.placement "strict": ' * strict + at_risk(host, stages, roster, shape),
             {"host": host, "stages": list(stages)},
             strict,
         )

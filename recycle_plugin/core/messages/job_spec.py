@@ -39,7 +39,7 @@ class JobSpec:
     costs: CostModel
     policy: Policy
     deadlines: Deadlines = Deadlines()
-    strict_placement: bool = False
+    placement: str = "deepspeed"
     batch: int = 0
     max_slowdown: float | None = None
     report: bool = False

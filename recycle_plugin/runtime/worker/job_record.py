@@ -14,7 +14,7 @@ from recycle_plugin.settings.wording import SettingsError
 
 ALIKE = (
     "deadlines",
-    "strict_placement",
+    "placement",
     "max_slowdown",
     "report",
     "rebalance",
