@@ -120,7 +120,7 @@ def slowdown(job: ConfiguredJob) -> Section:
         lines.append(f"what would be faster than rerouting is predicted for up to {OPTIONS_UP_TO} workers only")
     if len(hosts) > ROWS:
         lines.append(f"of {len(hosts)} kinds of host the {ROWS} worst are shown: --json has all")
-    table = tuple(_slowdown_table([*rows, *hosts[:ROWS]], job.settings.exact))
+    table = tuple(_slowdown_table([*rows, *hosts[:ROWS]], bool(job.settings.exact)))
     return Section(
         "slowdown", "Predicted slowdown", {"each_stage": each, "cases": [*rows, *hosts]}, tuple(lines), table=table
     )

@@ -163,7 +163,7 @@ class Help:
         if len(sizes) == 1:
             text = (
                 f"nobody can help with a replay: {SECTION}.exact adds all {batch} micro-batches of a step as one "
-                f"block, which can't be shared; {SECTION}.exact_block cuts it"
+                f"block, which can't be shared; a number in its place cuts it"
             )
         elif not helpers:
             text = f"nobody helps with a replay: {SECTION}.log.helpers is 0"

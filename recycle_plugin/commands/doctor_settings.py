@@ -78,7 +78,7 @@ def _exact(job: ConfiguredJob, found: dict) -> str:
             f"{other['block']}: {ms(other['period_one_lost_us'])}, {other['blocks'][1] - 1} buffers"
             for other in found["smaller"]
         ]
-        said += f"; after one loss with {SECTION}.exact_block {'; '.join(less)}"
+        said += f"; after one loss with {SECTION}.exact {'; '.join(less)}"
     return said
 
 

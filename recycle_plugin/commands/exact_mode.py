@@ -44,7 +44,7 @@ def cost(job: ConfiguredJob) -> dict:
     """
     without, now = figures(job, 1), figures(job, job.settings.exact_block)
     return {
-        "on": job.settings.exact,
+        "on": bool(job.settings.exact),
         "now": now,
         "without": without,
         "smaller": list(smaller(job, now, without["period_one_lost_us"])),

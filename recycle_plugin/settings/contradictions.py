@@ -132,7 +132,7 @@ def refuse_shrinking(settings: Settings) -> None:
     for wrong, what, instead in (
         (settings.unit == "worker", 'unit = "worker", whose work others take', 'recycle.unit to "replica"'),
         (not settings.reroute, "reroute = false: a step that has what was lost is finished by others", "it to true"),
-        (settings.exact, "exact = true, whose sums have all blocks in their order", "that to false"),
+        (bool(settings.exact), "exact, whose sums have all blocks in their order", "that to false"),
         (settings.loss_scaling, "loss_scaling, or fp16: scales are not tried with it", "that to false, or use bf16"),
         (settings.clip == "validate", 'clip = "validate": a rejected step may be void too', 'that to "sync"'),
         (settings.undo == "inverse", 'undo = "inverse", which goes by the rate of the step', 'that to "snapshot"'),
@@ -171,12 +171,6 @@ def _refuse_steps(settings: Settings) -> None:
 
 
 def _refuse_inexact(settings: Settings) -> None:
-    if settings.exact_block is not None and not settings.exact:
-        raise SettingsError(
-            "exact_block",
-            f"{settings.exact_block} without recycle.exact = true has no effect",
-            "write null, or set recycle.exact to true",
-        )
     if settings.exact and settings.undo == "inverse":
         raise SettingsError(
             "exact",

@@ -102,18 +102,13 @@ class Settings(BaseModel):
         "forward and backward itself nothing is kept, since no step of a whole model is taken back, but with `clip` "
         "validate",
     )
-    exact: bool = setting(
+    exact: Count | bool = setting(
         False,
-        BOOL,
+        "true, false, or a whole number of at least 1",
         "the same bits whoever fails: parameters, optimizer state and losses are those of the exact run without a "
-        "failure; gradients are added block by block",
-    )
-    exact_block: Count | None = setting(
-        None,
-        "a whole number of at least 1, or null",
-        "with `exact`, consecutive micro-batches of a replica that stay on one worker; null for all of them; "
-        "fewer leave more freedom to reroute, and each block of a worker beyond its first takes one more buffer of "
-        "the gradients' size",
+        "failure. Gradients are added block by block. A block is so many consecutive micro-batches of a replica as the "
+        "number says (true: all of them), and stays on one worker: small blocks can be rerouted more freely, and each "
+        "block of a worker beyond its first takes one more buffer of the gradients' size",
     )
     unit: Literal["worker", "replica"] = setting(
         "worker",
@@ -344,6 +339,11 @@ class Settings(BaseModel):
     def deadlines(self) -> Deadlines:
         """The settings that are deadlines, in seconds."""
         return Deadlines(**{one.name: getattr(self, one.name) for one in fields(Deadlines)})
+
+    @property
+    def exact_block(self) -> int | None:
+        """The micro-batches of a block in exact mode; None: all of a replica's."""
+        return None if isinstance(self.exact, bool) else self.exact
 
     @property
     def endpoint(self) -> Endpoint | None:

@@ -23,6 +23,7 @@ Sections = Mapping[str, type[BaseModel]]
 
 
 GONE = {
+    "exact_block": 'write its number as "exact"',
     "strict_placement": 'write "placement": "strict"',
 }
 """What to write instead of the keys of 0.1 that are settings no more; until 0.3."""

@@ -537,7 +537,7 @@ What settings cost
   recycle.exact false: the same bits after any failure (blocks of 6 micro-batches) would cost the
     step 381.1 ms (without: 381.1 ms), after one loss 741.1 ms (without: 561.1 ms); 0 and 1 gradient
     buffers more of 0.01 GiB; sums move 1 and 1.5 times an all-reduce's bytes; after one loss with
-    recycle.exact_block 3: 561.1 ms, 2 buffers
+    recycle.exact 3: 561.1 ms, 2 buffers
   recycle.undo "snapshot": 12 bytes a parameter (Adam); "host_snapshot": 12 in host memory;
     "inverse": 0, not exact
 
@@ -587,7 +587,7 @@ def test_what_exact_mode_costs_stands_beside_the_same_job_without_it(doctor, tmp
     sizes = {**HEALTHY, "gradient_accumulation_steps": 8}
     plain, exact, halves = (
         data(doctor, {**sizes, "recycle": {"enabled": True, **more}}, "--pp 2 --dp 3 --profile small.json")
-        for more in ({}, {"exact": True}, {"exact": True, "exact_block": 4})
+        for more in ({}, {"exact": True}, {"exact": 4})
     )
     of = [{row["setting"]: row for row in found["settings"]}["recycle.exact"] for found in (plain, exact, halves)]
     assert [found["on"] for found in of] == [False, True, True]

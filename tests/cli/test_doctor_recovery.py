@@ -111,7 +111,7 @@ def test_a_disk_that_is_too_small_has_to_change(doctor, tmp_path, monkeypatch, f
     [
         ({}, 6, 1, 3, "with 1 that help, of 1 that are left, who share 6 blocks of up to 1 micro-batches"),
         ({"exact": True}, 1, 0, 6, "nobody can help with a replay: recycle.exact adds all 6 micro-batches"),
-        ({"exact": True, "exact_block": 4}, 2, 1, 4, "who share 2 blocks of up to 4 micro-batches"),
+        ({"exact": 4}, 2, 1, 4, "who share 2 blocks of up to 4 micro-batches"),
         ({"log": {"helpers": 0}}, 6, 0, 6, "nobody helps with a replay: recycle.log.helpers is 0"),
     ],
 )

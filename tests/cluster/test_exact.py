@@ -117,9 +117,7 @@ def test_each_rank_at_named_instructions(train, calm, first: Kill, second: Kill)
             (CLIPPED, "recycle.clip=validate"), ("kill 0.1 before 1REDUCE@5", "kill 1.0 after 0STEP@9"), id="validated"
         ),
         pytest.param((FUSED,), ("kill 0.0 after 0B0.0@5", "kill 1.1 before 1B1.1@9"), id="fused"),
-        pytest.param(
-            ("recycle.exact_block=1",), ("kill 1.0 after 0W1.0@5", "kill 1.1 before 1W1.1@9"), id="blocks of one"
-        ),
+        pytest.param(("recycle.exact=1",), ("kill 1.0 after 0W1.0@5", "kill 1.1 before 1W1.1@9"), id="blocks of one"),
         pytest.param(("recycle.keep_bytes=1",), ("kill 0.1 before 1W0.1@6",), id="nothing is kept"),
     ],
 )
@@ -168,7 +166,7 @@ def test_bf16(train, calm, settings, kills):
 @pytest.mark.parametrize(
     "settings, kills",
     [
-        (("recycle.exact_block=2", "topology.micro_batches=4"), ("kill 0.1 before 1W0.2@6", "kill 2.1 after 1W2.1@6")),
+        (("recycle.exact=2", "topology.micro_batches=4"), ("kill 0.1 before 1W0.2@6", "kill 2.1 after 1W2.1@6")),
         ((), ("kill 3.0 before 0REDUCE@6", "kill 1.1 after 1REDUCE@6")),
         ((), ("kill 1.0 before 0I1.0@5", "kill 3.0 at recovery.report:2")),
     ],

@@ -139,7 +139,7 @@ JOBS = {
     "clipped": Job((CLIPPED,), "kill 1.0 after 0I1.0@3"),
     "clipped, validated": Job((CLIPPED, "recycle.clip=validate"), "kill 1.1 before 1W1.1@3"),
     "exact": Job((EXACT,), "kill 1.1 after 1W1.0@3"),
-    "exact, in blocks": Job((EXACT, "recycle.exact_block=2"), "kill 0.1 before 1W0.2@3", Shape(micro_batches=4)),
+    "exact, in blocks": Job((EXACT, "recycle.exact=2"), "kill 0.1 before 1W0.2@3", Shape(micro_batches=4)),
     "tied": Job((TIED,), "kill 1.0 before 0W1.1@3"),
     "bf16": Job((BF16,), "kill 0.1 before 1I0.1@3"),
     "bf16, tied": Job((BF16, TIED), "kill 0.0 before 0TIE@3"),

@@ -16,7 +16,7 @@ from tests.support.jobs import PLAIN, WRAPPED, Shape, difference, faults
 from tests.support.launching import Launch, launching
 
 LOG = ("++recycle.log={}", "++recycle.checkpoint.overhead=0.02", "recycle.rejoin=always")
-EXACT = (*LOG, "recycle.exact=true", "recycle.exact_block=1")
+EXACT = (*LOG, "recycle.exact=1")
 LINE = Shape(1, 4, 4)
 plain = pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
 

@@ -85,7 +85,7 @@ MORE = {
     "tied": (DEEPSPEED, ("model.tied=true",)),
     "clipped later": (DEEPSPEED, ("gradient_clipping=1.25", "recycle.clip=validate")),
     "clipped at once": (PLAIN, ("optimizer=sgd", "gradient_clipping=0.55")),
-    "exact, in blocks": (PLAIN, ("recycle.exact=true", "recycle.exact_block=2")),
+    "exact, in blocks": (PLAIN, ("recycle.exact=2",)),
     "set by the script": (PLAIN, ("by_hand=true", "recycle.exact=true")),
     "fused, with a scheduler": (PLAIN, ("recycle.split_backward=false", "schedule=true")),
 }

@@ -10,7 +10,7 @@ from tests.support.jobs import BF16, DEEPSPEED, PLAIN, WRAPPED, Shape, differenc
 from tests.support.launching import Launch
 
 LOG = ("++recycle.log={}", "++recycle.checkpoint.overhead=0.02", "recycle.rejoin=always")
-EXACT = (*LOG, "recycle.exact=true", "recycle.exact_block=1")
+EXACT = (*LOG, "recycle.exact=1")
 LINE, SQUARE = Shape(1, 4, 4), Shape(2, 2, 2)
 
 CASES = {

@@ -147,15 +147,8 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
             "dropout mask; "
             'write false, or set recycle.rng to "keyed"',
         ),
-        (
-            {"exact_block": 2},
-            "recycle.exact_block: 2 without recycle.exact = true has no effect; write null, or set recycle.exact to "
-            "true",
-        ),
-        (
-            {"exact": True, "exact_block": 0},
-            "recycle.exact_block: 0 is not possible; write a whole number of at least 1, or null",
-        ),
+        ({"exact": 0}, "recycle.exact: 0 is not possible; write true, false, or a whole number of at least 1"),
+        ({"exact": 1.5}, "recycle.exact: 1.5 is a number; write true, false, or a whole number of at least 1"),
         (
             {"check_replicas": 10, "undo": "inverse"},
             'recycle.check_replicas: contradicts recycle.undo = "inverse", which rounds: after a failure replicas '

@@ -31,7 +31,6 @@ SEEN = {
     ),
     "undo": "runtime/test_undo_deepspeed.py::test_the_engine_keeps_the_gradient_that_is_applied_the_clipped_one",
     "exact": "cluster/test_exact.py::test_without_exact_mode_the_same_failure_changes_bits",
-    "exact_block": "cluster/test_exact.py::test_other_settings",
     "unit": "cluster/test_replica_units.py::test_a_replica_goes_whole_and_comes_back_whole",
     "replicas": "cluster/test_sharded.py::test_as_stock_with_all_ranks",
     "batch": "cluster/test_replica_units.py::test_a_batch_shrinks_as_long_as_a_replica_is_out",

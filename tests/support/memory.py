@@ -38,7 +38,7 @@ class Case:
     def overrides(self) -> list[str]:
         found = [f"recycle.undo={self.undo}", f"gradient_clipping={0.001 if self.clipped else 0.0}"]
         found += [] if self.dtype == "fp32" else [f"deepspeed={{{self.dtype}: {{enabled: true}}}}"]
-        return found + (["recycle.exact=true", f"recycle.exact_block={2 // self.blocks}"] if self.blocks else [])
+        return found + ([f"recycle.exact={2 // self.blocks}"] if self.blocks else [])
 
     def __str__(self) -> str:
         parts = [

@@ -108,7 +108,7 @@ class RecycleEngine(PipelineEngine):
             self.grid.data_parallel_size, self.num_stages, int(self.micro_batches), tied(shared.values())
         )
         self._trainer = Trainer(session, settings, self._framework(topology, tied_weights))
-        self._feeding = Feeding(self, self._trainer.feed, self._dataset, settings.exact, self._next_batch)
+        self._feeding = Feeding(self, self._trainer.feed, self._dataset, bool(settings.exact), self._next_batch)
         session.at_end = self.finish
         if self._config.zero_enabled and session.rank == 0:
             mib = whole_state_mib(trained(self.module))

@@ -144,7 +144,9 @@ class Helpers:
         if self._shape.tie(self._stage):
             return "the stage shares weights with others"
         if len(self._members) == 1:
-            return "all micro-batches of a step are one block, which one worker adds up: recycle.exact_block cuts it"
+            return (
+                "all micro-batches of a step are one block, which one worker adds up: a number as recycle.exact cuts it"
+            )
         if replay.step == replay.committed:
             return "there is no step to replay"
         return self._machine.why_alone()

@@ -71,7 +71,7 @@ class Replays:
             self.log.folder,
             self.apart,
             self.scripted,
-            self.settings.exact,
+            bool(self.settings.exact),
             Sharing(self.world, self.address, self.contributions, self.loss_scale, self._why_alone()),
         )
 
