@@ -55,7 +55,7 @@ ALWAYS = (  # of tests/pure
     "step_figures",
     "data_cursor",
     "barriers",
-    "throughput_floor",
+    "throughput",
     "verify",
     "replica_check",
     "step_validation",
@@ -78,7 +78,6 @@ ALWAYS = (  # of tests/pure
     "iterator_data",
 )
 IF_IMPORTED = (
-    "throughput_margin",
     "iterator_draws",
     "placement",
     "render",

@@ -99,7 +99,6 @@ def status(history: RunHistory, now: float) -> dict:
         },
         "predicted_throughput": history.predicted,
         "unmanned_stages": list(history.unmanned),
-        "margin": next((event["text"] for event in reversed(history.of("throughput_margin"))), None),
         "checkpoint": history.checkpoint,
         "facts": dict(facts(history)),
         "metrics": next((event["url"] for event in reversed(history.of("metrics"))), None),
@@ -129,8 +128,7 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
     yield (
         "predicted",
         _predicted(known["predicted_throughput"], known["unmanned_stages"])
-        + _if(speed["predicted"], ", {:.3f} s a step")
-        + _if(known["margin"], "; {}"),
+        + _if(speed["predicted"], ", {:.3f} s a step"),
     )
     yield from known["facts"].items()
     if known["metrics"] and known["state"] == "running":

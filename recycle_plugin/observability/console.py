@@ -22,7 +22,6 @@ STYLES = {
     "lost": "bold red",
     "error": "bold red",
     "end": "bold red",
-    "throughput_floor": "bold red",
     "warning": "yellow",
     "late": "yellow",
     UNWRITTEN: "yellow",

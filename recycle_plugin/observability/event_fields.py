@@ -106,7 +106,6 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "batch": {"step": count, "batch": positive, "micro_batches": positive},
     "stage": {"stage": count, "layers": texts, "parameters": count, "precision": text},
     "checkpoint": {"path": text},
-    "throughput_margin": {"text": text},
     "metrics": {"url": text},
     "end": {"text": text},
     "finished": {"text": text},

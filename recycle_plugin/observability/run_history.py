@@ -34,8 +34,6 @@ CLOCKS_S = 60.0  # how far apart the clocks of events and of processes may be
 KILLED = "killed: the coordinator's process on host {host}, {pid}, is gone, and has not said why"
 RENAMED = {
     "rest": "recovery_plan",
-    "margin": "throughput_margin",
-    "escalate": "throughput_floor",
     "waits": "wait_graph",
 }
 """Kinds of events as logs of the last release have them, and as they are called now; read for one release."""

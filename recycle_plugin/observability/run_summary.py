@@ -58,10 +58,9 @@ def _outcome(history: RunHistory) -> str:
         return " and ended before its planned end"
     lost = {event["rank"] for event in history.of("lost")}
     crashed = any(event.get("rank") not in lost for event in history.of("error"))
-    otherwise = crashed or bool(history.of("throughput_floor"))
-    if history.of("terminate") and not otherwise:
+    if history.of("terminate") and not crashed:
         return " and was stopped as asked"
-    if last["text"].startswith(PLANNED) and not otherwise:
+    if last["text"].startswith(PLANNED) and not crashed:
         return " and came to its planned end"
     return (
         f" and ended: {_short(last['text'].partition(': ')[2] or last['text'])}" if last["text"] else f", {NO_REASON}"

@@ -12,7 +12,6 @@ from recycle_plugin.planner.normalise import Normalisation, WorkerMove, normalis
 from recycle_plugin.planner.plan_error import PlanError, VerificationError
 from recycle_plugin.planner.plan_store import PlanStore
 from recycle_plugin.planner.recovery_order import arrange
-from recycle_plugin.planner.throughput_margin import Margin, margin
 from recycle_plugin.planner.verify import verify
 from recycle_plugin.planner.warming import warm
 
@@ -26,7 +25,6 @@ __all__ = [
     "WorkerMove",
     "arrange",
     "lowered",
-    "margin",
     "normalise",
     "options",
     "plan",

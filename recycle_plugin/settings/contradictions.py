@@ -85,12 +85,6 @@ def _refuse_units(settings: Settings) -> None:
             '"replica" with recycle.log: a log brings back a stage that nobody is left in, worker by worker',
             'write "worker", or set recycle.log to null',
         )
-    if settings.max_slowdown is not None:
-        raise SettingsError(
-            "unit",
-            '"replica" with recycle.max_slowdown, which counts losses of workers',
-            'write "worker", or set recycle.max_slowdown to null',
-        )
     if settings.slow == "drop":
         _refuse_dropping(settings)
     if settings.replicas is not None:

@@ -170,15 +170,6 @@ class Settings(BaseModel):
         "deal a stage's work out anew where a worker has been 30% slower than the others for three steps, and again "
         "when it is not",
     )
-    max_slowdown: float | None = setting(
-        None,
-        "a number between 0 and 1, or null",
-        "the part of the fault-free plan's throughput that may be lost: where the survivors are predicted to lose "
-        "more, the job ends with a checkpoint and exit code 75; null: they go on however slow",
-        gt=0,
-        lt=1,
-        allow_inf_nan=False,
-    )
     rejoin: Rejoin = setting(
         "always",
         'a whole number, not negative, "always" or "never"',
@@ -189,8 +180,9 @@ class Settings(BaseModel):
     checkpoint_dir: Folder | None = setting(
         None,
         "a folder's path, or null",
-        "where the checkpoints of `max_slowdown` and `checkpoint` go, a folder that all hosts share; "
-        "null for `checkpoint` in the run folder, or for `max_slowdown` where the script's last one went",
+        "where the checkpoints go that the script does not save itself, a folder that all hosts share: those of "
+        "`checkpoint` (null: in the run folder) and the last one of a job that is ended from outside (null: where the "
+        "script's last one went)",
     )
     resume_iterators: bool = setting(
         False,

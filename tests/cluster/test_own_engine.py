@@ -72,7 +72,7 @@ EXACT = {"exact": True}
                 (["kill 0.0 at step.end@3"], {}),
                 (["kill 2.1 at resize:2"], {}),
                 (["kill 0.0 at resize", "kill 1.1 at recovery.start:3"], {}),
-                (["kill 0.0 before 0REDUCE@7"], {"max_slowdown": 0.9, "rebalance": True}),
+                (["kill 0.0 before 0REDUCE@7"], {"rebalance": True}),
                 (["kill 0.1 before 1W0.3@5"], EXACT),
             )
         ),

@@ -1,16 +1,21 @@
 """What people see of a job from outside: DeepSpeed's monitors, ``recycle status``, the report, and the exit code of a
-job that is too slow.
+job that is to be started again.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+from pathlib import Path
 
 import pytest
 
 from recycle_plugin.cli import main
+from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
 from recycle_plugin.runs import await_reports
-from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, curve, faults
+from tests.support.cluster import Result, Run
+from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, curve, faults, held
 
 
 def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):
@@ -58,21 +63,19 @@ def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):
 
 
 @pytest.mark.plain_too
-def test_a_job_that_is_too_slow_leaves_a_checkpoint_to_go_on_from(launch, reference, tmp_path):
+def test_a_stage_that_all_leave_leaves_a_checkpoint_to_go_on_from(launch, reference, tmp_path):
     """As a scheduler would: exit code 75 means to start it again, with workers for every seat."""
     saved = str(tmp_path / "saved")
-    slow = launch(
-        "recycle.max_slowdown=0.4", f"recycle.checkpoint_dir={saved}", faults("kill 1.1 before 1F1.0@5")
-    ).finish()
-    assert slow.code == 75 and "Traceback" not in slow.output, slow.output[-6000:]
-    (margin, *_), (escalated,), (checkpoint,) = (
-        slow.of(kind) for kind in ("throughput_margin", "throughput_floor", "checkpoint")
+    run = launch(
+        f"recycle.checkpoint_dir={saved}",
+        faults("kill 1.1 before 1F1.0@5"),
+        script=WRAPPED,
+        RECYCLE_TEST_WRAP=json.dumps(held(tmp_path, 8, "go")),
     )
-    assert (margin["losses"], margin["time"] < escalated["time"]) == (1, True) and "one more loss of stage" in margin[
-        "text"
-    ]
-    last = escalated["step"]
-    assert checkpoint["path"] == f"{saved}/global_step{last}" and last == slow.of("committed")[-1]["step"]
+    result = ended_by_leaving(run, tmp_path, "0.1")
+    (checkpoint,) = result.of("checkpoint")
+    last = result.of("committed")[-1]["step"]
+    assert checkpoint["path"] == f"{saved}/global_step{last}" and last < STEPS
     plan = json.dumps({"folder": saved, "load": True})
     again = launch(script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=plan).finish()
     assert again.code == 0 and again.losses == pytest.approx(reference().losses[last:], abs=LOSS_TOLERANCE), (
@@ -86,13 +89,28 @@ def test_a_death_while_that_checkpoint_is_saved(launch, tmp_path):
     lost one.
     """
     saved, deaths = tmp_path / "saved", ("kill 1.1 before 1F1.0@5", "kill 0.0 at checkpoint.written")
-    slow = launch(
-        "recycle.max_slowdown=0.2", f"recycle.checkpoint_dir={saved}", faults(*deaths), shape=Shape(replicas=3)
-    ).finish()
-    assert slow.code == 75 and "Traceback" not in slow.output and len(slow.of("lost")) == 2, slow.output[-6000:]
-    (escalated,), (checkpoint,) = (slow.of(kind) for kind in ("throughput_floor", "checkpoint"))
-    assert (
-        checkpoint["path"] == f"{saved}/global_step{escalated['step']}"
-        and (saved / "latest").read_text() == f"global_step{escalated['step']}"
+    run = launch(
+        f"recycle.checkpoint_dir={saved}",
+        faults(*deaths),
+        shape=Shape(replicas=3),
+        script=WRAPPED,
+        RECYCLE_TEST_WRAP=json.dumps(held(tmp_path, 8, "go")),
     )
-    assert checkpoint["time"] > max(lost["time"] for lost in slow.of("lost"))
+    result = ended_by_leaving(run, tmp_path, "0.1", "2.1")
+    (checkpoint,), lost = result.of("checkpoint"), result.of("lost")
+    last = result.of("committed")[-1]["step"]
+    assert checkpoint["path"] == f"{saved}/global_step{last}"
+    assert (saved / "latest").read_text() == f"global_step{last}"
+    assert len(lost) == 2 and checkpoint["time"] > max(each["time"] for each in lost)
+
+
+def ended_by_leaving(run: Run, gate: Path, *seats: str) -> Result:
+    """The result of a job whose workers at ``seats``, the last ones of a stage, get SIGTERM before it goes on."""
+    run.hear("lost")
+    for seat in seats:
+        os.kill(run.pid_of(seat), signal.SIGTERM)
+    run.wait_for(lambda: len(run.of("leaving")) == len(seats), "word of all who leave")
+    (gate / "go").touch()
+    result = run.finish()
+    assert result.code == TRY_AGAIN and "Traceback" not in result.output, result.output[-6000:]
+    return result

@@ -247,10 +247,6 @@ def with_end(text: str, *more: dict):
 
 
 ENDS = {
-    "too slow": (
-        with_end("the job has ended after step 9: at 40% of all", {"event": "throughput_floor"}),
-        " and ended: at 40% of all;",
-    ),
     "crash": (
         with_end("the job has ended after step 9: the script of 0.0 ended with E", {"event": "error", "rank": 0}),
         " and ended: the script of 0.0 ended with E;",

@@ -227,8 +227,8 @@ def test_a_field_of_another_type_is_named(message, data):
             "Generation.slowness[0][1] is 'x', and it has to be int",
         ),
         (
-            Ready(member(1), 0, replace(job(), max_slowdown="much")),
-            "Ready.job.max_slowdown is 'much', and it has to be float | None",
+            Ready(member(1), 0, replace(job(), keep_bytes="much")),
+            "Ready.job.keep_bytes is 'much', and it has to be int | None",
         ),
         (Ready(member(1), 0, replace(job(), costs=None)), "Ready.job.costs is None, and it has to be a list of 13"),
         (Resume(1, 0, {"0.0": {"act": []}}), "Resume.held['0.0']['act'] is [], and it has to be str"),

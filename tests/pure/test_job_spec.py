@@ -36,7 +36,7 @@ def test_it_survives_the_wire_and_the_log(given):
     [
         ({"stages": "2"}, "job.stages is '2', and it has to be int"),
         ({"replicas": True}, "job.replicas is True, and it has to be int"),
-        ({"max_slowdown": "much"}, "job.max_slowdown is 'much', and it has to be float | None"),
+        ({"keep_bytes": "much"}, "job.keep_bytes is 'much', and it has to be int | None"),
         ({"ties": 3}, "job.ties is 3, and it has to be a list"),
         ({"ties": [[0], [1, "2"]]}, "job.ties[1][1] is '2', and it has to be int"),
         ({"costs": {"forward": [1]}}, "job.costs.input is missing"),

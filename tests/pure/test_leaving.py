@@ -7,6 +7,8 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS
+from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Collected, Committed, End, Generation, Over, Resume
 from recycle_plugin.core.messages.from_workers import Exited, Leaving, Left, Ready, SurvivorReport, Terminate, Unguarded
 from recycle_plugin.core.vocabulary.roster import WorkerId
@@ -92,12 +94,45 @@ def test_a_leave_does_not_put_off_an_earlier_one_whose_step_has_come(gone):
     )
 
 
-def test_the_last_worker_of_a_stage_may_only_leave_with_the_job_which_has_not_come_to_its_end():
+def ended_by_leaving() -> tuple[Membership, End]:
+    """A job whose stage 1 would be empty without rank 3, which leaves; and how it is to end."""
     membership = started()
     membership.receive(Exited(2, -9, 0.0), 0.0)
     agree(membership, 1, {0: 0, 1: 0, 3: 0})
     (end,) = said(membership.receive(Leaving(3, "SIGTERM"), 0.0), End)
-    assert (end.failed, end.step, end.code) == (False, 3, TRY_AGAIN)
+    return membership, end
+
+
+def test_the_last_worker_of_a_stage_may_only_leave_with_the_job_which_has_not_come_to_its_end():
+    _, end = ended_by_leaving()
+    assert (end.failed, end.step, end.code) == (False, 3, TRY_AGAIN) and decode(encode(end)) == end
+
+
+def test_the_launcher_gets_the_code_where_the_workers_left_with_it():
+    for codes, expected in (((75, 75, 75), 75), ((0, 0, 0), 0)):  # the second: the script was through before that step
+        membership, _ = ended_by_leaving()
+        for rank, code in zip((0, 1, 3), codes):
+            out = membership.receive(Left(rank, code), 0.0)
+        assert out.messages == [(SUPERVISORS, Over(expected))]
+
+
+def test_a_stage_that_dies_out_on_the_way_is_a_failure():
+    membership, _ = ended_by_leaving()
+    out = membership.receive(Exited(3, -9, 0.0), 0.0)
+    assert [(whom, message.failed) for whom, message in out.messages if isinstance(message, End)] == [(WORKERS, True)]
+    assert said(out, Over) == [Over(1)]
+
+
+def test_an_end_carries_its_code_to_the_script():
+    line = ControlView(0)
+    line.take(End(0, "lost", True))
+    with pytest.raises(JobEnded) as caught:
+        line.check()
+    assert (
+        caught.value.code == 1
+        and JobEnded("slow", False, TRY_AGAIN).code == TRY_AGAIN
+        and JobEnded("leave", False).code == 0
+    )
 
 
 def test_termination_ends_the_job_once_at_a_commit_line():

@@ -94,7 +94,7 @@ def test_order_and_kind_survive():
 
 def test_nothing_of_a_membership_is_forgotten():
     """Also what a class gets later: attributes are found by looking."""
-    membership = started(clipping=1.0, max_slowdown=0.5)
+    membership = started(clipping=1.0)
     step(membership, 0, 1)
     membership.receive(Heartbeat(1, 2, 3, "computes", "1F0.0@2"), 1.0)
     membership.receive(Missing(1, 0, "x", "0.0"), 1.0)
@@ -107,7 +107,7 @@ def test_nothing_of_a_membership_is_forgotten():
     }
     read = {name: json.dumps(dump(value)) for name, value in attributes(again(membership), set())}
     assert made == {name: value for name, value in read.items() if name in made} and len(made) > 60
-    assert made.keys() == read.keys() and "StepLedger.newly_added" in made and "ThroughputFloor._max_slowdown" in made
+    assert made.keys() == read.keys() and "StepLedger.newly_added" in made and "Throughput._period_us" in made
 
 
 def test_what_is_worked_out_again_is_not_written_down():

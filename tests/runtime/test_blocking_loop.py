@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin import planner
 from recycle_plugin.core.messages.from_coordinator import Committed
 from recycle_plugin.core.messages.from_workers import SurvivorReport
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
@@ -12,11 +11,11 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.errors import WaitTimeout
-from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop, _Planner
+from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.machine import TorchMachine
 from tests.support.coordinator import NO_STATE, generation
 
@@ -56,14 +55,3 @@ def test_what_is_committed_stays_whoever_is_lost_since(coordinator):
     assert loop.settled
     loop.settle()
     assert loop.machine.committed == 1 and not any(isinstance(message, SurvivorReport) for message in coordinator.heard)
-
-
-def test_a_plan_is_made_for_a_membership_that_is_called_off_meanwhile(coordinator):
-    """As happens to a newcomer, to whom that leaves no membership at all; its messages are read by another thread."""
-    session, shape = coordinator.session(0), Topology(2, 1, 1)
-    assert session.generation is None and session.pending is None
-    costs = CostModel((1000,), (1000,), (1000,))
-    made = _Planner(costs, Policy(), session, None, False).plan(
-        ClusterView(shape, shape.full().live), generation(1, [0, 1])
-    )
-    assert made.period_us == planner.plan(shape.full(), costs, Policy()).period_us

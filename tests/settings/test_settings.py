@@ -196,8 +196,6 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
             {"wait_timeout_s": float("inf")},
             "recycle.wait_timeout_s: Infinity is not possible; write a number of seconds, more than 0",
         ),
-        ({"max_slowdown": 1}, "recycle.max_slowdown: 1 is not possible; write a number between 0 and 1, or null"),
-        ({"max_slowdown": "half"}, 'recycle.max_slowdown: "half" is a string; write a number between 0 and 1, or null'),
         ({"run_dir": ""}, 'recycle.run_dir: "" is not possible; write a folder\'s path, or null'),
         (
             {"log": {"folder": "a\0b"}},

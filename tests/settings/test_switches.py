@@ -41,7 +41,6 @@ SEEN = {
     "seed": "cluster/test_switches.py::test_without_rerouting_a_loss_ends_the_job",
     "slow": "cluster/test_slow_replicas.py::test_a_slow_replica_is_taken_offline_and_comes_back",
     "rebalance": "cluster/test_slow.py::test_a_slow_worker_gets_less_work_while_it_is_slow",
-    "max_slowdown": "cluster/test_seen.py::test_a_job_that_is_too_slow_leaves_a_checkpoint_to_go_on_from",
     "rejoin": "runtime/test_restarts.py::test_a_killed_worker_is_started_again_by_its_own_supervisor",
     "checkpoint_dir": "cluster/test_saving.py::test_checkpoints_by_themselves",
     "resume_iterators": "cluster/test_iterators.py::test_a_job_goes_on_at_each_iterators_place",

@@ -97,7 +97,6 @@ RICH = job(
     ties=((0, 1),),
     costs=CostModel((1, 2), (3, 4), (5, 6), slowness=((Seat(1, 0), 150),)),
     policy=Policy(activation_cap=(2, 3), block=None),
-    max_slowdown=0.5,
     keep_bytes=7,
     clipping=1,
     arithmetic="torch",

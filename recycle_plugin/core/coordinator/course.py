@@ -53,7 +53,7 @@ from recycle_plugin.core.coordinator.slow_replicas import SlowReplicas
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.suspicions import Suspicions
-from recycle_plugin.core.coordinator.throughput_floor import ThroughputFloor
+from recycle_plugin.core.coordinator.throughput import Throughput
 from recycle_plugin.core.coordinator.vacancies import Vacancies
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, Generation
 from recycle_plugin.core.messages.from_workers import (
@@ -102,7 +102,7 @@ class Course:
         self.unsaid: dict[int, list[Member]] = {}  # by stage, who is lost, and it was not said yet which way that goes
         self.barriers = Barriers()
         self.boards = Boards()
-        self.throughput_floor = ThroughputFloor()
+        self.throughput = Throughput()
         self.stood_still = -1  # behind which commit all have regrouped since everybody waited
         # members whose script has ended without a goodbye (vanishing.py)
         self.vanished: dict[WorkerId, Exited | None] = {}
@@ -146,7 +146,7 @@ class Course:
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
         slow_replicas = SlowReplicas(job.unit == "replica" and job.slow is not None)
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards, slow_replicas)
-        self.throughput_floor = ThroughputFloor(job.max_slowdown)
+        self.throughput = Throughput()
         names = {rank: named(rank, seat) for rank, seat in roster.seats_by_rank().items()}
         hosts = roster.hosts_by_rank()
         units = [tuple(member.rank for member in unit) for unit in job.domain.units(roster)]
@@ -161,7 +161,7 @@ class Course:
             return
         self._resized_in = message.generation
         if self.attendance.resize(message.micro_batches):
-            self.throughput_floor.resize(message.full_us)
+            self.throughput.resize(message.full_us)
             self.logs.resized(self.committed + 1)
             out.say(
                 "batch",

@@ -43,23 +43,6 @@ def end(course: Course, reason: str, out: CoordinatorOutput, cause: str = "", ki
     course.vacancies.close(out)
 
 
-def end_if_too_slow(course: Course, throughput: float, out: CoordinatorOutput) -> None:
-    """Ends the job with a checkpoint where its ``throughput``, a share of the full one, is below the user's floor."""
-    reason = course.throughput_floor.reason(throughput)
-    if reason is None or course.ending.ended is not None:
-        return
-    end_planned(course, reason, out, TRY_AGAIN)
-    assert course.ending.ended is not None, "a planned end has its step at once"
-    last = course.ending.ended.step - 1
-    out.say(
-        "throughput_floor",
-        f"{reason}: the job ends with a checkpoint of step {last} and exit code {TRY_AGAIN}",
-        throughput=throughput,
-        step=last,
-        code=TRY_AGAIN,
-    )
-
-
 def empty_stage(course: Course) -> str:
     """The reason why those left can't go on, if a stage has nobody; else empty."""
     empty = course.attendance.empty_stages()

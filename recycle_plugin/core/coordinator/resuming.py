@@ -111,11 +111,10 @@ def _go_on(course: Course, reports: Reports, now: float, out: CoordinatorOutput)
         assert course.job is not None, "a job that trains has begun"
         course.steps.without(course.batches, course.job.micro_batches, out)
     share = course.batches.share(committed + 1)
-    throughput = course.throughput_floor.throughput(reports.slowest.period_us, share)
+    throughput = course.throughput.share(reports.slowest.period_us, share)
     if course.unsaid:
         recovery_ways.say_rerouted(course, now - generation.at, throughput, out)
     _say_resume(course, reports, committed, throughput, now, out)
-    ends.end_if_too_slow(course, throughput, out)
     returns.compare(course, now, out)
     course.plan_change(now, out)
     course.compare_replicas(now, out)

@@ -13,7 +13,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
-# exit code of a job that has fallen below recycle.max_slowdown, or was ended from outside: sysexits' "temporary
+# exit code of a job that was ended from outside: sysexits' "temporary
 # failure, try again"
 TRY_AGAIN = 75
 

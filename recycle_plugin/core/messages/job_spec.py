@@ -41,7 +41,6 @@ class JobSpec:
     deadlines: Deadlines = Deadlines()
     placement: str = "deepspeed"
     batch: int = 0
-    max_slowdown: float | None = None
     report: bool = False
     rebalance: bool = False
     stagger_optimizer: bool = True

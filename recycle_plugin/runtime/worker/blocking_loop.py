@@ -28,7 +28,6 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
 from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.plan_prefetcher import PlanPrefetcher
-from recycle_plugin.runtime.worker.throughput_notes import ThroughputNotes
 
 
 class BlockingLoop:
@@ -44,7 +43,6 @@ class BlockingLoop:
         policy: Policy,
         machine: StepMachine,
         recover: Callable[[], None],
-        max_slowdown: float | None = None,
         wants_script: Callable[[], bool] = lambda: False,
         replay: StageReplay | None = None,
         lockstep: Lockstep | None = None,
@@ -56,8 +54,7 @@ class BlockingLoop:
         core.worker.training_loop.TrainingLoop; ``whole``: replicas are lost whole.
         """
         self._session, self._recover = session, recover
-        self._planner = _Planner(costs, policy, session, max_slowdown, whole)
-        self._planner.resize(topology.full())
+        self._planner = _Planner(costs, policy, whole)
         self._loop = core.TrainingLoop(world, worker, self._planner, topology, worker.seat, machine, lockstep)
         worker.applied = self._loop.applied
         self._evaluations = Evaluations(world, worker, self._loop, forwards, self._recover_between)
@@ -166,7 +163,6 @@ class BlockingLoop:
         """Take another number of micro-batches, and so another plan, from the next step on; ``batch``: samples of a
         step.
         """
-        self._planner.resize(topology.full())
         drain(self._loop.resize(topology, batch, self._planner.full_us(topology)))
 
     def _recover_between(self) -> Iterator[Any]:
@@ -175,17 +171,9 @@ class BlockingLoop:
 
 
 class _Planner:
-    def __init__(
-        self, costs: CostModel, policy: Policy, session: Session, max_slowdown: float | None, whole: bool
-    ) -> None:
-        self._costs, self._policy, self._session, self._max_slowdown = costs, policy, session, max_slowdown
-        self._throughput: ThroughputNotes | None = None
+    def __init__(self, costs: CostModel, policy: Policy, whole: bool) -> None:
+        self._costs, self._policy = costs, policy
         self._whole, self._prefetcher = whole, PlanPrefetcher(costs, policy, whole)
-
-    def resize(self, full: ClusterView) -> None:
-        """Plan from now on for the number of micro-batches in ``full``, the view with everybody there."""
-        if self._max_slowdown is not None:
-            self._throughput = ThroughputNotes(self._session, full, self._costs, self._policy, self._max_slowdown)
 
     def full_us(self, topology: Topology) -> int:
         return planner.plan(topology.full(), self._costs, self._policy).period_us
@@ -201,8 +189,6 @@ class _Planner:
             self._prefetcher = PlanPrefetcher(costs, self._policy, self._whole)
         planned = self._prefetcher.plan(view)
         self._prefetcher.prepare(view, generation.roster)
-        if self._throughput is not None and self._session.worker == generation.roster.first.worker:
-            self._throughput.say(view, costs)
         return planned
 
     def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:

@@ -15,7 +15,6 @@ from recycle_plugin.settings.wording import SettingsError
 ALIKE = (
     "deadlines",
     "placement",
-    "max_slowdown",
     "report",
     "rebalance",
     "stagger_optimizer",

@@ -167,7 +167,6 @@ class Participant:
             policy,
             machine,
             self._between_steps,
-            settings.max_slowdown,
             lambda: self._parts.on_join.wants_state,
             replay,
             lockstep,
