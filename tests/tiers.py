@@ -32,6 +32,7 @@ demo/test_tutorial.py
 pure/test_campaign.py::test_a_mistake_about_whose_word_counts_is_found
 pure/test_campaign.py::test_a_mistake_is_found
 pure/test_campaign.py::test_several_processes_find_what_one_does
+pure/test_confused.py::test_100_000_words_of_confused_workers_cost_at_most_themselves
 pure/test_confused.py::test_no_number_of_words_fills_the_coordinators_memory
 pure/test_frozen.py::test_frozen_jobs_end_as_they_did
 pure/test_log_choices.py::test_seeded_jobs_draw_choices

@@ -48,7 +48,13 @@ QUIET = {
 
 def event_line(event: Event, now: float) -> str:
     """The event as a line of the log, without its newline; ``now`` in seconds since the epoch."""
-    return json.dumps({"time": round(now, 6), "event": event.kind, "text": event.text, **event.details}, default=str)
+    head = {"time": round(now, 6), "event": event.kind, "text": event.text}
+    return json.dumps(head | event.details | head, default=str)  # no detail stands for what happened, or when
+
+
+def _printable(text: str) -> str:
+    """The text without surrogates, which a file's name may have, and no stream takes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class Announcer:
@@ -86,7 +92,7 @@ class Announcer:
 
         ``run_dir``: the run's folder where there was no start, and this is to be found in one.
         """
-        if self._log is None and "killed" in event.details:
+        if self._log is None and event.kind == "end" and "killed" in event.details:
             event = Event(event.kind, f"{event.text}. Run folder: {run_dir}", event.details)
             self._open(Path(run_dir))
         self._record(event, now)
@@ -98,8 +104,8 @@ class Announcer:
             self._of_a_file(event, now)
         elif event.kind not in QUIET:
             self._line(event.kind, event.text, now)
-            if trace := event.details.get("traceback"):
-                self._console.print(self._text(trace.rstrip()))
+            if event.kind == "error" and (trace := event.details.get("traceback")):
+                self._console.print(self._text(_printable(trace.rstrip())))
         if event.kind in ("lost", "left"):
             self._unwritten = {
                 path: rank for path, rank in self._unwritten.items() if rank is None or rank != event.details["rank"]
@@ -178,7 +184,7 @@ class Announcer:
             self._line("step", text, now)
 
     def _line(self, kind: str, text: str, now: float) -> None:
-        stamp, line = f"[recycle {now - self._began:8.3f}] ", f"{kind}: {text}"
+        stamp, line = f"[recycle {now - self._began:8.3f}] ", _printable(f"{kind}: {text}")
         if self._console.is_terminal:
             self._console.print(self._text.assemble((stamp, "dim"), (line, STYLES.get(kind, ""))))
         else:

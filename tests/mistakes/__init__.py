@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from recycle_plugin import planner
-from recycle_plugin.core.coordinator import attendance, departures
+from recycle_plugin.core.coordinator import departures
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.complaints import Complaints
 from recycle_plugin.core.coordinator.course import Course
@@ -200,7 +200,7 @@ def stale_report(monkeypatch) -> None:
 
 @mistake("what a lost worker says counts", seen=488)
 def lost_heard(monkeypatch) -> None:
-    monkeypatch.setattr(attendance, "OF_MEMBERS", ())
+    monkeypatch.setattr(Attendance, "is_heard", lambda self, message: self.started or not message.RUNNING)
 
 
 @mistake("whoever goes while the membership changes is waited for", seen=819)

@@ -1,35 +1,28 @@
 """What a confused worker says: the coordinator and the others go on, whatever it is and whenever it comes.
 
 Messages of all kinds, with any values of their types, at any moment of a job that the others play by the rules; what is
-another's to say is refused before, as in the runtime.  The rule: core/coordinator/confused.py.
+another's to say is refused before, and what happens is shown and counted, as in the runtime.  The rule:
+core/coordinator/words.py.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import MISSING, fields, is_dataclass, replace
 from enum import Enum
+from math import inf, nan
 from random import Random
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
-from recycle_plugin.core.coordinator.confused import why_confused
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, SupervisorOf
-from recycle_plugin.core.coordinator.speakers import OF_SUPERVISORS, Speakers
 from recycle_plugin.core.coordinator.state_dump import dump
+from recycle_plugin.core.coordinator.words import Speakers, objection
 from recycle_plugin.core.messages import from_workers
 from recycle_plugin.core.messages.from_coordinator import (
     Committed,
@@ -38,6 +31,7 @@ from recycle_plugin.core.messages.from_coordinator import (
     Generation,
     HashAfter,
     LogOnly,
+    Posted,
     Restart,
     Resume,
 )
@@ -56,7 +50,10 @@ from recycle_plugin.core.messages.from_workers import (
     Left,
     LogFolder,
     Missing,
+    Note,
     OutOfData,
+    Post,
+    ReadBoard,
     Ready,
     Resized,
     StateHash,
@@ -64,14 +61,19 @@ from recycle_plugin.core.messages.from_workers import (
     SurvivorReport,
     Terminate,
     Through,
+    Vanishing,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.said import SUPERVISOR
 from recycle_plugin.core.messages.typed import names_of
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.iterator_draws import ALL_ENDED
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.observability.console import Announcer
+from recycle_plugin.observability.metrics import Metrics
 from tests.support.membership import agree, job, member, resumed, said, started, step
 
 KINDS = [
@@ -79,12 +81,15 @@ KINDS = [
     for kind in vars(from_workers).values()
     if isinstance(kind, type) and kind.__module__ == from_workers.__name__ and kind not in (Hello, LogFolder)
 ]
-TEXTS = ("", "plan", "loss", "norm", "share", "0", "1", "0.0", "0.1", "9.9", "params 0@1", "wgrad 0@2", "a b", "saving")
-NUMBERS = (-1, 0, 1, 2, 3, 7, 99, 10**9)
+TEXTS = (
+    *("", "plan", "loss", "norm", "share", "0", "1", "0.0", "0.1", "9.9", "params 0@1", "wgrad 0@2", "a b", "saving"),
+    *("start", "committed", "lost", "end", "fault", "written", "restored", "seat", "rank", "\ud800", f"{ALL_ENDED} x"),
+)
+NUMBERS = (-1, 0, 1, 2, 3, 7, 99, 10**9, 1 << 1000)
 PLAIN = (None, 1, "x", [1, "x"], {"x": {}})
 
 
-def wrong_word(kind: type, random: Random, near: Sequence[int] = ()) -> Any:
+def wrong_word(kind: Any, random: Random, near: Sequence[int] = ()) -> Any:
     """A message of ``kind`` whose fields are drawn, each from values of its type.  ``near``: numbers that come up more
     often than others.
     """
@@ -119,11 +124,11 @@ def _made(hint: Any, random: Random, numbers: Sequence[int]) -> Any:
         str: TEXTS,
         bool: (True, False),
         bytes: (b"", b"x" * 100),
-        float: (-1.0, 0.0, 1.5),
+        float: (-1.0, 0.0, 1.5, nan, inf),
         NoneType: (None,),
         Any: PLAIN,
     }
-    return random.choice(values[hint])
+    return deepcopy(random.choice(values[hint]))
 
 
 def _defaults(kind: Any) -> set[str]:
@@ -134,13 +139,14 @@ def _defaults(kind: Any) -> set[str]:
 
 RANK, OTHERS = 3, (0, 1, 2)  # the confused one, and those that are not
 JOBS: tuple[dict[str, Any], ...] = (
-    {},
     {"rejoin": "always"},
     {"rejoin": "always", "log": True},
     {"unit": "worker", "clipping": 1.0, "clip": "validate"},
+    {},
 )
 BELIEVED = (Fatal, Left, Leaving, Terminate)  # they mean the job's end, or a planned leave
 ENTRIES = 1500  # of all collections of the coordinator's together; a job of this size has 400 mostly
+TURNS = 200  # of a job: some of the others', and more words of the confused one
 
 
 def is_believed(message: object, membership: Membership) -> bool:
@@ -150,21 +156,46 @@ def is_believed(message: object, membership: Membership) -> bool:
     return isinstance(message, BELIEVED) or of_a_tensor or through
 
 
-class OthersPlayByTheRules(RuleBasedStateMachine):
-    """Four workers, 2 x 2: three train, report, die and come to barriers as they have to, and one says anything."""
+class OthersPlayByTheRules:
+    """Four workers, 2 x 2: three train, report, die and come to barriers as they have to, and one says anything.
 
-    @initialize(more=st.sampled_from(JOBS))
-    def begin(self, more: dict[str, Any]) -> None:
-        self.membership = started(**more)
+    ``seed`` draws all of it.  In every second job the confused one says nothing for which it is given up.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(f"words of {seed}")
+        self.careful = bool(seed % 2)
         self.now = 0.0
+        self.console, self.metrics = Announcer(0), Metrics()
+        self.membership, its = Membership(4), job(**JOBS[seed // 2 % len(JOBS)])
+        for rank in range(4):
+            self.show(self.membership.receive(Ready(member(rank), 0, its), self.now))
+        self.show(agree(self.membership, 0, dict.fromkeys(range(4), 0)))
         self.machines = {rank: StepMachine(0) for rank in OTHERS}
-        self.generation, self.pending = 0, None
+        self.generation: int = 0
+        self.pending: Generation | None = None
         self.reported = -1
         self.asked: set[int] = set()  # steps of which hashes are wanted
         self.speakers = Speakers({rank: ("h", rank) for rank in range(4)})
         for rank in range(4):
-            self.speakers.comes(rank)
+            self.speakers.starts(WorkerId(rank))
         self.process = WorkerId(RANK)
+        self.words = 0
+
+    def play(self) -> int:
+        """Plays it to its end; returns how many words were heard of the confused one."""
+        turns = (*(self.says_anything,) * 5, self.says_what_newcomers_do, self.another_trains, self.another_trains)
+        for _ in range(TURNS):
+            self.random.choice(turns)()
+            if self.random.random() < 0.1:
+                self.time_passes()
+            if self.random.random() < 0.01:
+                self.another_dies()
+            assert {*self.machines} <= self.membership.roster.ranks
+            assert self.membership.ended is None
+        assert entries(dump(self.membership)) < ENTRIES
+        self.ends()
+        return self.words
 
     # --- what the coordinator says, and the others do ------------------------------------------------
 
@@ -173,7 +204,15 @@ class OthersPlayByTheRules(RuleBasedStateMachine):
         self.hear(out)
         return out
 
+    def show(self, out: CoordinatorOutput) -> None:
+        """What happens is shown as a real job's."""
+        for event in out.events:
+            self.metrics.take(event, self.now)
+            if event.kind != "start":  # which opens the run folder
+                self.console.say(event, self.now)
+
     def hear(self, out: CoordinatorOutput) -> None:
+        self.show(out)
         for whom, each in out.messages:
             assert not (isinstance(each, Fence) and each.rank in self.machines), each
             assert not (isinstance(each, End) and each.failed and whom != self.process), each
@@ -212,11 +251,10 @@ class OthersPlayByTheRules(RuleBasedStateMachine):
             if WorkerId(rank) in pending.roster.workers:
                 self.give(SurvivorReport(rank, pending.number, machine.stepped, "plan"))
 
-    @rule(rank=st.sampled_from(OTHERS))
     def trains(self, rank: int) -> None:
         """It applies its next step, if it may."""
-        machine = self.machines.get(rank)
-        if machine is None or not machine.may_apply(machine.stepped + 1):
+        machine = self.machines[rank]
+        if not machine.may_apply(machine.stepped + 1):
             return
         if self.pending is not None and (not self.pending.from_step or machine.stepped + 1 >= self.pending.from_step):
             return
@@ -226,64 +264,24 @@ class OthersPlayByTheRules(RuleBasedStateMachine):
             self.give(StateHash(rank, machine.stepped, "a state"))
         self.give(Stepped(rank, self.generation, machine.stepped))
 
-    @rule()
+    def another_trains(self) -> None:
+        self.trains(self.random.choice(sorted(self.machines)))
+
     def time_passes(self) -> None:
         """Heartbeats come of all, and a tick."""
         self.now += 0.5
-        for rank in (*self.machines, RANK):
-            self.give(Heartbeat(rank, 1, int(self.now * 2), "is in", "its script"))
+        for rank, machine in (*self.machines.items(), (RANK, StepMachine(0))):
+            self.give(Heartbeat(rank, 1, int(self.now * 2), "is in", "its script", machine.stepped))
         self.hear(self.membership.tick(self.now))
 
-    @precondition(lambda self: len(self.machines) == len(OTHERS))
-    @rule()
     def another_dies(self) -> None:
         """Seat 0.0 does, if the confused one does not leave its stage, or replicas, empty."""
-        if RANK in self.membership.roster.ranks:
+        if len(self.machines) == len(OTHERS) and RANK in self.membership.roster.ranks:
             del self.machines[0]
             self.give(Exited(0, -9, self.now))
 
-    # --- what the confused one says -------------------------------------------------------------------
-
-    @rule(random=st.randoms(use_true_random=False), kind=st.sampled_from(KINDS), supervisor=st.booleans())
-    def says_anything(self, random: Random, kind: type, supervisor: bool) -> None:
-        """A message of any kind, on its own connection or on that of its supervisor."""
-        committed = self.membership.committed
-        message = wrong_word(kind, random, (RANK, RANK, committed, committed + 1, committed + 2, self.generation))
-        if hasattr(message, "worker") and kind is not Ready and random.random() < 0.8:
-            message = replace(message, rank=RANK, incarnation=self.process.incarnation)
-        if kind is SurvivorReport and random.random() < 0.5:
-            message = replace(message, digest="plan")
-        self.say(message, supervisor)
-
-    @rule(word=st.sampled_from((CatchUp(RANK), CaughtUp(RANK, 1, 0, 0), Ready(member(RANK), 0, job()))))
-    def says_what_newcomers_do(self, word: object) -> None:
-        """As its next process says it when that comes back."""
-        if isinstance(word, Ready):
-            assert self.membership.course.job is not None
-            self.say(Ready(replace(word.member, incarnation=self.process.incarnation), 0, self.membership.course.job))
-        else:
-            self.say(replace(word, incarnation=self.process.incarnation))  # type: ignore[type-var]
-
-    def say(self, message: object, supervisor: bool = False) -> None:
-        hello = Hello(RANK, "supervisor" if supervisor else "worker", RANK, "h", self.process.incarnation)
-        heard = self.speakers.may_say(hello, None if supervisor else self.process, message)
-        if heard and not is_believed(message, self.membership):
-            self.give(message)
-
-    # --- what holds ---------------------------------------------------------------------------------
-
-    @invariant()
-    def others_are_there(self) -> None:
-        if not hasattr(self, "membership"):
-            return
-        assert {*self.machines} <= self.membership.roster.ranks
-        assert self.membership.ended is None
-        assert entries(dump(self.membership)) < ENTRIES
-
-    def teardown(self) -> None:
+    def ends(self) -> None:
         """Once the confused one is gone the others train on."""
-        if not hasattr(self, "membership"):
-            return
         if RANK in self.membership.roster.ranks and 0 not in self.machines:
             return  # it was the last one of its stage
         if RANK in self.membership.roster.ranks or self.membership.course.joining:
@@ -292,7 +290,44 @@ class OthersPlayByTheRules(RuleBasedStateMachine):
         for _ in range(20):
             for rank in tuple(self.machines):
                 self.trains(rank)
+            self.time_passes()
         assert self.membership.committed >= last
+
+    # --- what the confused one says -------------------------------------------------------------------
+
+    def says_anything(self) -> None:
+        """A message of any kind, on its own connection or on that of its supervisor."""
+        kind, committed = self.random.choice(KINDS), self.membership.committed
+        near = (RANK, RANK, committed, committed + 1, committed + 2, self.generation)
+        message = wrong_word(kind, self.random, near)
+        if hasattr(message, "worker") and kind is not Ready and self.random.random() < 0.8:
+            message = replace(message, rank=RANK, incarnation=self.process.incarnation)
+        if kind is SurvivorReport and self.random.random() < 0.5:
+            message = replace(message, digest="plan")
+        self.say(message, supervisor=self.random.random() < (0.8 if kind.BY == SUPERVISOR else 0.2))
+
+    def says_what_newcomers_do(self) -> None:
+        """As its next process says it when that comes back."""
+        job = self.membership.course.job
+        assert job is not None
+        incarnation = self.process.incarnation
+        words = (
+            CatchUp(RANK, incarnation=incarnation),
+            CaughtUp(RANK, 1, 0, 0, incarnation=incarnation),
+            Ready(replace(member(RANK), incarnation=incarnation), 0, job),
+        )
+        self.say(self.random.choice(words))
+
+    def say(self, message: Any, supervisor: bool = False) -> None:
+        hello = Hello(RANK, "supervisor" if supervisor else "worker", RANK, "h", self.process.incarnation)
+        its_end = self.careful and isinstance(message, Exited) and message.worker == self.process
+        if is_believed(message, self.membership) or its_end:
+            return
+        self.words += 1
+        if not self.speakers.may_say(hello, None if supervisor else self.process, message):
+            return
+        if not (self.careful and isinstance(message, OfWorker) and objection(message, self.membership.course)):
+            self.give(message)
 
 
 def entries(record: Any) -> int:
@@ -302,27 +337,41 @@ def entries(record: Any) -> int:
     return sum(map(entries, record)) if isinstance(record, list) else 1
 
 
+def fuzzed(first: int, count: int) -> None:
+    """Jobs of the seeds from ``first`` on, until so many words were said."""
+    seeds = itertools.count(first)
+    while count > 0:
+        count -= OthersPlayByTheRules(next(seeds)).play()
+
+
 def test_whatever_a_confused_worker_says_costs_at_most_itself() -> None:
-    run_state_machine_as_test(OthersPlayByTheRules, settings=settings(max_examples=50, stateful_step_count=40))
+    fuzzed(0, 3_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_100_000_words_of_confused_workers_cost_at_most_themselves() -> None:
+    fuzzed(1_000, 100_000)
 
 
 IMPOSSIBLE = (
-    (Stepped(RANK, 0, 9), "it has applied step 9, and only step 0 is committed"),
+    (Stepped(RANK, 0, 9), "its Stepped is of step 9, and only step 0 is committed"),
     (Stepped(RANK, 5, 1), "it speaks of generation 5, and the newest is 0"),
     (BarrierReached(RANK, 5, "saving", {}), "it speaks of generation 5"),
-    (OutOfData(RANK, 0, 9), "it has no data for step 9"),
-    (Contribution(RANK, 9, "loss", {"0.0": 1.0}, 2), "it has a loss of step 9"),
-    (Contribution(RANK, 1, "loss", {"0.7": 1.0}, 2), "its loss of step 1 is of 0.7, which it can't have"),
-    (Contribution(RANK, 1, "loss", {"0.0": 1.0}, 1), "its loss of step 1 is one of 1, and there are 2"),
-    (Contribution(RANK, 1, "norm", {"0": 1.0}, 2), "its norm of step 1 is of 0, which it can't have"),
-    (Contribution(RANK, 1, "norm", {"1": 1.0}, 2, 1), "its norm of step 1 is of shard 1, and it is shard 0"),
-    (Contribution(RANK, 1, "luck", {"1": 1.0}, 2), "it has a number of step 1 that is called 'luck'"),
-    (Resized(RANK, 0, 0, 0, 0), "it plans for 0 micro-batches"),
-    (Durable(RANK, 0, "a folder", boundaries=(7,)), "it is to log boundaries [7] of 2 stages"),
-    (Through(RANK), "it waits until it may go, and nothing is logged"),
+    (OutOfData(RANK, 0, 3), "its OutOfData is of step 3"),
+    (Vanishing(RANK, 1), "its Vanishing is of step 1"),
+    (Contribution(RANK, 3, "loss", {"0.0": 1.0}, 2), "its Contribution is of step 3"),
+    (Contribution(RANK, 1, "loss", {"0.7": 1.0}, 2), "this job has nothing of the kind: Contribution("),
+    (Contribution(RANK, 1, "loss", {"0.0": 1.0}, 1), "this job has nothing of the kind: Contribution("),
+    (Contribution(RANK, 1, "norm", {"0": 1.0}, 2), "this job has nothing of the kind: Contribution("),
+    (Contribution(RANK, 1, "norm", {"1": 1.0}, 2, 1), "this job has nothing of the kind: Contribution("),
+    (Contribution(RANK, 1, "luck", {"1": 1.0}, 2), "this job has nothing of the kind: Contribution("),
+    (Resized(RANK, 0, 0, 0, 0), "this job has nothing of the kind: Resized("),
+    (Durable(RANK, 0, "a folder", boundaries=(7,)), "this job has nothing of the kind: Durable("),
+    (Through(RANK), "this job has nothing of the kind: Through("),
     (SurvivorReport(RANK, 0, 0, "plan", {"wgrad": "?"}), "nobody can read what it reports to hold"),
-    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad 5@1": "0.0"}), "it holds wgrad of stage 5"),
-    (SurvivorReport(RANK, 0, 3, "plan"), "it has applied step 3"),
+    (SurvivorReport(RANK, 0, 0, "plan", {"wgrad 5@1": "0.0"}), "it holds what is nowhere yet: SurvivorReport("),
+    (SurvivorReport(RANK, 0, 3, "plan"), "it has applied 3 steps, and 0 are committed"),
     (SurvivorReport(RANK, 0, 0, "another plan"), "it reports twice for generation 0, and not the same"),
 )
 
@@ -343,7 +392,7 @@ def test_who_reports_fewer_steps_than_it_has_said_to_have_applied_is_given_up() 
     step(membership, 0, 1)
     membership.receive(Exited(0, -9, 0.0), 0.0)
     out = membership.receive(SurvivorReport(RANK, 1, 0, "plan"), 0.0)
-    assert "it has applied 0 steps, and has said so of step 1" in said(out, Fence)[0].reason
+    assert "it has applied 0 steps, and 1 are committed" in said(out, Fence)[0].reason
 
 
 def test_who_finishes_no_collective_goes_and_who_has_no_data_whatever_others_give() -> None:
@@ -373,6 +422,25 @@ def test_a_report_of_who_is_no_member_is_none() -> None:
     membership.receive(Ready(replace(member(RANK), incarnation=1), 0, job(rejoin="always")), 0.0)
     membership.receive(SurvivorReport(RANK, 1, 0, "its plan", incarnation=1), 0.0)
     assert resumed(agree(membership, 1, dict.fromkeys(OTHERS, 1))) == [(1, 1)]
+
+
+@pytest.mark.parametrize("kind", ("committed", "lost", "start", "fault", "of its own"))
+def test_a_worker_notes_nothing_that_is_the_coordinators_to_say(kind: str) -> None:
+    assert started().receive(Note(RANK, kind, "I say so", {"rank": 0}), 0.0) == CoordinatorOutput()
+    (event,) = started().receive(Note(RANK, "warning", "I say so", {"rank": 0}), 0.0).events
+    assert event.details["rank"] == RANK
+
+
+def test_a_board_is_read_by_who_asks_for_a_rank_twice() -> None:
+    membership = started()
+    membership.receive(Post(RANK, 0, "a board", b"x"), 0.0)
+    assert said(membership.receive(ReadBoard(RANK, 0, "a board", (RANK, RANK)), 0.0), Posted)
+
+
+def test_a_loss_of_nothing_is_none() -> None:
+    membership = started()
+    membership.receive(Contribution(RANK, 1, "loss", {}, 2), 0.0)
+    assert Committed(1) in step(membership, 0, 1)
 
 
 def test_who_holds_a_seat_that_is_not_its_own_can_t_begin() -> None:
@@ -405,7 +473,7 @@ def test_a_worker_does_not_hear_what_is_over_again() -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("more", ({}, {"log": True, "rejoin": "always"}), ids=("plain", "log"))
-def test_no_number_of_words_fills_the_coordinators_memory(kind: type, more: dict[str, Any]) -> None:
+def test_no_number_of_words_fills_the_coordinators_memory(kind: Any, more: dict[str, Any]) -> None:
     membership, random = started(**more), Random(kind.__name__)
 
     def kept_after(words: int) -> int:
@@ -414,9 +482,9 @@ def test_no_number_of_words_fills_the_coordinators_memory(kind: type, more: dict
             if kind is Ready:
                 word = replace(word, member=replace(word.member, rank=RANK, incarnation=0))
             elif isinstance(word, OfWorker):
-                word = replace(word, rank=RANK, incarnation=0 if kind not in OF_SUPERVISORS else word.incarnation)
+                word = replace(word, rank=RANK, incarnation=0 if kind.BY != SUPERVISOR else word.incarnation)
             may = not (is_believed(word, membership) or (kind is Exited and not word.incarnation))
-            if may and not (isinstance(word, OfWorker) and why_confused(word, membership.course)):
+            if may and not (isinstance(word, OfWorker) and objection(word, membership.course)):
                 membership.receive(word, 0.0)
         return entries(dump(membership))
 

@@ -6,12 +6,15 @@ import random
 
 import pytest
 
-from recycle_plugin.core.coordinator.attendance import OF_MEMBERS
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
+from recycle_plugin.core.messages import from_workers
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, End, Generation, Resume
 from recycle_plugin.core.messages.from_workers import (
+    Accompanied,
     BarrierReached,
+    CatchUp,
+    CaughtUp,
     CheckpointLoaded,
     ComputeTime,
     Contribution,
@@ -31,15 +34,21 @@ from recycle_plugin.core.messages.from_workers import (
     Post,
     ReadBoard,
     Ready,
+    Replaying,
     Resized,
+    Serving,
+    StateHash,
     Stepped,
     SurvivorReport,
     Through,
+    Unreplayable,
     Vanishing,
     WantResult,
 )
+from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.said import WORKER
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
-from recycle_plugin.core.vocabulary.roster import Roster
+from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.control_view import ControlView
 from tests.support.membership import agree, job, member, resumed, said, started, step
 
@@ -102,6 +111,13 @@ OF_LOST = (
     Post(2, 1, "a board", b"of nobody"),
     ReadBoard(2, 1, "a board", (0,)),
     WantResult(2, 1, 0, "a group", 1),
+    CatchUp(2),
+    CaughtUp(2, 1, 0, 0),
+    Serving(2, WorkerId(0, 1), "nowhere"),
+    StateHash(2, 1, "unlike"),
+    Replaying(2, 1),
+    Accompanied(2, 1),
+    Unreplayable(2, "no checkpoint"),
 )
 
 
@@ -125,7 +141,8 @@ def test_nothing_counts_of_what_a_lost_worker_says(message, agreed):
 
 
 def test_every_message_of_a_member_is_among_them():
-    assert {type(message) for message in OF_LOST} == set(OF_MEMBERS)
+    of_workers = {kind for kind in vars(from_workers).values() if isinstance(kind, type) and issubclass(kind, OfWorker)}
+    assert {type(message) for message in OF_LOST} == {kind for kind in of_workers - {OfWorker} if kind.BY == WORKER}
 
 
 def test_a_report_of_a_passed_generation_does_not_stand_for_one_of_this():

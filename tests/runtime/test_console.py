@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.observability import telemetry
-from recycle_plugin.observability.console import Announcer
+from recycle_plugin.observability.console import Announcer, event_line
 
 
 def test_plain_lines_and_a_complete_log(tmp_path, capsys):
@@ -74,3 +74,10 @@ def test_a_console_and_a_log_on_a_full_disk(tmp_path, monkeypatch):
         and said[1].startswith("written: all is written again, without ")
         and len(said) == 2
     )
+
+
+def test_an_event_is_shown_whatever_its_text_and_its_details_are(capsys):
+    Announcer(0).say(Event("warning", "no file \udcff", {"traceback": 1, "killed": 1}), 0.0)
+    assert "no file \\udcff" in capsys.readouterr().out
+    line = json.loads(event_line(Event("warning", "x", {"event": "lost", "time": 9, "text": "y"}), 1.0))
+    assert line == {"time": 1.0, "event": "warning", "text": "x"}

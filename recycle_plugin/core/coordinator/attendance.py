@@ -21,66 +21,18 @@ from recycle_plugin.core.coordinator.failure_detector import FailureDetector
 from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import End, Fence
 from recycle_plugin.core.messages.from_workers import (
-    BarrierReached,
-    CheckpointLoaded,
-    ComputeTime,
-    Contribution,
     Crashed,
-    Durable,
     Exited,
-    Fatal,
-    Fingerprint,
-    Heartbeat,
     Leaving,
-    Left,
-    LogBroken,
-    Logged,
-    Missing,
-    Note,
-    OutOfData,
-    Post,
-    ReadBoard,
-    Resized,
-    Stepped,
-    SurvivorReport,
-    Through,
-    Vanishing,
-    WantResult,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.said import WORKER
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.describe import how_ended, named
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Group, Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
-
-OF_MEMBERS = (
-    SurvivorReport,
-    OutOfData,
-    Fingerprint,
-    ComputeTime,
-    Stepped,
-    Contribution,
-    BarrierReached,
-    CheckpointLoaded,
-    Resized,
-    Post,
-    ReadBoard,
-    WantResult,
-    Leaving,
-    Through,
-    Vanishing,
-    Left,
-    Heartbeat,
-    Missing,
-    Fatal,
-    Note,
-    Crashed,
-    Durable,
-    Logged,
-    LogBroken,
-)
-"""Nothing of this counts from a worker that is lost, has come too late, or was given up before it was a member."""
 
 
 class Attendance:
@@ -131,12 +83,14 @@ class Attendance:
         """How many micro-batches each replica brings to a step."""
         return self.shape.micro_batches
 
-    def is_heard(self, message: object) -> bool:
+    def is_heard(self, message: OfWorker) -> bool:
         """Whether ``message`` counts.  What a worker says that is lost, came too late or is given up as confused
-        changes nothing: it may have been stopped, or cut off, or never have taken part.
+        changes nothing: it may have been stopped, or cut off, or never have taken part.  Nor does what nobody says
+        before the start.
         """
         unheard = self.lost, self.late, self.confused
-        return not (isinstance(message, OF_MEMBERS) and any(message.worker in each for each in unheard))
+        gone = message.BY == WORKER and any(message.worker in each for each in unheard)
+        return not gone and (self.started or not message.RUNNING)
 
     def named(self, rank: int) -> str:
         """The name of the worker of ``rank`` for people, wherever that worker is by now."""

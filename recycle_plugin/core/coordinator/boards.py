@@ -113,7 +113,7 @@ class Boards:
 
     def _clear_if_read(self, board: str, wish: Wish) -> None:
         """Drop the values on ``board`` if every rank on it has read all of them."""
-        readers = [self._present.get(rank) for rank in wish.ranks] if not wish.missing else [None]
+        readers = [self._present.get(rank) for rank in sorted({*wish.ranks})] if not wish.missing else [None]
         if all(reader is not None and _has_read(reader, board) for reader in readers):
             for reader in filter(None, readers):
                 reader.values.pop(board, None)

@@ -8,7 +8,7 @@ agree on before they start, and between them:
 * Barriers and complaints that belong to an older generation, or to one that has lost somebody, are dropped; what is
   said of a step is of that step, whoever is live, and the first complete word on it stays
   (core/messages/contributions.py).
-* What can't be is said by nobody who goes on with the others (core/coordinator/confused.py).
+* What can't be is said by nobody who goes on with the others (core/coordinator/words.py).
 * What all have to hear of at one step, a rejection, a checkpoint or another batch size, is a generation that holds at
   once.
 
@@ -32,10 +32,10 @@ from recycle_plugin.core.coordinator import (
     vanishing,
 )
 from recycle_plugin.core.coordinator.complaints import Complaints
-from recycle_plugin.core.coordinator.confused import why_confused
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.enrolment import Enrolment, weak_points
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput, Event
+from recycle_plugin.core.coordinator.words import objection
 from recycle_plugin.core.messages.from_coordinator import Answer, BarrierPassed, End, Lease
 from recycle_plugin.core.messages.from_operators import Ask
 from recycle_plugin.core.messages.from_workers import (
@@ -88,18 +88,6 @@ from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 OF_STEPS = (StateHash, Stepped, Contribution, ComputeTime, Fingerprint)
 OF_BOARDS = (Post, ReadBoard, WantResult)
-OF_RUNNING = (
-    *OF_STEPS,
-    SurvivorReport,
-    OutOfData,
-    BarrierReached,
-    CheckpointLoaded,
-    Resized,
-    Missing,
-    Through,
-    Vanishing,
-    Durable,
-)  # nobody says so before the start
 
 
 class Membership:
@@ -162,10 +150,9 @@ class Membership:
     def receive(self, message: object, now: float) -> CoordinatorOutput:
         """Handles one message that arrived at ``now`` (seconds); returns what it leads to."""
         out = CoordinatorOutput()
-        if not self.course.attendance.is_heard(message) or (isinstance(message, OF_RUNNING) and not self.started):
-            return out
-        if isinstance(message, OfWorker) and (why := why_confused(message, self.course)):
-            self._give_up_confused(message.worker, why, now, out)
+        if isinstance(message, OfWorker) and (why := objection(message, self.course)) is not None:
+            if why:
+                self._give_up_confused(message.worker, why, now, out)
             return out
         if isinstance(message, OF_BOARDS):
             self._board(message, out)
@@ -223,6 +210,8 @@ class Membership:
             case Crashed():
                 self.course.attendance.crashed(message, out)
             case Note():
+                if message.kind == "checkpoint" and isinstance(path := message.details.get("path"), str):
+                    self.course.ending.saved(path)
                 self._note(message, out)
             case _:
                 self._hear_of_logs(message, now, out)
@@ -407,7 +396,7 @@ class Membership:
             case Note():
                 if message.kind == "restored" and isinstance(seconds := message.details.get("seconds"), float | int):
                     self.course.recovery_times.loaded(seconds)
-                out.events.append(Event(message.kind, message.text, {"rank": message.rank, **message.details}))
+                self._note(message, out)
 
     def _enrol(self, ready: Ready, now: float, out: CoordinatorOutput) -> None:
         course, worker = self.course, ready.worker
@@ -578,6 +567,5 @@ class Membership:
         ends.end_planned(self.course, f"{who}{message.reason}", out)
 
     def _note(self, note: Note, out: CoordinatorOutput) -> None:
-        if note.kind == "checkpoint" and isinstance(path := note.details.get("path"), str):
-            self.course.ending.saved(path)
-        out.events.append(Event(note.kind, note.text, {"rank": note.rank, **note.details}))
+        if note.is_known:
+            out.events.append(Event(note.kind, note.text, {**note.details, "rank": note.rank}))

@@ -87,8 +87,8 @@ class Contributions:
         """
         for key in sorted(key for key in self._values if key[0] <= step):
             values = self._values.pop(key)
-            if key[1] == LOSS:
-                yield key[0], _over_shards(LOSS, values)
+            if key[1] == LOSS and (losses := _over_shards(LOSS, values)):
+                yield key[0], losses
         self._told = {key: values for key, values in self._told.items() if key[0] > step}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.said import SUPERVISOR, Said
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
@@ -42,7 +43,7 @@ class LogFolder:
 
 
 @dataclass(frozen=True)
-class Ready:
+class Ready(Said):
     """A worker's engine stands, and it asks to take part: ``stepped`` steps are applied in its state, and its log is
     ``logged_in`` that folder, if it has one.
     """
@@ -113,7 +114,7 @@ class Unreplayable(OfWorker):
 
 
 @dataclass(frozen=True)
-class Durable(OfWorker):
+class Durable(OfWorker, running=True):
     """The checkpoint of ``step`` in the folder ``path`` is whole, on the disk, and was read back.
 
     The coordinator passes it on to all: what is logged up to ``step`` may go.  ``valid_from``: the generation from
@@ -147,7 +148,7 @@ class LogBroken(OfWorker):
 
 
 @dataclass(frozen=True)
-class LogsServed:
+class LogsServed(Said, by=SUPERVISOR):
     """The supervisor of ``rank`` serves what is in the folder with this ``token``, at ``address``."""
 
     rank: int
@@ -156,7 +157,7 @@ class LogsServed:
 
 
 @dataclass(frozen=True)
-class StrangersAtLogs:
+class StrangersAtLogs(Said, by=SUPERVISOR):
     """To a port of the supervisor of ``rank`` somebody has come from ``address``, for the ``count``-th time, who does
     not belong to the job, as ``text`` says.
     """
@@ -168,7 +169,7 @@ class StrangersAtLogs:
 
 
 @dataclass(frozen=True)
-class StateHash(OfWorker):
+class StateHash(OfWorker, running=True):
     """A hash of a worker's state after ``step``, which the coordinator has asked for."""
 
     step: int
@@ -176,7 +177,7 @@ class StateHash(OfWorker):
 
 
 @dataclass(frozen=True)
-class SurvivorReport(OfWorker):
+class SurvivorReport(OfWorker, running=True):
     """A worker has stopped for ``generation``, and says what it has.
 
     It has applied ``stepped`` steps, made the plan ``digest``, by which a step takes ``period_us``, while no plan's
@@ -205,7 +206,7 @@ class SurvivorReport(OfWorker):
 
 
 @dataclass(frozen=True)
-class OutOfData(OfWorker):
+class OutOfData(OfWorker, running=True, ahead=2):
     """A worker has found nothing to draw for ``step``, since its plain iterator has ended, or all have."""
 
     generation: int
@@ -213,14 +214,14 @@ class OutOfData(OfWorker):
 
 
 @dataclass(frozen=True)
-class CheckpointLoaded(OfWorker):
+class CheckpointLoaded(OfWorker, running=True):
     """A worker has the state of a checkpoint that all were to load."""
 
     generation: int
 
 
 @dataclass(frozen=True)
-class Resized(OfWorker):
+class Resized(OfWorker, running=True):
     """A worker plans for another number of micro-batches from the next step on, as all do that have passed the barrier
     before.
 
@@ -234,7 +235,7 @@ class Resized(OfWorker):
 
 
 @dataclass(frozen=True)
-class Stepped(OfWorker):
+class Stepped(OfWorker, running=True, ahead=1):
     """A worker has applied ``step``.  ``place``: where its plain iterator stood when all was drawn for that, None where
     it does not stand at its replica's place, or there is none.
     """
@@ -245,7 +246,7 @@ class Stepped(OfWorker):
 
 
 @dataclass(frozen=True)
-class Fingerprint(OfWorker):
+class Fingerprint(OfWorker, running=True):
     """A hash of a worker's state after ``step``; said before :class:`Stepped`.
 
     ``tied``: of each weight that other stages have too, by name.
@@ -257,7 +258,7 @@ class Fingerprint(OfWorker):
 
 
 @dataclass(frozen=True)
-class ComputeTime(OfWorker):
+class ComputeTime(OfWorker, running=True):
     """A worker has computed for ``spent_us`` microseconds in ``step``, and ``nominal_us`` is what that should take;
     said before :class:`Stepped`.
 
@@ -280,7 +281,7 @@ AHEAD_OF_STEPPED = (ComputeTime,)
 
 
 @dataclass(frozen=True)
-class Contribution(OfWorker):
+class Contribution(OfWorker, running=True, ahead=2):
     """A worker's part of named numbers of one step that everybody needs (losses by micro-batch, squared norms by
     stage).
 
@@ -295,7 +296,7 @@ class Contribution(OfWorker):
 
 
 @dataclass(frozen=True)
-class BarrierReached(OfWorker):
+class BarrierReached(OfWorker, running=True):
     """A worker has reached the barrier named ``place``, outside a step (core/coordinator/barriers.py), with ``values``
     for everybody.
     """
@@ -345,7 +346,7 @@ class WantResult(OfWorker):
 
 
 @dataclass(frozen=True)
-class Through(OfWorker):
+class Through(OfWorker, running=True):
     """A worker's script is through, in a job that logs: it goes once it hears MayGo."""
 
 
@@ -362,14 +363,14 @@ class Left(OfWorker):
 
 
 @dataclass(frozen=True)
-class Vanishing(OfWorker):
+class Vanishing(OfWorker, running=True, ahead=0):
     """A worker's script calls ``os._exit(0)`` after ``step``, which is committed, and before the next one."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class Exited(OfWorker):
+class Exited(OfWorker, by=SUPERVISOR):
     """A supervisor saw its worker's process end.  ``code`` is negative for a signal; ``at`` is the time in seconds."""
 
     code: int
@@ -377,7 +378,7 @@ class Exited(OfWorker):
 
 
 @dataclass(frozen=True)
-class Unguarded(OfWorker):
+class Unguarded(OfWorker, by=SUPERVISOR):
     """A supervisor's own guard, the process ``pid`` that the launcher has started for the rank, is gone, and takes the
     worker with it.
     """
@@ -401,7 +402,7 @@ class Heartbeat(OfWorker):
 
 
 @dataclass(frozen=True)
-class Missing(OfWorker):
+class Missing(OfWorker, running=True):
     """A worker has waited long for ``what`` from seat ``source``, and both are there: the connection between them is
     broken.
 
@@ -414,7 +415,7 @@ class Missing(OfWorker):
 
 
 @dataclass(frozen=True)
-class SupervisorHeartbeat(OfWorker):
+class SupervisorHeartbeat(OfWorker, by=SUPERVISOR):
     """A supervisor's heartbeat, every so often: its worker's process is there, whether it is stopped, and how many
     seconds it has used a CPU, or waited for one or for a disk, None where that can't be read.
     """
@@ -424,7 +425,7 @@ class SupervisorHeartbeat(OfWorker):
 
 
 @dataclass(frozen=True)
-class Terminate:
+class Terminate(Said, by=SUPERVISOR):
     """Somebody asks for the job's end at the next commit.
 
     ``host``: where the supervisor of ``rank`` has got what ``reason`` names, a signal; empty: another reason.
@@ -454,6 +455,17 @@ class Crashed(OfWorker):
     step: int = 0
 
 
+NOTED: dict[str, dict[str, type]] = {
+    **{kind: {} for kind in ("behind", "catching_up", "checkpoint", "data", "fused", "helpers", "log", "log_budget")},
+    **{kind: {} for kind in ("log_boundaries", "loss_scale", "peak", "recovery_plan", "restored", "served", "stage")},
+    **{kind: {} for kind in ("stranger", "throughput_margin", "warning", "zero")},
+    "fault": {"fault": str, "seat": str, "struck_at": float},
+    "unwritten": {"path": str},
+    "written": {"path": str, "dropped": int},
+}
+"""The kinds of events that workers note, and of each the details that are read by more than people."""
+
+
 @dataclass(frozen=True)
 class Note(OfWorker):
     """A worker has something to be said and logged: see :class:`core.coordinator.output.Event`."""
@@ -461,3 +473,9 @@ class Note(OfWorker):
     kind: str
     text: str
     details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether workers note events of this kind, with these details; all others are the coordinator's own."""
+        wanted = NOTED.get(self.kind)
+        return wanted is not None and all(type(self.details.get(name)) is kind for name, kind in wanted.items())

@@ -17,5 +17,5 @@ class Cause(Enum):
     STUCK = "stuck"  # it did not get on with what others waited for
     DIFFERS = "differs"  # its state is unlike that of its stage's other replicas
     LINK = "link"  # data between it and another live worker was lost again and again
-    CONFUSED = "confused"  # it said what can't be (core/coordinator/confused.py)
+    CONFUSED = "confused"  # it said what can't be (core/coordinator/words.py)
     TOGETHER = "together"  # it shares a failure domain with one that is lost

@@ -63,7 +63,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "--confused",
         action="store_true",
         help="in each of these random jobs a worker or two say, beside what they have to, what is valid and wrong: "
-        "old, another's, out of turn, of what there is not",
+        "old, another's, out of turn, of a generation or a step that there is not",
     )
     parser.add_argument("--kill", metavar="FAULT", help="only this one of these kinds of jobs, with its story")
     parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default 0)")

@@ -24,8 +24,8 @@ from typing import Any
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event, SupervisorOf
-from recycle_plugin.core.coordinator.speakers import Speakers
 from recycle_plugin.core.coordinator.state_dump import dump, load
+from recycle_plugin.core.coordinator.words import Speakers
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, Restart
 from recycle_plugin.core.messages.from_workers import (
@@ -123,7 +123,7 @@ class Cluster:
         self.confusion = Confusion(scenario.torn)
         self.speakers = Speakers({rank: (f"host{rank}", 0) for rank in self.workers})
         for rank in self.workers:
-            self.speakers.comes(rank)
+            self.speakers.starts(WorkerId(rank))
         self._in_seats = MessageDelays(CLOSE, scenario.torn)
         self._inbox: deque[Callable[[], None]] = deque()  # what the coordinator has not read yet
         self._stalled_until, self._reloads = 0, Random(f"reloads in {scenario.torn}")
@@ -235,11 +235,8 @@ class Cluster:
             return
         worker = self.workers[rank].control_view.worker
         self._say(rank, message, by, worker)
-        for supervisors, word in (
-            self.confusion.beside(worker, message, self.membership, self.now) if by == WORKER else ()
-        ):
-            wrong = partial(self._say, rank, word, SUPERVISOR if supervisors else WORKER, worker)
-            self.later(self.confusion.delay(), wrong)
+        for line, word in self.confusion.beside(worker, message, self.membership, self.now) if by != SECOND else ():
+            self.later(self.confusion.delay(), partial(self._say, rank, word, line, worker))
 
     def say_at_once(self, rank: int, message: Post | ReadBoard) -> None:
         """Has ``message`` get to the coordinator, and the answers back, in no time: what is said on boards decides

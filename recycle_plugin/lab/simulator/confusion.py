@@ -1,31 +1,26 @@
 """Confused workers in a simulated cluster: beside what they have to say, they say what is a valid message, and wrong.
 
-Their words are old or said again, of another worker or process, of generations, steps, seats and micro-batches that
-there are not, and out of turn; a confused worker also hears the coordinator's old words again.  What must hold whatever
-they say (core/coordinator/confused.py): a confused worker costs itself alone.  Not among these words are those that are
-believed there, since nobody else knows better: its own numbers, that it has applied the step that is next, that its log
-lacks something, and the end of the job.
+A wrong word is one that has been said before, once more, perhaps by another worker, or of another process, generation
+or step than it was; a confused worker also hears the coordinator's old words again.  What must hold whatever they say
+(core/coordinator/words.py): a confused worker costs itself alone.  Not among these words are those that are believed
+there, since nobody else knows better: its own numbers, that it has applied the step that is next, that its log lacks
+something, and the end of the job.  Words with any values of their types are in tests/pure/test_confused.py.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.messages.contributions import LOSS, NORM
 from recycle_plugin.core.messages.from_coordinator import Collected, Committed, Generation, Resume
 from recycle_plugin.core.messages.from_workers import (
-    Accompanied,
-    BarrierReached,
-    CatchUp,
-    CaughtUp,
-    CheckpointLoaded,
     ComputeTime,
     Contribution,
+    Crashed,
     Durable,
     Exited,
     Fatal,
@@ -33,24 +28,19 @@ from recycle_plugin.core.messages.from_workers import (
     Heartbeat,
     Leaving,
     Left,
+    LogBroken,
     Logged,
-    LogsServed,
-    Missing,
-    OutOfData,
     Ready,
-    Replaying,
-    Resized,
-    Serving,
     StateHash,
     Stepped,
-    SupervisorHeartbeat,
     SurvivorReport,
     Terminate,
     Through,
-    Unguarded,
     Unreplayable,
+    Vanishing,
 )
 from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.said import WORKER
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
@@ -58,18 +48,19 @@ REMEMBERED = 40  # words of each
 WORDS = 0.5  # of what a confused worker says, the share beside which it says something wrong
 LATE_US = 300_000  # by so much at most that is said later
 FAR = (0, 1, 7, 10**6)
-NOWHERE = WorkerId(99, 3)
-Word = tuple[bool, object]  # whether it is said on its supervisor's connection
-FINAL = (Fatal, Leaving, Left, Through, Unreplayable)  # of these the first one counts
+BELIEVED = (Crashed, Fatal, Leaving, Left, LogBroken, Terminate, Through, Unreplayable, Vanishing)
+OF_A_STEP = (ComputeTime, Durable, Fingerprint, Heartbeat, Logged, StateHash)  # beside those that declare how far ahead
+OVER = (ComputeTime, Contribution, StateHash, Stepped)  # what may also be of a step that is over
+Word = tuple[str, object]  # on whose connection it is said
 
 
 class Confusion:
-    """The confused workers of one cluster, by rank, and what they have said and heard; ``seed`` draws their words."""
+    """The confused workers of one cluster, by rank, and what has been said and heard; ``seed`` draws their words."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(f"confusion in {seed}")
         self._until: dict[int, int] = {}
-        self._said: dict[int, deque[object]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._said: dict[int, deque[Any]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._ready: dict[WorkerId, tuple[Ready]] = {}  # with what each has asked to take part
         self._heard: dict[int, deque[object]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self.words = 0  # that were wrong
@@ -88,14 +79,15 @@ class Confusion:
 
     def beside(self, worker: WorkerId, message: object, membership: Membership, now_us: int) -> Iterator[Word]:
         """The wrong words, mostly none, that ``worker`` says beside ``message``."""
-        self._said[worker.rank].append(message)
+        if not isinstance(message, BELIEVED):
+            self._said[worker.rank].append(message)
         if isinstance(message, Ready):
             self._ready[worker] = (message,)
         if now_us < self._until.get(worker.rank, -1) and self._random.random() < WORDS:
-            word = self._random.choice(KINDS)(self, worker, membership)
+            word = self._wrong(worker, membership)
             if word is not None:
                 self.words += 1
-                yield word
+                yield getattr(word, "BY", WORKER), word
 
     def again(self, rank: int, message: object, now_us: int) -> list[object]:
         """The coordinator's old words, mostly none, that the worker of ``rank`` hears behind ``message``."""
@@ -111,135 +103,58 @@ class Confusion:
         """Microseconds by which a wrong word comes later than the right one beside it."""
         return self._random.choice((0, 0, self._random.randrange(LATE_US)))
 
-    # --- words: each is (on the supervisor's connection, message), or None where there is nothing of that kind -------
+    # --- wrong words: None where there is nothing of that kind --------------------------------------
 
-    def _once_more(self, worker: WorkerId, membership: Membership) -> Word | None:
-        said = [each for each in self._said[worker.rank] if not isinstance(each, FINAL)]
-        return (False, self._random.choice(said)) if said else None
+    def _wrong(self, worker: WorkerId, membership: Membership) -> object | None:
+        """A wrong word; None where nothing was said yet that could be one."""
+        own = [*self._said[worker.rank], *self._ready.get(worker, ())]
+        of_worker = [each for each in own if isinstance(each, OfWorker)]
+        match self._random.choice(
+            ("again", "another's", "its death", "another process's", "anew", *2 * ("when", "step"))
+        ):
+            case "again":
+                return self._one_of(own)
+            case "another's":
+                return self._one_of(
+                    [each for rank in sorted(self._said.keys() - {worker.rank}) for each in self._said[rank]]
+                )
+            case "its death":
+                other = self._one_of([each for each in membership.roster if each.rank != worker.rank])
+                return other and Exited(other.rank, -9, 0.0, incarnation=other.incarnation)
+            case "another process's":
+                word, number = self._one_of(of_worker), worker.incarnation + self._random.choice((-1, 2, 100))
+                return word and replace(word, incarnation=number)
+            case "anew":
+                word = self._one_of([each for each in of_worker if _is_over(each, worker, membership)])
+                return word and replace(word, incarnation=worker.incarnation)
+            case "when":
+                word = self._one_of([each for each in of_worker if hasattr(each, "generation")])
+                return word and self._of_another_generation(word, worker, membership)
+            case _:
+                word = self._one_of([each for each in of_worker if each.AHEAD or isinstance(each, OF_A_STEP)])
+                return word and self._of_another_step(word, worker, membership)
 
-    def _of_others(self, worker: WorkerId, membership: Membership) -> Word | None:
-        said = [each for rank, words in sorted(self._said.items()) if rank != worker.rank for each in words]
-        return (False, self._random.choice(said)) if said else None
+    def _one_of(self, words: Sequence[Any]) -> Any:
+        return self._random.choice(words) if words else None
 
-    def _as_another_process(self, worker: WorkerId, membership: Membership) -> Word | None:
-        said = [each for each in self._said[worker.rank] if isinstance(each, OfWorker)]
-        if not said:
-            return None
-        incarnation = worker.incarnation + self._random.choice((-1, 1, 100))
-        return False, replace(self._random.choice(said), incarnation=incarnation)
-
-    def _of_another_generation(self, worker: WorkerId, membership: Membership) -> Word | None:
-        said = [each for words in self._said.values() for each in words if _has(each, "generation")]
+    def _of_another_generation(self, word: Any, worker: WorkerId, membership: Membership) -> object:
         newest, far = membership.generation, self._random.choice(FAR)
         number = newest + 1 + far if self._random.random() < 0.5 else max(-1, newest - 1 - far)
-        made: list[Any] = [
-            OutOfData(worker.rank, number, membership.committed + 1),
-            CheckpointLoaded(worker.rank, number),
-            Missing(worker.rank, number, "what nobody sends", "0.0"),
-            BarrierReached(worker.rank, number, "nowhere", {"0": 0}),
-            SurvivorReport(worker.rank, number, membership.committed, "another plan"),
-            Stepped(worker.rank, number, membership.committed),
-            *(self._random.sample(said, 1) if said else ()),
-        ]
-        word = self._random.choice(made)
-        if isinstance(word, Stepped) and number <= newest:
-            word = replace(word, step=membership.committed)
-        return False, replace(word, rank=worker.rank, incarnation=worker.incarnation, generation=number)
+        if isinstance(word, SurvivorReport) and membership.roster.member(worker) is None:
+            number = self._random.choice((number, newest))
+        over = {"step": membership.committed} if hasattr(word, "step") else {}
+        return replace(word, generation=number, incarnation=worker.incarnation, **over)
 
-    def _of_a_step_to_come(self, worker: WorkerId, membership: Membership) -> Word | None:
-        rank, step = worker.rank, unstarted(membership.committed) + self._random.choice(FAR)
-        return self._own(
-            worker,
-            Stepped(rank, membership.generation, step),
-            Contribution(rank, step, LOSS, {"0.0": 1.0}, 1),
-            Contribution(rank, step, NORM, {"0": 1.0}, 1),
-            OutOfData(rank, membership.generation, step),
-            ComputeTime(rank, step, 1, 1),
-            Fingerprint(rank, step, "of a step to come"),
-            StateHash(rank, step, "of a step to come"),
-            Logged(rank, step),
-            Durable(rank, step, "nowhere"),
-            Heartbeat(rank, 0, 0, "waits", "nothing", step),
-        )
-
-    def _of_a_step_that_is_over(self, worker: WorkerId, membership: Membership) -> Word | None:
-        rank, step = worker.rank, max(0, membership.committed - self._random.choice(FAR))
-        return self._own(
-            worker,
-            Stepped(rank, membership.generation, step),
-            Contribution(rank, step, LOSS, {"0.0": -1.0}, 1),
-            Contribution(rank, step, NORM, {"0": -1.0}, 1),
-            ComputeTime(rank, step, 1, 1),
-            StateHash(rank, step, "of a step that is over"),
-        )
-
-    def _of_nobody(self, worker: WorkerId, membership: Membership) -> Word | None:
-        rank, step, now = worker.rank, membership.committed + 1, membership.generation
-        return self._own(
-            worker,
-            Contribution(rank, step, LOSS, {"99.0": 1.0}, 1),
-            Contribution(rank, step, NORM, {"99": 1.0}, 1),
-            Contribution(rank, step, "nothing", {}, 0),
-            Missing(rank, now, "what nobody sends", "99.99"),
-            Missing(rank, now, f"collective {self._random.randrange(1000)}", ""),
-            BarrierReached(rank, now, f"barrier {self._random.randrange(1000)}", {}),
-            Serving(rank, NOWHERE, "nowhere"),
-            Resized(rank, now, 0, 0, 0),
-            Durable(rank, membership.committed, "nowhere", boundaries=(99,)),
-            SurvivorReport(rank, now, membership.committed, "a plan", {"wgrad ?": "no name"}),
-        )
-
-    def _out_of_turn(self, worker: WorkerId, membership: Membership) -> Word | None:
-        rank, committed, replays = worker.rank, membership.committed, membership.course.logs.companions.values()
-        if membership.roster.member(worker) is None:
-            return self._own(worker, SurvivorReport(rank, membership.generation, 0, "another plan"))
-        if worker in replays:  # it may be its turn
-            return None
-        return self._own(
-            worker,
-            CatchUp(rank),
-            CaughtUp(rank, committed, 0, 0),
-            Replaying(rank, committed),
-            Accompanied(rank, committed),
-            StateHash(rank, committed, "that nobody has asked for"),
-            CheckpointLoaded(rank, membership.generation),
-            *self._ready.get(worker, ()),
-        )
-
-    def _of_the_supervisor(self, worker: WorkerId, membership: Membership) -> Word | None:
-        rank, later = worker.rank, worker.incarnation + self._random.choice((2, 50))
-        other = self._random.choice(sorted({member.rank for member in membership.roster} - {rank}) or [NOWHERE.rank])
-        return True, self._random.choice(
-            (
-                Exited(other, -9, 0.0),
-                Unguarded(other, 1),
-                SupervisorHeartbeat(other, True),
-                Terminate(other, "SIGTERM", "nowhere"),
-                LogsServed(other, "nobody's", "nowhere"),
-                LogsServed(rank, "nobody's", "nowhere"),
-                Exited(rank, 0, 0.0, incarnation=later),
-                Unguarded(rank, 1, incarnation=later),
-                SupervisorHeartbeat(rank, True, incarnation=later),
-            )
-        )
-
-    def _own(self, worker: WorkerId, *made: Any) -> Word:
-        word = self._random.choice(made)
-        return False, replace(word, incarnation=worker.incarnation) if isinstance(word, OfWorker) else word
+    def _of_another_step(self, word: Any, worker: WorkerId, membership: Membership) -> object:
+        committed, far = membership.committed, self._random.choice(FAR)
+        is_over = isinstance(word, OVER) and self._random.random() < 0.5
+        step = max(0, committed - far) if is_over else unstarted(committed) + far
+        now = {"generation": membership.generation} if hasattr(word, "generation") else {}
+        return replace(word, step=step, incarnation=worker.incarnation, **now)
 
 
-def _has(message: Any, name: str) -> bool:
-    return isinstance(message, OfWorker) and name in {each.name for each in fields(message)}
-
-
-KINDS: tuple[Callable[[Confusion, WorkerId, Membership], Word | None], ...] = (
-    Confusion._once_more,
-    Confusion._of_others,
-    Confusion._as_another_process,
-    Confusion._of_another_generation,
-    Confusion._of_a_step_to_come,
-    Confusion._of_a_step_that_is_over,
-    Confusion._of_nobody,
-    Confusion._out_of_turn,
-    Confusion._of_the_supervisor,
-)
+def _is_over(word: OfWorker, worker: WorkerId, membership: Membership) -> bool:
+    """Whether ``worker`` may not say ``word``, of an earlier process of its rank perhaps, at this time."""
+    replays = worker in membership.course.logs.companions.values()  # it may be its turn
+    is_member = membership.roster.member(worker) is not None
+    return is_member and not replays and word.BY == WORKER and getattr(word, "step", 0) <= membership.committed

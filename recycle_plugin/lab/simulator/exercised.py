@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
 
-from recycle_plugin.core.coordinator.attendance import OF_MEMBERS
 from recycle_plugin.core.coordinator.joining import Phase
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput, Event
@@ -25,6 +24,8 @@ from recycle_plugin.core.messages.from_workers import (
     Stepped,
     SurvivorReport,
 )
+from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.said import WORKER
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.control_view import ControlView
@@ -131,7 +132,7 @@ class Exercised(Counter[ProtocolRule]):
 
     def said(self, message: object, membership: Membership) -> None:
         """Counts what ``message`` needs that is about to be handed to ``membership``."""
-        if isinstance(message, OF_MEMBERS) and message.worker in membership.lost:
+        if isinstance(message, OfWorker) and message.BY == WORKER and message.worker in membership.lost:
             self[
                 ProtocolRule.LOST_WORD
                 if isinstance(message, (SurvivorReport, Stepped, Contribution))

@@ -27,7 +27,7 @@ from recycle_plugin.core.coordinator.output import (
     SupervisorOf,
     Whom,
 )
-from recycle_plugin.core.coordinator.speakers import Speakers
+from recycle_plugin.core.coordinator.words import Speakers
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.from_coordinator import (
     Answer,
@@ -263,7 +263,7 @@ class Coordinator:
             control.send(self._last_word)
         who = hello.rank, hello.host, hello.pid
         known = self._supervised.setdefault(hello.rank, who[1:])
-        self._speakers.comes(hello.rank)
+        self._speakers.starts(WorkerId(hello.rank))
         if who in self._former:
             await self._keep_former(who, hello, control)
         elif known != who[1:]:

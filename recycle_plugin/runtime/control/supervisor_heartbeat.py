@@ -3,7 +3,7 @@
 After a break in the network a connection's next try may be as far away as the break was long, and its host would be
 given up although it is back; a datagram gets through as soon as anything does.  It is sealed under a key of the
 supervisor's last connection, so that nobody else's counts, and none that was recorded; and it counts only where the
-supervisor could say the same over that connection (core/coordinator/speakers.py).
+supervisor could say the same over that connection (core/coordinator/words.py).
 """
 
 from __future__ import annotations

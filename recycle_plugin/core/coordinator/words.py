@@ -1,0 +1,156 @@
+"""What may be said to the coordinator, by whom and when: as the class of each message declares it
+(core/messages/said.py), and no more than the job has.
+
+A word of a worker may be wrong in three ways:
+
+* It is *another's to say*.  It changes nothing, though who says it knows the job's secret.
+* It is *old*: of a generation, a step or a barrier that is over, or said once more.  News overtake each other, so that
+  is nobody's fault, and it is dropped where it would be taken in.
+* It *can't be*: it names a generation that was never published, a step that nobody can have begun, what the job does
+  not have, or the contrary of what the same worker has said before.  The worker is given up as if it had died, since
+  its next word may be as wrong and look right.
+
+A worker's word on what it alone knows is believed: its losses and hashes, that it has applied the step that is next,
+whom it does not hear in the generation in force; and the words whose meaning is the end of the job are what they say
+(Fatal, Terminate, Left and, in a job that logs, Through).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recycle_plugin.core.coordinator import boards
+from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
+from recycle_plugin.core.messages.from_workers import (
+    ComputeTime,
+    Contribution,
+    Durable,
+    Hello,
+    Post,
+    ReadBoard,
+    Ready,
+    Resized,
+    Serving,
+    SurvivorReport,
+    Through,
+    Unreplayable,
+)
+from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.messages.said import WORKER, Said
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.dataflow import unpack
+from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
+from recycle_plugin.core.vocabulary.roster import Member, WorkerId
+
+if TYPE_CHECKING:
+    from recycle_plugin.core.coordinator.course import Course
+
+SHOWN = 80  # characters of a message
+
+
+class Speakers:
+    """Who may say what; which supervisor starts which worker is learnt as the coordinator has it so.
+
+    ``supervised`` is the host and process of each rank's supervisor, which the coordinator keeps up to date.
+    """
+
+    def __init__(self, supervised: dict[int, tuple[str, int]]) -> None:
+        self._supervised = supervised
+        self._starters: dict[WorkerId, tuple[str, int]] = {}
+
+    def starts(self, worker: WorkerId) -> None:
+        """Note that the supervisor that its rank has now starts ``worker``; that of the first one stays."""
+        if worker.rank in self._supervised and (worker.incarnation or worker not in self._starters):
+            self._starters[worker] = self._supervised[worker.rank]
+
+    def may_say(self, hello: Hello, worker: WorkerId | None, message: object) -> bool:
+        """Whether who has come with ``hello``, the process of ``worker`` or a supervisor, may say ``message``.  A
+        supervisor that has asked for its rank is known by its host and process.
+        """
+        if not isinstance(message, Said) or (message.BY == WORKER) != (worker is not None):
+            return False
+        its = message.worker if isinstance(message, OfWorker | Ready) else None
+        if worker is not None:
+            return its == worker
+        rank, joined, place = getattr(message, "rank", -1), hello.role == "joining", (hello.host, hello.pid)
+        present = self._supervised.get(rank)
+        starter = self._starters.get(its, present) if its is not None else present if joined else place
+        return (joined or rank == hello.rank) and starter == place
+
+
+def objection(message: OfWorker, course: Course) -> str | None:
+    """Why ``message`` is not to be taken in: None if it is to be; empty if it counts no more, or not yet; else the
+    reason, in words, why nobody in its right mind can have said it by now.
+    """
+    speaker, job, committed = course.speaker(message.worker), course.job, course.committed
+    if not course.attendance.is_heard(message):
+        return ""
+    if speaker is None or job is None:  # who takes no part is judged where it comes in
+        return None
+    if (generation := getattr(message, "generation", -1)) > course.regrouping.generation:
+        return f"it speaks of generation {generation}, and the newest is {course.regrouping.generation}"
+    if message.AHEAD is not None and (step := getattr(message, "step", 0)) > committed + message.AHEAD:
+        return f"its {type(message).__name__} is of step {step}, and only step {committed} is committed"
+    match message:
+        case Contribution():
+            fits = message.step <= committed or _fits(message, speaker, course)
+        case SurvivorReport(generation=course.regrouping.generation):
+            return _of_report(message, course)
+        case Post() | ReadBoard():
+            more = f"it would have more than {boards.SHARE >> 20} MiB kept, on board {message.board[:SHOWN]!r}"
+            return None if course.boards.has_room(message) else more
+        case Serving():
+            newcomer = course.joining.get(message.newcomer)
+            fits = newcomer is None or (newcomer.stage, newcomer.member.shard) == (speaker.seat.stage, speaker.shard)
+        case ComputeTime():
+            fits = min(message.spent_us, message.nominal_us, message.again_us) >= 0
+        case Resized():
+            fits = message.micro_batches >= 1
+        case Through():
+            fits = job.log
+        case Durable():
+            fits = all(0 <= each < job.stages - 1 for each in message.boundaries or ())
+        case Unreplayable():
+            fits = message.lacks is None or 0 <= message.lacks < job.stages
+        case _:
+            fits = True
+    return None if fits else f"this job has nothing of the kind: {str(message)[:SHOWN]}"
+
+
+def _fits(message: Contribution, speaker: Member, course: Course) -> bool:
+    """Whether ``speaker`` can have these numbers of a step, and they are of as many as there are."""
+    shape = course.attendance.shape
+    names, counts = {str(speaker.seat.stage)}, range(shape.stages, shape.stages + 1)
+    if message.name == LOSS:
+        whole = len(shape.batch)
+        names, least = set(map(str, shape.batch)), shape.micro_batches if course.shrinks else whole
+        counts = range(least, whole + 1, least)
+    known = message.name in (LOSS, NORM, SHARE) and message.values.keys() <= names
+    return known and message.expected in counts and message.shard == speaker.shard
+
+
+def _of_report(message: SurvivorReport, course: Course) -> str | None:
+    """What is wrong with a report for the newest generation."""
+    committed = course.committed
+    try:
+        held, drawn = unpack(message.held), unpack_drawn(message.held_draws)
+        steps = [*drawn, *map(int, message.places), *(each.step for each in held)]
+    except ValueError as error:
+        return f"nobody can read what it reports to hold: {error}"
+    if message.loaded:
+        return None
+    known = course.joining.get(message.worker) is None
+    if not (committed if known else 0) <= message.stepped <= committed + 1:
+        return f"it has applied {message.stepped} steps, and {committed} are committed"
+    stages = range(course.attendance.shape.stages)
+    if max(steps, default=0) >= unstarted(committed) or not all(each.stage in stages for each in held):
+        return f"it holds what is nowhere yet: {str(message)[:SHOWN]}"
+    before = course.regrouping.report(message.worker)
+    if before is not None and _says(before) != _says(message):
+        return f"it reports twice for generation {message.generation}, and not the same"
+    return None
+
+
+def _says(report: SurvivorReport) -> tuple[Any, ...]:
+    """What of a report counts."""
+    return report.stepped, report.digest, report.held, report.held_draws, report.loaded, report.valid_from
