@@ -39,12 +39,8 @@ class Unreadable:
 class _Wrong(Exception):
     """A value does not fit; raised only between here and :func:`read`, which makes an Unreadable of it."""
 
-    def __init__(self, why: str) -> None:
-        self.why, self.path = why, ""
-
-    def within(self, part: str) -> _Wrong:
-        self.path = part + self.path
-        return self
+    def __init__(self, why: str, path: str = "") -> None:
+        self.why, self.path = why, path
 
 
 class TypeForm(NamedTuple):
@@ -65,12 +61,22 @@ def read(kind: type[T], plain: Any, name: str) -> T | Unreadable:
     does not fit.
     """
     hint: Any = kind
-    form = form_of(hint)
     try:
-        value: T = plain if type(plain) in form.kinds else form.make(plain)
+        value: T = _part(form_of(hint), plain, name)
     except _Wrong as wrong:
-        return Unreadable(name + wrong.path, wrong.why)
+        return Unreadable(wrong.path, wrong.why)
     return value
+
+
+def _part(form: TypeForm, plain: Any, name: object) -> Any:
+    """The value of a part that is called ``name`` in what it is a part of."""
+    if type(plain) in form.kinds:
+        return plain
+    try:
+        return form.make(plain)
+    except _Wrong as wrong:
+        wrong.path = f"{name}{wrong.path}"
+        raise
 
 
 def values(thing: object) -> tuple[Any, ...]:
@@ -147,14 +153,7 @@ def _each(form: TypeForm, plain: list[Any]) -> list[Any]:
     """The values of a list, each read by ``form``, in the quickest way where all stand as they are."""
     if form.kinds.issuperset(map(type, plain)):
         return plain
-    made = []
-    for place, one in enumerate(plain):
-        try:
-            made.append(one if type(one) in form.kinds else form.make(one))
-        except _Wrong as wrong:
-            wrong.within(f"[{place}]")
-            raise
-    return made
+    return [_part(form, one, [place]) for place, one in enumerate(plain)]
 
 
 def _tuple(parts: tuple[Any, ...]) -> TypeForm:
@@ -182,14 +181,7 @@ def _dict(form: TypeForm) -> TypeForm:
             refuse(plain)
         if form.kinds.issuperset(map(type, plain.values())):
             return plain
-        made = {}
-        for key, one in plain.items():
-            try:
-                made[key] = one if type(one) in form.kinds else form.make(one)
-            except _Wrong as wrong:
-                wrong.within(f"[{key!r}]")
-                raise
-        return made
+        return {key: _part(form, one, [key]) for key, one in plain.items()}
 
     return TypeForm(text, frozenset(), make)
 
@@ -198,22 +190,14 @@ def _fixed(
     text: str, names: tuple[str, ...], forms: tuple[TypeForm, ...], build: Callable[[list[Any]], Any]
 ) -> TypeForm:
     """A list of so many values, each of its own form."""
-    parts = tuple((name, form.kinds, form.make) for name, form in zip(names, forms))
-    refuse = _refusal(f"a list of {len(parts)}")
+    refuse = _refusal(f"a list of {len(forms)}")
 
     def make(plain: Any) -> Any:
-        if type(plain) is not list or len(plain) != len(parts):
+        if type(plain) is not list or len(plain) != len(forms):
             refuse(plain)
-        made = []
-        for value, (name, kinds, make_one) in zip(plain, parts):
-            if type(value) not in kinds:
-                try:
-                    value = make_one(value)
-                except _Wrong as wrong:
-                    wrong.within(name)
-                    raise
-            made.append(value)
-        return build(made)
+        return build(
+            [one if type(one) in form.kinds else _part(form, one, name) for form, one, name in zip(forms, plain, names)]
+        )
 
     return TypeForm(text, frozenset(), make)
 
@@ -236,15 +220,11 @@ def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], p
     made = {}
     for name, form in forms.items():
         if name in plain:
-            try:
-                made[name] = plain[name] if type(plain[name]) in form.kinds else form.make(plain[name])
-            except _Wrong as wrong:
-                wrong.within(f".{name}")
-                raise
+            made[name] = _part(form, plain[name], f".{name}")
         elif name not in defaults:
-            raise _Wrong("is missing").within(f".{name}")
+            raise _Wrong("is missing", f".{name}")
     for name in sorted(map(str, plain.keys() - forms.keys())):
-        raise _Wrong("is unknown").within(f".{name}")
+        raise _Wrong("is unknown", f".{name}")
     return _built(kind, (), made)
 
 
