@@ -7,14 +7,16 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
 
 from recycle_plugin.cli import main
 from recycle_plugin.commands import docs
+from recycle_plugin.core.messages.from_workers import NOTED
 from recycle_plugin.observability.console import QUIET, STEPS, STYLES
+from recycle_plugin.observability.telemetry import UNWRITTEN, WRITTEN
 from recycle_plugin.settings.schema import reference
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +70,7 @@ def test_the_settings_table_is_the_schemas():
     )
 
 
-def kinds(source: str) -> Iterator[str]:
+def kinds(source: str, sayers: Collection[str] = SAYERS) -> Iterator[str]:
     """Kinds of events that ``source`` says: as they are written, or by a constant of their name in capitals."""
     tree = ast.parse(source)
     constants = {
@@ -84,7 +86,7 @@ def kinds(source: str) -> Iterator[str]:
         if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in SAYERS:
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in sayers:
             place = 1 if getattr(node.func, "id", "") == "Note" else 0
             kind = node.args[place] if len(node.args) > place + 1 else None  # a text follows
             if isinstance(kind, ast.Constant) and isinstance(kind.value, str):
@@ -93,8 +95,9 @@ def kinds(source: str) -> Iterator[str]:
                 yield constants[kind.id]
 
 
-def said() -> set[str]:
-    return {kind for path in PACKAGE.rglob("*.py") if "simulator" not in path.parts for kind in kinds(path.read_text())}
+def said(sayers: Collection[str] = SAYERS) -> set[str]:
+    paths = [path for path in PACKAGE.rglob("*.py") if "simulator" not in path.parts]
+    return {kind for path in paths for kind in kinds(path.read_text(), sayers)}
 
 
 def tabled() -> list[str]:
@@ -104,6 +107,10 @@ def tabled() -> list[str]:
 
 def test_the_table_of_events_has_every_kind_and_no_other():
     assert tabled() == sorted(said())
+
+
+def test_workers_note_what_the_coordinator_takes_of_them_and_nothing_else():
+    assert said({"note", "_note", "Note"}) | {UNWRITTEN, WRITTEN} == NOTED.keys()
 
 
 @pytest.mark.parametrize(
