@@ -404,8 +404,8 @@ class Worker:
 
     def _compute(self, instruction: Instruction) -> None:
         boundary_only = instruction in self.running.boundary_only
-        compute = partial(self._machine.operations.compute, boundary_only=boundary_only)
-        self.store.run(instruction, compute, boundary_only)
+        compute = self._machine.operations.compute
+        self.store.run(instruction, lambda one, have: compute(one, have, boundary_only), boundary_only)
         if instruction == self._last_forward and instruction.step > 0:
             self._say_losses(instruction.step)
         if self._log is not None and instruction.step > 0:

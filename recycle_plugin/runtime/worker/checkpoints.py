@@ -9,58 +9,49 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.errors import NotSaved
-from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.stage.ports import Checkpoints, Reach
-from recycle_plugin.runtime.state.stage_state import StageState
+from recycle_plugin.runtime.stage.ports import Checkpoints
 from recycle_plugin.runtime.worker import iterator_places
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.checkpoint_files import Saving
 from recycle_plugin.runtime.worker.log_choice import LogChoice
-from recycle_plugin.settings.schema import Settings
+from recycle_plugin.runtime.worker.parts import Parts
 
 
 class JobCheckpoints:
-    """A worker's checkpoints of ``state``, written to ``files``.
+    """The checkpoints of the worker that has ``parts``, and trains by ``loop``.
 
-    ``reach(point)`` is where injected faults strike; ``recover()`` is called after a membership change between steps;
-    ``place()``: where the plain iterator of the worker at ``seat`` stands, None where it has none or that is not
-    known; ``valid_from()``: the generation from which the worker's data is valid; ``choice``: which boundaries are
-    logged, None where nothing is.
+    ``recover()`` is called after a membership change between steps; ``place()``: where the plain iterator of the worker
+    stands, None where it has none or that is not known; ``valid_from()``: the generation from which the worker's data
+    is valid; ``choice``: which boundaries are logged, None where nothing is.
     """
 
     def __init__(
         self,
-        session: Session,
-        settings: Settings,
+        parts: Parts,
         loop: BlockingLoop,
-        reach: Reach,
-        files: Checkpoints,
-        state: StageState,
-        run_dir: str,
         recover: Callable[[], None],
-        seat: Seat,
         place: Callable[[], iterator_places.IteratorPlace | None],
         valid_from: Callable[[], int],
         choice: LogChoice | None,
     ) -> None:
-        self._session, self._files, self._state, self._reach = session, files, state, reach
-        self._saving, self._seat, self._place = Saving(session, loop, reach), seat, place
+        settings, self._session, self._files = parts.settings, parts.session, parts.framework.checkpoints
+        self._state, self._seat, self._place, self._reach = parts.state, parts.seat, place, parts.world.reach
+        self._saving = Saving(parts.session, loop, self._reach)
         self._folder = Path(settings.checkpoint_dir) if settings.checkpoint_dir else None
-        self._saved_to = Path(run_dir) / "checkpoint"  # the last time; nothing yet
+        self._saved_to = Path(parts.run_dir) / "checkpoint"  # the last time; nothing yet
         self._unsaved = ""  # why the script's last one is not there, until it has gone on without
         self._background: Background | None = None
         if settings.checkpoint is not None:
             logs = choice is not None
-            first = logs and not session.newcomer
+            first = logs and not parts.session.newcomer
             interval = CheckpointInterval(settings.checkpoint.overhead, loop.machine.stepped, first)
-            if session.newcomer:
-                interval.joined(session.changed_behind)
+            if parts.session.newcomer:
+                interval.joined(parts.session.changed_behind)
             self._background = Background(
-                session,
+                parts.session,
                 loop,
                 self._saving,
                 interval,

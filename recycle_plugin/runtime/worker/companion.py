@@ -22,7 +22,7 @@ from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.devices.port import COPY_S
 from recycle_plugin.runtime.state.stage_state import form_of
 from recycle_plugin.runtime.state.surroundings import ScriptsValues
-from recycle_plugin.runtime.worker.stage_log import ReplayMachine
+from recycle_plugin.runtime.worker.replay_machine import ReplayMachine
 
 DRIFT = 0.25  # of what the replayed steps have changed: by how much it may come out otherwise where sums have no order
 KEPT = "the state of a stage that is replayed along"
@@ -64,7 +64,7 @@ class CompanionMachine(ReplayMachine):
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         """Nothing: a real worker's instruction takes its time by itself."""
-        self._sharing.world.reach("before", self.framework.seat, instruction)
+        self._parts.world.reach("before", self.framework.seat, instruction)
         return super().spend(instruction)
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
@@ -76,7 +76,7 @@ class CompanionMachine(ReplayMachine):
         """In what the state is another one than was ``kept``, in words: with ``exact`` in any bit, else by more than
         the order of sums explains, of the weights, against what the replayed steps have changed in them.
         """
-        if not self._exact:
+        if not self._parts.settings.exact:
             apart = self._apart(kept)
             return (
                 f"its weights differ by {apart:.3g}, and the replayed steps have changed them by {self._changed:.3g}"
@@ -99,7 +99,7 @@ class CompanionMachine(ReplayMachine):
                 present[name].copy_(before)
             self.state.rewritten()
             self.scripted.put_back(kept.scripts)
-            self.stepping.rewritten()
+            self._parts.stepping.rewritten()
         self.at_work = False
 
     @torch.no_grad()

@@ -35,7 +35,7 @@ from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.surroundings import layers_digest
 from recycle_plugin.runtime.worker.machine import TorchMachine
-from recycle_plugin.runtime.worker.stage_log import LoggedWork
+from recycle_plugin.runtime.worker.replay_machine import LoggedWork
 from recycle_plugin.runtime.worker.tiers import AsMade, Host
 
 ROOM = 4  # times the weights: weights, their gradients, those of a block on their way, and what a forward needs

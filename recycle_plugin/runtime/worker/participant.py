@@ -40,9 +40,9 @@ from recycle_plugin.runtime.worker.log_choice import LogChoice
 from recycle_plugin.runtime.worker.newcomer import Newcomer
 from recycle_plugin.runtime.worker.on_join import Callback, Give
 from recycle_plugin.runtime.worker.parts import Parts
+from recycle_plugin.runtime.worker.replay_machine import ReplayMachine
 from recycle_plugin.runtime.worker.replaying import Replays
 from recycle_plugin.runtime.worker.script_changes import ScriptChanges
-from recycle_plugin.runtime.worker.stage_log import ReplayMachine
 from recycle_plugin.settings.schema import Settings
 
 
@@ -178,38 +178,22 @@ class Participant:
         """Let the worker help where stages are replayed, and replay its own along; returns how a newcomer replays its
         own alone, None at any other, or where nothing is logged.
         """
-        replays, shape = self._replays(), self.topology
+        replays = self._replays()
         if replays is None:
             return None
-        self._worker.helper = replays.helper(shape)
-        self._parts.companion = replays.machine(CompanionMachine)
-        along = replays.replay(self._parts.companion, machine, shape)
-        self._worker.companion = Companion(self._parts.companion, self._parts.store, machine, along, self._worker.undo)
-        return None if self._newcomer is None else replays.replay(replays.machine(ReplayMachine), machine, shape)
+        self._worker.helper = replays.helper()
+        companion = replays.machine(CompanionMachine)
+        self._parts.replays_along = lambda: companion.at_work
+        along = replays.replay(companion, machine)
+        self._worker.companion = Companion(companion, self._parts.store, machine, along, self._worker.undo)
+        return None if self._newcomer is None else replays.replay(replays.machine(ReplayMachine), machine)
 
     def _replays(self) -> Replays | None:
         """How stages are replayed here; None where nothing is logged."""
         if self._parts.log is None:
             return None
         assert self._scripted is not None, "in a job that logs it is kept what scripts set"
-        return Replays(
-            self._session,
-            self._settings,
-            self._framework,
-            self._parts.log,
-            self._parts.world,
-            self._parts.transport.address,
-            self.state,
-            self._parts.store,
-            self._parts.stepping,
-            self._parts.operations,
-            self._parts.contributions,
-            self._scripted,
-            self.feed,
-            self._parts.randomness,
-            self.apart,
-            lambda: self._parts.stage.loss_scale,
-        )
+        return Replays(self._parts, self._scripted, self.apart)
 
     def _lockstep(self) -> Lockstep | None:
         """The lockstep with the others that hold this worker's seat; None where it does so alone."""
@@ -227,20 +211,8 @@ class Participant:
         # one of each stage: nobody else knows what it trains
         if self.seat.replica == self._framework.shard == session.incarnation == 0:
             session.note("stage", f"stage {self.seat.stage} is built", **described(self._framework))
-        files, reach = self._framework.checkpoints, self._parts.world.reach
         self._checkpoints = JobCheckpoints(
-            session,
-            self._settings,
-            loop,
-            reach,
-            files,
-            self.state,
-            self._parts.run_dir,
-            self._between_steps,
-            self.seat,
-            self._place,
-            lambda: self._worker.valid_from,
-            self._log_choice(),
+            self._parts, loop, self._between_steps, self._place, lambda: self._worker.valid_from, self._log_choice()
         )
         session.between_steps = self._between_steps
 

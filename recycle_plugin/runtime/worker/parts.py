@@ -38,7 +38,6 @@ from recycle_plugin.runtime.state.fingerprint import fingerprint
 from recycle_plugin.runtime.state.surroundings import AsStarted
 from recycle_plugin.runtime.state.undo import NoUndo
 from recycle_plugin.runtime.worker.changed_state import stage_state, stage_units
-from recycle_plugin.runtime.worker.companion import CompanionMachine
 from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.job_record import check_faults
 from recycle_plugin.runtime.worker.machine import PushedMachine, TorchMachine
@@ -56,8 +55,8 @@ class Parts:
     """What a worker that holds a seat trains it with, as ``framework`` has built it.
 
     ``feed``: where micro-batches come from; ``state``: all that a step changes; ``run_dir``: the run folder;
-    ``companion``: what replays the stage along with a lost one, once there is a loop and where there is a log.  Raises
-    RecycleError for settings that the framework, or the machine, can't follow.
+    ``replays_along()``: whether the stage is replayed beside its state just now.  Raises RecycleError for settings that
+    the framework, or the machine, can't follow.
     """
 
     def __init__(self, session: Session, settings: Settings, framework: Framework) -> None:
@@ -90,7 +89,7 @@ class Parts:
         )
         self.on_join = OnJoin()
         self.world = self._make_world(first)
-        self.companion: CompanionMachine | None = None
+        self.replays_along: Callable[[], bool] = lambda: False
         self._checked = False  # the state behind a step
 
     def _make_store(self) -> StepStore:
@@ -218,8 +217,7 @@ class Parts:
             self.state.check()
             self._checked = True
         every = self.settings.check_replicas
-        along = self.companion is not None and self.companion.at_work  # the others have done so long ago
-        if every and not along and step % every == 0:
+        if every and step % every == 0 and not self.replays_along():  # of that the others have done so long ago
             self.say_fingerprint(step)
 
     def say_fingerprint(self, step: int) -> None:

@@ -6,102 +6,60 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
-from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.helper import Helper
 from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
-from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.stage.gradients import Contributions
-from recycle_plugin.runtime.stage.ports import Framework
-from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.surroundings import SetByScript
-from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.helping import Helping, HowToMake
-from recycle_plugin.runtime.worker.machine import TorchMachine
-from recycle_plugin.runtime.worker.operations import Operations
-from recycle_plugin.runtime.worker.stage_log import ReplayMachine, Sharing, StageLog
-from recycle_plugin.runtime.worker.stepping import Stepping
-from recycle_plugin.settings.schema import Settings
+from recycle_plugin.runtime.worker.parts import Parts
+from recycle_plugin.runtime.worker.replay_machine import ReplayMachine
 
 Kind = TypeVar("Kind", bound=ReplayMachine)
-Randomness = Callable[..., AbstractContextManager]
 
 
-@dataclass(frozen=True)
 class Replays:
-    """A worker's replays, its own and those that it helps with, in a job that keeps ``log``.
+    """The replays of the worker that has ``parts``, its own and those that it helps with, in a job that logs.
 
-    ``address``: at which its peers reach it; ``scripted``: what its script has set for its steps; ``randomness``: as
-    Stage has it, after the stage and its ``forward``; ``apart()``: a context for what a newcomer's script does not do
-    over again; ``loss_scale()``: what losses are multiplied by.
+    ``scripted``: what its script has set for its steps; ``apart()``: a context for what a newcomer's script does not do
+    over again.
     """
 
-    session: Session
-    settings: Settings
-    framework: Framework
-    log: StageLog
-    world: TorchMachine
-    address: str
-    state: StageState
-    store: StepStore
-    stepping: Stepping
-    operations: Operations
-    contributions: Contributions
-    scripted: SetByScript
-    feed: Feed
-    randomness: Randomness
-    apart: Callable[[], AbstractContextManager]
-    loss_scale: Callable[[], float]
+    def __init__(self, parts: Parts, scripted: SetByScript, apart: Callable[[], AbstractContextManager]) -> None:
+        assert parts.log is not None, "a job that does not log replays nothing"
+        self._parts, self._log, self._scripted, self._apart = parts, parts.log, scripted, apart
 
     def machine(self, kind: type[Kind]) -> Kind:
         """The machine by which the worker's stage is replayed from the logs."""
-        return kind(
-            self.session,
-            self.framework,
-            self.state,
-            self.stepping,
-            self.operations,
-            self.log.folder,
-            self.apart,
-            self.scripted,
-            bool(self.settings.exact),
-            Sharing(self.world, self.address, self.contributions, self.loss_scale, self._why_alone()),
-        )
+        return kind(self._parts, self._apart, self._scripted, self._why_alone())
 
-    def replay(self, world: ReplayMachine, machine: StepMachine, topology: Topology) -> StageReplay:
-        """How the worker's stage is replayed on ``world``."""
-        splits, steps = self.settings.split_backward, self.log.steps
-        helpers = Helpers(world, self.store, topology, self._blocks(topology), self.log.limit)
-        return StageReplay(world, self.store, machine, topology, splits, steps, helpers)
+    def replay(self, world: ReplayMachine, steps: StepMachine) -> StageReplay:
+        """How the worker's stage, whose ``steps`` these are, is replayed on ``world``."""
+        parts = self._parts
+        helpers = Helpers(world, parts.store, parts.topology, parts.blocks(), self._log.limit)
+        splits = parts.settings.split_backward
+        return StageReplay(world, parts.store, steps, parts.topology, splits, self._log.steps, helpers)
 
-    def helper(self, topology: Topology) -> Helper:
+    def helper(self) -> Helper:
         """The worker's part in the replays of other stages."""
-        settings, blocks = self.settings, self._blocks(topology)
+        parts, settings, blocks = self._parts, self._parts.settings, self._parts.blocks()
         how = HowToMake(
-            topology,
-            self.framework.seat,
-            self.framework.make if settings.rng == "keyed" else None,
-            lambda made, stage: partial(self.randomness, stage, made.forward),
+            parts.topology,
+            parts.seat,
+            parts.framework.make if settings.rng == "keyed" else None,
+            lambda made, stage: partial(parts.randomness, stage, made.forward),
             settings.split_backward,
             blocks if settings.exact else None,
-            lambda: self.feed.source,
+            lambda: parts.feed.source,
         )
-        return Helper(
-            Helping(self.session, self.world, how, self.log.folder), topology, blocks, settings.split_backward
-        )
-
-    def _blocks(self, topology: Topology) -> Blocks:
-        return self.settings.policy(False, topology.stages).blocks(topology)
+        helping = Helping(parts.session, parts.world, how, self._log.folder)
+        return Helper(helping, parts.topology, blocks, settings.split_backward)
 
     def _why_alone(self) -> str:
         """Why nobody can help to replay this worker's stage, in words; empty where others can."""
-        if self.settings.rng == "stream":
+        if self._parts.settings.rng == "stream":
             return 'recycle.rng is "stream": random numbers are those of whoever draws'
-        return "" if self.framework.make is not None else "the script runs the model itself"
+        return "" if self._parts.framework.make is not None else "the script runs the model itself"

@@ -259,7 +259,7 @@ class Trainer(Participant):
         self._framework.cursor.change(self.step + 1, micro_batches)
         self._parts.resize(micro_batches)
         if self._waiting_loop is not None and (replays := self._replays()) is not None:
-            self._worker.helper = replays.helper(self.topology)
+            self._worker.helper = replays.helper()
         if self._loop is not None:
             self._parts.world.reach("resize")
             self._worker.resize(self.topology)

@@ -1,0 +1,229 @@
+"""The machine by which a real worker replays its stage from everybody's logs (core/worker/replay.py)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from recycle_plugin import folders
+from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
+from recycle_plugin.core.messages.from_coordinator import LogsAt, Replay
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.replay import CantReplay
+from recycle_plugin.core.worker.shares import Word
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.errors import NotSaved, RecycleError
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices.port import COPY_S, Copy, Tensors
+from recycle_plugin.runtime.log.served import token_of
+from recycle_plugin.runtime.movers.shares import SentWeights, Sums
+from recycle_plugin.runtime.state.surroundings import SetByScript, layers_digest
+from recycle_plugin.runtime.worker.job_log import JobLogs
+from recycle_plugin.runtime.worker.log_mirror import Mirror, mirror_in
+from recycle_plugin.runtime.worker.parts import Parts
+
+T = TypeVar("T")
+LOOK_S = 0.05  # between two looks at the logs
+MADE_S = 30.0  # how long what was made before the loss may take to be in a log: its writers write all of it at that
+DRIFT, DRIFT_OF_HALF = 1e-2, 1e-1  # of the largest number: what a replay may differ by where sums have no order
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class LoggedWork:
+    """What a worker of ``session`` does by the logs in ``folder``, and by those that are ``elsewhere``."""
+
+    def __init__(self, session: Session, folder: Path, elsewhere: Collection[LogsAt] = ()) -> None:
+        self.session, self.folder, self.elsewhere = session, folder, elsewhere
+        self._mirror: Mirror | None = None
+
+    def logs(self) -> JobLogs:
+        """The logs of all workers of the job.  Raises CantReplay where there is no room for those from elsewhere."""
+        session = self.session
+        try:
+            own = token_of(self.folder, session.job_id)
+            if others := [each for each in self.elsewhere if each.token != own]:
+                self._mirror = Mirror(
+                    mirror_in(self.folder, session.rank), session.job_id, others, session.secret, LOOK_S
+                )
+        except NotSaved as error:
+            raise CantReplay(f"others' logs can't be had: {error}") from error
+        return JobLogs(self.folder, session.job_id, LOOK_S, self._mirror)
+
+    def wait_logged(self, what: str, ready: Callable[[], T | None], made: bool) -> Waits[T]:
+        """Block until ``ready()`` is not None, and return it.  A generator that never yields.
+
+        Raises JobEnded, and CantReplay where what is waited for does not come; what was ``made`` long ago has to come
+        soon, or behind what comes from other hosts.
+        """
+        session = self.session
+        until = time.monotonic() + (MADE_S if made else max(session.wait_timeout_s, session.expected.limit_s))
+        with session.heartbeats.at(WAITS, what):
+            while (value := ready()) is None:
+                with session.changed:
+                    session.check_end()
+                    if time.monotonic() >= max(until, self._moved() + MADE_S):
+                        raise CantReplay(f"{what} is in no log in {self.folder}")
+                    session.changed.wait(LOOK_S)
+        return value
+        yield
+
+    def _moved(self) -> float:
+        return 0.0 if self._mirror is None else self._mirror.moved
+
+    def spend(self, instruction: Instruction) -> Iterator[Any]:
+        """Nothing: a real worker's instruction takes its time by itself."""
+        return iter(())
+
+
+class ReplayMachine(LoggedWork):
+    """The machine of a newcomer that replays its stage with ``parts``, whose log says where all logs are.
+
+    ``apart()``: a context for what its script does not do over again; ``scripted``: what that has set for its steps;
+    ``alone``: why nobody can help, in words, "" where others can.
+    """
+
+    def __init__(
+        self, parts: Parts, apart: Callable[[], AbstractContextManager], scripted: SetByScript, alone: str
+    ) -> None:
+        assert parts.log is not None, "a job that does not log replays nothing"
+        super().__init__(parts.session, parts.log.folder)
+        self._parts, self.apart, self.scripted, self._alone = parts, apart, scripted, alone
+        self.framework, self.state, self.operations = parts.framework, parts.state, parts.operations
+        self.clock, self.address = time.monotonic, parts.transport.address
+
+    def words(self) -> list[Word]:
+        """What has been said to this worker of its replay since this was asked last."""
+        return self._parts.world.words()
+
+    def tell(self, address: str, word: Word) -> None:
+        """Say something of its replay to the worker at ``address``, who may be gone."""
+        self._parts.world.tell(address, word)
+
+    @property
+    def control_view(self) -> Session:
+        """What this worker knows of the control plane."""
+        return self.session
+
+    def send(self, message: object) -> None:
+        """Send ``message`` to the coordinator."""
+        self.session.send(message)
+
+    def wait_share(self, what: str, until: float) -> Iterator[Any]:
+        """Block until something was said to this worker, or for a moment.  A generator that never yields.  Raises
+        JobEnded.
+        """
+        session = self.session
+        with session.heartbeats.at(WAITS, what), session.changed:
+            session.check_end()
+            if not self._parts.world.has_words:
+                session.changed.wait(max(0.0, min(LOOK_S, until - self.clock())))
+        return iter(())
+
+    def weights(self) -> SentWeights:
+        """The tensors of this worker's stage, as they are now."""
+        model = self.framework.model
+        tensors = (*model.module.parameters(), *model.module.buffers())
+        there = model.device.to_host(tensors, "the weights of a replayed stage", shared=True).wait(COPY_S)
+        return SentWeights(there, self._parts.stage.loss_scale, layers_digest(model.module))
+
+    def add_share(self, step: int, sums: Sums) -> None:
+        """Add what a share has to this worker's own sums."""
+        self._parts.contributions.add(sums)
+
+    def why_alone(self) -> str:
+        """Why nobody else can make this worker's stage, in words; empty where others can."""
+        return self._alone
+
+    def restore(self, replay: Replay) -> Waits[int]:
+        """Take the state of this worker's stage from a checkpoint; returns its bytes.  A generator that never yields.
+
+        Raises CantReplay.
+        """
+        framework, session, began = self.framework, self.session, time.monotonic()
+        self.elsewhere = replay.logs
+        path, why = replay.path, ""
+        try:
+            with session.heartbeats.at(ELSEWHERE, "a checkpoint"), self.apart():
+                framework.checkpoints.read(self.state, Path(path))
+        except Exception as error:  # also of torch's or of DeepSpeed's
+            why = str(error) if isinstance(error, RecycleError) else f"it {folders.unread(error)}"
+        if why:
+            gone = f"its checkpoint {path} was removed, and no log reaches back to an older one"
+            raise CantReplay(
+                f"the checkpoint {path} can't be loaded: {why}" if Path(path).is_dir() else gone, checkpoint=path
+            )
+        if framework.optimizer.steps != replay.step:
+            raise CantReplay(
+                f"the checkpoint {replay.path} is of step {framework.optimizer.steps}, and not of {replay.step}"
+            )
+        self.state.rewritten()
+        self.scripted.rewind(replay.step)
+        if framework.compute is None:
+            framework.model.module.train()
+        size = sum(tensor.nbytes for tensor in self.state.tensors().values())
+        took = round(time.monotonic() - began, 4)
+        text = f"seat {framework.seat} has the state of the checkpoint of step {replay.step}, which took {took:.2f} s"
+        session.note("restored", text, seat=str(framework.seat), step=replay.step, bytes=size, seconds=took)
+        return size
+        yield
+
+    def forget_sums(self, after: int) -> None:
+        """Drop the weight gradients of the steps after ``after`` that were added up here."""
+        self.operations.forget_sums(after)
+
+    def set_for(self, step: int) -> None:
+        """Set what the script has set for ``step``."""
+        self.scripted.apply(step)
+
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
+        """What LOAD, F, I, W, B or STEP makes."""
+        return self.operations.compute(instruction, have, boundary_only)
+
+    def differs(self, made: Any, sent: Tensors) -> str:
+        """By how much boundary tensors that were made once more are others than were sent, in words; "" where they are
+        the same.
+        """
+        device = self.framework.model.device
+        copy: Copy = device.to_host(made, "what is replayed", shared=True) if type(made) is tuple else made
+        return difference(copy.wait(COPY_S), sent, bool(self._parts.settings.exact))
+
+    def add_up_alone(self, instruction: Instruction, have: StepStore) -> Any:
+        """The sum of a REDUCE over all contributions of the stage, which are all here."""
+        return self._parts.stepping.reduce_alone(instruction.step)
+
+    def tied_of(self, logged: Any) -> Any:
+        """What TIE leaves here, of what another stage of the tie has logged of it: tensors in the order of the
+        weights' names, alike in all stages.
+        """
+        try:
+            return self._parts.stepping.tied_of(logged)
+        except ValueError as error:
+            raise CantReplay("it shares weights with several stages, each of which has others of them") from error
+
+
+def difference(made: Tensors, sent: Tensors, exact: bool) -> str:
+    """By how much ``made`` is something else than ``sent``, in words; "" where its finite numbers are the same, or,
+    unless ``exact``, up to what roundings may have grown to.
+    """
+    for one, other in zip(made, sent, strict=True):
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return f"{one.dtype} of {tuple(one.shape)} where it was {other.dtype} of {tuple(other.shape)}"
+        if torch.equal(one, other):
+            continue
+        if not (one.is_floating_point() or one.is_complex()):
+            return "other whole numbers"
+        finite = one.isfinite() & other.isfinite()
+        ours, theirs = one[finite], other[finite]
+        apart = (ours - theirs).abs().max().item() if len(ours) else 0.0
+        largest = theirs.abs().max().item() if len(ours) else 0.0
+        drift = 0.0 if exact else DRIFT_OF_HALF if one.dtype in HALVES else DRIFT
+        if apart > drift * largest:
+            return f"it differs by {apart:.3g}, and the largest number is {largest:.3g}"
+    return ""
