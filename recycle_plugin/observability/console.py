@@ -29,7 +29,6 @@ STYLES = {
     "fault": "magenta",
     "not_restarted": "yellow",
     "slow_replica": "yellow",
-    "replica_dropped": "yellow",
     "resume": "bold green",
     "rejoined": "bold green",
     "finished": "green",

@@ -102,7 +102,6 @@ FIELDS: Mapping[str, Mapping[str, Check]] = {
     "leaving": {"seat": text, "rank": count, "why": text},
     "left": {"rank": count},
     "slow_replica": {"replica": count, "rank": rank, "behind_us": count, "over": yes_or_no},
-    "replica_dropped": {"replica": count},
     "batch": {"step": count, "batch": positive, "micro_batches": positive},
     "stage": {"stage": count, "layers": texts, "parameters": count, "precision": text},
     "checkpoint": {"path": text},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from math import isfinite
@@ -167,16 +166,13 @@ def notice(history: RunHistory) -> str:
 
 
 def slow_replicas(history: RunHistory) -> str:
-    """The replicas that were found to hold the exchange up, by whom, and what came of it; empty where none was."""
+    """The replicas that were found to hold the exchange up, and by whom; empty where none was."""
     last = {event["replica"]: event for event in history.of("slow_replica")}
-    dropped = Counter(event["replica"] for event in history.of("replica_dropped"))
     told = []
     for replica, event in sorted(last.items()):
         by = f"{event['behind_us'] / 1000:.0f} ms a step"
         who = f", by rank {event['rank']}" if event["rank"] is not None else ""
-        times = dropped[replica]
-        went = f", taken offline {_count(times, 'time')}" if times else ""
-        told.append(f"replica {replica}: {'no more' if event['over'] else by + who}{went}")
+        told.append(f"replica {replica}: {'no more' if event['over'] else by + who}")
     return "; ".join(told)
 
 

@@ -72,12 +72,6 @@ def _refuse_units(settings: Settings) -> None:
                 'has no effect with recycle.unit = "worker"',
                 'leave it out, or set recycle.unit to "replica"',
             )
-        if settings.slow == "drop":
-            raise SettingsError(
-                "slow",
-                '"drop" has no effect with recycle.unit = "worker", of which recycle.rebalance is the like',
-                'leave it out, or set recycle.unit to "replica"',
-            )
         return
     if settings.log is not None:
         raise SettingsError(
@@ -85,20 +79,8 @@ def _refuse_units(settings: Settings) -> None:
             '"replica" with recycle.log: a log brings back a stage that nobody is left in, worker by worker',
             'write "worker", or set recycle.log to null',
         )
-    if settings.slow == "drop":
-        _refuse_dropping(settings)
     if settings.replicas is not None:
         _refuse_sharded(settings, settings.replicas)
-
-
-def _refuse_dropping(settings: Settings) -> None:
-    """What does not go with taking slow replicas offline."""
-    for wrong, what, instead in (
-        (settings.rebalance, "rebalance = true, which gives slow workers less work instead", "that to false"),
-        (not settings.reroute, "reroute = false: the others are to take a replica's work", "that to true"),
-    ):
-        if wrong:
-            raise SettingsError("slow", f'"drop" contradicts recycle.{what}', f'write "report", or set {instead}')
 
 
 def _refuse_sharded(settings: Settings, replicas: int) -> None:

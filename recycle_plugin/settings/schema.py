@@ -130,14 +130,6 @@ class Settings(BaseModel):
         "step is applied with sqrt(live / all) of its learning rate; no stage then steps before all have their "
         "gradients",
     )
-    slow: Literal["report", "drop"] | None = setting(
-        "report",
-        '"report", "drop" or null',
-        "what becomes of a replica that holds the exchange between replicas up by a tenth of a step for five steps in "
-        "a row, with `unit: replica`: it is named, with the rank in it that is late; or it is also taken offline where "
-        "the others are predicted to be a tenth faster without it, and started again 20 steps later, then 40, as often "
-        "as `rejoin` says; null: nobody looks",
-    )
     zero: Literal["replicate"] | None = setting(
         None,
         '"replicate" or null',

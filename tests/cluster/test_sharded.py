@@ -369,14 +369,13 @@ def test_two_replicas_come_back_together(start):
 
 
 @pytest.mark.parametrize("stage", (1, 3))
-def test_a_slow_replica_goes_offline_and_the_rank_in_it_that_is_late_is_named(start, stage):
+def test_the_rank_that_is_late_in_a_slow_replica_is_named(start, stage):
     """Of what a layer asks the other ranks of its replica for at stage 3, these wait for it too."""
     lag = [2, 0.3, 100]
-    found = start(stage=stage, steps=24, lag=lag, recycle={"slow": "drop", "rejoin": "never"})
+    found = start(stage=stage, steps=14, lag=lag)
     ended_well(found)
-    named, (dropped,) = found.of("slow_replica")[0], found.of("replica_dropped")
+    named = found.of("slow_replica")[0]
     assert (named["replica"], named["rank"], named["over"]) == (1, 2, False), named
     assert named["behind_us"] > 200_000 and named["own_us"] > 200_000, named
-    assert dropped["replica"] == 1 and dropped["due"] is None and not found.of("lost")
-    assert {event["rank"] for event in found.of("left")} >= {2, 3} and set(found.records) == {0, 1}
+    assert not found.of("lost")
     ledger(found, RANKS)

@@ -27,7 +27,7 @@ from recycle_plugin.core.vocabulary.roster import FailureDomain, Roster, WorkerI
 from recycle_plugin.lab.simulator import campaign, cluster, seeded
 from tests.support.membership import member, started, step
 
-SEEDS = (2, 5, 14, 57)  # kills, ties, rejections, a leave
+SEEDS = (2, 5, 14, 29)  # kills, ties, rejections, a leave
 
 
 def again(thing: Any) -> Any:

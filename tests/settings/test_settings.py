@@ -156,21 +156,6 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
             'wrong; write 0, or set recycle.undo to "snapshot"',
         ),
         (
-            {"slow": "drop"},
-            'recycle.slow: "drop" has no effect with recycle.unit = "worker", of which recycle.rebalance is the like; '
-            'leave it out, or set recycle.unit to "replica"',
-        ),
-        (
-            {"slow": "drop", "unit": "replica", "rebalance": True},
-            'recycle.slow: "drop" contradicts recycle.rebalance = true, which gives slow workers less work instead; '
-            'write "report", or set that to false',
-        ),
-        (
-            {"slow": "drop", "unit": "replica", "reroute": False},
-            'recycle.slow: "drop" contradicts recycle.reroute = false: the others are to take a replica\'s work; '
-            'write "report", or set that to true',
-        ),
-        (
             {"rebalance": True, "reroute": False},
             "recycle.rebalance: contradicts recycle.reroute = false, because it moves micro-batches too; "
             "write false, or set recycle.reroute to true",

@@ -39,7 +39,6 @@ SEEN = {
     "pinned_bytes": "standin/test_device_mistakes.py::test_pinned_memory_has_a_budget_past_which_copies_still_come",
     "rng": "cluster/test_as_stock.py::test_under_the_plugins_launcher",
     "seed": "cluster/test_switches.py::test_without_rerouting_a_loss_ends_the_job",
-    "slow": "cluster/test_slow_replicas.py::test_a_slow_replica_is_taken_offline_and_comes_back",
     "rebalance": "cluster/test_slow.py::test_a_slow_worker_gets_less_work_while_it_is_slow",
     "rejoin": "runtime/test_restarts.py::test_a_killed_worker_is_started_again_by_its_own_supervisor",
     "checkpoint_dir": "cluster/test_saving.py::test_checkpoints_by_themselves",

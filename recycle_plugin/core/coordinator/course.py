@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recycle_plugin.core.coordinator import departures, ends, goodbyes, offline, replays, returns, stalls, vanishing
+from recycle_plugin.core.coordinator import departures, ends, goodbyes, replays, returns, stalls, vanishing
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.boards import Boards
@@ -98,7 +98,6 @@ class Course:
         self.newcomer_watch = NewcomerWatch()
         self.recovery_times = RecoveryTimes()
         self.batches = StepBatches.full(0)  # whose micro-batches each step has, once the job is known
-        self.drops: dict[int, offline.Drops] = {}  # by replica, of those that were slow once
         self.unsaid: dict[int, list[Member]] = {}  # by stage, who is lost, and it was not said yet which way that goes
         self.barriers = Barriers()
         self.boards = Boards()
@@ -144,7 +143,7 @@ class Course:
         self.job, self.logs = job, Logs(job.log, job.stages, logged)
         self.batches = StepBatches.full(job.replicas)
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
-        slow_replicas = SlowReplicas(job.unit == "replica" and job.slow is not None)
+        slow_replicas = SlowReplicas(job.unit == "replica")
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards, slow_replicas)
         self.throughput = Throughput()
         names = {rank: named(rank, seat) for rank, seat in roster.seats_by_rank().items()}
@@ -221,14 +220,10 @@ class Course:
             return
         if message.step > self.committed:
             self.places.stepped(message, member.seat.replica)
-        before = self.committed
         for step in self.steps.apply(message, self.roster.workers):
             self.commit(step, now, out)
         self.compare_replicas(now, out)
         self._rebalance(now, out)
-        if self.committed > before:
-            offline.drop(self, now, out)
-            offline.bring_back(self, now, out)
 
     def commit(self, step: int, now: float, out: CoordinatorOutput) -> None:
         """Commits ``step``: what it has changed stays."""

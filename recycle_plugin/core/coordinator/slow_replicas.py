@@ -1,5 +1,4 @@
-"""Slow replicas: which of them hold the exchange between replicas up, who in them is late, and when a job goes faster
-without one.
+"""Slow replicas: which of them hold the exchange between replicas up, and who in them is late.
 
 Every step ends in sums over the replicas, for which each worker waits until its counterparts have come: who holds the
 same shard of the same stage in the other replicas.  Each says how long its sum took.  Who comes last waits least, so
@@ -14,12 +13,6 @@ the difference is how much later it came, and no clocks of two hosts are compare
   is most above its counterparts'.  Where that is hardly so of anybody, it is what they send each other that is slow.
 * Who has more micro-batches than its counterparts is not slow for that: what these take at the pace of the quickest of
   them counts for nothing.
-* A step *without* a replica is predicted to take what it takes with it, less what the replica holds it up: by how much
-  it came later than the last of the others, in the stage where that is most.  But no less than the own time of the
-  busiest worker of the others: a stage that has little to do would wait anyway.  With ``batch: constant`` this grows as
-  the most micro-batches that a replica then has, which is the most that it can: bubbles, and what comes once a step,
-  don't grow.  With ``shrink`` it does not grow, and the step has fewer samples: so it is compared by the time that each
-  sample takes.
 """
 
 from __future__ import annotations
@@ -27,29 +20,25 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 from statistics import fmean
 from typing import NamedTuple
 
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.from_workers import ComputeTime
-from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 
 LATE = 0.1  # of a step
 STEPS = 5
-WORTH = 1.1  # by so much a job has to go faster without a replica, or it is not worth the change
 
 
 @dataclass(frozen=True)
 class Lateness:
-    """How late a replica was in a step, which took ``step_us``: ``behind_us`` the median of the others, and it would
-    have taken them ``without_us`` with their own work alone; ``own_us``: of its workers' own times, how much each is
-    above its counterparts'.
+    """How late a replica was in a step, which took ``step_us``: ``behind_us`` the median of the others; ``own_us``: of
+    its workers' own times, how much each is above its counterparts'.
     """
 
     step_us: int
     behind_us: int
-    without_us: int
     own_us: Mapping[WorkerId, int]
 
     @property
@@ -67,18 +56,37 @@ class SlowReplica:
     replica: int
     member: Member | None
     behind_us: int
-    without_us: int
     own_us: int
     step_us: int
     over: bool = False
 
-    def step_without_us(self, load: float) -> int:
-        """What a step is predicted to take without it, where that has ``load`` times the work for those left."""
-        return round(self.without_us * load)
+    def tell(self, out: CoordinatorOutput) -> None:
+        """Tells the user."""
+        details = {
+            "replica": self.replica,
+            "seat": str(self.member.seat) if self.member is not None else None,
+            "rank": self.member.rank if self.member is not None else None,
+            "behind_us": self.behind_us,
+            "own_us": self.own_us,
+            "step_us": self.step_us,
+            "over": self.over,
+        }
+        text = f"replica {self.replica} holds the exchange between replicas up no more"
+        if not self.over:
+            who = (
+                f"late in it is {self.member}, busy for {self.own_us / 1000:.0f} ms longer than its counterparts"
+                if self.member is not None
+                else "none of its workers is busy for longer than its counterparts: what they send each other is slow"
+            )
+            text = (
+                f"replica {self.replica} holds the exchange between replicas up: it comes "
+                f"{self.behind_us / 1000:.0f} ms after the others, in steps of {self.step_us / 1000:.0f} ms; {who}"
+            )
+        out.say("slow_replica", text, **details)
 
 
 class SlowReplicas:
-    """The slow replicas of a job.  ``watches``: the job asks for them.  ``named``: those that count as slow."""
+    """The slow replicas of a job.  ``watches``: it has any to look for.  ``named``: those that count as slow."""
 
     def __init__(self, watches: bool = False) -> None:
         self._watches = watches
@@ -127,21 +135,14 @@ class SlowReplicas:
                 self.named[each.replica] = each
         return found
 
-    def measured(self, replica: int, roster: Roster) -> SlowReplica | None:
-        """A slow replica as the last steps have it; None where there are too few of them."""
-        enough = len(self._recent.get(replica, ())) == STEPS
-        return self._summed_up(replica, roster) if enough and replica in self.named else None
-
     def _summed_up(self, replica: int, roster: Roster) -> SlowReplica:
         recent = self._recent[replica]
-        behind, without, step = (
-            round(fmean(getattr(each, name) for each in recent)) for name in ("behind_us", "without_us", "step_us")
-        )
+        behind, step = (round(fmean(getattr(each, name) for each in recent)) for name in ("behind_us", "step_us"))
         own = {worker: round(fmean(each.own_us[worker] for each in recent)) for worker in recent[-1].own_us}
         latest = max(sorted(own), key=lambda worker: own[worker])
         member = roster.member(latest) if own[latest] > LATE * behind else None
         over = not any(each.late for each in recent)
-        return SlowReplica(replica, member, behind, without, own[latest], step, over)
+        return SlowReplica(replica, member, behind, own[latest], step, over)
 
 
 class Took(NamedTuple):
@@ -190,36 +191,19 @@ def compared(stages: Sequence[Sequence[Counterparts]], step_us: int) -> dict[int
     replicas.
     """
     behind: Counter[int] = Counter(dict.fromkeys(stages[0][0], 0))
-    held, busiest = Counter(behind), Counter(behind)
     own: dict[int, dict[WorkerId, int]] = {replica: {} for replica in behind}
     for shards in stages:
         waited = {replica: min(group[replica].sum_us for group in shards) for replica in behind}
         ordered = sorted(waited.values())
         for replica, mine in waited.items():
             behind[replica] = max(behind[replica], _of_others(ordered, mine, -(-len(ordered) // 2)) - mine)
-            held[replica] = max(held[replica], _of_others(ordered, mine, 1) - mine)
         for group in shards:
             owns = sorted(took.own_us for took in group.values())
             for replica, took in group.items():
-                busiest[replica] = max(busiest[replica], _of_others(owns, took.own_us, len(owns) - 1))
                 own[replica][took.worker] = took.own_us - _of_others(owns, took.own_us, len(owns) // 2)
-    return {
-        replica: Lateness(step_us, behind[replica], max(step_us - held[replica], busiest[replica]), own[replica])
-        for replica in behind
-    }
+    return {replica: Lateness(step_us, behind[replica], own[replica]) for replica in behind}
 
 
 def _of_others(values: Sequence[int], one: int, number: int) -> int:
     """The ``number``-th smallest, from 1, of sorted ``values`` without ``one`` of them."""
     return values[number - 1] if values[number - 1] < one else values[number]
-
-
-def load_without(job: JobSpec, micro_batches: int, live: int) -> float:
-    """By what a step's time grows at most for each sample, its holdups aside, where one of ``live`` replicas goes.
-    ``micro_batches``: of a replica.
-    """
-    if job.policy.shrinks:
-        return live / (live - 1)
-    block = micro_batches if job.policy.block is None else min(job.policy.block, micro_batches)
-    blocks = job.replicas * ceil(micro_batches / block)
-    return ceil(blocks / (live - 1)) / ceil(blocks / live)

@@ -108,6 +108,8 @@ class StepLedger:
         self.committed = step
         self.validation.committed(step)
         self.slow_replicas.committed(step, roster, now)
+        for slow in self.slow_replicas.news(roster):
+            slow.tell(out)
         for late, values in self._contributions.committed(step):  # what the others have said of it is all here
             out.say(
                 "warning",

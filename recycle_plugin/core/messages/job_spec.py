@@ -59,7 +59,6 @@ class JobSpec:
     rejoin: str | int = "never"
     unit: str = "worker"
     pushed: bool = False
-    slow: str | None = None
     log: bool = False
     helpers: int | None = None
     boundaries: str | tuple[int, ...] = "all"

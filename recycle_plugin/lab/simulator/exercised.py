@@ -12,7 +12,7 @@ from enum import Enum
 
 from recycle_plugin.core.coordinator.joining import Phase
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput, Event
+from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput
 from recycle_plugin.core.messages.from_coordinator import Committed, Fence, Generation, Replay, Resume
 from recycle_plugin.core.messages.from_workers import (
     CatchUp,
@@ -109,9 +109,6 @@ class ProtocolRule(str, Enum):
     MADE_VOID = "a step was void, since not all sums had what a lost replica had"
     WHOLE_RETURNED = "a replica came back whole"
     SLOW_REPLICA = "a replica that held the exchange up was named"
-    DROPPED = "a slow replica was taken offline"
-    KEPT_SLOW = "a slow replica was kept, since the others would not be faster"
-    STAYED_AWAY = "a slow replica was started again no more"
     BOUNDARY_MOVED = "a script had more micro-batches to give than it had been told"
     GIVEN_AGAIN = "a micro-batch that a script had given was asked for again"
     HEARD_BETWEEN = "a script met a change of the membership between two of its steps"
@@ -202,15 +199,7 @@ class Exercised(Counter[ProtocolRule]):
             self[ProtocolRule.KEPT_WHOLE] += event.kind == "contributing" and bool(event.details["kept"])
             self[ProtocolRule.MADE_VOID] += event.kind == "contributing" and event.details["void"] > 0
             self[ProtocolRule.SLOW_REPLICA] += event.kind == "slow_replica" and not event.details["over"]
-            self[ProtocolRule.DROPPED] += event.kind == "replica_dropped"
-            self[ProtocolRule.STAYED_AWAY] += event.kind == "replica_dropped" and event.details["due"] is None
-            self[ProtocolRule.KEPT_SLOW] += event.kind == "slow_replica" and self._kept(event, output)
             self[ProtocolRule.AHEAD] += event.kind == "resume" and event.details["ahead"] > 0
-
-    @staticmethod
-    def _kept(event: Event, output: CoordinatorOutput) -> bool:
-        dropped = any(other.kind == "replica_dropped" for other in output.events)
-        return not (event.details["over"] or dropped)
 
     def _published(
         self, generation: Generation, message: object, membership: Membership, changing: bool, lost: bool

@@ -124,7 +124,7 @@ class Scenario:
     by_hand: bool = False
     log_choices: tuple[tuple[int, ...], ...] = ()
     unit: str = "worker"
-    slow: str | None = None
+    slow: bool = False
     pushes: bool = False
     dawdles: float = 0.0
 

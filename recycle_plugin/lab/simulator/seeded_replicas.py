@@ -23,7 +23,7 @@ def with_pushing(given: Scenario, random: Random) -> Scenario:
     """Puts a job of sharded replicas in the place of one in ten without a slow replica; in three of five lost ones come
     back, in half of the others scripts save, and in three of ten batches shrink.
     """
-    if given.slow is not None or random.random() >= PUSHES:
+    if given.slow or random.random() >= PUSHES:
         return given
     shape, policy = Topology(random.randint(2, 4), 1, random.randint(1, 4)), Policy(split_backward=False)
     costs, steps, shards = costs_of(random, 1), random.randint(4, 6), random.choice((1, 2, 2, 3))

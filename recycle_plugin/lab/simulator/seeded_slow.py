@@ -18,7 +18,7 @@ PERCENT = (130, 200, 300, 400)
 
 def with_slow_replicas(given: Scenario, random: Random) -> Scenario:
     """Makes one job in sixty that neither logs nor reads iterators one of whose replicas a worker is slow from some
-    moment on, and which has no other trouble, or in three of ten a kill.  Mostly slow replicas are dropped.
+    moment on, and which has no other trouble, or in three of ten a kill.
     """
     if given.logs or given.iterators or random.random() >= SHARE:
         return given
@@ -38,12 +38,12 @@ def with_slow_replicas(given: Scenario, random: Random) -> Scenario:
             **{name: getattr(costs, name)[:stages] for name in ("forward", "input", "weight", "reduce", "step")},
         ),
         Policy(shrinks=random.random() < 0.4),
-        {"never": 30, 1: 70, 2: 90}[rejoin],
+        30,
         troubles,
         torn=given.torn,
         weather=given.weather,
         reloads=given.reloads,
         rejoin=rejoin,
         unit="replica",
-        slow=random.choice(("drop", "drop", "drop", "report")),
+        slow=True,
     )

@@ -37,7 +37,6 @@ def job(scenario: Scenario) -> JobSpec:
         rebalance=scenario.rebalances,
         rejoin=scenario.rejoin,
         unit=scenario.unit,
-        slow=scenario.slow,
         pushed=scenario.pushes,
         log=scenario.logs,
         boundaries=scenario.log_choices[0] if scenario.log_choices else "all",

@@ -27,7 +27,6 @@ ALIKE = (
     "seed",
     "rejoin",
     "unit",
-    "slow",
 )  # settings that all workers have to have alike
 
 
