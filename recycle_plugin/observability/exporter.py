@@ -34,7 +34,7 @@ class Exporter:
             if event.kind == "start":
                 early, self._early = self._early, None
                 if event.details["job"]["metrics"] is not None:
-                    self._serve(early, **event.details["job"]["metrics"])
+                    self._serve(early, event.details["job"]["metrics"])
         elif self._metrics is not None:
             self._metrics.take(event, now)
 
@@ -43,21 +43,21 @@ class Exporter:
         if self._server is not None:
             self._server.close()
 
-    def _serve(self, early: list[tuple[Event, float]], address: str, port: int) -> None:
+    def _serve(self, early: list[tuple[Event, float]], where: str) -> None:
         # whoever serves none, as most supervisors, need not have what does
         from recycle_plugin.observability.metrics import Metrics
         from recycle_plugin.observability.metrics_server import MetricsServer
 
-        metrics = Metrics()
+        metrics, (address, _, port) = Metrics(), where.rpartition(":")
         try:
-            self._server = MetricsServer(address, port, metrics.registry)
+            self._server = MetricsServer(address.strip("[]"), int(port), metrics.registry)
         except OSError as error:
             self._say(
                 Event(
                     "warning",
-                    f"metrics: nobody can listen on {address}:{port} ({error.strerror}), and the job goes on without; "
-                    "recycle.metrics.port 0 takes one that is free",
-                    {"address": address, "port": port},
+                    f"metrics: nobody can listen on {where} ({error.strerror}), and the job goes on without; port 0 in "
+                    "recycle.metrics takes one that is free",
+                    {"address": where},
                 )
             )
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -41,6 +42,14 @@ def _checked_size(value: Any) -> Any:
     return size
 
 
+def _checked_address(text: str) -> str:
+    """Address and port of a server; an IPv6 address in brackets."""
+    match = re.fullmatch(r"(\[[\da-fA-F:.]+\]|[^\s:\[\]]+):(\d{1,5})", text, re.ASCII)
+    if match is None or int(match[2]) > 65535:
+        raise PydanticCustomError("no_address", "no address")
+    return text
+
+
 def _checked_folder(path: str) -> str:
     """A path, in which a leading ~ is the user's folder."""
     if "\0" in path:
@@ -58,6 +67,7 @@ Cap = Annotated[
 Bytes = Annotated[Count | str | None, AfterValidator(_checked_size)]
 PerStage = Annotated[Milliseconds | tuple[Milliseconds, ...], _as_tuple]
 Folder = Annotated[str, Field(min_length=1), AfterValidator(_checked_folder)]
+Address = Annotated[str, AfterValidator(_checked_address)]
 Rejoin = Literal["always", "never"] | Annotated[int, Field(ge=0)]
 Helpers = Literal["auto"] | Annotated[int, Field(ge=0)]
 Boundaries = Annotated[Literal["auto", "all", "hosts"] | tuple[Annotated[int, Field(ge=0)], ...], _as_tuple]

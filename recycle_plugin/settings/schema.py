@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from recycle_plugin.core.messages.job_spec import Endpoint
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
@@ -27,6 +26,7 @@ from recycle_plugin.settings.field_types import (
     BOOL,
     CAP,
     STRICT,
+    Address,
     Bytes,
     Cap,
     Count,
@@ -41,7 +41,6 @@ from recycle_plugin.settings.sections import (
     CheckpointSettings,
     CostSettings,
     LogSettings,
-    MetricsSettings,
     TlsSettings,
 )
 from recycle_plugin.settings.wording import FAULT, SettingsError, explained, kind, shown
@@ -305,10 +304,12 @@ class Settings(BaseModel):
         "what crosses stages is logged on each sender's disk: where a stage's last worker is lost, the next process "
         "replays it from the last checkpoint while all others wait; needs `checkpoint` and `rejoin`; null for no log",
     )
-    metrics: MetricsSettings | None = setting(
+    metrics: Address | None = setting(
         None,
-        'an object such as {"port": 9400}, or null',
-        "serve the job's numbers to Prometheus from the host of rank 0; null for no server",
+        'an address and a port such as "127.0.0.1:9400", or null',
+        "serve the job's numbers to Prometheus from the host of rank 0, at this address and port; port 0: one that is "
+        "free, which the event `metrics` says. Nobody has to say who they are, so 0.0.0.0, which others can reach, "
+        "is for networks that are trusted; null: no server",
     )
     tls: TlsSettings | None = setting(
         None,
@@ -328,11 +329,6 @@ class Settings(BaseModel):
     def exact_block(self) -> int | None:
         """The micro-batches of a block in exact mode; None: all of a replica's."""
         return None if isinstance(self.exact, bool) else self.exact
-
-    @property
-    def endpoint(self) -> Endpoint | None:
-        """Where metrics are served, None if they are not."""
-        return Endpoint(self.metrics.address, self.metrics.port) if self.metrics else None
 
     @classmethod
     def from_section(cls, section: dict[str, Any] | None) -> Settings:

@@ -117,27 +117,6 @@ class LogSettings(BaseModel):
         return None if self.helpers == "auto" else self.helpers
 
 
-class MetricsSettings(BaseModel):
-    """What the coordinator's process serves over HTTP, in Prometheus' text format, while the job runs."""
-
-    model_config = STRICT
-
-    port: int = setting(
-        0,
-        "a whole number from 0 to 65535",
-        "where it listens; 0: a port that is free, which the event `metrics` says",
-        ge=0,
-        le=65535,
-    )
-    address: str = setting(
-        "127.0.0.1",
-        'an address of the host, such as "127.0.0.1"',
-        'address that it is bound to; nobody has to say who they are, so "0.0.0.0", which other hosts can reach, is '
-        "for networks that are trusted",
-        min_length=1,
-    )
-
-
 class TlsSettings(BaseModel):
     """The certificate of this host and what it goes with, as PEM files; with them what processes say to each other is
     encrypted, within one host too.
@@ -165,7 +144,6 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "costs": CostSettings,
     "checkpoint": CheckpointSettings,
     "log": LogSettings,
-    "metrics": MetricsSettings,
     "tls": TlsSettings,
 }
 """The settings that are such objects, by their keys."""

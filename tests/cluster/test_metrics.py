@@ -42,7 +42,7 @@ def held_with_a_loss(launch: Launch, folder: Path) -> Iterator[Run]:
     """A job that serves metrics, has lost a worker and gone on, and stands still before its end; goes on to that when
     this is left.
     """
-    run = launch("recycle.metrics={port: 0}", RECYCLE_TEST_WRAP=json.dumps(hold(folder)))
+    run = launch("recycle.metrics=127.0.0.1:0", RECYCLE_TEST_WRAP=json.dumps(hold(folder)))
     after_step(run, KILLED_AT)
     os.kill(run.pids()[run_rank(run, "0.1")], signal.SIGKILL)
     after_step(run, STEPS - 4)  # the gate is at the one after the next
@@ -110,7 +110,7 @@ def test_the_url_is_said_and_gone_with_the_job(launch, tmp_path, launcher):
     """Of the launcher for one host, which is the coordinator's process too, and of rank 0's guard, which has one for
     it.
     """
-    run = launch("recycle.metrics={port: 0}", launcher=launcher, RECYCLE_TEST_WRAP=json.dumps(hold(tmp_path)))
+    run = launch("recycle.metrics=127.0.0.1:0", launcher=launcher, RECYCLE_TEST_WRAP=json.dumps(hold(tmp_path)))
     after_step(run, 4)
     (said,), found = of(run.events(), "metrics"), scrape(run.events())
     assert 4 <= found["recycle_step",] < STEPS and found["recycle_workers", "live"] == 4
@@ -123,7 +123,7 @@ def test_the_url_is_said_and_gone_with_the_job(launch, tmp_path, launcher):
 
 def test_a_port_that_is_taken_costs_nothing(launch, reference):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = launch(f"recycle.metrics={{port: {(port := taken.getsockname()[1])}}}").finish()
+        result = launch(f"recycle.metrics=127.0.0.1:{(port := taken.getsockname()[1])}").finish()
     assert_same_training(result, reference())
     said = [event["text"] for event in result.of("warning") if "metrics" in event["text"]]
     assert (

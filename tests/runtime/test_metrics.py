@@ -11,7 +11,6 @@ from dataclasses import asdict
 import pytest
 
 from recycle_plugin.core.coordinator.output import Event
-from recycle_plugin.core.messages.job_spec import Endpoint
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.observability.exporter import Exporter
 from recycle_plugin.observability.metrics import Metrics
@@ -257,13 +256,13 @@ def test_what_is_kept_does_not_grow_with_the_job(fed):
 # --- served ------------------------------------------------------------------------------------------------
 
 
-def exported(endpoint: Endpoint | None) -> tuple[Exporter, list[Event]]:
+def exported(where: str | None) -> tuple[Exporter, list[Event]]:
     """... of a job that has started, and what it has said."""
     said: list[Event] = []
     exporter = Exporter(said.append)
     for kind, details in (
         ("worker", {"rank": 0, "pid": 7}),
-        ("start", {"job": asdict(job(metrics=endpoint)), "seats": SEATS}),
+        ("start", {"job": asdict(job(metrics=where)), "seats": SEATS}),
         ("loss", {"step": 1, "loss": 0.5}),
     ):
         exporter.take(Event(kind, "", details), 1.0)
@@ -276,10 +275,10 @@ def scraped(url: str) -> str:
         return answer.read().decode()
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "[::ffff:127.0.0.1]"])
 def test_port_0_is_one_that_is_free_and_is_said(address, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
-    exporter, (said,) = exported(Endpoint(address, 0))
+    exporter, (said,) = exported(f"{address}:0")
     try:
         assert said.kind == "metrics" and said.details["url"] in said.text and said.details["port"] > 0
         lines = scraped(said.details["url"]).splitlines()
@@ -295,7 +294,7 @@ def test_port_0_is_one_that_is_free_and_is_said(address, monkeypatch):
 
 
 def test_who_says_nothing_keeps_nobody_from_scraping():
-    exporter, (said,) = exported(Endpoint("127.0.0.1", 0))
+    exporter, (said,) = exported("127.0.0.1:0")
     try:
         with socket.create_connection(("127.0.0.1", said.details["port"])):
             assert "recycle_loss 0.5" in scraped(said.details["url"])
@@ -306,7 +305,7 @@ def test_who_says_nothing_keeps_nobody_from_scraping():
 @pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1", "no such host.invalid"])
 def test_where_nobody_can_listen_there_is_a_warning(address):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        exporter, (said,) = exported(Endpoint(address, port := taken.getsockname()[1]))
+        exporter, (said,) = exported(f"{address}:{(port := taken.getsockname()[1])}")
         exporter.take(Event("loss", "", {"step": 2, "loss": 0.25}), 2.0)
         exporter.close()
     assert (

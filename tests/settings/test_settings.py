@@ -34,6 +34,7 @@ def message(section) -> str:
 
 OF_A_PROFILE = "write the path of a file that recycle profile --out wrote"
 FAULT_LIST = 'write a list of faults such as ["kill 0.1 before 1F0.2@5"]'
+METRICS = 'write an address and a port such as "127.0.0.1:9400", or null'
 REJOIN = 'write a whole number, not negative, "always" or "never"'
 CAP = (
     'write a whole number of at least 1, a list of one for each stage, "1f1b", a size such as "12GiB", "auto", or null'
@@ -75,6 +76,10 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ({"keep_bytes": 0}, f"recycle.keep_bytes: 0 is not possible; {SIZE}"),
         ({"keep_bytes": 1.5}, f"recycle.keep_bytes: 1.5 is a number; {SIZE}"),
         ({"keep_bytes": "all"}, f'recycle.keep_bytes: "all" is not possible; {SIZE}'),
+        ({"metrics": {"port": 9400}}, f'recycle.metrics: {{"port": 9400}} is an object; {METRICS}'),
+        ({"metrics": "9400"}, f'recycle.metrics: "9400" is not possible; {METRICS}'),
+        ({"metrics": "127.0.0.1:70000"}, f'recycle.metrics: "127.0.0.1:70000" is not possible; {METRICS}'),
+        ({"metrics": "::1:80"}, f'recycle.metrics: "::1:80" is not possible; {METRICS}'),
         ({"rejoin": "sometimes"}, f'recycle.rejoin: "sometimes" is not possible; {REJOIN}'),
         ({"rejoin": -1}, f"recycle.rejoin: -1 is not possible; {REJOIN}"),
         ({"rejoin": True}, f"recycle.rejoin: true is not possible; {REJOIN}"),

@@ -83,8 +83,6 @@ SEEN = {
     "log.helpers": "cluster/test_replayed_by_many.py::test_where_nobody_can_help_it_is_replayed_alone",
     "log.ring_bytes": "cluster/test_replayed.py::test_a_full_disk_stops_the_log_and_not_the_training",
     "metrics": "cluster/test_metrics.py::test_a_scrape_says_what_the_log_says",
-    "metrics.port": "cluster/test_metrics.py::test_a_port_that_is_taken_costs_nothing",
-    "metrics.address": "runtime/test_metrics.py::test_port_0_is_one_that_is_free_and_is_said",
     "tls": "cluster/test_tls.py::test_a_killed_worker_comes_back_and_the_weights_are_those_without_tls",
     **{
         f"tls.{name}": "runtime/test_tls.py::test_who_is_not_alike_is_a_stranger_to_the_other"

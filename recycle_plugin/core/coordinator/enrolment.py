@@ -69,7 +69,7 @@ class Enrolment:
 
 CHANGES = frozenset({"micro_batches", "batch"})  # while a job goes on
 HOSTS = frozenset({"folders"})  # may be each host's own
-WHERE = HOSTS | {"run_dir", "metrics.address", "metrics.port", "metrics"}  # the job's own counts
+WHERE = HOSTS | {"run_dir", "metrics"}  # the job's own counts
 
 
 def unlike(job: JobSpec, newcomers: JobSpec) -> str:

@@ -12,14 +12,6 @@ from recycle_plugin.core.vocabulary.topology import Topology
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """The address at which the coordinator serves the job's metrics; port 0 stands for one that is free."""
-
-    address: str
-    port: int
-
-
-@dataclass(frozen=True)
 class JobSpec:
     """The job that its workers ask for; the ``start`` event shows it to the user, field by field.
 
@@ -55,7 +47,7 @@ class JobSpec:
     seed: int = 0
     exact: bool = False
     arithmetic: str | None = None
-    metrics: Endpoint | None = None
+    metrics: str | None = None
     rejoin: str | int = "never"
     unit: str = "worker"
     pushed: bool = False

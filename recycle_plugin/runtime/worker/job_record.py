@@ -27,6 +27,7 @@ ALIKE = (
     "seed",
     "rejoin",
     "unit",
+    "metrics",
 )  # settings that all workers have to have alike
 
 
@@ -59,7 +60,6 @@ def job_spec(
         clipping=framework.clipping,
         exact=bool(settings.exact),
         arithmetic=framework.model.device.arithmetic() if settings.exact else None,
-        metrics=settings.endpoint,
         pushed=framework.pushed is not None,
         log=settings.log is not None,
         helpers=None if settings.log is None else settings.log.most_helpers,
