@@ -87,12 +87,12 @@ def placement(command: list[str]) -> str:
 def with_credentials(environment: Mapping[str, str], command: list[str], joins: bool = False) -> dict[str, str]:
     """The environment, with what the config file that the command line names says of how processes know each other: the
     path of the job's secret where that is to be another than on one host (secret_file in
-    authentication/secret.py), and those of its TLS (tls.py beside it).
+    authentication/secret.py), and the folder of its TLS (tls.py beside it).
 
     On several hosts the secret may be in the run folder, and who ``joins`` finds it there.
     """
+    from recycle_plugin.authentication import tls as of_tls
     from recycle_plugin.authentication.secret import SETTING
-    from recycle_plugin.authentication.tls import VARIABLES
 
     ranks = int(environment.get("WORLD_SIZE", "1"))
     several = joins or ranks > int(environment.get("LOCAL_SIZE", ranks))
@@ -103,8 +103,7 @@ def with_credentials(environment: Mapping[str, str], command: list[str], joins: 
         from recycle_plugin.settings.wording import SECTION  # takes longer to import than all else
 
         section = json.loads(text).get(SECTION)
-        named, folder, tls = section.get("secret_file"), section.get("run_dir"), section.get("tls") or {}
-        found = {VARIABLES[name]: str(path) for name, path in tls.items() if name in VARIABLES and path}
+        named, folder, tls = section.get("secret_file"), section.get("run_dir"), section.get("tls")
     except (IndexError, OSError, ValueError, AttributeError):
         return dict(environment)
     shared = Path(str(folder), "secret")
@@ -112,7 +111,8 @@ def with_credentials(environment: Mapping[str, str], command: list[str], joins: 
         named = shared
         with suppress(OSError):  # that is said when the secret is written
             shared.parent.mkdir(parents=True, exist_ok=True)
-    return found | ({SETTING: str(named)} if named else {}) | dict(environment)
+    found = {SETTING: named, of_tls.SETTING: tls}
+    return {name: str(path) for name, path in found.items() if path} | dict(environment)
 
 
 # --- on one host ---------------------------------------------------------------------------------------

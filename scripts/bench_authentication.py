@@ -30,7 +30,7 @@ from unittest.mock import patch
 from recycle_plugin.authentication.door import Door
 from recycle_plugin.authentication.handshake import Port, Proved, Seal, Seals, answer, call
 from recycle_plugin.authentication.secret import Secret
-from recycle_plugin.authentication.tls import Tls, TlsFiles
+from recycle_plugin.authentication.tls import Tls
 from recycle_plugin.core.messages.from_coordinator import Welcome
 from recycle_plugin.core.messages.from_workers import Hello
 from recycle_plugin.lab.experiments.bench_scripts import certificate, script
@@ -50,8 +50,7 @@ CALLERS = 8  # threads that connect at the same time, each one connection after 
 def main(arguments: list[str]) -> int:
     found = parser().parse_args(arguments)
     provide(2 * max(found.connections))
-    made, key = certificate(found.out / "certificate")
-    kinds = {"with": SECRET, "without": SECRET, "TLS": Secret(SHARED, Tls(TlsFiles(str(made), str(key), str(made))))}
+    kinds = {"with": SECRET, "without": SECRET, "TLS": Secret(SHARED, Tls(certificate(found.out / "certificate")))}
     measured = {count: compared(count, found.rounds, kinds) for count in found.connections}
     for count, times in measured.items():
         print(f"{count:>5} connections: {compare(count, times, 'with', 'without')}")

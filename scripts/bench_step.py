@@ -31,7 +31,7 @@ from typing import NamedTuple
 import psutil
 
 from recycle_plugin import planner
-from recycle_plugin.authentication.tls import TlsFiles
+from recycle_plugin.authentication.tls import SETTING
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
@@ -142,9 +142,8 @@ def change(found: argparse.Namespace) -> dict:
 def tls(found: argparse.Namespace) -> dict:
     """Round by round too; the certificate has signed itself, and all four workers show it."""
     own, job = job_of(found)
-    overrides, (made, key) = ["recycle.enabled=true", *own], certificate(found.out.resolve() / "certificate")
-    files = TlsFiles(str(made), str(key), str(made))
-    kinds = {"without": Kind(overrides), "plugin": Kind(overrides, variables=files.variables)}
+    overrides, folder = ["recycle.enabled=true", *own], certificate(found.out.resolve() / "certificate")
+    kinds = {"without": Kind(overrides), "plugin": Kind(overrides, variables={SETTING: str(folder)})}
     return in_rounds(found, job, kinds, ENCRYPTED)
 
 

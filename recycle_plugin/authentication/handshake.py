@@ -40,7 +40,7 @@ SEAL = 16  # bytes of a message's seal
 HANDSHAKE_S = 10.0  # how long all of it may take
 TLS_HELLO, TLS_ALERT = b"\x16\x03", b"\x15\x03"  # how what TLS says begins
 ALIKE = "set recycle.tls on all hosts, or on none"
-SIGNED = "name the same recycle.tls.ca on all hosts, and a recycle.tls.cert that it has signed"
+SIGNED = "put the same ca.crt into the folder of recycle.tls on all hosts, and a tls.crt that it has signed"
 SHOWN = 64  # bytes of what has come instead
 
 

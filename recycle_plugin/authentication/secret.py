@@ -19,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from recycle_plugin.authentication.tls import VARIABLES, Tls
+from recycle_plugin.authentication import tls as of_tls
+from recycle_plugin.authentication.tls import Tls
 from recycle_plugin.errors import NoCredentials
 
 SETTING = "RECYCLE_SECRET_FILE"  # the environment's variable by which the user says where the file is
@@ -183,17 +184,16 @@ class SecretFile:
         return self._secret
 
 
-def check_heeded(secret_file: str | None, tls: bool, environment: Mapping[str, str]) -> None:
+def check_heeded(secret_file: str | None, tls: str | None, environment: Mapping[str, str]) -> None:
     """Raise NoSecret where the setting ``secret_file``, or ``tls``, has come too late for the launcher to heed it."""
-    for set_, name, variables, what in (
-        (secret_file, "secret_file", [SETTING], "where processes find each other's secret"),
-        (tls, "tls", [*VARIABLES.values()], "by which certificates processes know each other"),
+    for set_, name, variable, what in (
+        (secret_file, "secret_file", SETTING, "where processes find each other's secret"),
+        (tls, "tls", of_tls.SETTING, "by which certificates processes know each other"),
     ):
-        if set_ and not all(variable in environment for variable in variables):
+        if set_ and variable not in environment:
             raise NoSecret(
                 f"recycle.{name} says {what}, which they had to know before this config was there: put it into a "
-                "file, and name that on the script's command line with --deepspeed_config; or set "
-                f"{', '.join(variables)}"
+                f"file, and name that on the script's command line with --deepspeed_config; or set {variable}"
             )
 
 

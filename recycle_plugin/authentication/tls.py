@@ -1,13 +1,12 @@
 """TLS between the processes of a job: the files that it takes, and one end of it.
 
-Both ends show a certificate, and each takes whatever the job's ``ca`` has signed: names of hosts are not compared,
+Both ends show a certificate, and each takes whatever the job's ``ca.crt`` has signed: names of hosts are not compared,
 since it is the job's secret, proved inside of TLS and for this very connection, that says which job an end is of
 (handshake.py).  Only TLS 1.3, so that nothing that was recorded can be read with a key that gets known later.
 """
 
 from __future__ import annotations
 
-import os
 import ssl
 import stat
 import threading
@@ -17,19 +16,21 @@ from typing import NamedTuple
 
 from recycle_plugin.errors import NoCredentials
 
-VARIABLES = {name: f"RECYCLE_TLS_{name.upper()}" for name in ("cert", "key", "ca")}  # of the environment
+SETTING = "RECYCLE_TLS"  # of the environment: the folder that the files are in
 ALERT = b"\x15\x03\x03\x00\x02\x02\x46"  # TLS's own word for a version that is not spoken here
 RECORD = 1 << 14  # bytes of one, at most
+OWN, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 FILES = {
-    "cert": "the path of a PEM file with this host's certificate",
-    "key": "the path of a PEM file with the private key of recycle.tls.cert",
-    "ca": "the path of a PEM file with the certificate that has signed those of all hosts",
+    OWN: "put this host's certificate there, in PEM",
+    KEY: f"put the private key of {OWN} there, in PEM",
+    CA: "put the certificate there that has signed those of all hosts, in PEM",
 }
-UNSIGNED = ("was not signed by recycle.tls.ca", "name one that was, or the ca that has signed it")
+"""What is in the folder, by the names that Kubernetes gives it in a secret, and what to do where it is not."""
+UNSIGNED = (f"was not signed by the {CA} beside it", f"put one there that was, or the {CA} that has signed it")
 WRONG = {
     **dict.fromkeys((2, 7, 18, 19, 20, 21), UNSIGNED),
     9: ("is not valid yet, by this host's clock", "set the clock, or make a certificate that is valid now"),
-    10: ("has expired, or recycle.tls.ca has", "make one that is valid as long as the job runs"),
+    10: (f"has expired, or the {CA} beside it has", "make one that is valid as long as the job runs"),
     26: (
         "is not for both ends of a connection",
         "make one whose extended key usage has serverAuth and clientAuth, or that has none",
@@ -40,11 +41,11 @@ NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNSUPPORTED_PROTOCO
 
 
 class NoCertificate(NoCredentials):
-    """What the setting ``tls`` names can't be used: the setting ``key`` in it, what is ``wrong``, what to do."""
+    """What the setting ``tls`` names can't be used: what is ``wrong``, and what to do (``fix``)."""
 
-    def __init__(self, key: str, wrong: str, fix: str) -> None:
-        super().__init__(f"recycle.tls.{key}: {wrong}; {fix}")
-        self.key, self.wrong, self.fix = key, wrong, fix
+    def __init__(self, wrong: str, fix: str) -> None:
+        super().__init__(f"recycle.tls: {wrong}; {fix}")
+        self.wrong, self.fix = wrong, fix
 
 
 class TlsFailure(ConnectionError):
@@ -57,54 +58,27 @@ class TlsFailure(ConnectionError):
         self.spoken, self.parting = spoken, parting
 
 
-class TlsFiles(NamedTuple):
-    """The paths of a host's certificate, of the private key to it, and of what certificates are signed by, all PEM."""
-
-    cert: str
-    key: str
-    ca: str
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> TlsFiles | None:
-        """Those that the environment names; None where it names none.  Raises NoCertificate where it names some."""
-        named = {name: environment.get(variable) for name, variable in VARIABLES.items()}
-        return cls.named(named) if any(named.values()) else None
-
-    @classmethod
-    def named(cls, paths: Mapping[str, str | None]) -> TlsFiles:
-        """Those of ``paths``, by the names of VARIABLES.  Raises NoCertificate where one is missing."""
-        for name, write in FILES.items():
-            if not paths.get(name):
-                raise NoCertificate(name, "is missing", f"write {write}")
-        return cls(*(str(Path(str(paths[name])).expanduser()) for name in cls._fields))
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """The environment's, by which processes are told of them."""
-        return {VARIABLES[name]: path for name, path in zip(self._fields, self, strict=True)}
-
-
 class Tls:
-    """What ends of connections are made of, from ``files``, which are read here and no more.
+    """What ends of connections are made of, from the files in ``folder``, which are read here and no more.
 
     Raises NoCertificate where they can't be read, or don't go together: they are tried on each other.
     """
 
-    def __init__(self, files: TlsFiles) -> None:
-        self.files = files
-        for name, path in zip(files._fields, files, strict=True):
-            _check_readable(name, path)
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        for name in FILES:
+            _check_readable(self.folder / name)
         self._calls, self._answers = (
-            _context(files, kind) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
+            _context(self.folder, kind) for kind in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)
         )
         self._answers.num_tickets = 0  # nobody goes on with an earlier session
         self._try()
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Tls | None:
-        """That of the files which the environment names; None where it names none.  Raises NoCertificate."""
-        files = TlsFiles.of(environment)
-        return None if files is None else cls(files)
+        """That of the folder which the environment names; None where it names none.  Raises NoCertificate."""
+        folder = environment.get(SETTING)
+        return cls(folder) if folder else None
 
     def end(self, calls: bool) -> TlsEnd:
         """The end of a new connection: the one that ``calls``, or the one that answers."""
@@ -120,7 +94,7 @@ class Tls:
             error = failure.__cause__
             code = error.verify_code if isinstance(error, ssl.SSLCertVerificationError) else 0
             wrong, fix = WRONG.get(code, UNUSABLE)
-            raise NoCertificate("cert", f"{self.files.cert} {wrong} ({failure})", fix) from None
+            raise NoCertificate(f"{self.folder / OWN} {wrong} ({failure})", fix) from None
 
 
 class Shaken(NamedTuple):
@@ -206,51 +180,49 @@ class TlsEnd:
             return self._said.read()
 
 
-def _check_readable(name: str, path: str) -> None:
+def _check_readable(path: Path) -> None:
     try:
-        Path(path).read_bytes()
+        path.read_bytes()
     except OSError as error:
-        raise NoCertificate(name, f"{path} can't be read ({error.strerror})", f"write {FILES[name]}") from None
+        raise NoCertificate(f"{path} can't be read ({error.strerror})", FILES[path.name]) from None
 
 
-def _context(files: TlsFiles, kind: ssl._SSLMethod) -> ssl.SSLContext:
+def _context(folder: Path, kind: ssl._SSLMethod) -> ssl.SSLContext:
     """One end's; nothing that the system trusts is trusted."""
     made = ssl.SSLContext(kind)
     made.check_hostname = False
     made.verify_mode = ssl.CERT_REQUIRED
     made.minimum_version = ssl.TLSVersion.TLSv1_3
-    made.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whatever is in ``ca``, also where another one has signed it
-    _load_certificates(made, "ca", files.ca)
-    _load_certificates(ssl.SSLContext(kind), "cert", files.cert)  # which says whether there is one
-    _load_own(made, files)
-    if os.stat(files.key).st_mode & stat.S_IRWXO:
-        raise NoCertificate("key", f"everybody on this host can use {files.key}", f"chmod 600 {files.key}")
+    made.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whatever is in CA, also where another one has signed it
+    _load_certificates(made, folder / CA)
+    _load_certificates(ssl.SSLContext(kind), folder / OWN)  # which says whether there is one
+    _load_own(made, folder / OWN, folder / KEY)
+    if (folder / KEY).stat().st_mode & stat.S_IRWXO:
+        fix = f"chmod 600 {folder / KEY}; in a pod, defaultMode: 0400 at the secret's volume"
+        raise NoCertificate(f"everybody on this host can use {folder / KEY}", fix)
     return made
 
 
-def _load_certificates(made: ssl.SSLContext, name: str, path: str) -> None:
+def _load_certificates(made: ssl.SSLContext, path: Path) -> None:
     try:
         made.load_verify_locations(path)
     except ssl.SSLError:
-        raise NoCertificate(name, f"{path} has no certificate in PEM", f"write {FILES[name]}") from None
+        raise NoCertificate(f"{path} has no certificate in PEM", FILES[path.name]) from None
 
 
-def _load_own(made: ssl.SSLContext, files: TlsFiles) -> None:
+def _load_own(made: ssl.SSLContext, own: Path, key: Path) -> None:
     """Load this host's certificate and its key.  Raises NoCertificate where the key is wrong."""
 
     def passphrase() -> str:
-        raise NoCertificate(
-            "key",
-            f"{files.key} is encrypted, and nobody is there to type its passphrase",
-            f"write the path of what `openssl pkey -in {files.key}` prints",
-        )
+        wrong = f"{key} is encrypted, and nobody is there to type its passphrase"
+        raise NoCertificate(wrong, f"put there what `openssl pkey -in {key}` prints")
 
     try:
-        made.load_cert_chain(files.cert, files.key, passphrase)
+        made.load_cert_chain(own, key, passphrase)
     except ssl.SSLError as error:
-        wrong = {"KEY_VALUES_MISMATCH": f"does not belong to {files.cert}", None: "has no private key in PEM"}
+        wrong = {"KEY_VALUES_MISMATCH": f"does not belong to {own}", None: "has no private key in PEM"}
         found = wrong.get(error.reason, f"can't be used with its certificate ({error.reason})")
-        raise NoCertificate("key", f"{files.key} {found}", f"write {FILES['key']}") from None
+        raise NoCertificate(f"{key} {found}", FILES[KEY]) from None
 
 
 def _failed(error: ssl.SSLError, parting: bytes = b"") -> TlsFailure:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
+from recycle_plugin.authentication.tls import NoCertificate, Tls
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
@@ -41,7 +42,6 @@ from recycle_plugin.settings.sections import (
     CheckpointSettings,
     CostSettings,
     LogSettings,
-    TlsSettings,
 )
 from recycle_plugin.settings.wording import FAULT, SettingsError, explained, kind, shown
 
@@ -311,13 +311,14 @@ class Settings(BaseModel):
         "free, which the event `metrics` says. Nobody has to say who they are, so 0.0.0.0, which others can reach, "
         "is for networks that are trusted; null: no server",
     )
-    tls: TlsSettings | None = setting(
+    tls: Folder | None = setting(
         None,
-        'an object such as {"cert": "host.pem", "key": "host.key", "ca": "ca.pem"}, or null',
-        "encrypt what the job's processes say to each other, but for Gloo's sums: each end shows a "
-        "certificate, and proves the job's secret inside; for which the section has to be in the file that "
-        "`--deepspeed_config` names on the command line; the environment's RECYCLE_TLS_CERT, RECYCLE_TLS_KEY and "
-        "RECYCLE_TLS_CA go before it; null for no TLS",
+        "a folder's path, or null",
+        "encrypt what the job's processes say to each other, but for Gloo's sums. The folder has on each host tls.crt "
+        "(the host's certificate, and behind it those between it and ca.crt, if there are any), tls.key (its private "
+        "key, not encrypted) and ca.crt, which has signed those of all hosts: the names of a Kubernetes secret. The "
+        "section has to be in the file that `--deepspeed_config` names on the command line; the environment's "
+        "RECYCLE_TLS goes before it; null for no TLS",
     )
 
     @property
@@ -345,7 +346,10 @@ class Settings(BaseModel):
         refuse_contradictions(settings)
         settings.profile()
         if settings.tls is not None:
-            settings.tls.check()
+            try:
+                Tls(settings.tls)
+            except NoCertificate as error:
+                raise SettingsError("tls", error.wrong, error.fix) from None
         return settings
 
     def profile(self) -> Profile | None:

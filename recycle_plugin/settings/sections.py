@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from recycle_plugin.authentication.tls import FILES, NoCertificate, Tls, TlsFiles
 from recycle_plugin.core.vocabulary.log_boundaries import at_start
 from recycle_plugin.settings.field_types import (
     ONE,
@@ -117,33 +116,9 @@ class LogSettings(BaseModel):
         return None if self.helpers == "auto" else self.helpers
 
 
-class TlsSettings(BaseModel):
-    """The certificate of this host and what it goes with, as PEM files; with them what processes say to each other is
-    encrypted, within one host too.
-    """
-
-    model_config = STRICT
-
-    cert: Folder | None = setting(
-        None, FILES["cert"], "this host's certificate, with those between it and `tls.ca` behind it, if there are any"
-    )
-    key: Folder | None = setting(None, FILES["key"], "the private key of `tls.cert`, not encrypted")
-    ca: Folder | None = setting(
-        None, FILES["ca"], "the certificate that has signed those of all hosts; whoever it has signed may connect"
-    )
-
-    def check(self) -> None:
-        """Raise SettingsError where the files are not there, or don't go together."""
-        try:
-            Tls(TlsFiles.named(self.model_dump()))
-        except NoCertificate as error:
-            raise SettingsError(f"tls.{error.key}", error.wrong, error.fix) from None
-
-
 SECTIONS: dict[str, type[BaseModel]] = {
     "costs": CostSettings,
     "checkpoint": CheckpointSettings,
     "log": LogSettings,
-    "tls": TlsSettings,
 }
 """The settings that are such objects, by their keys."""

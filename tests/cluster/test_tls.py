@@ -13,9 +13,10 @@ from contextlib import suppress
 import pytest
 
 from recycle_plugin.authentication.handshake import MAGIC
+from recycle_plugin.authentication.tls import KEY, OWN
 from recycle_plugin.cli import main
 from recycle_plugin.runs import environment, free_port
-from tests.support.certificates import authority, files
+from tests.support.certificates import authority, changed, files
 from tests.support.cluster import Run
 from tests.support.jobs import WRAPPED, difference, faults, held
 from tests.support.returns import HELD, LONG, assert_came_back
@@ -40,7 +41,8 @@ def somebodys(certificate: bool) -> ssl.SSLContext:
     made.check_hostname = False
     made.load_verify_locations(authority()[0])
     if certificate:
-        made.load_cert_chain(*files("stranger", "other")[:2])
+        folder = files("stranger", "other")
+        made.load_cert_chain(folder / OWN, folder / KEY)
     return made
 
 
@@ -64,11 +66,11 @@ def test_a_killed_worker_comes_back_and_the_weights_are_those_without_tls(launch
         f"steps={LONG}",
         "recycle.rejoin=always",
         faults("kill 1.1 before 1W1.0@5"),
-        *(f"++recycle.tls.{name}={path}" for name, path in own._asdict().items()),
+        f"recycle.tls={own}",
         *more,
         script=WRAPPED,
         RECYCLE_TEST_WRAP=json.dumps([held(tmp_path, HELD, "go")]),
-        **own.variables,
+        RECYCLE_TLS=str(own),
     )
     run.hear("newcomer")
     attack(run)
@@ -88,9 +90,9 @@ def test_a_killed_worker_comes_back_and_the_weights_are_those_without_tls(launch
 )
 def test_the_config_is_heeded_before_the_script_runs(tmp_path, options, place):
     """Here it names a key that is another certificate's: nothing is listened at, and one line says so."""
-    wrong = files("alpha")._replace(key=files("beta").key)
+    wrong = changed(files("alpha"), key=files("beta") / KEY)
     config, script = tmp_path / "ds_config.json", tmp_path / "train.py"
-    config.write_text(json.dumps({"recycle": {"tls": wrong._asdict()}}))
+    config.write_text(json.dumps({"recycle": {"tls": str(wrong)}}))
     script.write_text("raise SystemExit('it was run')")
     done = subprocess.run(
         [sys.executable, "-m", "recycle_plugin.launch", *options, str(script), "--deepspeed_config", str(config)],
@@ -101,6 +103,6 @@ def test_the_config_is_heeded_before_the_script_runs(tmp_path, options, place):
     )
     assert done.returncode == 1
     assert done.stderr == (
-        f"recycle: error: recycle.tls.key: {wrong.key} does not belong to {wrong.cert}; write the path of a PEM file "
-        "with the private key of recycle.tls.cert\n"
+        f"recycle: error: recycle.tls: {wrong / KEY} does not belong to {wrong / OWN}; put the private key of tls.crt "
+        "there, in PEM\n"
     )

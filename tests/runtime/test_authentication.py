@@ -29,7 +29,7 @@ from recycle_plugin.authentication.handshake import (
     call,
 )
 from recycle_plugin.authentication.secret import SETTING, NoSecret, NotThere, Secret, SecretFile, check_heeded
-from recycle_plugin.authentication.tls import VARIABLES
+from recycle_plugin.authentication.tls import SETTING as FOLDER
 from recycle_plugin.launch import with_credentials
 from tests.support.secret import SECRET
 
@@ -164,33 +164,26 @@ def test_the_config_says_where_it_is_before_the_script_runs(tmp_path, section, p
 @pytest.mark.parametrize(
     "section, place, wanted",
     [
-        ({"tls": {"cert": "c", "key": "k", "ca": "a"}}, {}, {"cert": "c", "key": "k", "ca": "a"}),
-        ({"tls": {"cert": "c", "ca": "a"}}, {}, {"cert": "c", "ca": "a"}),
-        (
-            {"tls": {"cert": "c", "ca": "a"}},
-            {"cert": "mine", "key": "mine"},
-            {"cert": "mine", "key": "mine", "ca": "a"},
-        ),
-        ({"tls": "c"}, {}, {}),
+        ({"tls": "there"}, {}, {FOLDER: "there"}),
+        ({"tls": "there"}, {FOLDER: "mine"}, {FOLDER: "mine"}),
         ({"tls": None}, {}, {}),
     ],
 )
-def test_the_config_says_too_what_tls_takes(tmp_path, section, place, wanted):
-    """What is wrong in it the supervisor says, which reads the files; and where it is no section at all, the worker."""
+def test_the_config_says_too_where_tls_has_its_files(tmp_path, section, place, wanted):
+    """What is wrong in them the supervisor says, which reads them."""
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"recycle": section}))
-    place, wanted = ({VARIABLES[name]: path for name, path in found.items()} for found in (place, wanted))
     assert with_credentials(place, ["train.py", f"--deepspeed_config={config}"]) == wanted
 
 
 def test_a_setting_that_came_too_late_is_refused():
-    check_heeded(None, False, {})
-    check_heeded("/s", False, {SETTING: "/s"})
+    check_heeded(None, None, {})
+    check_heeded("/s", None, {SETTING: "/s"})
     with pytest.raises(NoSecret, match="--deepspeed_config; or set RECYCLE_SECRET_FILE"):
-        check_heeded("/s", False, {})
-    check_heeded(None, True, dict.fromkeys(VARIABLES.values(), "/t"))
-    with pytest.raises(NoSecret, match="--deepspeed_config; or set RECYCLE_TLS_CERT, RECYCLE_TLS_KEY, RECYCLE_TLS_CA"):
-        check_heeded(None, True, {SETTING: "/s", VARIABLES["ca"]: "/t"})
+        check_heeded("/s", None, {})
+    check_heeded(None, "/t", {FOLDER: "/t"})
+    with pytest.raises(NoSecret, match="--deepspeed_config; or set RECYCLE_TLS"):
+        check_heeded(None, "/t", {SETTING: "/s"})
 
 
 # --- the handshake -------------------------------------------------------------------------------------

@@ -459,7 +459,7 @@ def test_another_users_process_is_asked_for_nothing(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "name, meant",
-    [("RECYCLE_SECRETFILE", "RECYCLE_SECRET_FILE"), ("RECYCLE_TLS_CERTS", "RECYCLE_TLS_CERT")],
+    [("RECYCLE_SECRETFILE", "RECYCLE_SECRET_FILE"), ("RECYCLE_TSL", "RECYCLE_TLS")],
 )
 def test_a_misspelt_variable_is_refused_before_anything_starts(monkeypatch, name, meant):
     monkeypatch.setenv(name, "x")

@@ -15,7 +15,8 @@ import torch
 from recycle_plugin.authentication import handshake
 from recycle_plugin.authentication.handshake import ALIKE, SIGNED, Port, Proved, Stranger, answer, call
 from recycle_plugin.authentication.secret import SETTING, Secret
-from recycle_plugin.authentication.tls import Tls, TlsFailure
+from recycle_plugin.authentication.tls import CA, Tls, TlsFailure
+from recycle_plugin.authentication.tls import SETTING as FOLDER
 from recycle_plugin.authentication.tls_socket import PIECE, TlsSocket
 from recycle_plugin.core.messages.from_coordinator import LogsAt
 from recycle_plugin.core.messages.from_workers import Note
@@ -140,7 +141,7 @@ def test_who_is_not_alike_is_a_stranger_to_the_other(calls, answers, caller_hear
 def test_a_certificate_that_the_answerer_does_not_take_is_the_callers_fault_and_it_hears_so():
     """It takes the answerer's itself: only the other one judges."""
     trusting = Tls(files("alpha", "other"))
-    trusting._calls.load_verify_locations(files().ca)
+    trusting._calls.load_verify_locations(files() / CA)
     heard = met(caller(Secret(SECRET.shared, trusting)), answerer(OURS))
     assert [type(each) for each in heard] == [Stranger, Stranger]
     assert "it refuses this end's certificate, or its TLS: tlsv1 alert unknown ca" in str(heard[0])
@@ -449,7 +450,7 @@ def test_a_host_whose_tls_is_not_the_coordinators_ends_with_one_line(tmp_path, t
         host, port = coordinator.address
         environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
         environment[SETTING] = written(tmp_path / "secret")
-        environment |= own.tls.files.variables if own.tls is not None else {}
+        environment |= {FOLDER: str(own.tls.folder)} if own.tls is not None else {}
         try:
             with pytest.raises(NoCredentials) as ended:
                 one = supervisor.Supervisor(["train.py"], environment, "deepspeed", worker_keeper.Here())

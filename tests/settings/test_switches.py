@@ -84,10 +84,6 @@ SEEN = {
     "log.ring_bytes": "cluster/test_replayed.py::test_a_full_disk_stops_the_log_and_not_the_training",
     "metrics": "cluster/test_metrics.py::test_a_scrape_says_what_the_log_says",
     "tls": "cluster/test_tls.py::test_a_killed_worker_comes_back_and_the_weights_are_those_without_tls",
-    **{
-        f"tls.{name}": "runtime/test_tls.py::test_who_is_not_alike_is_a_stranger_to_the_other"
-        for name in ("cert", "key", "ca")
-    },
 }
 
 

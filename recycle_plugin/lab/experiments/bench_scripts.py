@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -42,12 +43,12 @@ def run_part(parts: Mapping[str, Callable[[argparse.Namespace], dict]], found: a
     return int(not result["met"])
 
 
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate that has signed itself, for one host's jobs, and its private key: files in ``folder``.
+def certificate(folder: Path) -> Path:
+    """The ``folder``, with a certificate in it that has signed itself, for one host's jobs.
 
     Raises RunFailed where there is no ``openssl`` that makes it.
     """
-    made, key = folder / "host.pem", folder / "host.key"
+    made, key = folder / "tls.crt", folder / "tls.key"
     folder.mkdir(parents=True, exist_ok=True)
     new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", str(key)]
     command = ["openssl", "req", "-x509", *new, "-out", str(made), "-subj", "/CN=benchmark", "-days", "2"]
@@ -55,7 +56,8 @@ def certificate(folder: Path) -> tuple[Path, Path]:
         subprocess.run(command, check=True, capture_output=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         raise RunFailed(f"no certificate can be made: {error}") from error
-    return made, key
+    shutil.copy(made, folder / "ca.crt")
+    return folder
 
 
 def calibration(folder: Path, workers: int, overrides: Sequence[str], nominal_us: int) -> Constants:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recycle_plugin.authentication.secret import Secret, write_own
-from recycle_plugin.authentication.tls import Tls, TlsFiles
+from recycle_plugin.authentication.tls import Tls
 
 FILE = "operator.json"
 
@@ -37,7 +37,7 @@ class OperatorAccess:
             return None
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{path} is no file of a job's") from None
-        return cls((str(host), int(port)), Secret(str(shared), Tls(TlsFiles.named(tls)) if tls else None))
+        return cls((str(host), int(port)), Secret(str(shared), Tls(tls) if tls else None))
 
     def write(self, folder: Path) -> str:
         """Writes it to a run folder, in place of an earlier job's; returns why that can't be, or an empty string."""
@@ -45,7 +45,7 @@ class OperatorAccess:
         host, port = self.address
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            tls = self.secret.tls.files._asdict() if self.secret.tls else None
+            tls = str(self.secret.tls.folder.absolute()) if self.secret.tls else None
             write_own(path, json.dumps({"host": host, "port": port, "secret": self.secret.shared, "tls": tls}))
         except OSError as error:
             return f"recycle leave, drain and admit will find no way to this job: {path}: {error.strerror}"
