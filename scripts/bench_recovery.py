@@ -149,11 +149,7 @@ def overrides(shape: Topology, model: str, step_s: float) -> list[str]:
     F = I = W, so that a step with its last stage's wait is about ``step_s``.
     """
     each_ms = 1000 * step_s / (3 * shape.micro_batches + shape.stages - 1)
-    times = [
-        f"{prefix}.{name}_ms={each_ms:g}"
-        for prefix in ("model", "++recycle.costs")
-        for name in ("forward", "input", "weight")
-    ]
+    times = [f"model.{name}_ms={each_ms:g}" for name in ("forward", "input", "weight")]
     emulated = ["optimizer=sgd", *times] if model == "emulated" else []
     return [
         f"model={model}",

@@ -63,7 +63,7 @@ def overrides(found: argparse.Namespace, helpers: int) -> list[str]:
     return [
         "model=emulated",
         "optimizer=sgd",
-        *(f"{prefix}.{op}_ms={found.each_ms}" for prefix in ("model", "++recycle.costs") for op in OPS),
+        *(f"model.{op}_ms={found.each_ms}" for op in OPS),
         f"topology.stages={found.stages}",
         "topology.replicas=1",
         f"topology.micro_batches={found.micro_batches}",

@@ -27,7 +27,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.machine_constants import LOCAL
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.lab.experiments.bench_scripts import calibration, one_loss, run_part, script
+from recycle_plugin.lab.experiments.bench_scripts import calibration, one_loss, run_part, script, told
 from recycle_plugin.lab.experiments.measurements import Constants
 from recycle_plugin.lab.simulator import predict, simulate, traces
 from recycle_plugin.lab.simulator.history import SimulatedTrainer
@@ -132,7 +132,7 @@ def accuracy(found: argparse.Namespace) -> dict:
         measured, digests = one_loss(
             found.out / case.name,
             len(case.shape.seats),
-            overrides(case, found.layer_ms, constants),
+            overrides(case, found.layer_ms, constants, found.out / "costs" / case.name),
             case.lost,
             found.steps,
         )
@@ -203,26 +203,21 @@ def both_plans(case: Case, layer_ms: float, constants: Constants) -> dict[str, P
     }
 
 
-def overrides(case: Case, layer_ms: float, constants: Constants | None) -> list[str]:
-    """The training job.  Costs in microseconds are whole, so that milliseconds with three decimals are exact."""
+def overrides(case: Case, layer_ms: float, constants: Constants | None, folder: Path) -> list[str]:
+    """The training job, whose planner is told ``constants``, if they are known, in a file in ``folder``."""
     names = ("forward_ms", "input_ms", "weight_ms")
-    given = [
+    return [
         "model=emulated", "optimizer=sgd", f"topology.stages={case.stages}", f"topology.replicas={case.replicas}",
         f"topology.micro_batches={case.micro_batches}", f"model.layers={case.layers}", "report_every=0",
         *(f"model.{name}={layer_ms * share:g}" for name, share in zip(names, case.shares)),
+        told(folder, costs_of(case, layer_ms, constants or Constants(0, 0, 0, 0))),
     ]  # fmt: skip
-    costs = costs_of(case, layer_ms, constants or Constants(0, 0, 0, 0))
-    rows = zip(names, (costs.forward, costs.input, costs.weight))
-    given += [f"++recycle.costs.{name}=[{','.join(f'{us / 1000:.3f}' for us in row)}]" for name, row in rows]
-    if constants is not None:
-        given += [f"++recycle.costs.{name}_ms={us / 1000:.3f}" for name, us in asdict(constants).items()]
-    return given
 
 
 def calibrated(found: argparse.Namespace) -> Constants:
     """From a run of equal layers on 2x2 workers."""
     case = CASES[0]
-    given = [*overrides(case, found.layer_ms, None), f"steps={found.steps + 6}"]
+    given = [*overrides(case, found.layer_ms, None, found.out / "costs" / "calibration"), f"steps={found.steps + 6}"]
     return calibration(found.out / "calibration", len(case.shape.seats), given, round(1000 * found.layer_ms))
 
 

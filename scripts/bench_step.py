@@ -43,8 +43,9 @@ from recycle_plugin.lab.experiments.bench_scripts import (
     one_loss,
     run_part,
     script,
+    told,
 )
-from recycle_plugin.lab.experiments.measurements import WARM_UP, Constants
+from recycle_plugin.lab.experiments.measurements import WARM_UP
 from recycle_plugin.lab.simulator import predict
 from recycle_plugin.runs import RunOutcome, TrainingRun
 
@@ -372,14 +373,8 @@ def throughput(found: argparse.Namespace) -> dict:
     }
 
 
-def emulated(shape: Topology, layer_ms: float, constants: Constants | None = None) -> list[str]:
-    """One layer a stage with F = I = W = ``layer_ms``; the planner is told that, and ``constants`` if they are
-    known.
-    """
-    names = ("forward", "input", "weight")
-    costs = {f"{name}_ms": layer_ms for name in names}
-    if constants is not None:
-        costs |= {f"{name}_ms": microseconds / 1000 for name, microseconds in asdict(constants).items()}
+def emulated(shape: Topology, layer_ms: float) -> list[str]:
+    """One layer a stage with F = I = W = ``layer_ms``."""
     return [
         "model=emulated",
         "optimizer=sgd",
@@ -387,8 +382,7 @@ def emulated(shape: Topology, layer_ms: float, constants: Constants | None = Non
         f"topology.replicas={shape.replicas}",
         f"topology.micro_batches={shape.micro_batches}",
         "report_every=0",
-        *(f"model.{name}_ms={layer_ms:g}" for name in names),
-        *(f"++recycle.costs.{name}={value:g}" for name, value in costs.items()),
+        *(f"model.{name}_ms={layer_ms:g}" for name in ("forward", "input", "weight")),
     ]
 
 
@@ -439,7 +433,7 @@ def prediction(found: argparse.Namespace) -> dict:
         f"{predicted}",
         flush=True,
     )
-    job = [*emulated(shape, layer_ms, constants), *found.overrides]
+    job = [*emulated(shape, layer_ms), told(found.out / "costs", costs), *found.overrides]
     measured, digests = one_loss(found.out / "prediction", len(shape.seats), job, lost, steps)
     errors = {name: median(measured[name]) / predicted[name] - 1 for name in predicted}
     for name in predicted:

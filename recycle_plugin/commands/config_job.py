@@ -210,8 +210,7 @@ def costs_of(
     Raises ValueError for a profile that does not fit the job.
     """
     if found.profile is None and found.preset is None:
-        costs, named = settings.cost_model(shape, samples), settings.costs.profile if settings.costs else None
-        taken = read(named) if named else None
+        costs, taken = settings.cost_model(shape, samples), settings.profile()
         origin = (
             taken.title
             if taken

@@ -169,16 +169,9 @@ def _refuse_unheeded(settings: Settings) -> None:
             "only the plugin's engine injects faults, and recycle.enabled is false",
             "write [], or set recycle.enabled to true",
         )
-    beside = sorted(settings.costs.model_fields_set - {"profile"}) if settings.costs and settings.costs.profile else []
-    if beside:
-        raise SettingsError(
-            "costs.profile",
-            f"gives all costs, and recycle.costs.{beside[0]} stands beside it",
-            "write one of the two",
-        )
-    if cap.in_bytes(settings.activation_cap) and not (settings.costs and settings.costs.profile):
+    if cap.in_bytes(settings.activation_cap) and settings.profile() is None:
         raise SettingsError(
             "activation_cap",
             f"{shown(settings.activation_cap)} counts bytes, and without a profile nobody knows those of a micro-batch",
-            'set recycle.costs to {"profile": "path/to/profile.json"}, or write a number of micro-batches',
+            "set recycle.costs to a file that recycle profile --out wrote, or write a number of micro-batches",
         )

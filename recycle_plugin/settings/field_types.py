@@ -59,13 +59,11 @@ def _checked_folder(path: str) -> str:
 
 _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 _as_true = BeforeValidator(lambda value: True if value == "true" else value)
-Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Cap = Annotated[
     Count | Annotated[tuple[Count, ...], Field(min_length=1)] | str | None, _as_tuple, AfterValidator(_checked_cap)
 ]
 Bytes = Annotated[Count | str | None, AfterValidator(_checked_size)]
-PerStage = Annotated[Milliseconds | tuple[Milliseconds, ...], _as_tuple]
 Folder = Annotated[str, Field(min_length=1), AfterValidator(_checked_folder)]
 Address = Annotated[str, AfterValidator(_checked_address)]
 Rejoin = Literal["always", "never"] | Annotated[int, Field(ge=0)]
@@ -75,8 +73,6 @@ Norm = Annotated[Literal[True, "deepspeed"], _as_true]
 Faults = Annotated[tuple[Annotated[str, AfterValidator(_checked_fault)], ...], _as_tuple]
 """Faults in their text form, each as :class:`~recycle_plugin.core.vocabulary.faults.Fault` writes it."""
 
-PER_STAGE = "a number of milliseconds, not negative, or a list of one for each stage"
-ONE = "a number of milliseconds, not negative"
 CAP = 'a whole number of at least 1, a list of one for each stage, "1f1b", a size such as "12GiB", "auto", or null'
 BOOL = "true or false"
 

@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.profile import Profile, read
+from recycle_plugin.core.vocabulary.profile import Profile, read_costs
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.settings import activation_cap as cap
 from recycle_plugin.settings.contradictions import refuse_contradictions, refuse_shrinking
@@ -40,12 +40,11 @@ from recycle_plugin.settings.field_types import (
 from recycle_plugin.settings.sections import (
     SECTIONS,
     CheckpointSettings,
-    CostSettings,
     LogSettings,
 )
 from recycle_plugin.settings.wording import FAULT, SettingsError, explained, kind, shown
 
-_OF_A_PROFILE = "write the path of a file that recycle profile --out wrote"
+COSTS = "the path of a file that recycle profile --out wrote, or that has the costs of each stage"
 
 
 class Settings(BaseModel):
@@ -67,7 +66,7 @@ class Settings(BaseModel):
         CAP,
         'micro-batches that one worker may hold at once: a number, a list of one for each stage, or "1f1b"; null for '
         "the number of "
-        'stages; or, with `costs.profile`, bytes: a size such as "12GiB", or "auto"',
+        'stages; or, with a profile at `costs`, bytes: a size such as "12GiB", or "auto"',
     )
     norm: Norm = setting(
         True,
@@ -287,10 +286,12 @@ class Settings(BaseModel):
         gt=0,
         allow_inf_nan=False,
     )
-    costs: CostSettings | None = setting(
+    costs: Folder | None = setting(
         None,
-        'an object such as {"forward_ms": 20, "input_ms": 20, "weight_ms": 20}, or null',
-        "what instructions cost, for the planner; null for forward = input = weight = 1 ms",
+        f"{COSTS}, or null",
+        "what instructions cost, for the planner: a file of `recycle profile --out`, which also knows bytes; or one "
+        'with microseconds, of each stage: {"forward": [900, 1200], "input": [900, 1200], "weight": [900, 1200]}; null '
+        "for the same on all stages",
     )
     checkpoint: CheckpointSettings | None = setting(
         None,
@@ -344,7 +345,7 @@ class Settings(BaseModel):
         except ValidationError as error:
             raise SettingsError(*explained(error, cls, SECTIONS)) from None
         refuse_contradictions(settings)
-        settings.profile()
+        settings.given_costs()
         if settings.tls is not None:
             try:
                 Tls(settings.tls)
@@ -352,16 +353,20 @@ class Settings(BaseModel):
                 raise SettingsError("tls", error.wrong, error.fix) from None
         return settings
 
-    def profile(self) -> Profile | None:
-        """What ``costs.profile`` names.  Raises :class:`SettingsError` where that can't be read."""
-        if self.costs is None or self.costs.profile is None:
+    def given_costs(self) -> Profile | CostModel | None:
+        """What ``costs`` names.  Raises :class:`SettingsError` where that can't be read."""
+        if self.costs is None:
             return None
         try:
-            return read(self.costs.profile)
+            return read_costs(self.costs)
         except OSError as error:
-            raise SettingsError("costs.profile", f"{self.costs.profile}: {error.strerror}", _OF_A_PROFILE) from None
+            raise SettingsError("costs", f"{self.costs}: {error.strerror}", f"write {COSTS}") from None
         except ValueError as error:
-            raise SettingsError("costs.profile", " ".join(str(error).split()), _OF_A_PROFILE) from None
+            raise SettingsError("costs", " ".join(str(error).split()), f"write {COSTS}") from None
+
+    def profile(self) -> Profile | None:
+        """The profile that ``costs`` names, if it names one.  Raises as :meth:`given_costs` does."""
+        return found if isinstance(found := self.given_costs(), Profile) else None
 
     def in_fp16(self, clipping: float) -> Settings:
         """These settings, as they are in an fp16 job: losses are scaled, and steps that overflow skipped.
@@ -437,46 +442,30 @@ class Settings(BaseModel):
     def cost_model(self, shape: Topology, samples: int) -> CostModel:
         """Costs in microseconds for a job of ``shape`` with micro-batches of ``samples``.
 
-        Raises :class:`SettingsError` for a list of the wrong length, and for a profile of another job.
+        Raises :class:`SettingsError` for costs of another number of stages, and for a profile of another job.
         """
-        found = self.profile()
-        if found is not None:
+        found = self.given_costs()
+        if isinstance(found, Profile):
             return self._profiled(found, shape, samples)
-        costs, stages = self.costs or CostSettings(), shape.stages
-
-        def each(name: str) -> tuple[int, ...]:
-            value = getattr(costs, name)
-            values = value if isinstance(value, tuple) else (value,) * stages
-            if len(values) != stages:
-                raise SettingsError(
-                    f"costs.{name}",
-                    f"{len(values)} entries for {stages} stages",
-                    f"write one number, or a list of {stages}",
-                )
-            return tuple(round(1000 * entry) for entry in values)
-
-        return CostModel(
-            forward=each("forward_ms"),
-            input=each("input_ms"),
-            weight=each("weight_ms"),
-            communication=round(1000 * costs.communication_ms),
-            reduce=each("reduce_ms"),
-            step=each("step_ms"),
-            dispatch=round(1000 * costs.dispatch_ms),
-            tie=round(1000 * costs.tie_ms),
-        )
+        if found is not None and found.stages != shape.stages:
+            raise SettingsError(
+                "costs",
+                f"{self.costs} has costs of {found.stages} stages, and the job has {shape.stages}",
+                f"write lists of {shape.stages}",
+            )
+        return found or CostModel.uniform(shape.stages, 1000, 1000, 1000)
 
     def _profiled(self, found: Profile, shape: Topology, samples: int) -> CostModel:
         if found.micro_batch != samples:
             raise SettingsError(
-                "costs.profile",
+                "costs",
                 f"measured with micro-batches of {found.micro_batch}, and the job's have {samples}",
                 f"measure again with recycle profile --micro-batch {samples}",
             )
         try:
             return found.costs(shape.stages, shape.replicas, fused=not self.split_backward)
         except ValueError as error:
-            raise SettingsError("costs.profile", str(error), "name the profile of this job's model") from None
+            raise SettingsError("costs", str(error), "name the profile of this job's model") from None
 
 
 def reference() -> str:

@@ -6,39 +6,14 @@ from pydantic import BaseModel
 
 from recycle_plugin.core.vocabulary.log_boundaries import at_start
 from recycle_plugin.settings.field_types import (
-    ONE,
-    PER_STAGE,
     STRICT,
     Boundaries,
     Bytes,
     Folder,
     Helpers,
-    Milliseconds,
-    PerStage,
     setting,
 )
 from recycle_plugin.settings.wording import SettingsError
-
-
-class CostSettings(BaseModel):
-    """What the planner expects instructions to cost; every time is in milliseconds."""
-
-    model_config = STRICT
-
-    forward_ms: PerStage = setting(1.0, PER_STAGE, "forward of one micro-batch")
-    input_ms: PerStage = setting(1.0, PER_STAGE, "backward of one micro-batch, gradient of the input")
-    weight_ms: PerStage = setting(1.0, PER_STAGE, "backward of one micro-batch, gradient of the weights")
-    communication_ms: Milliseconds = setting(0.0, ONE, "one boundary tensor from worker to worker")
-    reduce_ms: PerStage = setting(0.0, PER_STAGE, "sum of a stage's gradients over its workers")
-    tie_ms: Milliseconds = setting(0.0, ONE, "sum of tied weights' gradients over the stages that share them")
-    step_ms: PerStage = setting(0.0, PER_STAGE, "optimizer step of a stage")
-    dispatch_ms: Milliseconds = setting(0.0, ONE, "fixed cost of every instruction")
-    profile: str | None = setting(
-        None,
-        "a file's path, or null",
-        "file of `recycle profile --out`, instead of all of the above; it also knows bytes",
-        min_length=1,
-    )
 
 
 class CheckpointSettings(BaseModel):
@@ -117,7 +92,6 @@ class LogSettings(BaseModel):
 
 
 SECTIONS: dict[str, type[BaseModel]] = {
-    "costs": CostSettings,
     "checkpoint": CheckpointSettings,
     "log": LogSettings,
 }

@@ -63,7 +63,7 @@ def explained(
 
 
 def _key(location: tuple[int | str, ...], sections: Sections) -> str:
-    """``("costs", "forward_ms", "tuple[...]", 1)`` → ``costs.forward_ms``; ``("faults", 1)`` → ``faults[1]``."""
+    """``("log", "boundaries", "tuple[...]", 1)`` → ``log.boundaries``; ``("faults", 1)`` → ``faults[1]``."""
     head, *rest = location
     if head in sections and rest:
         return f"{head}.{rest[0]}"

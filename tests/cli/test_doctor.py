@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -53,21 +54,22 @@ def test_text_fits_a_page_whatever_the_names(doctor, config, more) -> None:
 # --- figures ---------------------------------------------------------------------------------------------
 
 
+COSTS = replace(CostModel.uniform(4, 1000, 1000, 1000), forward=(1000, 2000, 1000, 1000), communication=500)
+
+
 @pytest.mark.parametrize(
     "section",
     [
         {"enabled": True},
-        {"enabled": True, "activation_cap": "1f1b", "costs": {"forward_ms": [1, 2, 1, 1], "communication_ms": 0.5}},
+        {"enabled": True, "activation_cap": "1f1b", "costs": "costs.json"},
     ],
 )
 def test_slowdowns_are_the_planners(doctor, section) -> None:
+    Path("costs.json").write_text(json.dumps({name: each for name, each in asdict(COSTS).items() if each}))
     found = data(doctor, {**HEALTHY, "recycle": section}, "--pp 4 --dp 3", {"a": 3, "b": 4, "c": 5})
     costs, policy = CostModel.uniform(4, 1000, 1000, 1000), Policy()
     if "costs" in section:
-        costs, policy = (
-            replace(costs, forward=(1000, 2000, 1000, 1000), communication=500),
-            Policy(activation_cap="1f1b"),
-        )
+        costs, policy = COSTS, Policy(activation_cap="1f1b")
     full = Topology(3, 4, 6).full()
     free = planner.plan(full, costs, policy).period_us
     for case in found["slowdown"]["cases"]:
@@ -169,7 +171,7 @@ def test_bytes_that_a_split_backward_would_not_fit_into(doctor, tmp_path) -> Non
     """As with activation checkpointing, more is held for W than for I: only other memory shows what splitting gains."""
     small = small_profile(None)
     profile.write(replace(small, layer=replace(small.layer, pending_bytes=200 * MIB)), tmp_path / "small.json")
-    section = {"enabled": True, "split_backward": False, "activation_cap": "300MiB", "costs": {"profile": "small.json"}}
+    section = {"enabled": True, "split_backward": False, "activation_cap": "300MiB", "costs": "small.json"}
     rows = data(doctor, {**HEALTHY, "recycle": section}, "--pp 2 --dp 3")["settings"]
     row = next(row for row in rows if row["setting"] == "recycle.split_backward")
     assert row["activation_cap"] == 9 and row["period_one_lost_us_changed"] < row["period_one_lost_us"]
@@ -357,7 +359,7 @@ def test_micro_batches_as_deepspeed_counts_them(doctor, sizes, more, count) -> N
 @pytest.mark.parametrize("where", ["config", "command line"])
 def test_bytes_come_from_the_profile(doctor, tmp_path, where) -> None:
     profile.write(small_profile(2048 * MIB), tmp_path / "small.json")
-    section, more = ({"costs": {"profile": "small.json"}}, "") if where == "config" else ({}, "--profile small.json")
+    section, more = ({"costs": "small.json"}, "") if where == "config" else ({}, "--profile small.json")
     found = data(
         doctor, {**HEALTHY, "recycle": {"enabled": True, "activation_cap": 3, **section}}, f"--pp 2 --dp 3 {more}"
     )
@@ -397,7 +399,7 @@ def test_bytes_of_a_parameter_need_no_profile(doctor, section, undo, between, pe
 
 def test_a_cap_in_bytes_is_what_activations_take(doctor, tmp_path) -> None:
     profile.write(small_profile(1024 * MIB), tmp_path / "small.json")
-    config = {**HEALTHY, "recycle": {"enabled": True, "activation_cap": "auto", "costs": {"profile": "small.json"}}}
+    config = {**HEALTHY, "recycle": {"enabled": True, "activation_cap": "auto", "costs": "small.json"}}
     found = data(doctor, config, "--pp 2 --dp 3")
     assert [row["activations"] for row in found["memory"]["stages"]] == [
         int(1024 * MIB * 0.95) - (24 + 24 + 8 + 8 + 142) * MIB

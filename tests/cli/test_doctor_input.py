@@ -17,6 +17,9 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 SHAPE = "--pp 2 --dp 2"
 
 
+ZERO = json.dumps({"forward": [0, 0], "input": [0, 0], "weight": [0, 0]})
+
+
 @pytest.mark.parametrize(
     "config, arguments, says",
     [
@@ -27,7 +30,7 @@ SHAPE = "--pp 2 --dp 2"
         ({**HEALTHY, "recycle": {"activation_cap": [1, 2, 3]}}, SHAPE, "3 entries for 2 stages"),
         ({**HEALTHY, "recycle": {"activation_cap": "auto"}}, SHAPE, "without a profile nobody knows"),
         (
-            {**HEALTHY, "recycle": {"costs": {"forward_ms": 0, "input_ms": 0, "weight_ms": 0}}},
+            {**HEALTHY, "recycle": {"costs": "zero.json"}},
             SHAPE,
             "recycle.costs are 0",
         ),
@@ -70,7 +73,7 @@ SHAPE = "--pp 2 --dp 2"
         ),
         (HEALTHY, f"{SHAPE} --preset gpt4", "gpt3_medium"),
         (
-            {**HEALTHY, "recycle": {"activation_cap": "1MiB", "costs": {"profile": "small.json"}}},
+            {**HEALTHY, "recycle": {"activation_cap": "1MiB", "costs": "small.json"}},
             SHAPE,
             "may hold 1048576 bytes",
         ),
@@ -89,7 +92,7 @@ SHAPE = "--pp 2 --dp 2"
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, config, arguments, says) -> None:
     monkeypatch.chdir(tmp_path)
     Path("ds.json").write_text(json.dumps(config))
-    for name, text in {"few": "a slots=3", "twice": "a slots=2\na slots=2", "bad": "a 4"}.items():
+    for name, text in {"few": "a slots=3", "twice": "a slots=2\na slots=2", "bad": "a 4", "zero.json": ZERO}.items():
         Path(name).write_text(text)
     Path("binary").write_bytes(b"\xff\xfe\xff")
     profile.write(small_profile(None), "small.json")

@@ -154,7 +154,7 @@ def test_it_says_the_line_that_the_job_will_say(doctor) -> None:
     assert not found["change"] and found["recovery"]["boundaries"] == "auto" and found["recovery"]["budget"] == budget
     assert [len(each["logged"]) for each in found["recovery"]["chosen"]] == [1, 0]
     _, text = doctor(logging(boundaries="auto", budget=budget), "--pp 4 --dp 1 --profile small.json")
-    settings = Settings.from_section({"costs": {"profile": "small.json"}})
+    settings = Settings.from_section({"costs": "small.json"})
     shape = Topology(1, 4, 6)
     for every in EVERY:
         line = expected(settings.cost_model(shape, 1), made, True, 6, ("h",) * 4, every)

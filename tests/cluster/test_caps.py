@@ -18,7 +18,7 @@ def test_room_for_one_micro_batch(launch, reference, tmp_path):
     profile.write(model, path)
     needed = [max(pair) for pair in zip(costs.activation_bytes, costs.pending_bytes)]
     tight = needed.index(max(needed))
-    cap = f"recycle.activation_cap={needed[tight]}B", f"+recycle.costs.profile={path}"
+    cap = f"recycle.activation_cap={needed[tight]}B", f"recycle.costs={path}"
     result = launch(*cap, faults(f"kill 0.{tight} before {tight}F0.1@6")).finish()
     assert_same_training(result, reference(), {f"0.{tight}"})
     held = {event["seat"]: event["held"] for event in result.of("peak")}
@@ -30,7 +30,5 @@ def test_room_for_one_micro_batch(launch, reference, tmp_path):
 def test_what_a_profile_does_not_fit_is_refused(launch, tmp_path):
     path = tmp_path / "profile.json"
     profile.write(analytic.profile(analytic.Shape("tiny", layers=2, hidden=16), micro_batch=3), path)
-    result = launch("recycle.activation_cap=auto", f"+recycle.costs.profile={path}").finish()
-    assert_one_line(
-        result, "recycle.costs.profile: measured with micro-batches of 3, and the job's have 1; measure again"
-    )
+    result = launch("recycle.activation_cap=auto", f"recycle.costs={path}").finish()
+    assert_one_line(result, "recycle.costs: measured with micro-batches of 3, and the job's have 1; measure again")

@@ -8,7 +8,6 @@ import yaml
 from recycle_plugin import configs
 from recycle_plugin.core.vocabulary import profile
 from recycle_plugin.core.vocabulary.faults import Fault
-from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import analytic
 from recycle_plugin.settings.compose import ComposeError, EmulatedModel, GPTModel, compose, compose_from_command_line
 from recycle_plugin.settings.schema import Settings
@@ -56,15 +55,6 @@ def test_every_option_composes(override):
     assert isinstance(job.model, (GPTModel, EmulatedModel))
 
 
-def test_emulated_costs_follow_the_model():
-    job = compose(["experiment=emulated_pp4_dp3", "model.forward_ms=30"])
-    costs = Settings.from_section(job.recycle).cost_model(
-        Topology(job.topology.replicas, job.topology.stages, job.topology.micro_batches), 1
-    )
-    assert costs.forward == (30_000,) * 4 and costs.weight == (20_000,) * 4
-    assert job.model.layers == 4
-
-
 @pytest.mark.parametrize("written, cap", [("3", 3), ("[4,2]", (4, 2)), ("1f1b", "1f1b")])
 def test_a_cap_is_overridden_in_every_form(written, cap):
     assert Settings.from_section(compose([f"recycle.activation_cap={written}"]).recycle).activation_cap == cap
@@ -72,7 +62,7 @@ def test_a_cap_is_overridden_in_every_form(written, cap):
 
 def test_a_size_and_a_profile_are_overridden(tmp_path):
     profile.write(analytic.preset("gpt3_medium"), tmp_path / "x.json")
-    job = compose(["recycle.activation_cap=12GiB", f"+recycle.costs.profile={tmp_path}/x.json"])
+    job = compose(["recycle.activation_cap=12GiB", f"recycle.costs={tmp_path}/x.json"])
     assert Settings.from_section(job.recycle).policy(False, 2).memory_bytes == 12 << 30
 
 

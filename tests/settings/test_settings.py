@@ -1,5 +1,6 @@
 """The door: what a section may say, and the one line that every mistake gets."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import analytic
 from recycle_plugin.settings.schema import Settings, reference
-from recycle_plugin.settings.sections import CostSettings
+from recycle_plugin.settings.sections import LogSettings
 from recycle_plugin.settings.wording import GONE, SettingsError
 
 
@@ -32,7 +33,7 @@ def message(section) -> str:
     return str(caught.value)
 
 
-OF_A_PROFILE = "write the path of a file that recycle profile --out wrote"
+OF_A_PROFILE = "write the path of a file that recycle profile --out wrote, or that has the costs of each stage"
 FAULT_LIST = 'write a list of faults such as ["kill 0.1 before 1F0.2@5"]'
 METRICS = 'write an address and a port such as "127.0.0.1:9400", or null'
 REJOIN = 'write a whole number, not negative, "always" or "never"'
@@ -42,11 +43,10 @@ CAP = (
 SIZE = 'write a whole number of at least 1, a size such as "2GiB", or null'
 NO_PROFILE = (
     "and without a profile nobody knows those of a micro-batch; "
-    'set recycle.costs to {"profile": "path/to/profile.json"}, or write a number of micro-batches'
+    "set recycle.costs to a file that recycle profile --out wrote, or write a number of micro-batches"
 )
 LOGS = {"checkpoint": {}}
 BOUNDARIES = 'write "all", "auto", "hosts", or a list of boundaries such as [0, 2], where 0 is between stages 0 and 1'
-PER_STAGE = "write a number of milliseconds, not negative, or a list of one for each stage"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,8 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ("yes", 'recycle: "yes" is a string; write an object such as {"enabled": true}'),
         ([], 'recycle: [] is a list; write an object such as {"enabled": true}'),
         ({"split_backwards": True}, "recycle.split_backwards: no such key; did you mean split_backward?"),
-        ({"costs": {"forward": 3}}, "recycle.costs.forward: no such key; did you mean forward_ms?"),
+        ({"log": {"folders": "x"}}, "recycle.log.folders: no such key; did you mean folder?"),
+        ({"costs": {"forward_ms": 3}}, f'recycle.costs: {{"forward_ms": 3}} is an object; {OF_A_PROFILE}, or null'),
         ({"enabled": "yes"}, 'recycle.enabled: "yes" is a string; write true or false'),
         ({"enabled": 1}, "recycle.enabled: 1 is a whole number; write true or false"),
         ({"enabled": None}, "recycle.enabled: null is not possible; write true or false"),
@@ -68,10 +69,7 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ({"activation_cap": []}, f"recycle.activation_cap: [] is a list; {CAP}"),
         ({"activation_cap": "12 apples"}, f'recycle.activation_cap: "12 apples" is not possible; {CAP}'),
         ({"activation_cap": "0GiB"}, f'recycle.activation_cap: "0GiB" is not possible; {CAP}'),
-        (
-            {"activation_cap": "12GiB", "costs": {"forward_ms": 2}},
-            f'recycle.activation_cap: "12GiB" counts bytes, {NO_PROFILE}',
-        ),
+        ({"activation_cap": "12GiB"}, f'recycle.activation_cap: "12GiB" counts bytes, {NO_PROFILE}'),
         ({"activation_cap": "auto"}, f'recycle.activation_cap: "auto" counts bytes, {NO_PROFILE}'),
         ({"keep_bytes": 0}, f"recycle.keep_bytes: 0 is not possible; {SIZE}"),
         ({"keep_bytes": 1.5}, f"recycle.keep_bytes: 1.5 is a number; {SIZE}"),
@@ -214,21 +212,11 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
             "recycle.faults: only the plugin's engine injects faults, and recycle.enabled is false; "
             "write [], or set recycle.enabled to true",
         ),
-        ({"costs": {"forward_ms": [1, -1]}}, f"recycle.costs.forward_ms: -1 is not possible; {PER_STAGE}"),
-        ({"costs": {"forward_ms": "a"}}, f'recycle.costs.forward_ms: "a" is a string; {PER_STAGE}'),
         (
-            {"costs": {"profile": "x.json", "step_ms": 1}},
-            "recycle.costs.profile: gives all costs, and recycle.costs.step_ms stands beside it; write one of the two",
+            {"costs": "/no/such/profile.json"},
+            f"recycle.costs: /no/such/profile.json: No such file or directory; {OF_A_PROFILE}",
         ),
-        (
-            {"costs": {"profile": "/no/such/profile.json"}},
-            f"recycle.costs.profile: /no/such/profile.json: No such file or directory; {OF_A_PROFILE}",
-        ),
-        (
-            {"costs": 3},
-            "recycle.costs: 3 is a whole number; "
-            'write an object such as {"forward_ms": 20, "input_ms": 20, "weight_ms": 20}, or null',
-        ),
+        ({"costs": 3}, f"recycle.costs: 3 is a whole number; {OF_A_PROFILE}, or null"),
         (
             {"enabled": 2, "trace": 3, "foo": 1},
             "recycle.enabled: 2 is a whole number; write true or false (also wrong: recycle.trace, recycle.foo)",
@@ -335,7 +323,7 @@ def measured(tmp_path):
     def settings(cap=None, **changes) -> Settings:
         path = tmp_path / "profile.json"
         profile.write(replace(analytic.preset("gpt3_medium"), **changes), path)
-        return Settings.from_section({"activation_cap": cap, "costs": {"profile": str(path)}})
+        return Settings.from_section({"activation_cap": cap, "costs": str(path)})
 
     return settings
 
@@ -361,7 +349,7 @@ def test_a_cap_of_what_the_device_has_left(measured, undo, each):
     gradients and contributions to the next; the largest part works.
     """
     settings = measured("auto", device_bytes=40 << 30, dtype="fp32").model_copy(update={"undo": undo})
-    found = profile.read(settings.costs.profile)
+    found = profile.read(settings.costs)
     rows = found.parts(4)
     left = [
         int(0.95 * (40 << 30))
@@ -417,16 +405,16 @@ def test_the_profile_of_another_job(measured):
     ):
         with pytest.raises(SettingsError) as caught:
             measured().cost_model(shape, samples)
-        assert str(caught.value) == f"recycle.costs.profile: {expected}"
+        assert str(caught.value) == f"recycle.costs: {expected}"
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"layers": 3}', "\0"])
 def test_a_file_that_is_no_profile(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
-    said = message({"costs": {"profile": str(path)}})
+    said = message({"costs": str(path)})
     assert (
-        said.startswith(f"recycle.costs.profile: {path} is no profile: ")
+        said.startswith(f"recycle.costs: {path} has no costs: ")
         and said.endswith(f"; {OF_A_PROFILE}")
         and "\n" not in said
     )
@@ -454,31 +442,36 @@ def test_costs_default_to_one_millisecond_each():
     assert costs.communication == costs.dispatch == 0 and costs.reduce == costs.step == (0, 0, 0)
 
 
-def test_costs_in_milliseconds_become_whole_microseconds():
-    section = {
-        "costs": {
-            "forward_ms": [1.5, 2],
-            "input_ms": 3,
-            "step_ms": [0, 0.25],
-            "communication_ms": 0.1,
-            "dispatch_ms": 0.02,
-        }
-    }
-    costs = Settings.from_section(section).cost_model(Topology(2, 2, 4), 1)
-    assert (costs.forward, costs.input, costs.weight) == ((1500, 2000), (3000, 3000), (1000, 1000))
-    assert (costs.step, costs.communication, costs.dispatch) == ((0, 250), 100, 20)
+def stage_costs(folder, **costs: object) -> Settings:
+    (folder / "costs.json").write_text(json.dumps(costs))
+    return Settings.from_section({"costs": str(folder / "costs.json")})
 
 
-def test_costs_of_another_number_of_stages():
+def test_costs_of_each_stage_in_a_file(tmp_path):
+    given = {"forward": [1500, 2000], "input": [3000, 3000], "weight": [1000, 900], "step": [0, 250]}
+    settings = stage_costs(tmp_path, **given, communication=100, dispatch=20, tie=7)
+    costs = settings.cost_model(Topology(2, 2, 4), 1)
+    assert (costs.forward, costs.input, costs.weight) == ((1500, 2000), (3000, 3000), (1000, 900))
+    assert (costs.step, costs.communication, costs.dispatch, costs.tie) == ((0, 250), 100, 20, 7)
     with pytest.raises(SettingsError) as caught:
-        Settings.from_section({"costs": {"weight_ms": [1, 2]}}).cost_model(Topology(2, 3, 4), 1)
-    assert str(caught.value) == "recycle.costs.weight_ms: 2 entries for 3 stages; write one number, or a list of 3"
+        settings.cost_model(Topology(2, 3, 4), 1)
+    assert str(caught.value) == (
+        f"recycle.costs: {tmp_path}/costs.json has costs of 2 stages, and the job has 3; write lists of 3"
+    )
+
+
+@pytest.mark.parametrize(
+    "change", [{"forward": [1, -1]}, {"forward": "a"}, {"forward": 3}, {"forward": [1.5, 1]}, {"input": [1]}, {"x": 1}]
+)
+def test_costs_that_can_not_be(tmp_path, change):
+    with pytest.raises(SettingsError, match=r"^recycle\.costs: .*/costs\.json has no costs: .*; write the path of a"):
+        stage_costs(tmp_path, **{"forward": [1, 1], "input": [1, 1], "weight": [1, 1]} | change)
 
 
 def test_the_reference_lists_every_setting():
     table = reference()
     assert all(f"| `{name}` |" in table for name in Settings.model_fields)
-    assert all(f"| `costs.{name}` |" in table for name in CostSettings.model_fields)
+    assert all(f"| `log.{name}` |" in table for name in LogSettings.model_fields)
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,7 @@ class Emulated(Shape):
     each_ms: float = 20
 
     def overrides(self) -> list[str]:
-        times = [
-            f"{prefix}.{name}_ms={self.each_ms}"
-            for prefix in ("model", "++recycle.costs")
-            for name in ("forward", "input", "weight")
-        ]
+        times = [f"model.{name}_ms={self.each_ms}" for name in ("forward", "input", "weight")]
         shape = [f"topology.{name}={getattr(self, name)}" for name in ("replicas", "stages", "micro_batches")]
         return ["model=emulated", "optimizer=sgd", *times, *shape, f"steps={STEPS}", "recycle.enabled=true"]
 

@@ -243,6 +243,21 @@ def read(path: str | Path) -> Profile:
         raise ValueError(f"{path} is no profile: {error}") from None
 
 
+def read_costs(path: str | Path) -> Profile | CostModel:
+    """The profile in the JSON file ``path``, or the costs of each stage, which are a :class:`CostModel`'s fields and
+    have ``forward`` among them.  Raises as :func:`read` does.
+    """
+    text = Path(path).read_text()
+    try:
+        found = json.loads(text)
+        if not isinstance(found, dict) or "forward" not in found:
+            return _profile(found)
+        costs: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in found.items()}
+        return CostModel(**costs)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} has no costs: {error}") from None
+
+
 def _profile(found: Any) -> Profile:
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")

@@ -17,7 +17,7 @@ from F to I and from I to W, and the device's memory.  Medians of --repeat runs.
 recycle profile --model gpt3_medium --dtype bf16 --micro-batch 4 --out gpt3_medium.json
 recycle plan --profile gpt3_medium.json --pp 4 --dp 6 --micro-batches 12 --lost 1.2 --cap auto
 
-A job takes it with "recycle": {"costs": {"profile": "gpt3_medium.json"}, "activation_cap": "auto"}.
+A job takes it with "recycle": {"costs": "gpt3_medium.json", "activation_cap": "auto"}.
 
 Links can't be measured by one process: --bandwidth and --latency are taken on trust, and the file says so.  Started on
 several hosts (torchrun --nnodes 2 ... -m recycle_plugin.cli profile ...), one process each, their all-reduce is

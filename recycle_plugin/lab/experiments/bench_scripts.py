@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.lab.experiments.measurements import REPLACED, WARM_UP, Constants, TooShort, calibrate, intervals
 from recycle_plugin.observability.trace import read_traces
@@ -58,6 +60,14 @@ def certificate(folder: Path) -> Path:
         raise RunFailed(f"no certificate can be made: {error}") from error
     shutil.copy(made, folder / "ca.crt")
     return folder
+
+
+def told(folder: Path, costs: CostModel) -> str:
+    """The override by which the planner of a job is told ``costs``, in a file that is made in ``folder``."""
+    path = folder.resolve() / "costs.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({name: value for name, value in asdict(costs).items() if value}))
+    return f"recycle.costs={path}"
 
 
 def calibration(folder: Path, workers: int, overrides: Sequence[str], nominal_us: int) -> Constants:
