@@ -38,7 +38,6 @@ ALONE = (sys.executable, "-m", "recycle_plugin.launch", "--workers", "4")
 JOB_S = 300.0  # of each small job, its start included
 OFF_S = 1.0  # by which clocks may differ, before times of different hosts tell nothing
 TRIPS = 50  # worst round trips that a deadline has to be longer than
-RECOVERIES = 5  # longest agreements of survivors that their deadline has to be longer than
 SHARED = "give --out a folder that all hosts and this one share"
 TOLD = ("placement", *(field.name for field in dataclasses.fields(Deadlines)))
 
@@ -136,7 +135,7 @@ def tried(started: Started, out: Path, section: Mapping[str, Any], settings: Set
     rows += [versions(found["workers"]), clocks(found), *links(found), *devices(found["workers"])]
     kills = kill_list(started, out / "kills", reference, list(MOMENTS), killed_itself, told)
     survives, sections = placed(found["workers"], config)
-    return [*rows, survives, *deadlines(settings, found, kills), *kills], sections
+    return [*rows, survives, deadlines(settings, found), *kills], sections
 
 
 # --- what the workers have measured -------------------------------------------------------------------
@@ -202,25 +201,15 @@ def placed(workers: Sequence[Mapping[str, Any]], config: Path) -> tuple[Row, lis
 # --- deadlines ---------------------------------------------------------------------------------------
 
 
-def deadlines(settings: Settings, found: Mapping[str, Any], kills: Sequence[Row]) -> Iterator[Row]:
-    """Whether the deadlines are long enough for the links and recoveries that were measured."""
+def deadlines(settings: Settings, found: Mapping[str, Any]) -> Row:
+    """Whether the deadlines are long enough for the links that were measured."""
     worst = max(link["worst_ms"] for link in found["links"].values()) / 1e3
     silent = settings.heartbeat_timeout_s
-    yield judged(
+    return judged(
         "heartbeat_timeout_s",
         f"{silent:g} s is less than {TRIPS} of the worst round trips, {worst:.3f} s" if silent < TRIPS * worst else "",
         f"{silent:g} s, the worst round trip is {worst:.4f} s",
         f"raise it to {TRIPS * worst:.0f}, or mend the network",
-    )
-    agreed = max((row.figures.get("regrouped_s", 0.0) for row in kills), default=0.0)
-    whole = settings.regroup_timeout_s
-    yield judged(
-        "regroup_timeout_s",
-        f"{whole:g} s is less than {RECOVERIES} of the longest agreements, {agreed:.3f} s"
-        if whole < RECOVERIES * agreed
-        else "",
-        f"{whole:g} s, survivors agreed within {agreed:.3f} s",
-        f"raise it to {RECOVERIES * agreed:.0f}",
     )
 
 

@@ -52,274 +52,280 @@ class Settings(BaseModel):
 
     model_config = STRICT
 
-    enabled: bool = setting(False, BOOL, "switch the plugin on; false leaves the stock engine untouched")
-    split_backward: bool = setting(True, BOOL, "run weight gradients apart from, and later than, input gradients")
+    enabled: bool = setting(False, BOOL, "Switch the plugin on. False leaves the stock engine untouched.")
+    split_backward: bool = setting(
+        True,
+        BOOL,
+        "Compute weight gradients later than input gradients, so that other stages wait less. False: both at once.",
+    )
     stagger_optimizer: bool = setting(
         True,
         BOOL,
-        "let a stage step once it has its gradients, and start the next step; false: no stage steps before all have "
-        "theirs",
+        "Let each stage apply a step as soon as it has its gradients, and begin the next one. False: no stage"
+        " applies a step before all have their gradients.",
     )
-    reroute: bool = setting(True, BOOL, "give a lost worker's micro-batches to its data-parallel peers")
+    reroute: bool = setting(
+        True, BOOL, "Give a lost worker's micro-batches to the other replicas of its stage. False: a loss ends the job."
+    )
     activation_cap: Cap = setting(
         None,
         CAP,
-        'micro-batches that one worker may hold at once: a number, a list of one for each stage, or "1f1b"; null for '
-        "the number of "
-        'stages; or, with a profile at `costs`, bytes: a size such as "12GiB", or "auto"',
+        "How many micro-batches one worker may hold at once: a number, a list with one for each stage, or "
+        '"1f1b" (as few as stock). With a profile at `costs` also bytes: a size such as "12GiB", or "auto" '
+        "(what the device has left). Null: the number of stages.",
     )
     norm: Norm = setting(
         True,
         'true or "deepspeed"',
-        'gradient norm used for clipping: true over all stages, or "deepspeed" for what the stock engine computes',
+        'The gradient norm that clipping goes by: true for that of the whole model, or "deepspeed" for what '
+        "the stock engine computes.",
     )
     clip: Literal["sync", "validate"] = setting(
         "sync",
         '"sync" or "validate"',
-        "wait for the norm over all stages before each step, or step at once, "
-        "and take the step back and clip it where the norm turns out to be over gradient_clipping; "
-        'where it is left out, "validate" in fp16 without gradient_clipping',
+        '"sync": each step waits for the norm of the whole model. "validate": a step is applied at once, and '
+        "taken back and clipped if its norm turns out to be over gradient_clipping. If this is left out, fp16"
+        ' without gradient_clipping takes "validate".',
     )
     nonfinite: Literal["end", "skip"] = setting(
         "end",
         '"end" or "skip"',
-        "what a gradient norm that is not finite does, where it is computed (with gradient_clipping, or clip: "
-        "validate): end the job, or skip the step",
+        "What follows a gradient norm that is not finite, in jobs that compute the norm (gradient_clipping, "
+        'or `clip` "validate"): "end" the job, or "skip" the step.',
     )
     loss_scaling: bool = setting(
         False,
         BOOL,
-        "scale losses as the fp16 section says, dynamically by default, and skip steps that overflow, in fp32; "
-        "with `fp16.enabled` this is so, and `nonfinite` is skip, whatever is written",
+        "Scale losses in fp32 too, as the fp16 section says (dynamically by default), and skip steps that "
+        "overflow. fp16 always does so.",
     )
     undo: Literal["snapshot", "host_snapshot", "inverse"] = setting(
         "snapshot",
         '"snapshot", "host_snapshot" or "inverse"',
-        "what takes an uncommitted step back: an exact copy of what the step changes, made before each step; the same "
-        "in host memory, made while an accelerator computes; or the optimizer's rule turned round; where a script runs "
-        "forward and backward itself nothing is kept, since no step of a whole model is taken back, but with `clip` "
-        "validate",
+        'How an uncommitted step is taken back. "snapshot": from an exact copy of what it changes, on the '
+        'device. "host_snapshot": from a copy in host memory, made while the device computes. "inverse": by '
+        "the optimizer's rule turned round, without a copy and up to rounding. Scripts that call forward and "
+        'backward themselves keep no copy, unless `clip` is "validate".',
     )
     exact: Count | bool = setting(
         False,
         "true, false, or a whole number of at least 1",
-        "the same bits whoever fails: parameters, optimizer state and losses are those of the exact run without a "
-        "failure. Gradients are added block by block. A block is so many consecutive micro-batches of a replica as the "
-        "number says (true: all of them), and stays on one worker: small blocks can be rerouted more freely, and each "
-        "block of a worker beyond its first takes one more buffer of the gradients' size",
+        "Train to the same bits whoever fails: those of the exact run without a failure. Gradients are added "
+        "in blocks of so many consecutive micro-batches of a replica (true: all of them), and a block stays "
+        "on one worker. Small blocks reroute more freely; each block of a worker beyond its first takes one "
+        "more buffer of the gradients' size.",
     )
     unit: Literal["worker", "replica"] = setting(
         "worker",
         '"worker" or "replica"',
-        "who is given up as one when a worker is lost, and comes back as one: the worker, whose work its data-parallel "
-        "peers take; or its whole replica, which takes part again once all its workers can",
+        'What is given up together after a loss, and comes back together: the "worker", whose work the other '
+        'replicas of its stage take; or its whole "replica".',
     )
     replicas: Count | None = setting(
         None,
         "a whole number of at least 1, or null",
-        'for jobs without a pipeline, with `unit` "replica": how many replicas the job\'s ranks make, at least 2; each '
-        "has as many neighbouring ranks, and DeepSpeed shards inside of it by ZeRO",
+        'For jobs without a pipeline, with `unit` "replica": into how many replicas the job\'s ranks are '
+        "divided, at least 2. Each has neighbouring ranks, and DeepSpeed shards inside it by ZeRO.",
     )
     batch: Literal["constant", "shrink"] = setting(
         "constant",
         '"constant" or "shrink"',
-        "what becomes of the micro-batches of a replica that is out, with `unit: replica`: the other replicas compute "
-        "them, so that the global batch stays; or nobody does, sums are divided by what was contributed, and each such "
-        "step is applied with sqrt(live / all) of its learning rate; no stage then steps before all have their "
-        "gradients",
+        'What becomes of a lost replica\'s micro-batches, with `unit` "replica". "constant": the other '
+        'replicas compute them. "shrink": nobody does; sums are divided by what was contributed, each such '
+        "step is applied with sqrt(live / all) of its learning rate, and no stage applies a step before all "
+        "have their gradients.",
     )
     zero: Literal["replicate"] | None = setting(
         None,
         '"replicate" or null',
-        "what becomes of `zero_optimization.stage` 1, whose shards of the optimizer's state have no copy: "
-        "every worker keeps all of it, with Adam 12 bytes a parameter instead of 12 / replicas, and steps all of it; "
-        "null: it is refused",
+        'For `zero_optimization.stage` 1, whose shards of the optimizer\'s state have no copy. "replicate": '
+        "every worker keeps all of it (with Adam 12 bytes a parameter instead of 12 / replicas) and steps all"
+        " of it. Null: stage 1 is refused.",
     )
     keep_bytes: Bytes = setting(
         None,
         'a whole number of at least 1, a size such as "2GiB", or null',
-        "what one worker may keep in host memory, until a step is committed, of what it has sent to peers: "
-        "a number of bytes or a size; null for all of it; what is not there any more after a failure is run again; "
-        "the event `peak` says how much it was",
+        "How much of what it has sent a worker may keep in host memory until the step is committed: bytes, or"
+        " a size. What is no longer there after a failure is computed again. The event `peak` says how much "
+        "it was. Null: all of it.",
     )
     pinned_bytes: Bytes = setting(
         "4GiB",
         'a whole number of at least 1, a size such as "2GiB", or null',
-        "on accelerators: how much host memory one worker may pin, for copies that go on beside the computing; "
-        "null for as much as there is; past it copies keep the worker waiting",
+        "How much host memory a worker with an accelerator may pin, for copies beside the computing. Past it,"
+        " copies keep the worker waiting. Null: as much as there is.",
     )
     rng: Literal["keyed", "stream"] = setting(
         "keyed",
         '"keyed" or "stream"',
-        "dropout keyed by step, replica, micro-batch and stage, or drawn from the worker's own stream as stock does",
+        '"keyed": dropout is drawn by step, replica, micro-batch and stage, so that another worker draws the '
+        'same. "stream": from the worker\'s own stream, as stock does; needs `reroute` false.',
     )
-    seed: int = setting(1234, "a whole number, not negative", "root of all keyed random numbers", ge=0)
+    seed: int = setting(1234, "a whole number, not negative", "The seed of all keyed random numbers.", ge=0)
     rebalance: bool = setting(
         False,
         BOOL,
-        "deal a stage's work out anew where a worker has been 30% slower than the others for three steps, and again "
-        "when it is not",
+        "Give a worker less work that has been 30% slower than its stage's others for three steps, until it is not.",
     )
     rejoin: Rejoin = setting(
         "always",
         'a whole number, not negative, "always" or "never"',
-        "whether the process of a lost worker is started again, to come back: always, until 5 in a row have died "
-        "before they were admitted; a number of starts in a row; or never; "
-        "who is started by `--join` takes a lost seat whatever this is",
+        'Whether the process of a lost worker is started again: "always" (until 5 in a row have died before '
+        'they were admitted), "never", or that many in a row. A process started with `--join` takes a lost '
+        "seat in any case.",
     )
     checkpoint_dir: Folder | None = setting(
         None,
         "a folder's path, or null",
-        "where the checkpoints go that the script does not save itself, a folder that all hosts share: those of "
-        "`checkpoint` (null: in the run folder) and the last one of a job that is ended from outside (null: where the "
-        "script's last one went)",
+        "The folder, shared by all hosts, for checkpoints that the script does not save itself. Null: those "
+        "of `checkpoint` go to the run folder, and the last one of a job that is ended from outside goes to "
+        "where the script's last one went.",
     )
     resume_iterators: bool = setting(
         False,
         BOOL,
-        "after `load_checkpoint` read each replica's plain iterator up to where it stood when the checkpoint was "
-        "saved; false for scripts that skip by themselves, or begin anew",
+        "After `load_checkpoint`, read each replica's plain iterator up to where it stood when the checkpoint"
+        " was saved. False for scripts that skip by themselves, or begin anew.",
     )
     transfer_interface: str | None = setting(
         None,
         "the name of a network interface, an address of the host, or null",
-        "where a worker that comes back gets its stage's state from this one: an interface or an address of each host; "
-        "null for the one that reaches the coordinator",
+        "The network interface of each host, by name or address, over which returning workers get their "
+        "stage's state. Null: the one that reaches the coordinator.",
         min_length=1,
     )
     group_sums: Literal["warn", "scale", "raise"] = setting(
         "warn",
         '"warn", "scale" or "raise"',
-        "what a sum of the script's own over a process group with lost members does, whose size stays as it was: "
-        '"warn" says once for each calling line that it is without their part; "scale" multiplies each SUM by all / '
-        "live members, whole numbers rounded to the nearest, halves up, for counts and losses that the script divides "
-        'by the world size or multiplies with it; "raise" ends the job; '
-        "an average over the live is `recycle_plugin.mean(tensor, group)`",
+        "What happens to a script's own sum over a process group that has lost members, whose size stays the "
+        'same. "warn": a warning for each calling line that the sum lacks their part. "scale": each SUM is '
+        "multiplied by all / live members, whole numbers rounded to the nearest, halves up; for counts and "
+        'losses that the script divides by the world size. "raise": the job ends. For an average over the '
+        "live members: `recycle_plugin.mean(tensor, group)`.",
     )
     check_replicas: int = setting(
         0,
         "a whole number, not negative",
-        "every so many steps the replicas of a stage compare hashes of all that a step changes (parameters, optimizer "
-        "state, learning rate, counts); "
-        "0: only after a checkpoint is loaded",
+        "Every so many steps, compare hashes of the replicas' parameters, optimizer state, learning rates and"
+        " counts. 0: only after a checkpoint is loaded.",
         ge=0,
     )
     placement: Literal["deepspeed", "strict", "spread"] = setting(
         "deepspeed",
         '"deepspeed", "strict" or "spread"',
-        'which host has which ranks. "deepspeed": as its launcher gives them out, with a warning if one host holds '
-        'every replica of a stage. "strict": the same, and such a job is refused. "spread": dealt out so that no host '
-        "does; the section then has to be in the file that `--deepspeed_config` names on the command line",
+        'Which host has which ranks. "deepspeed": as its launcher gives them out, with a warning if one host '
+        'holds every replica of a stage. "strict": the same, and such a job is refused. "spread": dealt out '
+        "so that no host does; the section then has to be in the file that `--deepspeed_config` names on the "
+        "command line.",
     )
     run_dir: Folder | None = setting(
         None,
         "a folder's path, or null",
-        "where events, traces and reports go, of one job at a time; null lets the plugin choose",
+        "The folder for events, traces and reports, of one job at a time. Null: the plugin chooses one.",
     )
     secret_file: Folder | None = setting(
         None,
         "a file's path, or null",
-        "where the job's secret is, by which its processes know each other: a file in a folder that all hosts share, "
-        "of mode 0600, which rank 0's host makes where it is not there, and removes at the end; "
-        "null for a folder of this user's own on one host, and for `secret` in `run_dir` on several; "
-        "for which the section has to be in the file that `--deepspeed_config` names on the command line; "
-        "the environment's RECYCLE_SECRET_FILE goes before it",
+        "The file with the job's secret, by which its processes know each other: mode 0600, in a folder that "
+        "all hosts share. Rank 0's host makes it, unless it is there, and removes it at the end. The section "
+        "has to be in the file that `--deepspeed_config` names on the command line; the environment's "
+        "RECYCLE_SECRET_FILE goes before it. Null: in a folder of this user's own on one host, and `secret` "
+        "in `run_dir` on several.",
     )
-    report: bool = setting(True, BOOL, "write `report.html` to the run folder when the job ends")
-    trace: bool = setting(False, BOOL, "write every executed instruction with its times to the run folder")
+    report: bool = setting(
+        True, BOOL, "Write `report.html` to the run folder when the job ends. `recycle report` writes it at any time."
+    )
+    trace: bool = setting(False, BOOL, "Write every executed instruction with its times to the run folder.")
     faults: Faults = setting(
-        (), f"a list of faults such as [{FAULT}]", "faults to inject, each at a named instruction or point"
+        (),
+        f"a list of faults such as [{FAULT}]",
+        "Faults to inject, each at a named instruction or point, to see what they cost your job.",
     )
     heartbeat_timeout_s: float = setting(
         15.0,
         "a number of seconds, at least 2",
-        "a host that is gone or cut off without a word is found within this time, and its workers are given up; "
-        "less finds it sooner, and costs a healthy host where a switch fails over or a virtual machine moves",
+        "A host that is silent for this long is given up with its workers; a worker that hears nothing of the"
+        " coordinator for eight times as long ends. Less finds a lost host sooner, and costs a healthy one "
+        "where a switch fails over or a virtual machine moves.",
         ge=2,
         allow_inf_nan=False,
     )
     progress_timeout_s: float = setting(
         20.0,
         "a number of seconds, at least 1",
-        "a worker that is at one instruction for longer than this, and than three steps take, "
-        "and whose process uses no CPU or is stopped, is given up as if it had died; less finds it sooner, "
-        "and costs a healthy worker where an instruction is slow now and then; "
-        "where all wait for each other for twice as long, all meet again",
+        "A worker is given up if its process is stopped, or uses no CPU, and it has been at one instruction "
+        "for longer than this and than three steps take. Less finds a hang sooner, and costs a healthy worker"
+        " where an instruction is slow now and then. If all wait for each other for twice as long, all meet "
+        "again.",
         ge=1,
         allow_inf_nan=False,
     )
     busy_timeout_s: float = setting(
         120.0,
         "a number of seconds, at least 1",
-        "the same for a worker whose process uses the CPU, as long micro-batches do, and endless loops",
+        "The same for a worker whose process uses the CPU, as in a long micro-batch or an endless loop.",
         ge=1,
         allow_inf_nan=False,
     )
     last_worker_timeout_s: float = setting(
         300.0,
         "a number of seconds, at least 1",
-        "a stage's last worker is not given up for any of these: where it is silent, stopped or stuck for this long, "
-        "its stage is replayed if there is a `log`, else the job ends",
+        "The same for a stage's last worker, whatever it does: if there is a `log` its stage is then "
+        "replayed, else the job ends.",
         ge=1,
-        allow_inf_nan=False,
-    )
-    regroup_timeout_s: float = setting(
-        120.0,
-        "a number of seconds, more than 0",
-        "longest wait for the survivors to agree after a failure, and of a worker for the coordinator; then the job "
-        "ends",
-        gt=0,
         allow_inf_nan=False,
     )
     idle_timeout_s: float = setting(
         600.0,
         "a number of seconds, more than 0",
-        "the same as `progress_timeout_s` for what may take long, while others wait for it: the script's own code, "
-        "data, a checkpoint, the first step, and an instruction for which a worker has been given up already",
+        "The same for what may take long while others wait: the script's own code, data, a checkpoint, the "
+        "first step, and an instruction for which a worker was given up before.",
         gt=0,
         allow_inf_nan=False,
     )
     wait_timeout_s: float = setting(
         900.0,
         "a number of seconds, more than 0",
-        "longest wait of a worker for anything; then the job ends",
+        "The longest that a worker waits for anything; then the job ends. The survivors of a failure wait for"
+        " each other until halfway between `idle_timeout_s` and this.",
         gt=0,
         allow_inf_nan=False,
     )
     costs: Folder | None = setting(
         None,
         f"{COSTS}, or null",
-        "what instructions cost, for the planner: a file of `recycle profile --out`, which also knows bytes; or one "
-        'with microseconds, of each stage: {"forward": [900, 1200], "input": [900, 1200], "weight": [900, 1200]}; null '
-        "for the same on all stages",
+        "What instructions cost, for the planner: a file that `recycle profile --out` wrote, which also knows"
+        ' bytes, or one with the microseconds of each stage, such as {"forward": [900, 1200], "input": [900, '
+        '1200], "weight": [900, 1200]}. Null: the same for all.',
     )
     checkpoint: CheckpointSettings | None = setting(
         None,
         'an object such as {"overhead": 0.035}, or null',
-        "checkpoints that are made by themselves: copied to host memory between two steps, and written in the "
-        "background; null for none",
+        "Make checkpoints by itself: copied to host memory between two steps, and written in the background. "
+        "Null: none.",
     )
     log: LogSettings | None = setting(
         None,
         'an object such as {"folder": null}, or null',
-        "what crosses stages is logged on each sender's disk: where a stage's last worker is lost, the next process "
-        "replays it from the last checkpoint while all others wait; needs `checkpoint` and `rejoin`; null for no log",
+        "Log what crosses stages on each sender's disk. If a stage's last worker is lost, its next process "
+        "replays the stage from the last checkpoint while all others wait. Needs `checkpoint` and `rejoin`. "
+        "Null: no log.",
     )
     metrics: Address | None = setting(
         None,
         'an address and a port such as "127.0.0.1:9400", or null',
-        "serve the job's numbers to Prometheus from the host of rank 0, at this address and port; port 0: one that is "
-        "free, which the event `metrics` says. Nobody has to say who they are, so 0.0.0.0, which others can reach, "
-        "is for networks that are trusted; null: no server",
+        "Serve the job's numbers to Prometheus from the host of rank 0, at this address and port. Port 0 "
+        "takes a free one, which the event `metrics` says. Anybody who reaches it may read, so use 0.0.0.0 in"
+        " trusted networks only. Null: no server.",
     )
     tls: Folder | None = setting(
         None,
         "a folder's path, or null",
-        "encrypt what the job's processes say to each other, but for Gloo's sums. The folder has on each host tls.crt "
-        "(the host's certificate, and behind it those between it and ca.crt, if there are any), tls.key (its private "
-        "key, not encrypted) and ca.crt, which has signed those of all hosts: the names of a Kubernetes secret. The "
-        "section has to be in the file that `--deepspeed_config` names on the command line; the environment's "
-        "RECYCLE_TLS goes before it; null for no TLS",
+        "Encrypt what the job's processes say to each other, except Gloo's sums. The folder has on each host "
+        "tls.crt (the host's certificate, followed by any between it and ca.crt), tls.key (its private key, "
+        "not encrypted) and ca.crt (which has signed those of all hosts): the names of a Kubernetes secret. "
+        "The section has to be in the file that `--deepspeed_config` names on the command line; the "
+        "environment's RECYCLE_TLS goes before it. Null: no TLS.",
     )
 
     @property

@@ -24,13 +24,13 @@ class CheckpointSettings(BaseModel):
     overhead: float = setting(
         0.035,
         "a number above 0, below 1",
-        "what they may cost, as a share of the steps between them: how often one is made follows from what the last "
-        "ones have cost",
+        "The share of training time that checkpoints may cost. How often one is made follows from what the "
+        "last ones took.",
         gt=0,
         lt=1,
         allow_inf_nan=False,
     )
-    keep: int = setting(2, "a whole number of at least 1", "how many of a run's stay", ge=1)
+    keep: int = setting(2, "a whole number of at least 1", "How many of a run's checkpoints stay.", ge=1)
 
 
 class LogSettings(BaseModel):
@@ -43,32 +43,32 @@ class LogSettings(BaseModel):
     folder: Folder | None = setting(
         None,
         "a folder's path, or null",
-        "where segments go: a folder that all hosts share, or, under the same path, one of each host's own; null for "
-        "`log` in the run folder",
+        "The folder for the log: one that all hosts share, or under the same path one of each host's own. "
+        "Null: `log` in the run folder.",
     )
     ring_bytes: Bytes = setting(
         "256MiB",
         'a whole number of at least 1, a size such as "2GiB", or null',
-        "host memory that may wait for a worker's disk; where that can't follow, nothing is logged until the next "
-        "checkpoint, and training goes on; null for any number",
+        "How much host memory may wait for a worker's disk. If the disk can't follow, nothing is logged until"
+        " the next checkpoint, and training goes on. Null: any amount.",
     )
     helpers: Helpers = setting(
         "auto",
         '"auto", or a whole number of at least 0',
-        "how many live workers make gradients of a stage that is replayed, beside the one that replays it; auto: as "
-        "many as there are, and blocks for them; 0: none",
+        'How many live workers may help to replay a stage. "auto": as many as there is work for. 0: none.',
     )
     boundaries: Boundaries = setting(
         "all",
         '"all", "auto", "hosts", or a list of boundaries such as [0, 2], where 0 is between stages 0 and 1',
-        "which boundaries between stages are logged: all; auto: those with the quickest recovery within `log.budget`; "
-        "hosts: those between stages on different hosts; or a list, where 0 is the one between stages 0 and 1",
+        'Which boundaries between stages are logged. "all"; "auto": those with the quickest recovery within '
+        '`log.budget`; "hosts": those between stages on different hosts; or a list, where 0 is the one '
+        "between stages 0 and 1.",
     )
     budget: Bytes = setting(
         None,
         'a whole number of at least 1, a size such as "2GiB", or null',
-        "what the logs of all workers together may take between two checkpoints: auto keeps to it, and whatever takes "
-        "more is said; null for no limit",
+        'How much the logs of all workers together may take between two checkpoints. `log.boundaries` "auto" '
+        "keeps to it; otherwise an event says what takes more. Null: no limit.",
     )
 
     def of_stages(self, stages: int) -> str | tuple[int, ...]:

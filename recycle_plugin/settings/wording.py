@@ -23,6 +23,7 @@ Sections = Mapping[str, type[BaseModel]]
 
 
 GONE = {
+    "regroup_timeout_s": "leave it out: it follows from idle_timeout_s, wait_timeout_s and heartbeat_timeout_s",
     "slow": "leave it out: slow replicas are always named, and recycle leave takes one offline",
     "max_slowdown": "leave it out: no prediction is good enough to end a job by; status and events have the throughput",
     "exact_block": 'write its number as "exact"',

@@ -165,19 +165,10 @@ def test_clocks_that_differ_fail(apart, passed):
     assert cluster.clocks({"links": links}).passed is passed
 
 
-@pytest.mark.parametrize(
-    "worst_ms, regrouped, failed",
-    [
-        (1.0, 0.1, set()),
-        (400.0, 0.1, {"heartbeat_timeout_s"}),
-        (1.0, 30.0, {"regroup_timeout_s"}),
-    ],
-)
-def test_deadlines_that_are_too_short_for_what_was_measured_fail(worst_ms, regrouped, failed):
+@pytest.mark.parametrize("worst_ms, passed", [(1.0, True), (400.0, False)])
+def test_a_deadline_that_is_too_short_for_what_was_measured_fails(worst_ms, passed):
     settings = Settings.from_section({"enabled": True})
-    kills = [Row("kill: F", True, "", figures={"regrouped_s": regrouped}), Row("kill: I", False, "it hung")]
-    found = cluster.deadlines(settings, {"links": {"0-1": {"worst_ms": worst_ms}}}, kills)
-    assert {row.name for row in found if not row.passed} == failed
+    assert cluster.deadlines(settings, {"links": {"0-1": {"worst_ms": worst_ms}}}).passed is passed
 
 
 def test_the_placement_that_was_found_is_judged(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.cluster import Result
-from tests.support.jobs import BF16, PARAMETER_TOLERANCE, STEPS, WRAPPED, assert_one_line, assert_same_training, faults
+from tests.support.jobs import BF16, PARAMETER_TOLERANCE, STEPS, WRAPPED, assert_same_training, faults
 from tests.support.launching import launching
 
 PLAIN_TOO = pytest.mark.plain_too
@@ -134,10 +134,12 @@ def test_a_loss_while_scripts_evaluate(launch, waited, clipped, tmp_path, valida
 
 @pytest.mark.all_kills
 def test_a_reader_for_whom_all_others_wait_elsewhere(launch, clipped, tmp_path):
-    """It needs them where a step is rejected, and only then, and a deadline names who does not come."""
+    """It needs them where a step is rejected, and only then, and who does not come to that is given up by name."""
     wrap = json.dumps({"name": "wait_for_reader", "folder": str(tmp_path / "flags"), "alone": ALONE})
-    result = launch(clipped, VALIDATED, "recycle.regroup_timeout_s=5", script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
-    assert_one_line(
-        result, f"the job ends: regrouping to generation {len(result.of('rejected'))} waited 5 s for the report of seat"
-    )
-    assert len(list((tmp_path / "flags").iterdir())) == result.of("rejected")[-1]["step"] - 1
+    soon = "recycle.progress_timeout_s=4", "recycle.busy_timeout_s=4.5", "recycle.idle_timeout_s=5"
+    run = launch(clipped, VALIDATED, *soon, script=WRAPPED, RECYCLE_TEST_WRAP=wrap)
+    run.hear("lost")
+    lost, rejected = run.of("lost")[0], run.of("rejected")[0]
+    assert "it is in the training script for" in lost["text"] and "(deadline 5.0 s)" in lost["text"]
+    assert lost["time"] > rejected["time"] and rejected["step"] > 1, "the steps before have waited for nobody"
+    run.clean()  # the others wait for its reading for ever

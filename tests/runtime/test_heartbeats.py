@@ -71,7 +71,7 @@ def test_a_worker_whose_promise_has_run_out_asks_before_it_acts(coordinator):
 
 def test_a_worker_that_gets_no_answer_stops_before_it_acts(coordinator):
     session = coordinator.session(0)
-    session.heartbeats.lease_until, session.regroup_timeout_s = time.monotonic(), 0.05
+    session.heartbeats.lease_until, session.cut_off_s = time.monotonic(), 0.05
     with pytest.raises(CutOff, match="heard nothing of the coordinator .* the coordinator's word before 0REDUCE@4"):
         session.await_lease("0REDUCE@4")
     assert [type(message) for message in beats(coordinator, 1)] == [Heartbeat]
@@ -79,7 +79,7 @@ def test_a_worker_that_gets_no_answer_stops_before_it_acts(coordinator):
 
 def test_waiting_for_a_peer_ends_as_well_when_the_coordinator_is_silent(coordinator):
     session = coordinator.session(0, wait_timeout_s=60.0)
-    session.heartbeats.lease_until, session.regroup_timeout_s = time.monotonic(), 0.05
+    session.heartbeats.lease_until, session.cut_off_s = time.monotonic(), 0.05
     with pytest.raises(CutOff, match="stops waiting for the commit of step 4"):
         session.wait_committed(4)
 

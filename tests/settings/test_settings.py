@@ -117,7 +117,7 @@ BOUNDARIES = 'write "all", "auto", "hosts", or a list of boundaries such as [0, 
             {"wait_timeout_s": 20},
             "recycle.idle_timeout_s: 600 s is to fire before recycle.wait_timeout_s = 20 s; write less than 20, or "
             "raise recycle.wait_timeout_s "
-            "(also wrong: recycle.regroup_timeout_s, recycle.last_worker_timeout_s)",
+            "(also wrong: recycle.last_worker_timeout_s)",
         ),
         (
             {"wait_timeout_s": 600},

@@ -66,7 +66,6 @@ SEEN = {
     ),
     "heartbeat_timeout_s": "cluster/test_partitions.py::test_one_that_is_cut_off_stops_and_the_others_go_on",
     "wait_timeout_s": "runtime/test_session.py::test_a_deadline_names_what_was_waited_for",
-    "regroup_timeout_s": "cluster/test_partitions.py::test_without_the_coordinator_nobody_commits_and_all_stop",
     "costs": "cluster/test_caps.py::test_room_for_one_micro_batch",
     "checkpoint": "cluster/test_saving.py::test_checkpoints_by_themselves",
     "checkpoint.overhead": "cluster/test_saving.py::test_checkpoints_by_themselves",

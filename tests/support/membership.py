@@ -21,7 +21,6 @@ DEADLINES = Deadlines(
     progress_timeout_s=5.0,
     busy_timeout_s=20.0,
     last_worker_timeout_s=40.0,
-    regroup_timeout_s=1.0,
     idle_timeout_s=60.0,
     wait_timeout_s=100.0,
 )

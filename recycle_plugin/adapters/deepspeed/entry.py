@@ -137,7 +137,7 @@ class Plugin:
         check_config(config, given.get("model"), given.get("optimizer"), given.get("model_parameters"))
         check_dataset(given.get("training_data"))
         check_placement(settings.placement, given.get("model"), os.environ["RECYCLE_PLACEMENT"])
-        self.session.configure(settings.wait_timeout_s, settings.regroup_timeout_s, settings.group_sums)
+        self.session.configure(settings.deadlines, settings.group_sums)
         stock, module.PipelineEngine = (
             module.PipelineEngine,
             engine_class(module.PipelineEngine, EngineArguments(self.session, settings)),
@@ -166,7 +166,7 @@ class Plugin:
         check(config, given, settings.replicas, int(os.environ["WORLD_SIZE"]), packages, drawn)
         module.init_distributed(dist_backend=backend())
         group.check_backend(sys.modules["torch.distributed"].get_backend())
-        self.session.configure(settings.wait_timeout_s, settings.regroup_timeout_s, settings.group_sums)
+        self.session.configure(settings.deadlines, settings.group_sums)
         stock, module.DeepSpeedEngine = (
             module.DeepSpeedEngine,
             engine_class(ReplicaArguments(self.session, settings.for_replicas(), settings.replicas)),

@@ -53,7 +53,7 @@ def settings_of(section: Mapping[str, Any] | None, **defaults: Any) -> Settings:
 def session_with(settings: Settings) -> Session:
     """The session of this process, which goes by ``settings`` from now on."""
     line = session.of_this_process()
-    line.configure(settings.wait_timeout_s, settings.regroup_timeout_s, settings.group_sums)
+    line.configure(settings.deadlines, settings.group_sums)
     return line
 
 

@@ -215,6 +215,6 @@ class Regrouping:
         missing = self._awaiting.roster.without(left | self._reports.keys())
         return (
             f"regrouping to generation {self._awaiting.number} waited {seconds:.0f} s for the report of "
-            f"{', '.join(map(str, missing))}; raise recycle.regroup_timeout_s if the training script may pause that "
-            "long"
+            f"{', '.join(map(str, missing))}; raise recycle.idle_timeout_s and "
+            "recycle.wait_timeout_s if the training script may pause that long"
         )

@@ -16,7 +16,8 @@ SUSPECTED = 1 / 3  # of a deadline: then it is said
 STEPS = 3  # median steps: what an instruction may take in slow jobs, whatever the settings say
 TICK_S = 0.25  # how often the failure detector is told the time
 LATE_S = 2 * TICK_S  # no more than this is taken to have passed between two ticks
-STALL = 2  # times that: whoever is to blame for a standstill must have had the time to be found
+STALL = 2  # times an instruction's deadline: whoever is to blame for a standstill must have had the time to be found
+APART = 8  # times heartbeat_timeout_s, within which the others have long given up a worker that hears nobody
 
 
 class Deadline(NamedTuple):
@@ -38,7 +39,6 @@ class Deadlines:
     progress_timeout_s: float = inf
     busy_timeout_s: float = inf
     last_worker_timeout_s: float = inf
-    regroup_timeout_s: float = 120.0
     idle_timeout_s: float = inf
     wait_timeout_s: float = inf
 
@@ -59,6 +59,18 @@ class Deadlines:
         step in seconds, 0 where it is not known.
         """
         return STALL * self.instruction_s(step_s)
+
+    @property
+    def cut_off_s(self) -> float:
+        """The seconds without a word of the coordinator after which a worker ends."""
+        return APART * self.heartbeat_timeout_s
+
+    @property
+    def agreement_s(self) -> float:
+        """The seconds for which the survivors of a failure may wait for each other: whoever is late is given up before,
+        and no worker has waited for too long yet.
+        """
+        return (self.idle_timeout_s + self.wait_timeout_s) / 2
 
     @property
     def table(self) -> list[Deadline]:
@@ -89,12 +101,8 @@ class Deadlines:
                 "an instruction of a process that uses the CPU",
                 "its worker is given up",
             ),
-            Deadline(
-                self.regroup_timeout_s,
-                "regroup_timeout_s",
-                "the survivors' agreement after a failure; by workers, the coordinator",
-                "the job ends",
-            ),
+            Deadline(self.cut_off_s, "heartbeat_timeout_s", "by a worker, the coordinator", "its process ends"),
+            Deadline(self.agreement_s, "wait_timeout_s", "the survivors' agreement after a failure", "the job ends"),
             Deadline(
                 self.last_worker_timeout_s,
                 "last_worker_timeout_s",
@@ -122,7 +130,6 @@ class Deadlines:
             ("heartbeat_timeout_s", "last_worker_timeout_s"),
             ("progress_timeout_s", "last_worker_timeout_s"),
             ("idle_timeout_s", "wait_timeout_s"),
-            ("regroup_timeout_s", "wait_timeout_s"),
             ("last_worker_timeout_s", "wait_timeout_s"),
         )
         return [

@@ -331,11 +331,11 @@ class Cluster:
         number = self.membership.regrouping
         if number is not None and number != self._watched:
             self._watched = number
-            self.later(int(DEADLINES.regroup_timeout_s * 1e6), partial(self._overdue, number))
+            self.later(int(DEADLINES.agreement_s * 1e6), partial(self._overdue, number))
 
     def _overdue(self, number: int) -> None:
         if self.membership.regrouping == number:
-            self._act(self.membership.regroup_overdue(DEADLINES.regroup_timeout_s))
+            self._act(self.membership.regroup_overdue(DEADLINES.agreement_s))
 
     def _deliver(self, worker: SimulatedMachine, message: object) -> None:
         if worker.alive and isinstance(message, Generation) and self._is_without(worker, message):

@@ -17,7 +17,6 @@ DEADLINES = Deadlines(
     busy_timeout_s=4.0,
     last_worker_timeout_s=8.0,
     idle_timeout_s=20.0,
-    regroup_timeout_s=30.0,
     wait_timeout_s=35.0,
 )
 

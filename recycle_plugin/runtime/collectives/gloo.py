@@ -90,7 +90,7 @@ class Rendezvous(dist.Store):
 
     def get(self, key: str) -> bytes:
         """Gloo's call: where the member listens whose key that is, once it has come."""
-        self.wait([key], self._session.regroup_timeout_s)
+        self.wait([key])
         device, rank = self._place(key)
         return self._readings[device].values[rank].partition(b" ")[2]
 

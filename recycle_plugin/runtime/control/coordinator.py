@@ -51,7 +51,7 @@ from recycle_plugin.core.messages.from_workers import (
     Terminate,
 )
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.vocabulary.deadlines import TICK_S
+from recycle_plugin.core.vocabulary.deadlines import TICK_S, Deadlines
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.placement import spread
 from recycle_plugin.core.vocabulary.roster import WorkerId
@@ -111,7 +111,7 @@ class Coordinator:
         self._joiners: dict[int, tuple[Hello, InLoop]] = {}  # by their numbers: those that have none
         self._exits: dict[WorkerId, Exited] = {}
         self._ended: set[int] = set()  # ranks whose supervisor has said that its worker is no more
-        self._regroup_timeout_s = 120.0
+        self._agreement_s = Deadlines().agreement_s
         self.run_dir = f"runs/{self._welcome.job_id}"  # unless workers say another one
         self._watched = -1
         self._closing = False
@@ -429,7 +429,7 @@ class Coordinator:
 
     def _begin(self, job: JobSpec) -> None:
         """Take in what the job is, which its first worker says."""
-        self._regroup_timeout_s = job.deadlines.regroup_timeout_s
+        self._agreement_s = job.deadlines.agreement_s
         if self._claimed:
             return
         self._claimed = True
@@ -523,8 +523,8 @@ class Coordinator:
         number = self.membership.regrouping
         if number is not None and number != self._watched:
             self._watched = number
-            asyncio.get_running_loop().call_later(self._regroup_timeout_s, self._regroup_overdue, number)
+            asyncio.get_running_loop().call_later(self._agreement_s, self._regroup_overdue, number)
 
     def _regroup_overdue(self, number: int) -> None:
         if self.membership.regrouping == number:
-            self._act(self.membership.regroup_overdue(self._regroup_timeout_s))
+            self._act(self.membership.regroup_overdue(self._agreement_s))

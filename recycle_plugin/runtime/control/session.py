@@ -31,6 +31,7 @@ from recycle_plugin.core.messages.from_workers import (
     WantResult,
 )
 from recycle_plugin.core.messages.of_worker import OfWorker
+from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import CutOff, RecycleError, WaitTimeout
@@ -98,7 +99,7 @@ class Session(ControlView):
         self.wait_timeout_s = wait_timeout_s
         self.changed = threading.Condition()
         self.between_steps: Callable[[], None] | None = None
-        self.regroup_timeout_s = 120.0
+        self.cut_off_s = 120.0
         self.group_sums = "warn"
         self.work: object | None = None
         self.trainer: int | None = None
@@ -132,9 +133,9 @@ class Session(ControlView):
         self.newcomer = self.incarnation > 0
         threading.Thread(target=self._listen, name="recycle-session", daemon=True).start()
 
-    def configure(self, wait_timeout_s: float, regroup_timeout_s: float, group_sums: str) -> None:
-        """Take over the settings of these names, which are known once the script has come to them; times in seconds."""
-        self.wait_timeout_s, self.regroup_timeout_s, self.group_sums = wait_timeout_s, regroup_timeout_s, group_sums
+    def configure(self, deadlines: Deadlines, group_sums: str) -> None:
+        """Take over settings, which are known once the script has come to them."""
+        self.wait_timeout_s, self.cut_off_s, self.group_sums = deadlines.wait_timeout_s, deadlines.cut_off_s, group_sums
 
     @property
     def is_first(self) -> bool:
@@ -285,7 +286,7 @@ class Session(ControlView):
                     result = ready()
                     if result is not None:
                         return result
-                    now, cut_off = time.monotonic(), self.heartbeats.lease_until + self.regroup_timeout_s
+                    now, cut_off = time.monotonic(), self.heartbeats.lease_until + self.cut_off_s
                     if now >= min(deadline, cut_off):
                         name = what if isinstance(what, str) else what()
                         if cut_off < deadline:
@@ -340,7 +341,7 @@ class Session(ControlView):
 
     def _raise_cut_off(self, name: str) -> None:
         raise CutOff(
-            f"{self} has heard nothing of the coordinator for {self.regroup_timeout_s:.0f} s, "
+            f"{self} has heard nothing of the coordinator for {self.cut_off_s:.0f} s, "
             f"so the others may have gone on without it; it stops waiting for {name}"
         )
 
