@@ -1,39 +1,24 @@
 """Which way each kind of loss goes where a job logs, and what it is predicted to take: a section of ``recycle doctor``.
 
-The decision is the one that a job makes, core/coordinator/recovery_ways.py; the time of a replayed step is from the
-model of planner/log_selection.py, which counts what is read of logs too.  What nobody has measured for this job is
-assumed, and said so.
+The way is the one that a job goes, core/coordinator/recovery_ways.py; the time of a replayed step is from the model of
+planner/log_selection.py, which counts what is read of logs too.  What nobody has measured for this job is assumed, and
+said so.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from recycle_plugin.commands.config_job import ConfiguredJob
 from recycle_plugin.commands.doctor_section import Section, aligned
 from recycle_plugin.commands.losses import stages_text
-from recycle_plugin.core.coordinator.recovery_ways import (
-    ASSUMED,
-    END,
-    NOBODY_LEFT,
-    NOT_NEEDED,
-    START_UP_S,
-    UNKNOWN,
-    Decision,
-    Time,
-    Times,
-    Way,
-    no,
-    reload,
-    replay,
-    reroute,
-    shared,
-)
 from recycle_plugin.core.coordinator.restarts import FIRST_S
+from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.log_boundaries import AUTO, at_start, groups, in_words
-from recycle_plugin.core.vocabulary.machine_constants import LOCAL
+from recycle_plugin.core.vocabulary.machine_constants import LOCAL, START_UP_S
 from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, crossing_bytes, expected, work_s
 from recycle_plugin.planner.log_selection import Line, Selection, choose
 from recycle_plugin.settings.sections import LogSettings
@@ -41,7 +26,6 @@ from recycle_plugin.settings.wording import SECTION
 
 EVERY = (10, 100)  # steps between checkpoints: where the interval begins, and the longest that a second one may have
 BEFORE_S = LOCAL.detection_us / 1e6 + FIRST_S + START_UP_S
-MISSING = "what the replay needs is missing"
 NO_BYTES = (
     "bytes over the boundaries, which of them to log, and the loading of a checkpoint: not known without a profile "
     "(--profile FILE), and in none of these times"
@@ -63,7 +47,7 @@ def recovery(job: ConfiguredJob) -> Section:
     help_ = Help.of(job, any(len(each) < job.stages - 1 for each in found.logged))
     losses = _losses(job, found)
     ways = [each.row for each in losses]
-    lines = [GUESSES, INTERVAL, help_.text, *(each.text for each in losses if each.said)]
+    lines = [GUESSES, INTERVAL, help_.text]
     data: dict = {"ways": ways, "start_up_s": BEFORE_S, "start_up": "assumed", "every": list(EVERY)}
     data["help"] = {"blocks": help_.blocks, "helpers": help_.helpers, "seconds": list(help_.seconds)}
     data |= {"boundaries": found.setting, "budget": found.budget}
@@ -177,68 +161,64 @@ class Help:
         return cls(len(sizes), helpers, seconds, text)
 
 
+def shared(blocks: Blocks, live: int, limit: int | None) -> tuple[int, float]:
+    """How many help to replay ``blocks`` where so many workers are ``live``, and no more than ``limit`` of them help
+    (None: as many as there are); and the share of the micro-batches that the busiest one makes.
+    """
+    sizes = [len(each) for each in blocks.members().values()]
+    helpers = min(live, len(sizes) - 1, live if limit is None else limit)
+    return helpers, sum(sizes[:: helpers + 1]) / sum(sizes)
+
+
 @dataclass(frozen=True)
 class Loss:
-    """A kind of loss, in words, and ``how`` it is recovered from; the ``decisions`` at each of ``EVERY``; ``said``: in
-    a line of its own too, which has what the other ways cost.
+    """A kind of loss, which ``way`` it goes and ``how``, and the ``seconds`` in which the job does not get on, at each
+    of ``EVERY``; of an end, those until whoever starts it again is where it was.
     """
 
     lost: str
+    way: str
     how: str
-    decisions: tuple[Decision, ...]
-    said: bool = True
+    seconds: tuple[float, ...]
 
     @property
     def row(self) -> dict:
-        """Its row of the table; an end takes as long as whoever starts the job again needs to be where it was."""
-        ways = [each.taken if each.taken.parts else each.ways[-2] for each in self.decisions]
-        seconds = [round(each.seconds or 0.0, 3) for each in ways]
-        instead = [each.details["instead"] for each in self.decisions]
+        """Its row of the table."""
         return {
-            "lost": self.lost,
-            "way": self.decisions[0].taken.name,
-            "how": self.how,
-            "seconds": seconds,
-            "instead": instead,
-        }
-
-    @property
-    def text(self) -> str:
-        """What the ways cost with the fewest steps between checkpoints, in words."""
-        decision, why = self.decisions[0], self.decisions[0].ways[1].why_not
-        if decision.taken.parts:
-            return f"{self.lost}: {decision.taken.name}, {decision.taken.cost}. {others(decision)}"
-        return f"{self.lost}: {decision.taken.name}, since {why}. {others(decision, why)}"
+            "lost": self.lost, "way": self.way, "how": self.how, "seconds": [round(each, 3) for each in self.seconds],
+        }  # fmt: skip
 
 
 def _losses(job: ConfiguredJob, found: Choices) -> list[Loss]:
-    """The kinds of loss, each with its decision."""
-    losses = []
-    each_step = [max(taken) for taken in zip(*(_replayed_step_s(job, found, at, at) for at in range(job.stages)))]
+    """The kinds of loss, each with its way."""
+    losses, step_s = [], job.planned()[0] / 1e6
     if job.survives:
-        comes = None if job.settings.rejoin == "never" else Time(BEFORE_S, ASSUMED)
-        pause, throughput = (
-            Time((LOCAL.detection_us + LOCAL.pause_us) / 1e6, ASSUMED),
-            job.planned()[0] / job.one_lost(),
-        )
-        first = reroute(pause, comes, throughput)
-        decisions = tuple(_decision(job, every, step, NOT_NEEDED, first) for every, step in zip(EVERY, each_step))
-        losses.append(Loss("a worker whose stage has others", "they take its work", decisions))
+        pause, throughput = (LOCAL.detection_us + LOCAL.pause_us) / 1e6, job.planned()[0] / job.one_lost()
+        slower = 0.0 if job.settings.rejoin == "never" else BEFORE_S * (1 - throughput)
+        others = (pause + slower,) * len(EVERY)
+        losses.append(Loss("a worker whose stage has others", "reroute", "they take its work", others))
     alike: dict[tuple[float, ...], list[int]] = {}
     for stage in range(job.stages):
         alike.setdefault(_replayed_step_s(job, found, stage, stage), []).append(stage)
     for steps, stages in alike.items():
         lost = f"the last worker of {'any stage' if len(stages) == job.stages else stages_text(stages)}"
-        decisions = tuple(_decision(job, every, step) for every, step in zip(EVERY, steps))
-        losses.append(Loss(lost, "from the log; all others wait", decisions))
+        losses.append(Loss(lost, "replay", "from the log; all others wait", _from_checkpoint(job, steps)))
     if job.stages > 2:
         pairs = [_replayed_step_s(job, found, stage, stage + 1) for stage in range(job.stages - 1)]
-        both = tuple(_decision(job, every, max(taken)) for every, taken in zip(EVERY, zip(*pairs)))
-        losses.append(Loss("two neighbours, at worst", "one after the other, at most", both, said=False))
-    missing = tuple(_decision(job, every, step, MISSING) for every, step in zip(EVERY, each_step))
-    losses.append(Loss("stages that can't be replayed", "from a checkpoint", missing))
-    losses.append(Loss("the host of rank 0", "from a checkpoint", missing, said=False))
+        both = _from_checkpoint(job, [max(taken) for taken in zip(*pairs)])
+        losses.append(Loss("two neighbours, at worst", "replay", "one after the other, at most", both))
+    again = _from_checkpoint(job, [step_s] * len(EVERY))
+    for lost in ("stages that can't be replayed", "the host of rank 0"):
+        losses.append(Loss(lost, "end", "from a checkpoint", again))
     return losses
+
+
+def _from_checkpoint(job: ConfiguredJob, steps_s: Sequence[float]) -> tuple[float, ...]:
+    """Seconds from a loss in the middle between two checkpoints until all steps up to it are done again, each of which
+    takes ``steps_s``, at each of ``EVERY``.
+    """
+    loads = [0.0 if job.profile is None else _line(job, every).load_s for every in EVERY]
+    return tuple(BEFORE_S + load + every / 2 * step for every, load, step in zip(EVERY, loads, steps_s))
 
 
 def _replayed_step_s(job: ConfiguredJob, found: Choices, first: int, last: int) -> tuple[float, ...]:
@@ -250,16 +230,6 @@ def _replayed_step_s(job: ConfiguredJob, found: Choices, first: int, last: int) 
         touched = [group for group in groups(logged, job.stages) if group[0] <= last and first < group[1]]
         taken.append(round(_line(job, every).step_s(touched[0][0], touched[-1][1]), 6))
     return tuple(taken)
-
-
-def _decision(job: ConfiguredJob, every: int, step_s: float, why: str = "", first: Way | None = None) -> Decision:
-    """That for a loss in the middle between two checkpoints.  ``why``: there is no replay; ``first``: the way of
-    rerouting, None where nobody is left.
-    """
-    load = Time(0.0, UNKNOWN) if job.profile is None else Time(_line(job, every).load_s, ASSUMED)
-    times = Times(Time(BEFORE_S, ASSUMED), load, Time(job.planned()[0] / 1e6, ASSUMED), ())
-    back = replay(times, Time(step_s, ASSUMED), every / 2, why_not=why), reload(times, every / 2)
-    return Decision((first or no("reroute", NOBODY_LEFT), *back, END))
 
 
 def _replay_s(job: ConfiguredJob, found: Choices, first: int, last: int) -> tuple[float, ...]:
@@ -311,16 +281,3 @@ def _table(ways: list[dict]) -> list[str]:
     heads = ("lost", "way", *(f"s, every {every}" for every in EVERY), "how")
     rows = [(row["lost"], row["way"], *(f"{each:.3g}" for each in row["seconds"]), row["how"]) for row in ways]
     return aligned([heads, *rows], tuple(range(2, 2 + len(EVERY))))
-
-
-def others(decision: Decision, said: str = "") -> str:
-    """What the ways that a loss does not go would have cost, and why it does not, in a sentence; but for the end, and
-    for what can't be for the reason that is ``said`` already.
-    """
-    found = []
-    for way in decision.ways:
-        if way not in (decision.taken, END) and (not said or way.why_not != said):
-            would = f"would cost {way.cost}" if way.parts else "can't be"
-            found.append(f"{way.name} {would}" + f": {way.why_not}" * bool(way.why_not))
-    text = "; ".join(found)
-    return text[:1].upper() + text[1:]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin.commands import doctor_recovery
-from recycle_plugin.commands.doctor_recovery import BEFORE_S, EVERY
+from recycle_plugin.commands.doctor_recovery import BEFORE_S, EVERY, shared
 from recycle_plugin.core.vocabulary import profile
+from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, expected
 from recycle_plugin.planner.log_selection import Line, choose
@@ -48,26 +49,6 @@ def test_with_replicas_a_loss_is_rerouted_first_and_one_worker_replays_the_work_
     of_one, of_two = (found["the last worker of any stage"][1][1] - BEFORE_S for found in (alone, two))
     assert of_two == pytest.approx(2 * of_one, abs=0.01)
     assert alone["two neighbours, at worst"][1][1] - BEFORE_S == pytest.approx(2 * of_one, abs=0.01)
-
-
-def test_each_way_is_said_with_what_the_others_would_cost(doctor) -> None:
-    """Six micro-batches of 3 ms on each stage, ten steps between checkpoints: five are done again."""
-    _, text = doctor(LOGS, "--pp 2 --dp 1")
-    words = " ".join(text.split())
-    assert (
-        "the last worker of any stage: replay, 10.1 s (start 10 s, assumed; load not known; 5 steps 0.09 s, assumed). "
-        "Reroute can't be: nobody of the stage is left; reload would cost 10.1 s"
-    ) in words
-    assert (
-        "stages that can't be replayed: end, since what the replay needs is missing. Reroute can't be: nobody of the "
-        "stage is left; reload would cost 10.1 s"
-    ) in words
-    found = data(doctor, LOGS, "--pp 2 --dp 2")["recovery"]["ways"]
-    assert [row["instead"][0].keys() for row in found][:2] == [
-        {"replay", "reload", "end"},
-        {"reroute", "reload", "end"},
-    ]
-    assert found[0]["instead"][0]["replay"]["why"] == "somebody of the stage is left, and loses nothing"
 
 
 def test_bytes_and_the_choice_are_the_planners(doctor) -> None:
@@ -177,3 +158,19 @@ def test_only_boundaries_between_hosts(doctor) -> None:
 
 def test_a_boundary_that_there_is_not_is_bad_input(doctor, capsys) -> None:
     assert doctor(logging(boundaries=[3]), "--pp 4 --dp 1")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "live", "limit", "found"),
+    (
+        (1, 3, None, (3, 0.25)),
+        (1, 9, None, (7, 0.125)),
+        (1, 3, 1, (1, 0.5)),
+        (1, 3, 0, (0, 1.0)),
+        (4, 3, None, (1, 0.5)),
+        (3, 2, None, (2, 0.5)),
+    ),
+)
+def test_blocks_are_shared_as_they_are_dealt(size, live, limit, found):
+    """Two replicas of four micro-batches."""
+    assert shared(Blocks(Topology(2, 3, 4), size), live, limit) == found

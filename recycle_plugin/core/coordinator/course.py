@@ -28,7 +28,7 @@ contribute to a step (core/coordinator/contributing.py), who leaves (core/coordi
 (core/coordinator/returns.py), who does nothing (core/coordinator/stalls.py), who ends without a word
 (core/coordinator/vanishing.py), how the job ends
 (core/coordinator/ends.py), how a stage that has nobody comes back (core/coordinator/replays.py), and which way a loss
-goes, with what that costs (core/coordinator/recovery_ways.py).
+goes (core/coordinator/recovery_ways.py).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ What a neighbour has sent to that stage may be in no log that can be read: its b
 full, a file is damaged.  Then a live worker of the neighbour, a *companion*, replays along (core/worker/companion.py);
 and where what that one needs can't be read either, the next stage's does too, up to the whole pipeline.
 
-Whether a stage can be replayed, and with whom, is known here; which way a loss goes is decided and said, with what each
-way costs, in core/coordinator/recovery_ways.py.
+Whether a stage can be replayed, and with whom, is known here; which way a loss goes is said in
+core/coordinator/recovery_ways.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from recycle_plugin.core.coordinator import ends, replay_deadlines
 from recycle_plugin.core.coordinator.joining import Newcomer, Phase
 from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
-from recycle_plugin.core.coordinator.recovery_ways import say_of_stages
+from recycle_plugin.core.coordinator.recovery_ways import say_impossible, say_replayed
 from recycle_plugin.core.messages.from_coordinator import Beside, LogsAt, Replay
 from recycle_plugin.core.messages.from_workers import Accompanied, CaughtUp, Durable, Replaying, Unreplayable
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
@@ -66,7 +66,7 @@ def after_loss(course: Course, now: float, out: CoordinatorOutput) -> bool:
     empty = course.attendance.empty_stages()
     why = why_not(course, empty)
     if why:
-        say_of_stages(course, empty, why, out)
+        say_impossible(course, empty, why, out)
         return False
     logs = course.logs
     if logs.waits_since is None:
@@ -83,7 +83,7 @@ def after_loss(course: Course, now: float, out: CoordinatorOutput) -> bool:
 def _say_replay(course: Course, again: str, out: CoordinatorOutput) -> None:
     """Says what is replayed, and who replays along; ``again``: why that has changed, or empty."""
     empty = course.attendance.empty_stages()
-    say_of_stages(course, empty, "", out, course.logs.along(course.committed, empty), again)
+    say_replayed(course, empty, out, course.logs.along(course.committed, empty), again)
 
 
 def _accompany(course: Course, out: CoordinatorOutput) -> None:
@@ -327,7 +327,7 @@ def unreplayable(course: Course, message: Unreplayable, now: float, out: Coordin
     if message.checkpoint:
         course.ending.unusable(message.checkpoint)
     if message.lacks is None or message.lacks in tried or course.ending.finishing:
-        say_of_stages(course, [stage], message.why, out, lacks=message.lacks)
+        say_impossible(course, [stage], message.why, out, message.lacks)
         empty = ", ".join(map(str, course.attendance.empty_stages()))
         ends.end_without_stage(
             course,

@@ -113,7 +113,7 @@ def _go_on(course: Course, reports: Reports, now: float, out: CoordinatorOutput)
     share = course.batches.share(committed + 1)
     throughput = course.throughput.share(reports.slowest.period_us, share)
     if course.unsaid:
-        recovery_ways.say_rerouted(course, now - generation.at, throughput, out)
+        recovery_ways.say_rerouted(course, out)
     _say_resume(course, reports, committed, throughput, now, out)
     returns.compare(course, now, out)
     course.plan_change(now, out)

@@ -17,10 +17,9 @@ class JobSpec:
 
     ``batch``: samples in a step of all replicas.  ``clipping``: the limit of the gradient norm, 0 for none.
     ``arithmetic``: in exact mode, what decides how operations round.  ``log``: what crosses stages is logged, so that a
-    stage without a live worker can be replayed, over which ``boundaries``, and in how many bytes (``log_budget``);
-    ``helpers``: how many may help with that, None: as many as there is work for.  ``pushed``: scripts push their
-    micro-batches (core/worker/pushed.py).  ``folders``: those that are set beside ``run_dir``, by setting.  Times
-    are in seconds.  The others are the settings of the same name.
+    stage without a live worker can be replayed, over which ``boundaries``, and in how many bytes (``log_budget``).
+    ``pushed``: scripts push their micro-batches (core/worker/pushed.py).  ``folders``: those that are set beside
+    ``run_dir``, by setting.  Times are in seconds.  The others are the settings of the same name.
     """
 
     replicas: int
@@ -52,7 +51,6 @@ class JobSpec:
     unit: str = "worker"
     pushed: bool = False
     log: bool = False
-    helpers: int | None = None
     boundaries: str | tuple[int, ...] = "all"
     log_budget: int | None = None
     folders: tuple[tuple[str, str], ...] = ()

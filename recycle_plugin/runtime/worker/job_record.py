@@ -62,7 +62,6 @@ def job_spec(
         arithmetic=framework.model.device.arithmetic() if settings.exact else None,
         pushed=framework.pushed is not None,
         log=settings.log is not None,
-        helpers=None if settings.log is None else settings.log.most_helpers,
         boundaries=boundaries,
         log_budget=None if settings.log is None else settings.log.budget_bytes,
         folders=_folders(settings),
