@@ -1,4 +1,4 @@
-"""A port's door: who has connected proves to know the job's secret, or is refused, and counted by address.
+"""A port's door: who has connected proves to know the job's secret, or is refused; the user is told once an address.
 
 What strangers may take is bounded: connections that are still to prove who they are, the time that each has for it, and
 the addresses that are remembered.
@@ -20,20 +20,19 @@ PATIENCE_S = 1.0  # how long each of so many may take
 LOOK_S = 0.01  # between two looks whether there is room
 ADDRESSES = 64  # that are told apart
 OTHERS = "other addresses"
-Say = Callable[[str, str, int], None]
+Say = Callable[[str, str], None]
 
 
 class Door:
     """The door of a ``port`` that is called ``place`` ("at worker 3").
 
-    ``say`` gets a line, an address and a count of the first stranger from that address, the tenth, the hundredth, and
-    so on.
+    ``say`` gets a line on the first stranger from an address, and that address.
     """
 
     def __init__(self, secret: Secret, port: Port, place: str, say: Say) -> None:
         self._secret, self._port, self.place, self._say = secret, port, place, say
         self._lock = threading.Lock()
-        self._counts: dict[str, int] = {}
+        self._said: set[str] = set()  # addresses that strangers have come from
         self._unproved: dict[socket.socket, float] = {}  # oldest first, with when it came
 
     def pause_s(self) -> float:
@@ -77,16 +76,15 @@ class Door:
             self._proved(connection)
 
     def refuses(self, peer: tuple, why: OSError | str) -> None:
-        """Count what has come from ``peer``, host and port, and changes nothing."""
+        """Refuse what has come from ``peer``, host and port; it changes nothing."""
         with self._lock:
-            address = peer[0] if peer[0] in self._counts or len(self._counts) < ADDRESSES else OTHERS
-            count = self._counts[address] = self._counts.get(address, 0) + 1
-        if str(count).strip("0") == "1":
-            many, nth = ", one of many addresses," * (address == OTHERS), f", the {count}th from there" * (count > 1)
-            reason = why if isinstance(why, Stranger | str) else f"it has gone ({why.strerror})"
-            self._say(
-                f"{self.place} what comes from {peer[0]}:{peer[1]}{many} was refused{nth}: {reason}", address, count
-            )
+            address = peer[0] if peer[0] in self._said or len(self._said) < ADDRESSES else OTHERS
+            if address in self._said:
+                return
+            self._said.add(address)
+        many = ", one of many addresses," * (address == OTHERS)
+        reason = why if isinstance(why, Stranger | str) else f"it has gone ({why.strerror})"
+        self._say(f"{self.place} what comes from {peer[0]}:{peer[1]}{many} was refused: {reason}", address)
 
     def _proved(self, connection: socket.socket) -> None:
         with self._lock:

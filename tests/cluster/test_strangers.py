@@ -85,9 +85,9 @@ def test_nobody_at_the_coordinators_port_is_believed(attacked):
                     stranger.sendto(said, ("127.0.0.1", run.port))
 
     run = attacked(attack)
-    told_of = run.of("stranger")
-    assert [event["count"] for event in told_of] == [1, 10] and {event["address"] for event in told_of} == {"127.0.0.1"}
-    assert told_of[0]["text"].startswith("at the coordinator what comes from 127.0.0.1:")
+    (told_of,) = run.of("stranger")
+    assert told_of["text"].startswith("at the coordinator what comes from 127.0.0.1:")
+    assert told_of["address"] == "127.0.0.1"
 
 
 @pytest.mark.plain_too(deepspeed=False)

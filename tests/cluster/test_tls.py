@@ -60,7 +60,7 @@ def attack(run: Run) -> None:
 @pytest.mark.real_launcher
 @pytest.mark.plain_too(deepspeed=False)
 def test_a_killed_worker_comes_back_and_the_weights_are_those_without_tls(launch, reference, tmp_path, capsys):
-    """To the bit; who has no certificate is counted at each port, and changes nothing; operators have their way in."""
+    """To the bit; who has no certificate is named at each port, and changes nothing; operators have their way in."""
     own, more = files("alpha"), ("recycle.exact=true",)
     run = launch(
         f"steps={LONG}",

@@ -301,7 +301,7 @@ async def test_over_a_network_it_says_from_where():
             await asyncio.to_thread(connect, Way(address, Secret("another job's secret, of as many letters")), 1.0)
         control.close()
     (event,) = [event for event in said if event.kind == "stranger"]
-    assert event.text.startswith("at the coordinator what comes from 127.0.0.1:") and event.details["count"] == 1
+    assert event.text.startswith("at the coordinator what comes from 127.0.0.1:")
     assert event.text.endswith(f" was refused: it begins with {encode(Over(0))[:4]!r}, which can't be understood")
 
 
@@ -370,7 +370,7 @@ async def test_it_stays_for_a_supervisor_that_may_start_another_in_the_place_of_
 
 
 def test_nobody_says_what_is_anothers_to_say_though_it_knows_the_secret():
-    """Neither a worker of others, or what supervisors say, nor a supervisor of other ranks' workers; it is counted, and
+    """Neither a worker of others, or what supervisors say, nor a supervisor of other ranks' workers; it is refused, and
     what is one's own to say still counts.
     """
     said = []
@@ -381,13 +381,14 @@ def test_nobody_says_what_is_anothers_to_say_though_it_knows_the_secret():
     async def play() -> None:
         async with four_workers(said) as (coordinator, workers):
             supervisors = [Player(coordinator, rank, "supervisor") for rank in (1, 2)]
+            refused = refusals(coordinator)
             for supervisor in supervisors:
                 await supervisor.hear(Welcome)
             for message in of_others:
                 workers[1].send(message)
             for message in (exited, Terminate(2, "I say so"), Left(1)):
                 supervisors[0].send(message)
-            while counted(said) != 10:
+            while len(refused) < 10:
                 await asyncio.sleep(0.01)
             assert not {event.kind for event in said} & {"lost", "leaving", "left", "terminate", "end", "late"}
             supervisors[1].send(exited)
@@ -424,7 +425,7 @@ def test_a_datagram_counts_where_its_sender_could_say_the_same_over_its_connecti
 
     async def play() -> None:
         async with four_workers(said) as (coordinator, workers):
-            receive = coordinator.membership.receive
+            receive, refused = coordinator.membership.receive, refusals(coordinator)
             coordinator.membership.receive = lambda message, now: taken.append(message) or receive(message, now)
             former, its = await comes(coordinator, Hello(2, "supervisor", 50, "h"))
             workers[2].close()
@@ -437,7 +438,7 @@ def test_a_datagram_counts_where_its_sender_could_say_the_same_over_its_connecti
             for sender, control, rank, incarnation in (*forged * 3, *own):
                 beat = SupervisorHeartbeat(rank, True, cpu_s=float(control is joined), incarnation=incarnation)
                 sender.send(beat, control.datagrams)
-            while len(beats()) < 2 or counted(said) < 10:
+            while len(beats()) < 2 or len(refused) < 10:
                 await asyncio.sleep(0.01)
             for sender, control in ((its, former), (others, joined)):
                 sender.close()
@@ -452,6 +453,8 @@ def test_a_datagram_counts_where_its_sender_could_say_the_same_over_its_connecti
     assert "says what is another's to say, SupervisorHeartbeat(rank=2" in first.text
 
 
-def counted(said: list) -> int:
-    """How many were refused, as far as that is said: at the first, the tenth and so on."""
-    return max((event.details["count"] for event in said if event.kind == "stranger"), default=0)
+def refusals(coordinator: Coordinator) -> list:
+    """What its door refuses from now on."""
+    refused, refuses = [], coordinator._door.refuses
+    coordinator._door.refuses = lambda peer, why: refused.append(why) or refuses(peer, why)
+    return refused

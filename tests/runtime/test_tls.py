@@ -418,7 +418,7 @@ def test_logs_travel_in_it(tmp_path):
     logged(folder, 1, 3).close()
     counted: list[str] = []
     server = LogServer(
-        folder, RUN, token_of(folder, RUN), HERE, BETA, print, lambda text, address, count: counted.append(text)
+        folder, RUN, token_of(folder, RUN), HERE, BETA, print, lambda text, address: counted.append(text)
     )
     at = [LogsAt(server.token, (server.address,), (1,))]
     mirror, plain_one = (

@@ -236,7 +236,7 @@ class Membership:
             case LogsServed():
                 self.course.log_places.served(message)
             case StrangersAtLogs():
-                out.say("stranger", message.text, address=message.address, count=message.count)
+                out.say("stranger", message.text, address=message.address)
 
     def greet(self, worker: WorkerId, host: str) -> CoordinatorOutput:
         """Handles that a process on ``host`` has connected as ``worker``; if it can't take part, it hears so before it

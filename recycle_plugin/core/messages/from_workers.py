@@ -158,14 +158,13 @@ class LogsServed(Said, by=SUPERVISOR):
 
 @dataclass(frozen=True)
 class StrangersAtLogs(Said, by=SUPERVISOR):
-    """To a port of the supervisor of ``rank`` somebody has come from ``address``, for the ``count``-th time, who does
-    not belong to the job, as ``text`` says.
+    """To a port of the supervisor of ``rank`` somebody has come from ``address`` who does not belong to the job, as
+    ``text`` says.
     """
 
     rank: int
     text: str
     address: str
-    count: int
 
 
 @dataclass(frozen=True)

@@ -168,8 +168,8 @@ class Coordinator:
     def _warn(self, text: str) -> None:
         self._say(Event("warning", f"at the coordinator {text}"), clock.now())
 
-    def _say_stranger(self, text: str, address: str, count: int) -> None:
-        self._say(Event("stranger", text, {"address": address, "count": count}), clock.now())
+    def _say_stranger(self, text: str, address: str) -> None:
+        self._say(Event("stranger", text, {"address": address}), clock.now())
 
     @property
     def code(self) -> int:

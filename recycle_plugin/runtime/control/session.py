@@ -163,9 +163,9 @@ class Session(ControlView):
         """Say something to the user, through the coordinator."""
         self.send(Note(self.rank, kind, text, details))
 
-    def note_stranger(self, text: str, address: str, count: int) -> None:
-        """Say that somebody was refused who does not belong to the job, who has come from ``address`` so often."""
-        self.note("stranger", text, address=address, count=count)
+    def note_stranger(self, text: str, address: str) -> None:
+        """Say that somebody was refused who has come from ``address`` and does not belong to the job."""
+        self.note("stranger", text, address=address)
 
     def ask_to_leave(self, reason: str) -> None:
         """Ask the coordinator for a planned leave, at a commit, for ``reason``."""

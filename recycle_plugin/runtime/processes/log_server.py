@@ -41,18 +41,18 @@ MOST = 256  # lines at a time
 class LogServer:
     """Serves the segments of ``run`` that are in ``folder``, which has this ``token``, at a free port of ``host``.
 
-    ``secret``: the job's.  ``say`` gets a line on the first who does not ask as one asks here, and ``count`` what a
-    Door says of strangers.  Raises RecycleError where it can't be.
+    ``secret``: the job's.  ``say`` gets a line on the first who does not ask as one asks here, and ``stranger`` what
+    a Door says.  Raises RecycleError where it can't be.
     """
 
     def __init__(
-        self, folder: Path, run: str, token: str, host: str, secret: Secret, say: Callable[[str], None], count: Say
+        self, folder: Path, run: str, token: str, host: str, secret: Secret, say: Callable[[str], None], stranger: Say
     ) -> None:
         if not folder.is_dir() or served.token_of(folder, run) != token:
             raise RecycleError(f"{folder} is not the folder here that the log of this host is in")
         self.folder, self._run, self.token = folder, run, token
         self._runs: dict[str, str] = {}  # by a segment's name, whose it is; that does not change
-        door = Door(secret, Port.LOGS, f"at the logs in {folder}", count)
+        door = Door(secret, Port.LOGS, f"at the logs in {folder}", stranger)
         try:
             self._listener = Listener(host, door, "logs", say, self._answer, HELLO_S, most=MOST)
         except OSError as error:
