@@ -79,7 +79,6 @@ class Announcer:
         self._log: LineFile | None = None
         self._printing = Droppable(console(), "lines", self._say_of)
         self._unwritten: dict[str, int | None] = {}  # by path: the rank of the worker that can't write it
-        self._dropped: list[int] = []  # lines, by file, since the first could not be written
         self.folder: Path | None = None
         self.wants_report = False
         self._early: list[str] = []
@@ -157,14 +156,8 @@ class Announcer:
                 self._line(event.kind, event.text, now)
             return
         self._unwritten.pop(path, None)
-        self._dropped.append(event.details["dropped"])
-        if not self._unwritten:
-            several = (
-                f"all is written again, without {sum(self._dropped)} lines of {len(self._dropped)} files that were "
-                "dropped"
-            )
-            self._line(event.kind, several if len(self._dropped) > 1 else event.text, now)
-            self._dropped.clear()
+        if failing and not self._unwritten:
+            self._line(event.kind, "all is written again, without what was dropped", now)
 
     def _open(self, folder: Path) -> None:
         self.folder = folder
@@ -187,7 +180,7 @@ class Announcer:
         if self._console.is_terminal:
             self._console.print(self._text.assemble((stamp, "dim"), (line, STYLES.get(kind, ""))))
         else:
-            self._printing.attempt(lambda: self._print(stamp + line), 1)
+            self._printing.attempt(lambda: self._print(stamp + line))
 
     def _print(self, line: str) -> None:
         """Print to what is no terminal, perhaps a file."""

@@ -1,7 +1,7 @@
 """Writing what people read and no training depends on: logs, traces, the lines on the console.
 
 Where it can't be written, since the disk is full for instance, it is dropped; that is said once, and it is tried again
-now and then.  Once it can be written again, that is said too, with how much is missing.
+now and then.  Once it can be written again, that is said too.
 """
 
 from __future__ import annotations
@@ -20,28 +20,26 @@ KEPT = 10_000  # lines that may wait for room
 UNWRITTEN, WRITTEN = "unwritten", "written"  # kinds of events
 
 Say = Callable[..., None]
-"""Of the kind of an event, its text, and its details as keywords: ``path``, and ``dropped``, how much."""
+"""Of the kind of an event, its text, and as a keyword the ``path``."""
 
 
 class Droppable:
-    """Something that is written to ``path`` and may be dropped, counted in ``unit``.  ``say`` tells the user."""
+    """Something that is written to ``path``, and of which a ``unit`` may be dropped.  ``say`` tells the user."""
 
     def __init__(self, path: Path | str, unit: str, say: Say) -> None:
         self.path = path
         self._unit, self._say = unit, say
-        self._dropped = 0
         self._failing = False
         self._again = 0.0  # when it is tried again
 
-    def attempt(self, write: Callable[[], None], count: int, errors: type[Exception] = OSError) -> bool:
-        """Try to ``write`` so many units; returns whether it is done, else they are dropped and counted."""
+    def attempt(self, write: Callable[[], None], errors: type[Exception] = OSError) -> bool:
+        """Try to ``write``; returns whether it is done, else that is dropped."""
         if self._failing and time.monotonic() < self._again:
-            self._dropped += count
             return False
         try:
             write()
         except errors as error:
-            self._fail(error, count)
+            self._fail(error)
             return False
         self._succeed()
         return True
@@ -50,27 +48,18 @@ class Droppable:
         """Make the next attempt whenever it comes, without a pause."""
         self._again = 0.0
 
-    def _fail(self, error: Exception, count: int) -> None:
+    def _fail(self, error: Exception) -> None:
         first, self._failing = not self._failing, True
-        self._dropped += count
         self._again = time.monotonic() + RETRY_S
         if first:
-            self._say(
-                UNWRITTEN,
-                f"{refusal(self.path, error)}: {self._unit} are dropped until that is possible",
-                path=str(self.path),
-                dropped=0,
-            )
+            text = f"{refusal(self.path, error)}: {self._unit} are dropped until that is possible"
+            self._say(UNWRITTEN, text, path=str(self.path))
 
     def _succeed(self) -> None:
         if self._failing:
-            dropped, self._dropped, self._failing = self._dropped, 0, False
-            self._say(
-                WRITTEN,
-                f"{self.path} is written again, without {dropped} {self._unit} that were dropped",
-                path=str(self.path),
-                dropped=dropped,
-            )
+            self._failing = False
+            text = f"{self.path} is written again, without the {self._unit} that were dropped"
+            self._say(WRITTEN, text, path=str(self.path))
 
 
 def console() -> Path:
@@ -91,7 +80,7 @@ class LineFile:
         """Append a line.  ``keep``: it is not dropped, and waits until there is room."""
         if keep:
             self._kept.append(line)
-        self._target.attempt(lambda: self._append([] if keep else [line]), 0 if keep else 1)
+        self._target.attempt(lambda: self._append([] if keep else [line]))
 
     def close(self) -> None:
         """Try once more to write what waits, and close the file."""

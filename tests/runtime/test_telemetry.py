@@ -17,14 +17,14 @@ from recycle_plugin.observability.telemetry import UNWRITTEN, WRITTEN, Droppable
 
 
 @pytest.fixture
-def said() -> list[tuple[str, int]]:
+def said() -> list[str]:
     return []
 
 
 @pytest.fixture
 def say(said, monkeypatch):
     monkeypatch.setattr(telemetry, "RETRY_S", 0.0)
-    return lambda kind, text, path, dropped: said.append((kind, dropped))
+    return lambda kind, text, path: said.append(kind)
 
 
 def test_lines_are_dropped_while_the_disk_is_full_and_what_is_kept_comes_later(tmp_path, said, say):
@@ -38,7 +38,7 @@ def test_lines_are_dropped_while_the_disk_is_full_and_what_is_kept_comes_later(t
         lines.add(f"line {number}", keep=number in (0, 2))
     lines.close()
     assert path.read_text().splitlines() == ["line 0", "line 2", "line 4", "line 5"]
-    assert said == [(UNWRITTEN, 0), (WRITTEN, 2)]
+    assert said == [UNWRITTEN, WRITTEN]
 
 
 def test_a_folder_that_goes_and_comes_back(tmp_path, said, say):
@@ -49,7 +49,7 @@ def test_a_folder_that_goes_and_comes_back(tmp_path, said, say):
     folder.unlink()
     lines.add("two")
     lines.close()
-    assert (folder / "lines.txt").read_text() == "two\n" and said == [(UNWRITTEN, 0), (WRITTEN, 1)]
+    assert (folder / "lines.txt").read_text() == "two\n" and said == [UNWRITTEN, WRITTEN]
 
 
 def test_no_part_of_a_line_stays_where_the_room_ends_in_it(tmp_path, said, say):
@@ -63,10 +63,7 @@ def test_no_part_of_a_line_stays_where_the_room_ends_in_it(tmp_path, said, say):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     lines.add("the last")
     lines.close()
-    assert path.read_text().splitlines() == ["number 0", "number 1", "the last"] and said == [
-        (UNWRITTEN, 0),
-        (WRITTEN, 3),
-    ]
+    assert path.read_text().splitlines() == ["number 0", "number 1", "the last"] and said == [UNWRITTEN, WRITTEN]
 
 
 def test_what_is_not_due_yet_is_not_tried(said, say, monkeypatch):
@@ -78,9 +75,9 @@ def test_what_is_not_due_yet_is_not_tried(said, say, monkeypatch):
         raise ConnectionError("the server is gone")
 
     monitor = Droppable("a monitor", "entries", say)
-    assert not any(monitor.attempt(write, 2, Exception) for _ in range(3)) and len(tried) == 1
+    assert not any(monitor.attempt(write, Exception) for _ in range(3)) and len(tried) == 1
     monitor.at_once()
-    assert monitor.attempt(lambda: None, 2) and said == [(UNWRITTEN, 0), (WRITTEN, 6)]
+    assert monitor.attempt(lambda: None) and said == [UNWRITTEN, WRITTEN]
 
 
 @pytest.mark.parametrize(

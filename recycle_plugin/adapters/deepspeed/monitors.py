@@ -48,7 +48,7 @@ class FirstLive:
         with taken_for(0, "deepspeed.monitor."):
             if self._opened or self._open():
                 # a third party's
-                self._target.attempt(lambda: self._stock.write_events(entries), len(entries), Exception)
+                self._target.attempt(lambda: self._stock.write_events(entries), Exception)
 
     def _open(self) -> bool:
         self._opened = True
@@ -92,7 +92,7 @@ class Reporting:
                 f"samples/sec: {engine.train_batch_size() / each_s:0.3f}"
             )
             if self._session.is_first:
-                self._printing.attempt(lambda: print(line, flush=True), 1)
+                self._printing.attempt(lambda: print(line, flush=True))
         if engine.monitor.enabled:
             told = {"train_loss": loss}
             if self._session.rank != 0:  # whose step has written the learning rate
