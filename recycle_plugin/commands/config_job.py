@@ -54,12 +54,10 @@ class ConfiguredJob:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas."""
         return self.shape.replicas
 
     @property
     def stages(self) -> int:
-        """The number of pipeline stages."""
         return self.shape.stages
 
     @property

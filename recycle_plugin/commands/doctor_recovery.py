@@ -183,7 +183,6 @@ class Loss:
 
     @property
     def row(self) -> dict:
-        """Its row of the table."""
         return {
             "lost": self.lost, "way": self.way, "how": self.how, "seconds": [round(each, 3) for each in self.seconds],
         }  # fmt: skip

@@ -89,7 +89,6 @@ class Problem:
 
     @property
     def records(self) -> int:
-        """The number of records in all."""
         return self.stages * self.width
 
     @property

@@ -62,7 +62,6 @@ class Line:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
         return len(self.recompute_s)
 
     def log_bytes(self, logged: Sequence[int]) -> int:

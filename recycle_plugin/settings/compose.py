@@ -122,7 +122,6 @@ class TrainingJob(_Section):
 
     @property
     def workers(self) -> int:
-        """How many workers the topology needs."""
         return self.topology.stages * self.topology.replicas
 
     def deepspeed_config(self) -> dict[str, Any]:

@@ -330,7 +330,6 @@ class Settings(BaseModel):
 
     @property
     def deadlines(self) -> Deadlines:
-        """The settings that are deadlines, in seconds."""
         return Deadlines(**{one.name: getattr(self, one.name) for one in fields(Deadlines)})
 
     @property
@@ -427,7 +426,6 @@ class Settings(BaseModel):
 
     @property
     def fault_list(self) -> tuple[Fault, ...]:
-        """The faults to inject, parsed."""
         return tuple(map(Fault.parse, self.faults))
 
     def refuse_faults(self, shape: Topology) -> None:

@@ -72,7 +72,6 @@ class MasterOptimizer:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,7 +126,6 @@ class FlatState:
 
     @property
     def groups(self) -> list[Parameters]:
-        """The masters of each group."""
         return [group["params"] for group in self._optimizer.param_groups]
 
     @torch.no_grad()

@@ -112,7 +112,6 @@ class Course:
 
     @property
     def roster(self) -> Roster:
-        """The members."""
         return self.attendance.roster
 
     def speaker(self, worker: WorkerId) -> Member | None:

@@ -34,7 +34,6 @@ class Enrolment:
 
     @property
     def roster(self) -> Roster:
-        """The workers that are ready, as a roster."""
         return Roster(tuple(ready.member for ready in self._ready.values()))
 
     def contradiction(self) -> str | None:

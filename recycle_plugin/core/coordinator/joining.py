@@ -86,7 +86,6 @@ class Newcomer:
 
     @property
     def stage(self) -> int:
-        """The stage that it is to hold."""
         return self.member.seat.stage
 
     @property

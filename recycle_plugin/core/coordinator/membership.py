@@ -107,12 +107,10 @@ class Membership:
 
     @property
     def roster(self) -> Roster:
-        """The members."""
         return self.course.roster
 
     @property
     def lost(self) -> set[WorkerId]:
-        """The workers that are lost."""
         return self.course.attendance.lost
 
     @property

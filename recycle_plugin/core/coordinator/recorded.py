@@ -29,7 +29,6 @@ class Recorder:
 
     @property
     def evaluations(self) -> int:
-        """How many evaluations are over."""
         return len(self._evaluations)
 
     def lost(self, step: int, losses: Mapping[str, float]) -> None:

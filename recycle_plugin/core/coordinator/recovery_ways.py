@@ -67,7 +67,6 @@ class Group(NamedTuple):
 
     @property
     def stages(self) -> range:
-        """All of them."""
         return range(self.first, self.last + 1)
 
 

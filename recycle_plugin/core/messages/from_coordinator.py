@@ -102,7 +102,6 @@ class Generation:
 
     @cached_property
     def roster(self) -> Roster:
-        """The members as a roster."""
         return Roster(self.members)
 
 

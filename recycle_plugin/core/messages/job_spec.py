@@ -57,7 +57,6 @@ class JobSpec:
 
     @property
     def shape(self) -> Topology:
-        """The job's topology."""
         return Topology(self.replicas, self.stages, self.micro_batches, self.ties)
 
     @property

@@ -83,7 +83,6 @@ class CostModel:
 
     @property
     def stages(self) -> int:
-        """The number of pipeline stages."""
         return len(self.forward)
 
     def of(self, op: Op, stage: int, seat: Seat | None = None) -> int:

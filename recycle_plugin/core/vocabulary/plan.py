@@ -123,12 +123,10 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """The number of pipeline stages."""
         return self.view.topology.stages
 
     @cached_property
     def batch(self) -> tuple[MicroBatch, ...]:
-        """The micro-batches that a step has."""
         replicas = frozenset(self.policy.replicas(self.view))
         return tuple(one for one in self.view.topology.batch if one.replica in replicas)
 

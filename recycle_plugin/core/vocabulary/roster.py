@@ -44,7 +44,6 @@ class Member:
 
     @property
     def worker(self) -> WorkerId:
-        """The identity of this member's process."""
         return WorkerId(self.rank, self.incarnation)
 
     def __str__(self) -> str:
@@ -95,7 +94,6 @@ class Roster:
 
     @cached_property
     def ranks(self) -> frozenset[int]:
-        """The ranks of all members."""
         return frozenset(member.rank for member in self.members)
 
     @property
@@ -139,7 +137,6 @@ class Roster:
 
     @property
     def seats(self) -> KeysView[Seat]:
-        """The seats that somebody holds."""
         return self._by_seat.keys()
 
     @cached_property

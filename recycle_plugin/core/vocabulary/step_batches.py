@@ -49,7 +49,6 @@ class LiveShare(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether all do."""
         return self.live == self.total
 
     @property

@@ -90,7 +90,6 @@ class WorkerBytes:
 
     @property
     def contributions(self) -> int:
-        """This worker's part of a sum."""
         return self.gradient * (self.blocks or 1)
 
     def computing(self, committed: bool = False) -> dict[str, int]:

@@ -104,12 +104,10 @@ class CatchingUp:
 
     @property
     def whole(self) -> bool:
-        """Whether all of the state is here."""
         return self.clock is not None and len(self._here) == len(self._weights)
 
     @property
     def sources(self) -> Collection[WorkerId]:
-        """The workers that serve this one."""
         return self._streams.keys()
 
     @property

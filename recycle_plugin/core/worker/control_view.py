@@ -99,7 +99,6 @@ class ControlView:
 
     @property
     def worker(self) -> WorkerId:
-        """The identity of this worker's process."""
         return WorkerId(self.rank, self.incarnation)
 
     def __str__(self) -> str:

@@ -31,5 +31,4 @@ class LogMeter:
 
     @property
     def total(self) -> LogFigures:
-        """All that was counted."""
         return LogFigures(self._steps, self._us / 1e6, self._down, self._up, self._logged)

@@ -71,7 +71,6 @@ class Newcomer:
 
     @property
     def catching_up(self) -> CatchingUp:
-        """What has come of the state."""
         return self._catching_up
 
     def start(self) -> Iterator[Any]:

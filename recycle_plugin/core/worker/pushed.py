@@ -186,7 +186,6 @@ class PushedSteps:
 
     @property
     def begun(self) -> bool:
-        """Whether a step has begun in this process."""
         return self._steps is not None
 
     @property

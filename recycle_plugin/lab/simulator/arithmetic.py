@@ -60,7 +60,6 @@ class Sample(NamedTuple):
 
     @property
     def data(self) -> tuple[int, int]:
-        """Its input and its label."""
         return sampled(MicroBatch(self.replica, self.number), 0)
 
     def __str__(self) -> str:

@@ -184,7 +184,6 @@ class Cluster:
 
     @property
     def lost_seats(self) -> set[Seat]:
-        """The seats of which a shard is gone."""
         return {self.workers[rank].seat for rank in self.gone()}
 
     @property

@@ -55,7 +55,6 @@ class SimulatedLog:
 
     @property
     def worker(self) -> Any:
-        """Who writes it."""
         return self._machine.control_view.worker
 
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:

@@ -117,7 +117,6 @@ class Replaying:
 
     @property
     def replays(self) -> bool:
-        """Whether this worker replays its stage."""
         return self.control_view.outside or self.replays_along
 
     def keep_state(self) -> tuple[KeptState, int]:

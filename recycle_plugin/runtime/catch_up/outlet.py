@@ -110,7 +110,6 @@ class TcpOutlet:
 
     @property
     def broken(self) -> bool:
-        """Whether the newcomer is gone."""
         return self._broken
 
     def close(self) -> None:

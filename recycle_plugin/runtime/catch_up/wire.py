@@ -48,7 +48,6 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
         return DTYPES[self.dtype].itemsize * torch.Size(self.shape).numel()
 
 
@@ -63,7 +62,6 @@ class Begin:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
 

@@ -308,7 +308,6 @@ class MemberGroup(Several, dist.ProcessGroup):
 
     @property
     def lost(self) -> list[int]:
-        """The global ranks of the members that are lost."""
         return [rank for place, rank in enumerate(self._ranks) if place not in self._flight.position]
 
     def live_position(self) -> tuple[int, int]:

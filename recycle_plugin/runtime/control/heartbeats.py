@@ -83,7 +83,6 @@ class Heartbeats:
 
     @property
     def has_lease(self) -> bool:
-        """Whether the lease holds now."""
         return time.monotonic() < self.lease_until
 
     def beat(self) -> None:

@@ -25,7 +25,6 @@ class There(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def poll(self) -> bool:

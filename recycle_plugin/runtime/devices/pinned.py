@@ -69,7 +69,6 @@ class PinnedMemory:
 
     @property
     def used(self) -> int:
-        """Bytes that are pinned now."""
         with self._lock:
             return self._settled()
 

@@ -73,7 +73,6 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
         return ITEM_BYTES[self.dtype] * prod(self.shape)
 
 
@@ -93,7 +92,6 @@ class DatumRecord:
 
     @property
     def step(self) -> int:
-        """The datum's step."""
         return self.datum.step
 
 
@@ -110,7 +108,6 @@ class StepRecord:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """No tensors."""
         return ()
 
 

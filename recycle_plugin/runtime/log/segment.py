@@ -167,7 +167,6 @@ class Segment:
 
     @property
     def stream(self) -> Stream:
-        """The stream that it is a part of."""
         return self.head.stream
 
     @property

@@ -39,7 +39,6 @@ class SentWeights:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 

@@ -127,7 +127,6 @@ class Stage:
 
     @property
     def device(self) -> Device:
-        """The device that the stage computes on."""
         return self._model.device
 
     def load(self, batch: tuple[Any, Any]) -> LoadedBatch:

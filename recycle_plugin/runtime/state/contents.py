@@ -78,7 +78,6 @@ class TensorForm(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of such a tensor."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 

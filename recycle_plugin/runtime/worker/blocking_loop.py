@@ -146,7 +146,6 @@ class BlockingLoop:
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
         return self._loop.plan
 
     def barrier(self, place: str, values: dict) -> BarrierPassed:

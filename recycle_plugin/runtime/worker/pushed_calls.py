@@ -44,7 +44,6 @@ class PushedCalls:
 
     @property
     def begun(self) -> bool:
-        """Whether a step has begun in this process."""
         return self._steps.begun
 
     @property

@@ -54,7 +54,6 @@ class Whole:
 
     @property
     def parameters(self) -> list[Any]:
-        """What the optimizer steps."""
         return self._parameters
 
     @property
@@ -121,7 +120,6 @@ class Partitions:
 
     @property
     def parameters(self) -> list[Any]:
-        """What the optimizer steps."""
         return list(self._optimizer.single_partition_of_fp32_groups)
 
     @property
@@ -249,7 +247,6 @@ class PartitionedWeights(Partitions):
 
     @property
     def parameters(self) -> list[Any]:
-        """What the optimizer steps."""
         return list(self._optimizer.fp32_partitioned_groups_flat)
 
     def step(self, once: Callable[[], None]) -> torch.Tensor:

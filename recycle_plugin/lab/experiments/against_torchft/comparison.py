@@ -117,7 +117,6 @@ class Verdict(NamedTuple):
 
     @property
     def met(self) -> bool | None:
-        """Whether it is kept."""
         return None if self.measured is None or self.limit is None else self.measured <= self.limit
 
 

@@ -35,7 +35,6 @@ class Template:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes, one for each stage."""
         return len(self.stages)
 
     @property

@@ -29,12 +29,10 @@ class PeerJob:
 
     @property
     def workers(self) -> int:
-        """The number of workers of the fault-free job."""
         return self.topology.replicas * self.topology.stages
 
     @property
     def batch(self) -> int:
-        """The number of samples in a step."""
         return self.topology.replicas * self.topology.micro_batches * self.profile.micro_batch
 
     @cached_property

@@ -81,7 +81,6 @@ class Run:
 
     @property
     def samples(self) -> float:
-        """The number of samples that stay trained."""
         return sum(segment.samples for segment in self.segments)
 
     @property

@@ -35,7 +35,6 @@ class Copies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def __getitem__(self, key: Hashable) -> torch.Tensor:
@@ -80,7 +79,6 @@ class HostCopies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies."""
         return sum(copy.nbytes for _, copy in self._copies)
 
     def start(self, sources: Mapping[Any, torch.Tensor]) -> None:

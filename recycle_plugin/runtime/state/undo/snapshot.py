@@ -33,7 +33,6 @@ class Snapshot:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the copies."""
         return self._copies.nbytes
 
     @torch.no_grad()
