@@ -231,15 +231,6 @@ def _replayed_step_s(job: ConfiguredJob, found: Choices, first: int, last: int) 
     return tuple(taken)
 
 
-def _replay_s(job: ConfiguredJob, found: Choices, first: int, last: int) -> tuple[float, ...]:
-    """Seconds of a replay of two stages, which may be one, with those that replay along."""
-    taken = []
-    for every, logged in zip(EVERY, found.logged):
-        touched = [group for group in groups(logged, job.stages) if group[0] <= last and first < group[1]]
-        taken.append(round(BEFORE_S + _line(job, every).recovery_s(touched[0][0], touched[-1][1]), 3))
-    return tuple(taken)
-
-
 def _line(job: ConfiguredJob, every: int) -> Line:
     """The job's stages as the planner's model of logs has them."""
     batch, split = len(job.shape.batch), job.settings.split_backward

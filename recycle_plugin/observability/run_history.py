@@ -32,11 +32,6 @@ EVENTS = "events.jsonl"
 WARM_UP = 3  # steps at the start of a run that no median counts
 CLOCKS_S = 60.0  # how far apart the clocks of events and of processes may be
 KILLED = "killed: the coordinator's process on host {host}, {pid}, is gone, and has not said why"
-RENAMED = {
-    "rest": "recovery_plan",
-    "waits": "wait_graph",
-}
-"""Kinds of events as logs of the last release have them, and as they are called now; read for one release."""
 RECENT = 10  # steps that "now" is over
 NO_REASON = "ended, and the log does not say why"
 KILLS = ("kill", "stop")  # kinds of faults that lose their worker
@@ -440,7 +435,7 @@ def place() -> str:
 
 
 def read_events(path: Path) -> list[dict]:
-    """All whole lines of an event log so far; none where there is none.  Events have today's names (:data:`RENAMED`).
+    """All whole lines of an event log so far; none where there is none.
 
     Raises ValueError for what is no event.
     """
@@ -449,7 +444,7 @@ def read_events(path: Path) -> list[dict]:
     for place, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
-            event["event"], event["time"] = RENAMED.get(event["event"], event["event"]), event["time"]
+            _ = event["event"], event["time"]
         except (ValueError, TypeError, KeyError):
             shown = line.decode(errors="replace")[:60].strip()
             raise ValueError(f"{path}, line {place} is no event: {shown}") from None

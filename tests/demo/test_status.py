@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-import recycle_plugin
 from recycle_plugin.cli import main
 from recycle_plugin.commands import running_job
 from recycle_plugin.commands.status import lines, status
 from recycle_plugin.observability import report
 from recycle_plugin.observability.comings import OVER, comings
-from recycle_plugin.observability.run_history import EVENTS, RENAMED, RunHistory, place, read_events
+from recycle_plugin.observability.run_history import EVENTS, RunHistory, place
 from recycle_plugin.runs import free_port
 from tests.support.run_folder import WHY, Read
 
@@ -189,15 +188,6 @@ def test_a_line_that_is_being_written_is_left_out(folder):
     with (folder / "events.jsonl").open("a") as log:
         log.write('{"time": 105.0, "event": "war')
     assert RunHistory.read(folder).events[-1]["event"] == "finished"
-
-
-@pytest.mark.parametrize("before, now", RENAMED.items())
-def test_logs_of_the_last_release_are_read(tmp_path, before, now):
-    (tmp_path / EVENTS).write_text(json.dumps({"event": before, "time": 1.0}) + "\n")
-    assert [event["event"] for event in read_events(tmp_path / EVENTS)] == [now]
-    assert f"`{before}` for `{now}`" in " ".join(
-        (Path(recycle_plugin.__file__).parent / "docs" / "operations.md").read_text().split()
-    )
 
 
 def without(kind: str, field: str) -> Callable[[list[dict]], list[dict]]:

@@ -37,9 +37,8 @@ class MasterOptimizer:
     gives the norm that they are clipped by, None where none is known.
     """
 
-    _global_grad_norm: torch.Tensor | None = (
-        None  # of the step that was applied last: stock code asks for it by this name
-    )
+    # of the step that was applied last: stock code asks for it by this name
+    _global_grad_norm: torch.Tensor | None = None
     part: Callable[[], dict[str, Any]] | None = None  # stock's state_dict, once the engine has a seat
 
     def __init__(

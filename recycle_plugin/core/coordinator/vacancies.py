@@ -427,13 +427,6 @@ class Vacancies:
         vacancy = self._vacant.get(rank)
         return vacancy is not None and vacancy.newcomer is not None
 
-    def is_coming(self, rank: int) -> bool:
-        """Whether somebody is to hold the seat of ``rank`` next, as far as is known: it may not be vacant yet."""
-        if self._spares or self.is_filled(rank):
-            return True
-        stays = rank in self._away | self._unguarded or self._hosts[rank] in self._drained
-        return not stays and not self._restarts.has_given_up(self._together[rank][0])
-
     def may_follow(self, rank: int) -> bool:
         """Whether another process is to hold the seat of ``rank`` where the newcomer that is to do so dies now."""
         stays = rank in self._away | self._unguarded or self._hosts[rank] in self._drained

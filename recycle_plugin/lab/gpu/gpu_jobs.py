@@ -31,9 +31,8 @@ from recycle_plugin.runtime.devices.host import HOST
 
 JOB_S = 120.0  # of one job of four processes
 ANSWER_S = 90.0  # of a process that has to import torch and to make its context first
-AS_THE_CPU = (
-    1e-4  # between losses on the accelerator and on the CPU, over eight steps in fp32: sums are in another order
-)
+# between losses on the accelerator and on the CPU, over eight steps in fp32: sums are in another order
+AS_THE_CPU = 1e-4
 HALF = 0.02  # the same in half precision, beside the CPU's in fp32: 6e-4 in bf16, where both are a CPU
 SURVIVED_HALF = 5e-3  # between losses with and without a kill in half precision, on the same device
 SMALL_GPT = (

@@ -503,11 +503,8 @@ class Watcher:
                     if worker.waiting
                     else f"seat {worker.seat} has not ended"
                 )
-            for (
-                step,
-                losses,
-                # what went down with a worker of a step that all had applied is missing, and said so
-            ) in worker.losses.items():
+            # what went down with a worker of a step that all had applied is missing, and said so
+            for step, losses in worker.losses.items():
                 expected = told.setdefault(step, losses) if self.rounds else self._losses(step)
                 losses, expected = self._of_what_stayed(step, losses), self._of_what_stayed(step, expected)
                 if self._shrinks and not worker.alive:  # the step may be void for the others

@@ -38,9 +38,8 @@ from recycle_plugin.lab.simulator.predict import predict
 from recycle_plugin.lab.simulator.virtual import Conditions
 from recycle_plugin.planner.network import Network
 
-SIMULATED = (
-    4_000  # (stage, micro-batch) pairs of a step up to which its time is simulated; beyond, it is the plan's own
-)
+# (stage, micro-batch) pairs of a step up to which its time is simulated; beyond, it is the plan's own
+SIMULATED = 4_000
 STEPS = 4  # simulated per membership
 PAYBACK_S = 1800.0  # a moved stage has to pay for its copy within this time
 

@@ -67,9 +67,8 @@ class Startup:
         self._left = {False: MOST - OF_MODELS, True: OF_MODELS}
         self._read = self._training = self._member = self._apart = False
         self._begins = False  # a member's script has not come to its first step
-        self._arriving: dict[int, list[torch.Tensor]] | None = (
-            None  # by address, what is trained, while a model is built
-        )
+        # by address, what is trained, while a model is built
+        self._arriving: dict[int, list[torch.Tensor]] | None = None
         self._awaited: list[tuple[str, torch.Tensor]] = []  # of the call, and what it was to fill
 
     @property

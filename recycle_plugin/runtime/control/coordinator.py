@@ -66,9 +66,8 @@ EXIT_S = 2.0  # how long a supervisor may take to say how its worker ended, befo
 LOOK_S, GONE = 1.0, 2  # between two looks at the checkpoints; so many find none where one was removed
 CLOSING_S = 5.0  # how long closed connections may take to be noticed
 HELLO_S = 60.0  # how long who has connected may take to say who it is
-LISTEN_S = (
-    60.0  # how long nothing need be heard of one that is there: silence is core.coordinator.failure_detector's business
-)
+# how long nothing need be heard of one that is there: silence is core.coordinator.failure_detector's business
+LISTEN_S = 60.0
 
 
 class Coordinator:

@@ -23,9 +23,8 @@ from recycle_plugin.core.messages.encoding import HEAD, Language
 from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.runtime.processes.guard import SERVER_VARIABLE
 
-SERVER_S = (
-    180.0  # how long a server may take to import what it is to have, and to compile on a machine's very first call
-)
+# how long a server may take to import what it is to have, and to compile on a machine's very first call
+SERVER_S = 180.0
 PR_SET_PDEATHSIG = 1
 STOP_S = 10.0  # how long a server may take to end
 STOPPED = 0  # its exit code once its line is closed, which it ends with for nothing else
