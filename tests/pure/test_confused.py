@@ -70,6 +70,7 @@ from recycle_plugin.core.messages.typed import names_of
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import ALL_ENDED
+from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.observability.console import Announcer
@@ -142,6 +143,8 @@ JOBS: tuple[dict[str, Any], ...] = (
     {"rejoin": "always"},
     {"rejoin": "always", "log": True},
     {"unit": "worker", "clipping": 1.0, "clip": "validate"},
+    {"rejoin": "always", "pushed": True},
+    {"rejoin": "always", "unit": "replica", "policy": Policy(shrinks=True)},
     {},
 )
 BELIEVED = (Fatal, Left, Leaving, Terminate)  # they mean the job's end, or a planned leave
@@ -168,6 +171,7 @@ class OthersPlayByTheRules:
         self.now = 0.0
         self.console, self.metrics = Announcer(0), Metrics()
         self.membership, its = Membership(4), job(**JOBS[seed // 2 % len(JOBS)])
+        self.mates = {1} if its.unit == "replica" else set()  # go with the confused one
         for rank in range(4):
             self.show(self.membership.receive(Ready(member(rank), 0, its), self.now))
         self.show(agree(self.membership, 0, dict.fromkeys(range(4), 0)))
@@ -214,6 +218,8 @@ class OthersPlayByTheRules:
     def hear(self, out: CoordinatorOutput) -> None:
         self.show(out)
         for whom, each in out.messages:
+            if isinstance(each, Fence) and each.rank in self.mates:
+                self.machines.pop(each.rank, None)
             assert not (isinstance(each, Fence) and each.rank in self.machines), each
             assert not (isinstance(each, End) and each.failed and whom != self.process), each
             if isinstance(each, Generation):
@@ -276,7 +282,7 @@ class OthersPlayByTheRules:
 
     def another_dies(self) -> None:
         """Seat 0.0 does, if the confused one does not leave its stage, or replicas, empty."""
-        if len(self.machines) == len(OTHERS) and RANK in self.membership.roster.ranks:
+        if len(self.machines) == len(OTHERS) and not self.mates and RANK in self.membership.roster.ranks:
             del self.machines[0]
             self.give(Exited(0, -9, self.now))
 
