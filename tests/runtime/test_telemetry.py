@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from recycle_plugin import folders
+from recycle_plugin.core.messages.from_workers import Note
 from recycle_plugin.errors import NotSaved, RecycleError
 from recycle_plugin.observability import telemetry
 from recycle_plugin.observability.telemetry import UNWRITTEN, WRITTEN, Droppable, LineFile
@@ -24,7 +25,12 @@ def said() -> list[str]:
 @pytest.fixture
 def say(said, monkeypatch):
     monkeypatch.setattr(telemetry, "RETRY_S", 0.0)
-    return lambda kind, text, path: said.append(kind)
+
+    def taken(kind: str, text: str, **details: str) -> None:
+        assert Note(0, kind, text, details).is_known, "the coordinator takes it of a worker"
+        said.append(kind)
+
+    return taken
 
 
 def test_lines_are_dropped_while_the_disk_is_full_and_what_is_kept_comes_later(tmp_path, said, say):

@@ -460,7 +460,7 @@ NOTED: dict[str, dict[str, type]] = {
     **{kind: {} for kind in ("stranger", "warning", "zero")},
     "fault": {"fault": str, "seat": str, "struck_at": float},
     "unwritten": {"path": str},
-    "written": {"path": str, "dropped": int},
+    "written": {"path": str},
 }
 """The kinds of events that workers note, and of each the details that are read by more than people."""
 
