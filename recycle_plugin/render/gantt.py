@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from textwrap import fill
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -43,7 +42,11 @@ ROW, GAP = 0.82, 0.55  # height of a row, extra space between replicas
 CHARACTER = 1 / 150  # of the time axis, which a text's character takes; a turned text takes the height of a line
 TITLE = 100  # characters in a line
 UNITS = ((1_000_000, "s"), (1_000, "ms"), (1, "µs"))
-Turns = Mapping[tuple[Op, bool], int]  # of the texts of each kind of bar, an operation rerouted or not, in degrees
+MOST = 0.9  # of the bars of a kind have a text, or none has
+Texts = Mapping[tuple[Op, bool], tuple[int, float]]
+"""Of each kind of bar that has texts, an operation, rerouted or not: by how many degrees these are turned, and how much
+of the time axis a bar takes at least that has one.
+"""
 
 
 class Pause(NamedTuple):
@@ -88,9 +91,9 @@ def draw(path: str | Path | BinaryIO, *panels: Panel) -> None:
     figure = Figure(figsize=(11.5, sum(heights) + 0.55), dpi=120, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    turns = _turns(panels, length)
+    texts = _texts(panels, length)
     for place, panel in zip(axes, panels):
-        _draw_panel(place, panel, length, turns)
+        _draw_panel(place, panel, length, texts)
     _legend(figure, panels)
     figure.savefig(path)
 
@@ -133,7 +136,7 @@ def _rows(panel: Panel) -> tuple[dict[Seat, float], float]:
     return rows, height
 
 
-def _draw_panel(axes: Axes, panel: Panel, length: int, turns: Turns) -> None:
+def _draw_panel(axes: Axes, panel: Panel, length: int, texts: Texts) -> None:
     rows, height = _rows(panel)
     begin, end = _begin(panel), _end(panel)
     scale, unit = panel.unit or next((scale, name) for scale, name in UNITS if length >= 10 * scale or scale == 1)
@@ -147,7 +150,8 @@ def _draw_panel(axes: Axes, panel: Panel, length: int, turns: Turns) -> None:
     repeats = set(panel.again.values())
     for span in panel.spans:
         _draw_span(axes, span, rows[span.seat], at, span in panel.again, span in repeats)
-        if (turn := turns.get(_kind(span))) is not None:
+        turn, least = texts.get(_kind(span), (0, 1.0))
+        if at.share(span.end_us - span.start_us) > least:
             _draw_label(axes, span, rows[span.seat], at, turn, span in panel.again)
     for seat, when in panel.deaths.items():
         _draw_death(axes, rows[seat], at(max(when, begin)), at, when >= begin)
@@ -208,8 +212,6 @@ def _draw_span(axes: Axes, span: Span, row: float, at: _Scale, lost: bool, again
 
 def _draw_label(axes: Axes, span: Span, row: float, at: _Scale, turn: int, lost: bool) -> None:
     text, rerouted, took = label(span.instruction, is_rerouted(span)), is_rerouted(span), span.end_us - span.start_us
-    if not _fits(at.share(took), text, turn):
-        return
     behind = {"boxstyle": "round,pad=0.12", "facecolor": LOOKS[span.instruction.op].colour, "edgecolor": "none"}
     axes.text(
         at(span.start_us) + took / at.unit_us / 2,
@@ -226,29 +228,23 @@ def _draw_label(axes: Axes, span: Span, row: float, at: _Scale, turn: int, lost:
     )
 
 
-def _turns(panels: Iterable[Panel], length: int) -> Turns:
-    """How texts are turned to fit; nothing of a kind of which not all do, so that of equal bars all have a number or
-    none has.  Bars that are less than half of the usual count for nothing.
-    """
-    kinds: defaultdict[tuple[Op, bool], list[tuple[float, str]]] = defaultdict(list)
+def _texts(panels: Iterable[Panel], length: int) -> Texts:
+    """How texts are put so that most of the bars of a kind have one: of equal bars all do, or none does."""
+    kinds: defaultdict[tuple[Op, bool], list[tuple[float, int]]] = defaultdict(list)
     for span in (span for panel in panels for span in panel.spans):
         if text := label(span.instruction, is_rerouted(span)):
-            kinds[_kind(span)].append(((span.end_us - span.start_us) / length, text))
+            kinds[_kind(span)].append(((span.end_us - span.start_us) / length, len(text)))
     found = {}
     for kind, bars in kinds.items():
-        usual = median(share for share, _ in bars)
-        for turn in (90, 0):
-            if all(_fits(share, text, turn) for share, text in bars if share >= usual / 2):
-                found[kind] = turn
+        longest = max(characters for _, characters in bars)
+        for turn, characters in ((90, 1.3), (0, longest + 0.3)):
+            if sum(share > CHARACTER * characters for share, _ in bars) >= MOST * len(bars):
+                found[kind] = turn, CHARACTER * characters
     return found
 
 
 def _kind(span: Span) -> tuple[Op, bool]:
     return span.instruction.op, is_rerouted(span)
-
-
-def _fits(share: float, text: str, turn: int) -> bool:
-    return share > CHARACTER * (1.3 if turn else len(text) + 0.3)
 
 
 def _draw_pause(axes: Axes, pause: Pause, at: _Scale, height: float) -> None:

@@ -59,8 +59,9 @@ def draw(
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for stretch, shade in zip(stretches, SHADES):
-        _draw_stretch(axes, stretch, shade, top)
-    axes.axhline(usual, color=USUAL, linewidth=1.2, linestyle=(0, (5, 3)), zorder=2)
+        axes.axvspan(stretch.start_s, stretch.end_s, color=shade, linewidth=0, zorder=0, label=stretch.text)
+    usual_line = {"color": USUAL, "linewidth": 1.2, "linestyle": (0, (5, 3)), "label": "without a failure"}
+    axes.axhline(usual, zorder=2, **usual_line)
     axes.stairs(
         [step.rate for step in shown],
         [shown[0].start_s, *(step.end_s for step in shown)],
@@ -71,21 +72,14 @@ def draw(
     )
     _draw_moment(axes, 0.0, f"{seat} gets\nSIGKILL", DEATH, top, "right")
     _draw_moment(axes, stretches[-1].end_s, f"{seat} has\nwork again", BACK, top, "left")
-    middle = stretches[-1].end_s / 2  # where the line is low
-    axes.text(middle, 1.02 * usual, "without a failure", ha="center", va="bottom", fontsize=9, color=INK, zorder=4)
     axes.set(xlim=(first_s, last_s), ylim=(0, top))
     axes.set_xlabel("time since the kill (s)", color=INK, fontsize=9.5)
     axes.set_ylabel("samples/s, step by step", color=INK, fontsize=9.5)
     axes.locator_params(axis="x", integer=True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, labelsize=9)
+    figure.legend(loc="outside lower center", ncols=1 + len(stretches), frameon=False, fontsize=9, labelcolor=INK)
     figure.savefig(path)
-
-
-def _draw_stretch(axes: Axes, stretch: Stretch, shade: str, top: float) -> None:
-    axes.axvspan(stretch.start_s, stretch.end_s, color=shade, linewidth=0, zorder=0)
-    middle = (stretch.start_s + stretch.end_s) / 2
-    axes.text(middle, 0.03 * top, stretch.text, ha="center", va="bottom", fontsize=9, color=INK, zorder=4)
 
 
 def _draw_moment(axes: Axes, at: float, text: str, colour: str, top: float, side: str) -> None:

@@ -30,11 +30,11 @@ def spans(*lost: Seat) -> list[Span]:
 def test_of_equal_bars_all_have_a_number_or_none() -> None:
     panel = gantt.Panel("", simulate(plan(Topology(3, 2, 12).full().without(LOST), COSTS, Policy()), COSTS))
     for length in range(1_000, 20_000, 250):
-        turns, equal = gantt._turns([panel], length), defaultdict(set)
+        texts, equal = gantt._texts([panel], length), defaultdict(set)
         for span in panel.spans:
             kind, took = gantt._kind(span), span.end_us - span.start_us
-            text = gantt.label(span.instruction, kind[1])
-            equal[kind, took].add(bool(text) and kind in turns and gantt._fits(took / length, text, turns[kind]))
+            has = bool(gantt.label(span.instruction, kind[1])) and took / length > texts.get(kind, (0, 1.0))[1]
+            equal[kind, took].add(has)
         assert all(len(each) == 1 for each in equal.values())
 
 
