@@ -62,9 +62,9 @@ def draw(path: Path, fault_free: RunHistory, failed: RunHistory, killed: Sequenc
     """Write the picture of the throughput over time: it falls with the loss, and comes back with the worker."""
     back = absence(failed, killed)
     on_its_way = (
-        ("starts, and builds\nits model", back.restarted_at, back.came_at),
-        ("catches\nup", back.came_at, back.caught_up_at),
-        ("enters,\nno work yet", back.caught_up_at, back.back_at),
+        ("starts, and builds its model", back.restarted_at, back.came_at),
+        ("catches up", back.came_at, back.caught_up_at),
+        ("enters, no work yet", back.caught_up_at, back.back_at),
     )
     draw_absence(path, fault_free, failed, killed[0].struck_at, back, on_its_way)
 

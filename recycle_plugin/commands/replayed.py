@@ -72,8 +72,8 @@ def draw(path: Path, fault_free: RunHistory, failed: RunHistory, killed: Sequenc
     """Write the picture of the throughput over time: nothing is trained until the stage is replayed."""
     back = absence(failed, killed)
     on_its_way = (
-        ("starts, and builds\nits model", back.restarted_at, back.came_at),
-        ("loads, and replays\nits stage", back.came_at, back.replayed_at),
+        ("starts, and builds its model", back.restarted_at, back.came_at),
+        ("loads, and replays its stage", back.came_at, back.replayed_at),
     )
     draw_absence(path, fault_free, failed, killed[0].struck_at, back, on_its_way)
 

@@ -94,7 +94,7 @@ def draw(path: str | Path | BinaryIO, *panels: Panel) -> None:
     texts = _texts(panels, length)
     for place, panel in zip(axes, panels):
         _draw_panel(place, panel, length, texts)
-    _legend(figure, panels)
+    _legend(figure, panels, any(rerouted for _, rerouted in texts))
     figure.savefig(path)
 
 
@@ -315,7 +315,7 @@ def _frame(axes: Axes, rows: Mapping[Seat, float], height: float, at: _Scale, en
         side.set_visible(False)
 
 
-def _legend(figure, panels: Sequence[Panel]) -> None:
+def _legend(figure, panels: Sequence[Panel], names: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -327,7 +327,9 @@ def _legend(figure, panels: Sequence[Panel]) -> None:
         Patch(facecolor=look.colour, edgecolor="white", label=look.name) for op, look in LOOKS.items() if used[op]
     ]
     if any(is_rerouted(span) for panel in panels for span in panel.spans):
-        entries.append(Patch(facecolor="white", edgecolor=MARK, hatch="////", label="rerouted (replica.index)"))
+        entries.append(
+            Patch(facecolor="white", edgecolor=MARK, hatch="////", label="rerouted" + " (replica.index)" * names)
+        )
     if any(panel.again for panel in panels):
         entries.append(Patch(facecolor=LOOKS[Op.F].colour, alpha=LOST_ALPHA, label="lost"))
         entries.append(Patch(facecolor="white", edgecolor=INK, linewidth=AGAIN_WIDTH, label="run again"))
