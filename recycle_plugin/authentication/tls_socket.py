@@ -29,31 +29,24 @@ class TlsSocket:
     # --- as the socket has it ------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """The socket's."""
         return self._socket.fileno()
 
     def gettimeout(self) -> float | None:
-        """The socket's."""
         return self._socket.gettimeout()
 
     def settimeout(self, seconds: float | None) -> None:
-        """Set the socket's."""
         self._socket.settimeout(seconds)
 
     def setblocking(self, blocks: bool) -> None:
-        """Set the socket's."""
         self._socket.setblocking(blocks)
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
-        """Set the socket's."""
         self._socket.setsockopt(level, option, value)
 
     def getsockname(self) -> tuple:
-        """The socket's."""
         return self._socket.getsockname()
 
     def getpeername(self) -> tuple:
-        """The socket's."""
         return self._socket.getpeername()
 
     def shutdown(self, how: int) -> None:
@@ -105,7 +98,6 @@ class TlsSocket:
         return self._promised
 
     def sendall(self, data: bytes | bytearray | memoryview) -> None:
-        """Send all of it."""
         with memoryview(data) as whole:
             begin = 0
             while begin < len(whole):

@@ -24,7 +24,6 @@ class TraceFile:
         self._lines.add(f"{span.instruction} {span.start_us} {span.end_us}")
 
     def close(self) -> None:
-        """Close the file."""
         self._lines.close()
 
 

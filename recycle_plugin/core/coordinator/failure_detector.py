@@ -111,7 +111,6 @@ class FailureDetector:
         self._signs.pop(worker, None)
 
     def supervisor_heartbeat(self, message: SupervisorHeartbeat) -> None:
-        """Takes in a supervisor's heartbeat."""
         sign = self._signs.get(message.worker)
         if sign is not None:
             sign.heard, sign.stopped, sign.cpu_s = self.clock, message.stopped, message.cpu_s

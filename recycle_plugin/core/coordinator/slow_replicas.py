@@ -61,7 +61,6 @@ class SlowReplica:
     over: bool = False
 
     def tell(self, out: CoordinatorOutput) -> None:
-        """Tells the user."""
         details = {
             "replica": self.replica,
             "seat": str(self.member.seat) if self.member is not None else None,

@@ -208,7 +208,6 @@ class Servings:
             self._by_newcomer.pop(newcomer).outlet.close()
 
     def close(self) -> None:
-        """Ends all of it."""
         self.end([*self._by_newcomer])
 
     def between(self, stepped: int, committed: int, valid_from: int, summed: bool, waiting: bool, final: bool) -> bool:

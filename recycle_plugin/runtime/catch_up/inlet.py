@@ -145,7 +145,6 @@ class TcpInlet:
             self._changed.notify_all()
 
     def _take(self, connection: Connection) -> None:
-        """Take one item in."""
         found = FRAMES.receive(connection, object, self._seals.into)
         if isinstance(found, Mark):
             self._deliver(marker(found), 0)

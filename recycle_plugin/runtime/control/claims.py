@@ -37,7 +37,6 @@ class Claims:
         return ""
 
     def release(self) -> None:
-        """Release all folders."""
         for path, descriptor in self._held.items():
             with suppress(OSError):
                 path.unlink()

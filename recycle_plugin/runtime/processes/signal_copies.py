@@ -63,7 +63,6 @@ class Witness:
         os.set_blocking(self.comes, False)
 
     def close(self) -> None:
-        """End it."""
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         os.close(self.comes)

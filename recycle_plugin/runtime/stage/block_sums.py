@@ -102,7 +102,6 @@ class BlockSums:
         self._blocks = blocks
 
     def clear(self) -> None:
-        """Drop all sums."""
         self._sums, self._counts = {}, {}
 
     def of(self, block: Block) -> Gradients:

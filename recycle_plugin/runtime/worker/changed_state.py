@@ -79,7 +79,6 @@ class Counts:
         self._state = state
 
     def get(self) -> dict[str, Any]:
-        """A copy of all of it."""
         small = {name: value for name, value in self._state.small().items() if name not in ("optimizer", "attributes")}
         return small | {"optimizer": self._state.optimizer.shared()}
 

@@ -50,7 +50,6 @@ class WorkerLog:
 
     @staticmethod
     def weigh(value: Any) -> int:
-        """The bytes of a value."""
         return sum(tensor.nbytes for tensor in value) if type(value) is tuple else value.nbytes
 
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:

@@ -15,7 +15,6 @@ class AsMade:
         return value
 
     def weigh(self, kept: Tensors) -> int:
-        """Bytes of what is kept."""
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
 
@@ -35,5 +34,4 @@ class Host:
         return value
 
     def weigh(self, kept: Copy) -> int:
-        """Bytes of what is kept."""
         return kept.nbytes

@@ -90,7 +90,6 @@ class Adam:
         self._decoupled = decoupled
 
     def counts(self, states: list[dict[str, Any]]) -> list[int]:
-        """Each parameter's own count."""
         return [int(state["step"]) for state in states]
 
     def invert(self, step: Step) -> None:
