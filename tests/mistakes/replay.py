@@ -12,10 +12,11 @@ from recycle_plugin.core.coordinator.log_places import LogPlaces
 from recycle_plugin.core.coordinator.logs import Logs
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.core.worker.companion import Companion
 from recycle_plugin.core.worker.newcomer import Newcomer
-from recycle_plugin.core.worker.replay import StageReplay
+from recycle_plugin.core.worker.replay import StageReplay, StepEnd
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.step_log import CountsFrom, StepLog
 from recycle_plugin.core.worker.worker import Worker
@@ -43,12 +44,12 @@ def not_durable(monkeypatch) -> None:
 
 @mistake("a stage's own sum is taken for that over the tie", seen=61)
 def untied(monkeypatch) -> None:
-    def take(self, work, record):
+    def await_inputs(self, seat, instruction):
         yield from ()
-        own = self._store[Datum("reduced", self._stage, None, record.step)]
-        self._store.put(Datum("tied", self._stage, None, record.step), own)
+        if instruction.op is Op.TIE:
+            self._tied = self._store[Datum("reduced", seat.stage, None, instruction.step)]
 
-    monkeypatch.setattr(StageReplay, "_take_tied", take)
+    monkeypatch.setattr(StepEnd, "await_inputs", await_inputs)
 
 
 @mistake("steps are replayed without regard to their norm", seen=6)
