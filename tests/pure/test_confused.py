@@ -8,7 +8,7 @@ core/coordinator/words.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, fields, is_dataclass, replace
 from enum import Enum
@@ -23,6 +23,7 @@ from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.coordinator.words import Speakers, objection
 from recycle_plugin.core.messages import from_workers
+from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import (
     Committed,
     End,
@@ -428,6 +429,30 @@ def test_a_report_of_who_is_no_member_is_none() -> None:
     membership.receive(Ready(replace(member(RANK), incarnation=1), 0, job(rejoin="always")), 0.0)
     membership.receive(SurvivorReport(RANK, 1, 0, "its plan", incarnation=1), 0.0)
     assert resumed(agree(membership, 1, dict.fromkeys(OTHERS, 1))) == [(1, 1)]
+
+
+@pytest.mark.parametrize(
+    "word",
+    (
+        lambda size: Missing(RANK, 0, "x" * size, "0.0"),
+        lambda size: Fatal(RANK, "x" * size),
+        lambda size: BarrierReached(RANK, 0, "saving", {"x": "x" * size}),
+        lambda size: SurvivorReport(RANK, 1, 0, "plan", {f"{'x' * size} 0@1": ""}),
+    ),
+    ids=("complaint", "end", "barrier", "report"),
+)
+def test_the_longest_word_leaves_room_for_what_all_are_told_of_it(word: Callable[[int], OfWorker]) -> None:
+    membership, told = started(), word(0)
+    outs = [membership.receive(Exited(0, -9, 0.0), 0.0)] if isinstance(told, SurvivorReport) else []
+    told = word(told.MOST - 200)
+    with pytest.raises(ValueError, match="too long to be sent"):
+        encode(word(told.MOST))
+    outs.append(membership.receive(decode(encode(told)), 0.0))
+    for rank in OTHERS:
+        same = {"values": {}} if isinstance(told, BarrierReached) else {"held": {}}
+        if isinstance(told, BarrierReached | SurvivorReport):
+            outs.append(membership.receive(replace(told, rank=rank, **same), 0.0))
+    assert sum(len(encode(message)) > told.MOST // 2 for out in outs for _, message in out.messages)
 
 
 @pytest.mark.parametrize("kind", ("committed", "lost", "start", "fault", "of its own"))

@@ -150,7 +150,7 @@ def test_what_cannot_be_said_is_named_where_it_is_said():
     with pytest.raises(TypeError, match="a object can't be written down"):
         encode(Note(0, "x", "y", {"z": object()}))
     with pytest.raises(ValueError, match="a Note of .* bytes is too long to be sent"):
-        encode(Note(0, "x", "y" * (LIMIT + 1)))
+        encode(Note(0, "x", "y" * Note.MOST))
     with pytest.raises(TypeError, match="a number of 1016 bits can't be written down"):
         encode(Note(1 << 1015, "x", "y"))
 

@@ -16,7 +16,7 @@ from recycle_plugin.authentication.handshake import Port
 from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LIMIT, MAGIC, encode
 from recycle_plugin.core.messages.from_coordinator import Lease, Over, Placed
-from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Note
+from recycle_plugin.core.messages.from_workers import Heartbeat, Hello, Post
 from recycle_plugin.runtime.control import connections
 from recycle_plugin.runtime.control.connections import Control, Disconnected, InProcess, SocketControl, connect
 from recycle_plugin.runtime.control.in_loop import InLoop
@@ -25,8 +25,8 @@ from tests.support.secret import SECRET, answered, way
 
 PATIENCE_S = 60.0
 HELLO = Hello(1, "worker", 2, "h")
-MIDDLE = Note(0, "x", "y" * (1 << 20))
-LARGE = Note(0, "x", "y" * (LIMIT - 100))  # more than any socket takes at once
+MIDDLE = Post(0, 0, "x", b"y" * (1 << 20))
+LARGE = Post(0, 0, "x", b"y" * (LIMIT - 100))  # more than any socket takes at once
 
 
 class Ends:

@@ -46,8 +46,8 @@ class Language:
         body: bytes = msgpack.packb(
             (self._numbers[type(message)], *values(message)), default=_other, unicode_errors="surrogatepass"
         )
-        if len(body) > LIMIT:
-            raise ValueError(f"a {type(message).__name__} of {len(body)} bytes is too long to be sent: at most {LIMIT}")
+        if len(body) > (most := getattr(message, "MOST", LIMIT)):
+            raise ValueError(f"a {type(message).__name__} of {len(body)} bytes is too long to be sent: at most {most}")
         return HEAD.pack(MAGIC, self.version, len(body)) + body
 
     def size(self, head: bytes | bytearray, limit: int = LIMIT) -> int | Unreadable:
@@ -78,7 +78,10 @@ class Language:
         number = plain.pop(0) if type(plain) is list and plain else None
         if type(number) is not int or not 0 <= number < len(self._kinds):
             return Unreadable("a body", f"does not begin with the number of a message: {shown(number)}")
-        return read(self._kinds[number], plain, self._kinds[number].__name__)
+        kind = self._kinds[number]
+        if len(body) > (most := getattr(kind, "MOST", LIMIT)):
+            return Unreadable(kind.__name__, f"has {len(body)} bytes, and at most {most} are read")
+        return read(kind, plain, kind.__name__)
 
 
 CONTROL = Language(MESSAGES)

@@ -176,7 +176,7 @@ class StateHash(OfWorker, running=True):
 
 
 @dataclass(frozen=True)
-class SurvivorReport(OfWorker, running=True):
+class SurvivorReport(OfWorker, running=True, most=1 << 22):
     """A worker has stopped for ``generation``, and says what it has.
 
     It has applied ``stepped`` steps, made the plan ``digest``, by which a step takes ``period_us``, while no plan's
@@ -295,7 +295,7 @@ class Contribution(OfWorker, running=True, ahead=2):
 
 
 @dataclass(frozen=True)
-class BarrierReached(OfWorker, running=True):
+class BarrierReached(OfWorker, running=True, most=1 << 22):
     """A worker has reached the barrier named ``place``, outside a step (core/coordinator/barriers.py), with ``values``
     for everybody.
     """
@@ -313,7 +313,7 @@ class Leaving(OfWorker):
 
 
 @dataclass(frozen=True)
-class Post(OfWorker):
+class Post(OfWorker, most=1 << 24):
     """A worker posts ``value`` on the board named ``board``, in membership ``generation``; ALWAYS: for newcomers of its
     rank (core/coordinator/boards.py).
     """
