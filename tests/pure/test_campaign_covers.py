@@ -15,6 +15,7 @@ CORE_ALONE = {  # told nothing by a failure, so that no schedule of failures rea
     "coordinator.wait_graph",
     "worker.checkpoint_interval",
     "worker.data_cursor",
+    "worker.machine",  # protocols, in which nothing runs
 }
 
 
