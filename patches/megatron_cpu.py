@@ -1,6 +1,6 @@
 """What megatron-core 0.16's local spec needs on a machine without CUDA: one function.
 
-With ``use_cpu_initialization``, no fusions and an explicit mask (adapters/megatron/gpt.py), a GPT asks for
+With ``use_cpu_initialization``, no fusions and an explicit mask (lab/training/gpt.py), a GPT asks for
 the CUDA device in one place: the scratch buffer of attention scores.  Nothing else is replaced, torch
 least of all.  The random numbers need no patch: see ``follow_default_generator`` in the adapter.
 """

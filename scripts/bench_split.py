@@ -60,7 +60,7 @@ def blocks(wrap: Callable[[nn.Module], nn.Module] = lambda inner: inner) -> nn.S
 def megatron() -> nn.Module:
     import torch.distributed as dist
 
-    from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers
+    from recycle_plugin.lab.training.gpt import GPTShape, gpt_layers
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     shape = GPTShape(layers=LAYERS, hidden=HIDDEN, heads=8, sequence=SEQUENCE, vocabulary=64, dropout=0.0)

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from recycle_plugin.settings.compose import GPTModel, IndexedData, TrainingJob, compose_from_command_line
+from recycle_plugin.lab.training.compose import GPTModel, IndexedData, TrainingJob, compose_from_command_line
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -72,9 +72,9 @@ def gpt(job: TrainingJob):
     """
     import torch
 
-    from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers, gpt_loss
-    from recycle_plugin.adapters.megatron.indexed import IndexedWindows
-    from recycle_plugin.adapters.megatron.text import TextWindows
+    from recycle_plugin.lab.training.gpt import GPTShape, gpt_layers, gpt_loss
+    from recycle_plugin.lab.training.indexed import IndexedWindows
+    from recycle_plugin.lab.training.text import TextWindows
 
     shape = GPTShape(**job.model.model_dump(exclude={"kind"}))
     if isinstance(job.data, IndexedData):
@@ -90,7 +90,7 @@ def emulated(job: TrainingJob):
     import torch
     from deepspeed.pipe import LayerSpec
 
-    from recycle_plugin.runtime.stage.emulated import EmulatedLayer
+    from recycle_plugin.lab.training.emulated import EmulatedLayer
 
     model = job.model
     times = [milliseconds / 1000 for milliseconds in (model.forward_ms, model.input_ms, model.weight_ms)]

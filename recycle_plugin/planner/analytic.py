@@ -78,7 +78,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the whole model, as ``adapters.megatron.gpt.GPTShape`` counts them: head not
+        """The number of parameters of the whole model, as ``lab.training.gpt.GPTShape`` counts them: head not
         tied.
         """
         h = self.hidden

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from stock_job import RANK, StockJob, told
 
-from recycle_plugin.settings.compose import TrainingJob, compose_from_command_line
+from recycle_plugin.lab.training.compose import TrainingJob, compose_from_command_line
 
 VARIABLE, STORE, ROUND = "ELASTIC_JOB", "ELASTIC_STORE", "ELASTIC_ROUND"
 HOST = "127.0.0.1"

@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.worker_bytes import WorkerBytes
 from recycle_plugin.lab.simulator.peers.kills import of_trace
-from recycle_plugin.settings.compose import GPTModel, TrainingJob, compose_from_command_line
+from recycle_plugin.lab.training.compose import GPTModel, TrainingJob, compose_from_command_line
 from recycle_plugin.settings.schema import Settings
 
 OmegaConf.register_new_resolver("trace_kills", of_trace, replace=True)  # configs/faults/trace.yaml
@@ -143,7 +143,7 @@ def stages_on_meta(job: TrainingJob) -> list[tuple[int, int]]:
     import torch.distributed as dist
     from deepspeed.runtime.utils import partition_uniform
 
-    from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers
+    from recycle_plugin.lab.training.gpt import GPTShape, gpt_layers
 
     alone = not dist.is_initialized()
     if alone:

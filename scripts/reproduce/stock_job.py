@@ -18,7 +18,7 @@ import train_gpt
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.worker.data_cursor import DataCursor
-from recycle_plugin.settings.compose import TrainingJob
+from recycle_plugin.lab.training.compose import TrainingJob
 
 RANK = train_gpt.RANK
 WHO = f"rank{RANK}" if "RANK" in os.environ else "starter"

@@ -20,9 +20,9 @@ import elastic_job
 import restarting_job
 from stock_job import told
 
+from recycle_plugin.lab.training.compose import compose
 from recycle_plugin.observability.run_history import WARM_UP, Failure
 from recycle_plugin.runs import JobRun, RunFailed, RunOutcome, TrainingRun, environment, free_port
-from recycle_plugin.settings.compose import compose
 
 WORKERS = 4
 NO_LOSS = "no loss"  # the method of a job in which nobody is lost

@@ -24,8 +24,8 @@ from swift_model import CHECKFREQ, ELASTIC, REPLAY, REPLAY_ALONE, REROUTE, RESTA
 
 from recycle_plugin.lab.experiments.bench_scripts import script
 from recycle_plugin.lab.simulator.peers.published import SWIFT_STORAGE
+from recycle_plugin.lab.training.compose import compose
 from recycle_plugin.runs import RunFailed, RunOutcome
-from recycle_plugin.settings.compose import compose
 
 TOLERANCE = 5e-6  # of losses, as the demo's
 METHODS = (REPLAY, REPLAY_ALONE, REROUTE, ELASTIC, RESTART, CHECKFREQ)

@@ -26,7 +26,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.settings.compose import compose_from_command_line
+from recycle_plugin.lab.training.compose import compose_from_command_line
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from train_gpt import gpt

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from wrappers import inside
 
 from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
-from recycle_plugin.settings.compose import TrainingJob
+from recycle_plugin.lab.training.compose import TrainingJob
 
 # --- configuration ----------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ class Mixer(torch.nn.Linear):
 
 def mixers(after: list[int]) -> None:
     """Behind each of these layers of the job's GPT stands another one, all with one weight."""
-    from recycle_plugin.adapters.megatron import gpt
+    from recycle_plugin.lab.training import gpt
 
     made = gpt.gpt_layers
 

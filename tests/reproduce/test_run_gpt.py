@@ -13,8 +13,8 @@ from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator.peers import published
 from recycle_plugin.lab.simulator.peers.kills import kills
+from recycle_plugin.lab.training.compose import compose
 from recycle_plugin.runs import TrainingRun
-from recycle_plugin.settings.compose import compose
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "reproduce" / "run_gpt.py"
 SMALL = [
@@ -62,7 +62,7 @@ def test_the_large_ones_on_the_meta_device(
     script, experiment: str, stages: int, layers: tuple[int, ...], millions: tuple[int, int]
 ) -> None:
     """Untied head and learned positions count here; the published sizes count one embedding."""
-    from recycle_plugin.adapters.megatron.gpt import GPTShape
+    from recycle_plugin.lab.training.gpt import GPTShape
 
     run_gpt = script("run_gpt")
     job = compose([f"experiment={experiment}", "faults=trace"])

@@ -8,8 +8,14 @@ import yaml
 from recycle_plugin import configs
 from recycle_plugin.core.vocabulary import profile
 from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.lab.training.compose import (
+    ComposeError,
+    EmulatedModel,
+    GPTModel,
+    compose,
+    compose_from_command_line,
+)
 from recycle_plugin.planner import analytic
-from recycle_plugin.settings.compose import ComposeError, EmulatedModel, GPTModel, compose, compose_from_command_line
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SettingsError
 

@@ -38,7 +38,7 @@ class Checkpointed(nn.Module):
 
 def megatron() -> nn.Module:
     """megatron-core's own layer, in its local implementation."""
-    from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers
+    from recycle_plugin.lab.training.gpt import GPTShape, gpt_layers
 
     os.environ.pop("DS_ACCELERATOR", None)  # of this process, which is the test's own
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -29,9 +29,9 @@ FRAMEWORKS = [
     "recycle_plugin.adapters.deepspeed.engine",
     "recycle_plugin.adapters.deepspeed.refusals",
     "recycle_plugin.adapters.deepspeed.replica.engine",
-    "recycle_plugin.adapters.megatron.gpt",
-    "recycle_plugin.adapters.megatron.indexed",
-    "recycle_plugin.adapters.megatron.text",
+    "recycle_plugin.lab.training.gpt",
+    "recycle_plugin.lab.training.indexed",
+    "recycle_plugin.lab.training.text",
 ]
 
 
@@ -51,7 +51,7 @@ def compose_once() -> None:
     """Hydra loads its plugins and its parser's tables when it first composes a job, which takes as long as all else
     that a worker does before its first step.
     """
-    from recycle_plugin.settings.compose import compose
+    from recycle_plugin.lab.training.compose import compose
 
     compose(["model=gpt_tiny", "recycle.enabled=true", 'recycle.faults=["kill 0.1 before 1F0.1@6"]'])
 

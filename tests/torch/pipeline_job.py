@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader  # noqa: E402
 deepspeed_cpu.apply()
 deepspeed.init_distributed("gloo")
 
-from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers, gpt_loss  # noqa: E402
-from recycle_plugin.adapters.megatron.text import TextWindows  # noqa: E402
-from recycle_plugin.runtime.stage.emulated import EmulatedLayer  # noqa: E402
+from recycle_plugin.lab.training.emulated import EmulatedLayer  # noqa: E402
+from recycle_plugin.lab.training.gpt import GPTShape, gpt_layers, gpt_loss  # noqa: E402
+from recycle_plugin.lab.training.text import TextWindows  # noqa: E402
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights  # noqa: E402
 
 CONFIG = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from recycle_plugin.runtime.stage import emulated
-from recycle_plugin.runtime.stage.emulated import EmulatedLayer
+from recycle_plugin.lab.training import emulated
+from recycle_plugin.lab.training.emulated import EmulatedLayer
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("megatron.core")
 
-from recycle_plugin.adapters.megatron import gpt
-from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers, gpt_loss
+from recycle_plugin.lab.training import gpt
+from recycle_plugin.lab.training.gpt import GPTShape, gpt_layers, gpt_loss
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from tests.support.grammar.surroundings import Changed, Noisy, coarse, doubled, patched, straight_through, weight_by
 
@@ -268,7 +268,7 @@ def test_the_loss_reads_labels_by_position():
 
 
 def test_thirty_steps_of_split_backward_learn_the_text():
-    from recycle_plugin.adapters.megatron.text import TextWindows
+    from recycle_plugin.lab.training.text import TextWindows
 
     text = TextWindows(None, 16, limit_bytes=20_000)
     model = build(GPTShape(2, 32, 4, 16))

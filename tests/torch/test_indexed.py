@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from recycle_plugin.adapters.megatron.indexed import IndexedWindows
+from recycle_plugin.lab.training.indexed import IndexedWindows
 
 LENGTHS = (5, 1, 12, 3, 20)  # of the documents
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recycle_plugin.adapters.megatron.text import TextWindows
+from recycle_plugin.lab.training.text import TextWindows
 
 
 def test_the_standard_library_is_the_default():

@@ -1,4 +1,1 @@
-"""megatron-core: a GPT as DeepSpeed layer specs, its text, and the converters of its layers.
-
-``layers`` registers the converters, ``gpt`` imports it; importing this package alone imports nothing.
-"""
+"""megatron-core: ``layers`` registers the converters of its layers.  Importing this package alone imports nothing."""

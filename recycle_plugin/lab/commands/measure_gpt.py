@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile, Wire
+from recycle_plugin.lab.training.compose import GPTModel, compose
 from recycle_plugin.runtime.devices.host import HOST, on_host
 from recycle_plugin.runtime.devices.kinds import device_of, kinds
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights, PendingWeights
-from recycle_plugin.settings.compose import GPTModel, compose
 
 WARM_UP = 3
 IN_A_ROW = 4  # micro-batches between two waits for an accelerator: else what is timed is the start of its kernels
@@ -139,7 +139,7 @@ def _cases(
     """Embedding, one layer, head with loss; those that are ``wanted``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron's, on what is not installed
-        from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers, gpt_loss
+        from recycle_plugin.lab.training.gpt import GPTShape, gpt_layers, gpt_loss
     shape = GPTShape(**{**model.model_dump(exclude={"kind"}), "layers": 1, "tied": False})  # a tied head takes as long
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron's, on what is not installed
