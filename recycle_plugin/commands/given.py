@@ -6,10 +6,8 @@ Functions raise ValueError, with one line, for bad input.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from functools import partial
 from typing import Any
 
 from recycle_plugin.core.vocabulary.cost import CostModel
@@ -46,8 +44,8 @@ class JobArguments:
     """A job as the arguments describe it: shape, who is alive, costs and their unit.
 
     ``scale``: integers of ``costs`` in one ``unit``.  ``samples``: of a micro-batch; ``state_bytes``: per stage, what a
-    copy of a worker's state moves (where costs are given by hand: nothing).  ``network``: opens the network links
-    between the workers; None: nobody shares one.
+    copy of a worker's state moves (where costs are given by hand: nothing).  ``profile``: what costs are from, if they
+    are; ``placement``: who shares a host.
     """
 
     view: ClusterView
@@ -58,7 +56,8 @@ class JobArguments:
     origin: str
     samples: int = 1
     state_bytes: tuple[int, ...] = ()
-    network: Callable[[], Any] | None = None
+    profile: Profile | None = None
+    placement: str = "alone"
 
     def shown(self, value: int) -> int | float:
         """A value of the cost model as a number of ``unit``."""
@@ -130,11 +129,10 @@ def job(found: argparse.Namespace, milliseconds: bool = False, placement: str = 
         return JobArguments(
             view, model, techniques(found, None), "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1"
         )
-    from recycle_plugin.planner import analytic, network
+    from recycle_plugin.planner import analytic
 
     taken = read(found.profile) if found.profile is not None else analytic.preset(found.preset)
     costs = taken.costs(shape.stages, shape.replicas, found.no_split, placement)
-    lines = None if placement == "alone" else partial(network.lines, taken, placement, shape.stages)
     return JobArguments(
         view,
         costs,
@@ -144,7 +142,8 @@ def job(found: argparse.Namespace, milliseconds: bool = False, placement: str = 
         taken.title,
         taken.micro_batch,
         taken.state_bytes(shape.stages),
-        lines,
+        taken,
+        placement,
     )
 
 

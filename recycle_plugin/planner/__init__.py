@@ -8,7 +8,6 @@ from __future__ import annotations
 from recycle_plugin.planner.alternatives import Option, options
 from recycle_plugin.planner.lower import lowered
 from recycle_plugin.planner.make import plan, refine
-from recycle_plugin.planner.normalise import Normalisation, WorkerMove, normalise
 from recycle_plugin.planner.plan_error import PlanError, VerificationError
 from recycle_plugin.planner.plan_store import PlanStore
 from recycle_plugin.planner.recovery_order import arrange
@@ -16,16 +15,12 @@ from recycle_plugin.planner.verify import verify
 from recycle_plugin.planner.warming import warm
 
 __all__ = [
-    "Margin",
-    "Normalisation",
     "Option",
     "PlanError",
     "PlanStore",
     "VerificationError",
-    "WorkerMove",
     "arrange",
     "lowered",
-    "normalise",
     "options",
     "plan",
     "refine",

@@ -20,7 +20,8 @@ from common import OURS, Column, Table
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.lab.simulator.peers import PeerJob
-from recycle_plugin.planner import PlanError, normalise, plan, warm
+from recycle_plugin.lab.simulator.peers.normalise import normalise
+from recycle_plugin.planner import PlanError, plan, warm
 
 STEPS = ("reroute", "+ split", "+ stagger", "+ normalise")
 

@@ -12,7 +12,8 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.planner.benchmark import against_exact, bounds_hold, small_case
-from recycle_plugin.planner import PlanError, PlanStore, normalise, options, plan, refine
+from recycle_plugin.lab.simulator.peers.normalise import normalise
+from recycle_plugin.planner import PlanError, PlanStore, options, plan, refine
 from recycle_plugin.planner.make import prepare, solve
 from recycle_plugin.planner.plan_store import next_failures
 from recycle_plugin.planner.search import climbed

@@ -11,8 +11,8 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.profile import Wire
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator import Conditions, simulate
+from recycle_plugin.lab.simulator.network import Contended, alone, by_replica, by_stage
 from recycle_plugin.planner import plan
-from recycle_plugin.planner.network import Contended, alone, by_replica, by_stage
 
 INSIDE, ACROSS = Wire(1, 100), Wire(5, 10)
 

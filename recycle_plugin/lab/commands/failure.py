@@ -23,12 +23,14 @@ def run(found: argparse.Namespace, given: JobArguments, machine: Any) -> int:
     input.
     """
     from recycle_plugin import planner
+    from recycle_plugin.lab.simulator.network import between
     from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
 
     faults = tuple(map(Fault.parse, found.fault))
     if found.steps < 1:
         raise ValueError(f"--steps {found.steps}: at least 1")
-    job = SimulatedJob(given.view, given.costs, given.policy, machine, given.network)
+    lines = between(given.profile, given.placement, given.view.topology.stages)
+    job = SimulatedJob(given.view, given.costs, given.policy, machine, lines)
     try:
         ran = job.run(found.steps, faults)
         restarted = replace(job, keep=False).run(found.steps, faults) if found.restart else None

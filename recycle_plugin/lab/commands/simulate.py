@@ -135,12 +135,14 @@ def simulate(given: JobArguments, costs: Any, changes: list, length_s: float, no
     """Simulate a job's hours; everything that is printed, times in seconds, throughput in samples per second."""
     from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Policy
     from recycle_plugin.lab.simulator.history import SimulatedTrainer, StepPeriods
+    from recycle_plugin.lab.simulator.network import between
 
     shape = given.view.topology
+    lines = between(given.profile, given.placement, shape.stages)
     copies = [costs.copy.transfer_us(size) for size in given.state_bytes]
-    trainer = SimulatedTrainer(shape, given.costs, given.policy, costs, copies, normalise, seed, given.network)
+    trainer = SimulatedTrainer(shape, given.costs, given.policy, costs, copies, normalise, seed, lines)
     history = trainer.run(changes, length_s)
-    stock = StepPeriods(given.costs, Policy(False, False, False, ONE_F_ONE_B), given.network).of(given.view)
+    stock = StepPeriods(given.costs, Policy(False, False, False, ONE_F_ONE_B), lines).of(given.view)
     samples = shape.replicas * shape.micro_batches * given.samples
 
     def rate(period_us: int) -> float:

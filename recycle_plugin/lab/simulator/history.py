@@ -34,9 +34,10 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.machine_constants import MachineCosts
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.lab.simulator.network import Network
+from recycle_plugin.lab.simulator.peers.normalise import normalise
 from recycle_plugin.lab.simulator.predict import predict
 from recycle_plugin.lab.simulator.virtual import Conditions
-from recycle_plugin.planner.network import Network
 
 # (stage, micro-batch) pairs of a step up to which its time is simulated; beyond, it is the plan's own
 SIMULATED = 4_000
@@ -362,7 +363,7 @@ class SimulatedTrainer:
         if not self._normalise or len(view.lost) < 2:
             return view, (), 0.0
         steps = int(PAYBACK_S * 1e6 / self._full.period_us)
-        found = planner.normalise(view, self.costs, self.policy, self.copy_us, steps)
+        found = normalise(view, self.costs, self.policy, self.copy_us, steps)
         return found.view, tuple(map(str, found.moves)), found.copy_us / 1e6
 
     def _at(self, when: float, happen: Callable[[float], None]) -> None:

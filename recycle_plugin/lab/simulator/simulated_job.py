@@ -24,8 +24,8 @@ from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Held, surviving, unfinished
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.lab.simulator.network import Network
 from recycle_plugin.lab.simulator.virtual import Conditions, VirtualState, VirtualWorld
-from recycle_plugin.planner.network import Network
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.executor import Interrupted, execute
 from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.lab.simulator.network import Network, Uncontended
 from recycle_plugin.planner import lowered
-from recycle_plugin.planner.network import Network, Uncontended
 
 
 class Deadlock(Exception):

@@ -1,10 +1,10 @@
 """ReCycle, ours: the very planner that the runtime runs, under a trace.
 
 A loss reroutes; where it pays before the next change is expected, workers move to a stage that lost more
-(``planner.normalise``).  What a loss costs is what the runtime does today: detection, regrouping, what the lost workers
-had done of the running step (``simulator.history``), and the copies of the moves.  Workers that come back are not in
-the runtime yet; here they take the seat of the stage that lacks most and enter at a commit line, at the price of one
-regrouping and of no step, their state copied before that in the background: an assumption.
+(normalise.py).  What a loss costs is what the runtime does today: detection, regrouping, what the lost
+workers had done of the running step (``simulator.history``), and the copies of the moves.  Workers that come back are
+not in the runtime yet; here they take the seat of the stage that lacks most and enter at a commit line, at the price
+of one regrouping and of no step, their state copied before that in the background: an assumption.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy as Techniques
 from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.lab.simulator.peers.normalise import normalise
 from recycle_plugin.lab.simulator.peers.peer_job import PeerJob
 from recycle_plugin.lab.simulator.peers.peer_machine import Transitions
 from recycle_plugin.lab.simulator.peers.policy import PeerTransition, WorkersChange
-from recycle_plugin.planner import PlanError, PlanStore, normalise
+from recycle_plugin.planner import PlanError, PlanStore
 
 MEMORY_SHARE = 0.9  # of the accelerator that state and activations may fill
 

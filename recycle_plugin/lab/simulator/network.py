@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Protocol
 
 from recycle_plugin.core.vocabulary.cost import CostModel
@@ -72,6 +73,11 @@ class Contended:
         start = max(now_us, self._free[out], self._free[into])
         self._free[out] = self._free[into] = start + round(size / link.bytes_per_us)
         return start + link.transfer_us(size)
+
+
+def between(profile: Profile | None, placement: str, stages: int) -> Callable[[], Network] | None:
+    """What opens the network between the workers of a job; None where nobody shares a line."""
+    return None if profile is None or placement == "alone" else partial(lines, profile, placement, stages)
 
 
 def lines(profile: Profile, placement: str, stages: int) -> Contended:
