@@ -24,7 +24,7 @@ from recycle_plugin.core.messages.from_workers import Crashed, Fatal
 from recycle_plugin.core.vocabulary.iterator_draws import Gone
 from recycle_plugin.core.vocabulary.recovery_plan import Torn
 from recycle_plugin.core.worker.control_view import JobEnded
-from recycle_plugin.core.worker.training_loop import LEAVE
+from recycle_plugin.core.worker.loop_ports import LEAVE
 from recycle_plugin.errors import CantJoin, CutOff, RecycleError
 from recycle_plugin.planner import PlanError
 from recycle_plugin.runtime.control.session import Session, connect_from_environment

@@ -7,8 +7,8 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.stopwatch import Stopwatch
-from recycle_plugin.core.worker.training_loop import StepProgram
 
 OWN, REST = "0F0.0@1 0F0.1@1 0I0.0@1 0REDUCE@1", "0F0.1@1 0F1.0@1 0F0.0@1 0REDUCE@1"
 

@@ -13,7 +13,8 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
-from recycle_plugin.core.worker.training_loop import StepProgram, TrainingLoop
+from recycle_plugin.core.worker.loop_ports import StepProgram
+from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.lab.simulator.shared_planner import SharedPlanner
 
 SHAPE, COSTS = Topology(2, 2, 2), CostModel.uniform(2)

@@ -34,7 +34,7 @@ from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology, tied
 from recycle_plugin.core.worker.data_cursor import DataCursor
-from recycle_plugin.core.worker.training_loop import DataEnded
+from recycle_plugin.core.worker.loop_ports import DataEnded
 from recycle_plugin.errors import DataIsOver, RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of, put

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from deepspeed.runtime.pipe import schedule as stock
 
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
-from recycle_plugin.core.worker.training_loop import StepProgram
+from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.runtime.worker.operations import Operations
 

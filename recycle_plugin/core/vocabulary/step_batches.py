@@ -19,7 +19,7 @@ from then on, and of each step that somebody has begun what becomes of the contr
 * Else they are in none: the step is *void*, all sums of it that anybody holds go, and the rest is added up again.
 
 The decision travels with :class:`core.messages.from_coordinator.Resume`, which all members go on by.  A worker's
-programs carry it to whatever computes (core.worker.training_loop.StepProgram), so nobody counts the live for itself.  A
+programs carry it to whatever computes (core.worker.loop_ports.StepProgram), so nobody counts the live for itself.  A
 newcomer that follows without being a member has it with each marker (core/vocabulary/state_stream.py).  It is recorded
 in the event ``committed`` of each step that has fewer.
 """

@@ -23,8 +23,9 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.iterator_data import KIND
+from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.machine import Machine
-from recycle_plugin.core.worker.training_loop import StepProgram, TrainingLoop
+from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.core.worker.worker import Worker
 
 Forwards = Callable[[Plan, Seat, int, int], Iterable[Instruction]]  # planner.forwards.forwards

@@ -17,9 +17,9 @@ from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.serving import Outlet, SharedState
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.core.worker.training_loop import StepProgram
 
 T = TypeVar("T")
 

@@ -19,8 +19,9 @@ from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.catching_up import CatchingUp, FilledState, Inlet
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted, Waits
+from recycle_plugin.core.worker.loop_ports import DataEnded, LoopPort
 from recycle_plugin.core.worker.replay import CantReplay, StageReplay
-from recycle_plugin.core.worker.training_loop import DataEnded, LoopPort, TrainingLoop
+from recycle_plugin.core.worker.training_loop import TrainingLoop
 
 PROGRESS_S = 1.0  # between two words on how far it has come
 BEHIND_S = 5.0  # between two words on a script that is not at the others' step yet

@@ -27,8 +27,9 @@ from recycle_plugin.core.vocabulary.instruction import STAGE_WIDE, Instruction, 
 from recycle_plugin.core.vocabulary.iterator_draws import Place
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits
+from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.newcomer import Newcomer
-from recycle_plugin.core.worker.training_loop import StepProgram, TrainingLoop
+from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.core.worker.worker import Worker
 
 CLOSING = STAGE_WIDE - {Op.REDUCE}  # what waits for the script's step

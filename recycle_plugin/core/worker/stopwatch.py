@@ -12,7 +12,7 @@ from recycle_plugin.core.messages.from_workers import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
 from recycle_plugin.core.vocabulary.span import Span
-from recycle_plugin.core.worker.training_loop import StepProgram
+from recycle_plugin.core.worker.loop_ports import StepProgram
 
 
 class Stopwatch:

@@ -32,12 +32,12 @@ from recycle_plugin.core.worker.executor import Interrupted, execute
 from recycle_plugin.core.worker.helper import Helper
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.lockstep import JOINT, LEFT_OUT, Lockstep
+from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.machine import Machine
 from recycle_plugin.core.worker.serving import Applied, Serving, Servings
 from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
-from recycle_plugin.core.worker.training_loop import StepProgram
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class Worker:
             self._log.interrupted(step + 1, "a checkpoint was loaded while the job trained")
             self._log.begin(step)
 
-    # core.worker.training_loop.StepRunner
+    # core.worker.loop_ports.StepRunner
 
     def execute(self, program: StepProgram) -> Iterator[Any]:
         """Runs ``program``, its data provided before; raises Interrupted."""

@@ -47,7 +47,7 @@ from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.lockstep import Word
-from recycle_plugin.core.worker.training_loop import LEAVE
+from recycle_plugin.core.worker.loop_ports import LEAVE
 from recycle_plugin.lab.simulator.confusion import Confusion
 from recycle_plugin.lab.simulator.exercised import Exercised, ProtocolRule
 from recycle_plugin.lab.simulator.message_delays import CLOSE, MessageDelays

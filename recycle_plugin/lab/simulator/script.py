@@ -16,8 +16,8 @@ from recycle_plugin.core.worker.checkpoint_saving import end_of_saving, save
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.executor import Interrupted, Waits
+from recycle_plugin.core.worker.loop_ports import LEAVE, DataEnded
 from recycle_plugin.core.worker.newcomer import Newcomer
-from recycle_plugin.core.worker.training_loop import LEAVE, DataEnded
 from recycle_plugin.lab.simulator.arithmetic import Batch, sampled
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
 from recycle_plugin.lab.simulator.scenario import MILLISECOND

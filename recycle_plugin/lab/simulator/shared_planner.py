@@ -12,7 +12,7 @@ from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
 from recycle_plugin.core.vocabulary.topology import ClusterView
-from recycle_plugin.core.worker.training_loop import Slowness
+from recycle_plugin.core.worker.loop_ports import Slowness
 
 
 class SharedPlanner:

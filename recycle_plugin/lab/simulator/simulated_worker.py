@@ -30,6 +30,7 @@ from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.helper import Helper
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.lockstep import Lockstep, Word
+from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
@@ -37,7 +38,7 @@ from recycle_plugin.core.worker.shares import Call
 from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
-from recycle_plugin.core.worker.training_loop import StepProgram, TrainingLoop
+from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.lab.simulator import simulated_spec, simulated_sums
 from recycle_plugin.lab.simulator.arithmetic import PRIME, Batch, rate

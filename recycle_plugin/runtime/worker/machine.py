@@ -25,11 +25,11 @@ from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.catching_up import Inlet
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.lockstep import Lockstep, Word
+from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.pushed import Script
 from recycle_plugin.core.worker.serving import Outlet, SharedState
 from recycle_plugin.core.worker.shares import Word as ShareWord
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.core.worker.training_loop import StepProgram
 from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.catch_up.transfers import Transfers
 from recycle_plugin.runtime.control.session import Session

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from recycle_plugin.core.worker.training_loop import DataEnded
+from recycle_plugin.core.worker.loop_ports import DataEnded
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.ports import Optimizer
 from recycle_plugin.runtime.worker.script_replay import ScriptReplay

@@ -20,7 +20,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.worker.checkpoint_saving import end_of_saving
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
-from recycle_plugin.core.worker.training_loop import DataEnded, StepProgram
+from recycle_plugin.core.worker.loop_ports import DataEnded, StepProgram
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
@@ -179,8 +179,6 @@ class Trainer(Participant):
         self._parts.transfers.close()
         self._parts.transport.close()
 
-    # --- a worker that comes back ----------------------------------------------------------------------
-
     # --- for the framework's own step ----------------------------------------------------------------
 
     def clip(self) -> None:
@@ -221,8 +219,6 @@ class Trainer(Participant):
         if self._loop is None:
             size = self._framework.micro_batch_size
             self.feed.resume(folder, self.topology.replicas, size, self._settings.resume_iterators)
-
-    # --- a step --------------------------------------------------------------------------------------
 
     # --- between steps -------------------------------------------------------------------------------
 
