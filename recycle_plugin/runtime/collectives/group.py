@@ -15,20 +15,11 @@ import torch
 import torch.distributed as dist
 
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.collectives.asked import ALL, EACH, SCRIPT, SUMS, Adjust, Asked, Channel, Make
 from recycle_plugin.runtime.collectives.average import BACKEND, scale_sum
 from recycle_plugin.runtime.collectives.callers import SCALE, Callers, calling_line, named
 from recycle_plugin.runtime.collectives.handles import Finished, Operations, Part, TorchWork
-from recycle_plugin.runtime.collectives.in_flight import (
-    ALL,
-    EACH,
-    SCRIPT,
-    SUMS,
-    Adjust,
-    Asked,
-    Channel,
-    Flight,
-    Make,
-)
+from recycle_plugin.runtime.collectives.in_flight import Flight
 from recycle_plugin.runtime.collectives.link import (
     AllGather,
     AllReduce,

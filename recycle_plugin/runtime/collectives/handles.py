@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.collectives.in_flight import Call, Channel, Flight
+from recycle_plugin.runtime.collectives.asked import Call, Channel
+from recycle_plugin.runtime.collectives.in_flight import Flight
 
 
 class Operations(dist.Work):

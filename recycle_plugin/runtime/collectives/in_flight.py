@@ -19,10 +19,9 @@ a link to themselves, since recovery runs them in an order that is not the scrip
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
 
 import torch
 
@@ -30,103 +29,18 @@ from recycle_plugin.core.messages.from_workers import Missing
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.whereabouts import Reading
 from recycle_plugin.errors import RecycleError, WaitTimeout
+from recycle_plugin.runtime.collectives.asked import EACH, SCRIPT, SUMS, Asked, Call, Channel
 from recycle_plugin.runtime.collectives.gloo import GlooLink, Rendezvous
-from recycle_plugin.runtime.collectives.link import Broken, Handle, Link, Operation
+from recycle_plugin.runtime.collectives.link import Broken, Handle, Link
 from recycle_plugin.runtime.collectives.outcomes import LARGEST, Outcomes, Said, lines_of
-from recycle_plugin.runtime.collectives.startup import Kept, Startup
+from recycle_plugin.runtime.collectives.startup import Startup
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import on_host
 from recycle_plugin.runtime.devices.kinds import fetch, order_of, write
-from recycle_plugin.runtime.devices.port import Order
 from recycle_plugin.runtime.movers.tcp import DEATH_S
 from recycle_plugin.runtime.state.touch import tensors_in
 
-ALL, EACH = "all", "each"
-SCRIPT, SUMS = "", " sums"  # links
-Make = Callable[[list[torch.Tensor], Mapping[int, int]], Operation]
-Adjust = Callable[[torch.Tensor, int], object]
 NEWS_TIMEOUT_S = 30.0  # between a broken connection and the coordinator's word of who was lost
-
-
-class Channel(NamedTuple):
-    """One direction between two members: from logical member ``source`` (None: from anyone) to ``target``, messages
-    with ``tag``.
-    """
-
-    source: int | None
-    target: int
-    tag: int
-
-    @property
-    def name(self) -> str:
-        """The name under which the channel's messages are counted."""
-        return f"{self.source} to {self.target}, {self.tag}"
-
-
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """A collective as it was asked for.
-
-    ``called`` is the function of torch.distributed; ``make`` gives the link's operation on copies of ``tensors``, which
-    it changes, or with ``writes`` False only reads; they are in host memory, wherever the tensors are.  Its second
-    argument has the position in the link of each logical member that takes part.  ``given``:
-    whatever else the caller has given it.  ``check`` is called before each try, and raises RecycleError where the
-    result could not be right.  ``alone``: there is something to do for a single member too.  ``adjust(tensor, count)``
-    changes each result in place, once ``count`` members took part.  ``gives``: the same result
-    to ALL members, to EACH its own, or to both ends of a :class:`Channel`.
-    """
-
-    called: str
-    make: Make
-    tensors: Sequence[torch.Tensor] = ()
-    check: Callable[[], object] = bool
-    alone: bool = False
-    adjust: Adjust | None = None
-    gives: str | Channel = ALL
-    given: Sequence[Any] = ()
-    writes: bool = True
-
-    @property
-    def has_result(self) -> bool:
-        """Whether it gives this member anything: the root of a broadcast has what it gives to all."""
-        return self.writes or self.gives == ALL
-
-
-@dataclass(eq=False)
-class Call:
-    """A collective under way on the link ``link``.
-
-    ``number`` counts the script's collectives of one group or channel, None where nobody counts this one; ``lasts``: it
-    survives a membership change.  It is behind what its caller had started on the device before it, and its result is
-    written in that ``order`` too, whichever thread, on whichever stream, comes to do so.  ``asking``: the logical
-    members who were there when it was asked for, of whom ``members`` take part in the present try.  ``handle`` is that
-    of the present try, None while there is none, and ``connecting`` its link's.  Once ``over`` it has ``error``, or
-    results in ``held``, which for a receive came from rank ``source``; ``handed``: the caller's tensors have them.
-    ``kept``: for a newcomer.  ``fetched``: the result that another member was asked for, and which one that is.
-    """
-
-    asked: Asked
-    link: str
-    number: int | None
-    lasts: bool
-    order: Order
-    asking: frozenset[int] = frozenset()
-    members: Sequence[int] = ()
-    handle: Handle | None = None
-    connecting: Handle | None = None
-    held: list[torch.Tensor] = field(default_factory=list)
-    over: bool = False
-    handed: bool = False
-    error: BaseException | None = None
-    source: int | None = None
-    kept: Kept | None = None
-    fetched: tuple[int, Reading] | None = None
-
-    @property
-    def has_news(self) -> bool | None:
-        """True where the present try, or all of it, is over, and None while it is not, as Session.wait asks."""
-        handle = self.handle
-        return True if self.over or (handle is not None and handle.poll()) else None
 
 
 class Flight:

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.collectives.asked import Asked
 from recycle_plugin.runtime.collectives.gloo import GlooLink
-from recycle_plugin.runtime.collectives.in_flight import NEWS_TIMEOUT_S, Asked
+from recycle_plugin.runtime.collectives.in_flight import NEWS_TIMEOUT_S
 from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import on_host

@@ -15,7 +15,8 @@ from dataclasses import replace
 import torch
 
 from recycle_plugin.core.vocabulary.worker_bytes import SUM_PIECE
-from recycle_plugin.runtime.collectives.in_flight import SUMS, Asked, Call, Flight
+from recycle_plugin.runtime.collectives.asked import SUMS, Asked, Call
+from recycle_plugin.runtime.collectives.in_flight import Flight
 from recycle_plugin.runtime.devices.host import on_host
 from recycle_plugin.runtime.devices.kinds import write
 from recycle_plugin.runtime.devices.pieces import on_the_host

@@ -12,7 +12,8 @@ import torch
 
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.runtime.collectives import staging
-from recycle_plugin.runtime.collectives.in_flight import SCRIPT, SUMS, Asked, Call, Flight
+from recycle_plugin.runtime.collectives.asked import SCRIPT, SUMS, Asked, Call
+from recycle_plugin.runtime.collectives.in_flight import Flight
 from recycle_plugin.runtime.devices import accelerator
 from recycle_plugin.runtime.stage import block_sums
 from recycle_plugin.runtime.worker.trainer import Trainer
