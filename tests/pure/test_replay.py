@@ -233,11 +233,9 @@ def test_the_second_newcomer_of_a_stage_waits_and_replays_where_the_first_has_go
     membership = logging()
     lose(membership, 2, 3)
     assert said(come(membership), Replay)
-    assert not said(come(membership, WorkerId(3, 1)), Replay)
-    assert membership.course.joining.get(WorkerId(3, 1)).phase is Phase.WAITING
-    assert [each.members for each in said(come(membership, WorkerId(3, 1)), Beside)] == [
-        (replace(member(3), incarnation=1),)
-    ]
+    out = come(membership, WorkerId(3, 1))
+    assert not said(out, Replay) and membership.course.joining.get(WorkerId(3, 1)).phase is Phase.WAITING
+    assert [each.members for each in said(out, Beside)] == [(replace(member(3), incarnation=1),)]
     out = membership.receive(Exited(2, -9, 1.0, incarnation=1), 1.0)
     assert [whom for whom, each in out.messages if isinstance(each, Replay)] == [WorkerId(3, 1)]
 
