@@ -21,12 +21,14 @@ from recycle_plugin.core.vocabulary.step_batches import LiveShare
 @dataclass(frozen=True)
 class Asked:
     """What a newcomer asks a source for: its ``units``, by name, in this order; with ``head`` first what goes by value,
-    and the list of all units; with ``script``, once the newcomer enters, what the source's script hands over.
+    and the list of all units; with ``script``, once the newcomer enters, what the source's script hands over.  With
+    ``leave`` the units are another source's from now on.
     """
 
     units: tuple[str, ...] = ()
     head: bool = False
     script: bool = False
+    leave: bool = False
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ class CatchingUp:
         if self._wants_script():
             inlet.ask(Asked(script=True))
         if self.clock is not None:
+            self._take_over()
             self._share_out()
 
     def handed(self, giver: WorkerId) -> bytes | None:
@@ -285,6 +286,21 @@ class CatchingUp:
         for source, names in asked.items():
             if names:
                 self._streams[source].inlet.ask(Asked(tuple(names)))
+
+    def _take_over(self) -> None:
+        """Has sources leave out what they would give last, as much as a new one can give."""
+        for source, stream in self._streams.items():
+            asked = [name for name, whom in self._from.items() if whom == source and name not in self._here]
+            left = sum(self._weights[name] for name in asked) / len(self._streams)
+            leave = []
+            for name in sorted(asked, key=lambda name: (-self._weights[name], name), reverse=True):
+                if left < self._weights[name]:
+                    break
+                left -= self._weights[name]
+                leave.append(name)
+                del self._from[name]
+            if leave:
+                stream.inlet.ask(Asked(tuple(leave), leave=True))
 
     def _drop(self, source: WorkerId) -> None:
         """Asks others for what a source that is gone was asked for: also for what is here, which its sums would

@@ -109,7 +109,10 @@ class Serving:
     def _hear(self) -> None:
         for asked in self.outlet.asked():
             self._wants_head |= asked.head
-            self._wanted.extend(asked.units)
+            if asked.leave:
+                self._wanted = deque(name for name in self._wanted if name not in asked.units)
+            else:
+                self._wanted.extend(asked.units)
             self._handed.difference_update(asked.units)
             if asked.script:
                 self._wants_script = True

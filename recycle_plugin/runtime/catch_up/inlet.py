@@ -79,7 +79,8 @@ class TcpInlet:
         units = asked.units
         parts = [units[begin : begin + ASKED_AT_ONCE] for begin in range(0, len(units), ASKED_AT_ONCE)] or [()]
         for number, part in enumerate(parts):
-            self._say(Asked(part, asked.head and number == 0, asked.script and number == 0))
+            first = number == 0
+            self._say(Asked(part, asked.head and first, asked.script and first, asked.leave))
 
     def items(self) -> Iterable[Item]:
         """What has come since this was called last, in its order."""

@@ -1,0 +1,58 @@
+"""A source whose line stands late has its share of the state to give: the others leave it out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Marker, Unit
+from recycle_plugin.core.worker.catching_up import CatchingUp
+from recycle_plugin.core.worker.serving import Serving
+
+NAMES = tuple("abcdefghij")
+ONE, OTHER = WorkerId(0, 0), WorkerId(1, 0)
+
+
+class Line:
+    """Both ends of a line: what was asked and sent, and what comes."""
+
+    broken = False
+
+    def __init__(self) -> None:
+        self.said, self.sent, self.comes = [], [], []
+        self.ask, self.send = self.said.append, self.sent.append
+        self.has_room = lambda waiting: True
+
+    def items(self) -> list:
+        came, self.comes = self.comes, []
+        return came
+
+    asked = items
+
+
+def test_it_takes_over_what_others_would_give_last():
+    written: list[str] = []
+    state = SimpleNamespace(begin=lambda step, head: None, write=lambda name, value: written.append(name))
+    catching_up, line, late = CatchingUp(state), Line(), Line()
+    catching_up.add_source(ONE, line)
+    catching_up.pump(9)
+    line.comes = [Marker(5, begins=True), Head(5, b"", dict.fromkeys(NAMES, 10)), Unit(5, "a", "")]
+    catching_up.pump(9)
+    assert line.said == [Asked(head=True), Asked(NAMES)]
+    catching_up.add_source(OTHER, late)
+    assert line.said[2:] == [Asked(("j", "i", "h", "g"), leave=True)] and late.said == [Asked(("g", "h", "i", "j"))]
+    line.comes = [Unit(5, name, "") for name in "bcdefg"]  # one was on its way
+    late.comes = [Marker(5, begins=True), *(Unit(5, name, "") for name in "ghij")]
+    catching_up.pump(9)
+    assert catching_up.whole and sorted(written) == [*NAMES]
+
+
+def test_what_is_left_to_another_one_is_not_read():
+    line, state = Line(), SimpleNamespace(read=lambda name, rest: SimpleNamespace(name=name))
+    serving = Serving(state, line)
+    line.comes = [Asked(("a", "b", "c"))]
+    serving.between(5, 0, False, False, False)
+    line.comes = [Asked(("b",), leave=True)]
+    while serving.between(5, 0, False, False, False):
+        pass
+    assert [item.name for item in line.sent if isinstance(item, Unit)] == ["a", "c"]
