@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from recycle_plugin.core.coordinator import departures, membership
+from recycle_plugin.core.coordinator import departures, membership, words
+from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.joining import Joining, Phase
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.regrouping import Regrouping
 from recycle_plugin.core.coordinator.words import Speakers
 from recycle_plugin.core.messages.contributions import Contributions
+from recycle_plugin.core.messages.from_workers import SurvivorReport
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
@@ -51,6 +53,17 @@ def of_any_worker(monkeypatch) -> None:
 @mistake("all processes of a rank are one", seen=6)
 def no_incarnations(monkeypatch) -> None:
     monkeypatch.setattr(OfWorker, "worker", property(lambda self: WorkerId(self.rank)))
+
+
+@mistake("a newcomer may report that it has applied as few steps as it likes", seen=379)
+def of_any_step(monkeypatch) -> None:
+    of_report = words._of_report
+
+    def lenient(message: SurvivorReport, course: Course) -> str | None:
+        least = 0 if course.joining.get(message.worker) is None else course.committed
+        return of_report(replace(message, stepped=max(message.stepped, least)), course)
+
+    monkeypatch.setattr(words, "_of_report", lenient)
 
 
 @mistake("a report of any generation is one of the newest", seen=22)

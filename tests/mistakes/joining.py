@@ -20,6 +20,7 @@ from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.serving import Serving, Servings
+from recycle_plugin.core.worker.whereabouts import Whereabouts
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.lab.simulator.simulated_state import Pipe, SimulatedState
 from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
@@ -157,6 +158,14 @@ def not_called_off(monkeypatch) -> None:
 @mistake("who has entered a generation that is replaced before it came in force is let in no more", seen=1296)
 def left_out(monkeypatch) -> None:
     monkeypatch.setattr(Joining, "left_out", lambda self, roster: [])
+
+
+@mistake("a newcomer does not say where it is for a membership that it has reported for, and passed over", seen=1065)
+def says_nothing_for_passed_over(monkeypatch) -> None:
+    adopt = Whereabouts.adopt
+    monkeypatch.setattr(
+        Whereabouts, "adopt", lambda self, generation, words, lets_in, first: adopt(self, generation, words, lets_in)
+    )
 
 
 @mistake("whoever came back is not heard where its predecessor was not", seen=1056)

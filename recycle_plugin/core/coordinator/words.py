@@ -139,8 +139,7 @@ def _of_report(message: SurvivorReport, course: Course) -> str | None:
         return f"nobody can read what it reports to hold: {error}"
     if message.loaded:
         return None
-    known = course.joining.get(message.worker) is None
-    if not (committed if known else 0) <= message.stepped <= committed + 1:
+    if not committed <= message.stepped <= committed + 1:  # of a newcomer too, which has followed so far
         return f"it has applied {message.stepped} steps, and {committed} are committed"
     stages = range(course.attendance.shape.stages)
     if max(steps, default=0) >= unstarted(committed) or not all(each.stage in stages for each in held):

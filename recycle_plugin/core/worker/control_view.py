@@ -61,7 +61,8 @@ class ControlView:
     there, ``end`` the job's; ``departed``: the others go on without this worker, since it was to leave; ``newcomer``:
     it has come back to a job that had started; ``may_go``: its script is through, and nobody needs it; ``shard``: which
     of its seat's it is; ``called_off``: the last generation that held at once and that a newcomer was not in;
-    ``heard_in``: the last one that this worker is in.
+    ``heard_in``: the last one that this worker is in; ``reported_first``: the first that a newcomer has reported for,
+    since it was called off last.
     """
 
     def __init__(self, rank: int, incarnation: int = 0) -> None:
@@ -76,6 +77,7 @@ class ControlView:
         self.end: End | None = None
         self.departed = self.may_go = False
         self.called_off = -1
+        self.reported_first: int | None = None
         self.heard_in: Generation | None = None
         self.newcomer = False  # it has come back to a job that had started
         self.present = False  # a newcomer knows where the job is

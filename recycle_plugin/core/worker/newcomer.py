@@ -193,6 +193,9 @@ class Newcomer:
         """
         if self.replayed is None and self._view.place is not None:
             self._skip(self._view.place, True)
+        if self._view.reported_first is None:
+            self._view.reported_first = generation.number
+        self._loop.pass_over(generation.number)  # others of its seat may be taking up one that it has reported for
         yield from self._loop.enter(generation)
         return self._view.generation is generation
 
@@ -219,7 +222,7 @@ class Newcomer:
         if self._loop.asked_to_help():
             return ASKED
         if self._view.called_off > self._called_off:
-            self._called_off = self._view.called_off
+            self._called_off, self._view.reported_first = self._view.called_off, None
             self._loop.pass_over(self._called_off)
             self._catching_up.keep_only(self._view.others.workers if self._view.others is not None else ())
         for serving in self._view.take_sources():

@@ -201,10 +201,10 @@ class TrainingLoop:
                 raise JobEnded(LEAVE, failed=False)
             yield from self.enter(generation)
 
-    def pass_over(self, called_off: int) -> None:
-        """Notes that this worker, a newcomer, enters no generation before ``called_off``."""
+    def pass_over(self, past: int) -> None:
+        """Notes that this worker, a newcomer, enters no generation before ``past``."""
         if self._lockstep is not None:
-            self._lockstep.pass_over(called_off)
+            self._lockstep.pass_over(past)
 
     def catch_up(self) -> Iterator[Any]:
         """Recovers from a membership change between steps: returns when all steps that the script has been told of are

@@ -4,7 +4,7 @@ What a script asks of its peers between steps is counted, and a change of the me
 (runtime/collectives/outcomes.py).  Each says where it is on a board of that membership (core/coordinator/boards.py).
 
 * A worker that has passed a membership over was waiting to enter it, and has not moved: what it says in the next one
-  it says for those that it has passed over too.
+  it says for those that it has passed over too; a newcomer for those that it has reported for.
 * A newcomer counts on where the others are in the membership that lets it in, from a step that they all are at.  It
   asks as it adopts that membership, so before it reports for the next one, and nobody speaks in the next one before
   all have reported.  What has not come by then it asks for once more.
@@ -67,10 +67,14 @@ class Whereabouts:
         self._readings: dict[int, Reading] = {}  # by generation
         self.let_in: Generation | None = None  # of a newcomer
 
-    def adopt(self, generation: Generation, words: bytes, lets_in: bool) -> None:
-        """Say where this worker is, by ``words``, as it adopts ``generation``, which ``lets_in`` its script."""
+    def adopt(self, generation: Generation, words: bytes, lets_in: bool, first: int | None = None) -> None:
+        """Say where this worker is, by ``words``, as it adopts ``generation``, which ``lets_in`` its script.
+
+        ``first``: of a newcomer, the first one that it has reported for: others may have gone on in that.
+        """
         number, self._roster = generation.number, generation.roster
-        passed_over = range(max(self._told + 1, number - PASSED), number) if self._told >= 0 else ()
+        since = self._told + 1 if self._told >= 0 else number if first is None else first
+        passed_over = range(max(since, number - PASSED), number)
         self._told = number
         for each in (number, *passed_over):
             self._boards.post(board_of(each), words, number)

@@ -53,7 +53,7 @@ class SimulatedView(ControlView):
         """Make ``generation`` the membership in force."""
         lets_in = self.outside
         super().adopt(generation)
-        self.whereabouts.adopt(generation, str(self.script_at).encode(), lets_in)
+        self.whereabouts.adopt(generation, str(self.script_at).encode(), lets_in, self.reported_first)
 
     def take(self, message: Any) -> None:
         """Take in one message of the coordinator's."""

@@ -250,7 +250,7 @@ class Outcomes:
             group.cut()
         while self._asked:
             session.boards.forget(self._asked.pop())
-        self.whereabouts.adopt(generation, self._words(), lets_in)
+        self.whereabouts.adopt(generation, self._words(), lets_in, session.reported_first)
         for group in followers:
             group.go_on()
 
