@@ -150,7 +150,7 @@ def valid_from(monkeypatch) -> None:
     )
 
 
-@mistake("a newcomer that has gone stays in the generation to come", seen=247)
+@mistake("a newcomer that has gone stays in the generation to come", seen=83)
 def not_called_off(monkeypatch) -> None:
     monkeypatch.setattr(returns, "_call_off", lambda course, newcomer, now, out: None)
 
@@ -218,7 +218,7 @@ def settings(monkeypatch) -> None:
     )
 
 
-@mistake("what comes on a board later is told to nobody", seen=27)
+@mistake("what comes on a board later is told to nobody", seen=31)
 def told_to_nobody(monkeypatch) -> None:
     post = Boards.post
     monkeypatch.setattr(Boards, "post", lambda self, message, gone, out: post(self, message, gone, CoordinatorOutput()))
