@@ -247,6 +247,9 @@ class Entering(Loop):
     def __init__(self, port: Port, line: Trickle) -> None:
         self._port, self._line = port, line
 
+    def pass_over(self, past: int) -> None:
+        pass
+
     def enter(self, generation: Generation) -> Iterator[Any]:
         self._port.control_view.generation = generation
         self._line.come([Handed(4, b"an average")])
