@@ -84,7 +84,7 @@ def counted_twice(monkeypatch) -> None:
     monkeypatch.setattr(Contributions, "add", added_up)
 
 
-@mistake("what can't be is taken in", seen=61)
+@mistake("what can't be is taken in", seen=82)
 def nobody_is_confused(monkeypatch) -> None:
     heard = lambda message, course: None if course.attendance.is_heard(message) else ""
     monkeypatch.setattr(membership, "objection", heard)
@@ -127,7 +127,7 @@ def kept_as_the_scripts_step(monkeypatch) -> None:
     monkeypatch.setattr(departures, "where_it_can_be", lambda course, message: message)
 
 
-@mistake("a newcomer that is given up as confused is believed until it is dead", seen=226)
+@mistake("a newcomer that is given up as confused is believed until it is dead", seen=712)
 def believed_until_dead(monkeypatch) -> None:
     monkeypatch.setattr(Membership, "_give_up_confused", fenced_only)
 
