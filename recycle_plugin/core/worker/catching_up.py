@@ -288,7 +288,9 @@ class CatchingUp:
                 self._streams[source].inlet.ask(Asked(tuple(names)))
 
     def _take_over(self) -> None:
-        """Has sources leave out what they would give last, as much as a new one can give."""
+        """Has sources leave out what they would give last, as much as a new one can give.  Costs a look at each unit,
+        for each source.
+        """
         for source, stream in self._streams.items():
             asked = [name for name, whom in self._from.items() if whom == source and name not in self._here]
             left = sum(self._weights[name] for name in asked) / len(self._streams)
