@@ -42,18 +42,48 @@ from recycle_plugin.lab.simulator.state_dump import load
 from recycle_plugin.planner import recovery_order as recovery
 
 Patch = Callable[[pytest.MonkeyPatch], None]
-MISTAKES: dict[str, Patch] = {}
-SEEN: dict[str, int] = {}
 
 
-def mistake(name: str, seen: int = 0) -> Callable[[Patch], Patch]:
-    """``seen``: a seed that has shown it, to be tried first."""
+class Mistakes(dict[str, Patch]):
+    """What switches each on, by its name; ``seen``: a seed that has shown it, to be tried first."""
 
-    def register(patch: Patch) -> Patch:
-        MISTAKES[name], SEEN[name] = patch, seen
-        return patch
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
 
-    return register
+    def mistake(self, name: str, seen: int = 0) -> Callable[[Patch], Patch]:
+        def register(patch: Patch) -> Patch:
+            self[name], self.seen[name] = patch, seen
+            return patch
+
+        return register
+
+    def instead(self, name: str, owner: object, attribute: str, seen: int = 0) -> Callable:
+        """A mistake that stands in the place of an attribute."""
+
+        def register(wrong):
+            self.mistake(name, seen)(lambda monkeypatch: monkeypatch.setattr(owner, attribute, wrong))
+            return wrong
+
+        return register
+
+    def around(self, name: str, owner: type, method: str, seen: int = 0) -> Callable:
+        """A mistake ``change(self, before, …)`` in the place of a method."""
+
+        def register(change):
+            self.mistake(name, seen)(lambda monkeypatch: changed(monkeypatch, owner, method, change))
+            return change
+
+        return register
+
+
+MISTAKES = Mistakes()
+mistake, instead, around = MISTAKES.mistake, MISTAKES.instead, MISTAKES.around
+
+
+def changed(monkeypatch, owner: type, name: str, change: Callable) -> None:
+    """``change(self, before, …)`` takes the place of a method."""
+    before = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *given, **named: change(self, before, *given, **named))
 
 
 def changed_recovery_plans(
@@ -79,14 +109,12 @@ def changed_holdings(monkeypatch, keeps: Callable[[object], bool]) -> None:
 # --- lineage and loop ---------------------------------------------------------------------------------
 
 
-@mistake("no step is taken back", seen=6)
-def no_undo(monkeypatch) -> None:
-    changed_recovery_plans(monkeypatch, lambda recovery: replace(recovery, undo=frozenset()))
-
-
-@mistake("a stage does not roll forward", seen=74)
-def no_holder(monkeypatch) -> None:
-    changed_recovery_plans(monkeypatch, lambda recovery: replace(recovery, holders={}))
+mistake("no step is taken back", seen=6)(
+    lambda monkeypatch: changed_recovery_plans(monkeypatch, lambda recovery: replace(recovery, undo=frozenset()))
+)
+mistake("a stage does not roll forward", seen=74)(
+    lambda monkeypatch: changed_recovery_plans(monkeypatch, lambda recovery: replace(recovery, holders={}))
+)
 
 
 @mistake("a weight gradient is left out", seen=2)
@@ -117,14 +145,12 @@ def not_again(monkeypatch) -> None:
     changed_recovery_plans(monkeypatch, change)
 
 
-@mistake("finished work is counted again", seen=2)
-def counted_again(monkeypatch) -> None:
-    changed_holdings(monkeypatch, lambda datum: datum.kind != "wgrad")
-
-
-@mistake("a sum that some hold is forgotten", seen=2)
-def sum_forgotten(monkeypatch) -> None:
-    changed_holdings(monkeypatch, lambda datum: datum.kind != "reduced")
+mistake("finished work is counted again", seen=2)(
+    lambda monkeypatch: changed_holdings(monkeypatch, lambda datum: datum.kind != "wgrad")
+)
+mistake("a sum that some hold is forgotten", seen=2)(
+    lambda monkeypatch: changed_holdings(monkeypatch, lambda datum: datum.kind != "reduced")
+)
 
 
 @mistake("the plan of the first membership is kept", seen=2)
@@ -157,100 +183,63 @@ def stash_stays(monkeypatch) -> None:
     changed(monkeypatch, StepStore, "undo", kept_stashes)
 
 
-@mistake(
+around(
     "a later step's stash outlives a step that is taken back until its forward is run again, and another failure comes "
     "before that",
+    StepStore,
+    "undo",
     seen=904,
-)
-def stash_lingers(monkeypatch) -> None:
-    changed(monkeypatch, StepStore, "undo", kept_stashes)
-
-
-@mistake("a STEP does not wait for the commit before it", seen=62)
-def record_overwritten(monkeypatch) -> None:
-    monkeypatch.setattr(StepMachine, "may_apply", lambda self, step: True)
-
-
-@mistake("a wait is not interrupted", seen=5)
-def deaf(monkeypatch) -> None:
-    monkeypatch.setattr(ControlView, "check", ControlView.check_end)
+)(kept_stashes)
+instead("a STEP does not wait for the commit before it", StepMachine, "may_apply", seen=62)(lambda self, step: True)
+instead("a wait is not interrupted", ControlView, "check", seen=5)(ControlView.check_end)
 
 
 # --- membership ---------------------------------------------------------------------------------------
 
 
-@mistake("a step is committed when one worker has applied it", seen=0)
-def committed_by_one(monkeypatch) -> None:
-    def step(self, stepped, now, out) -> None:
-        for number in range(self.committed + 1, stepped.step + 1):
-            self.commit(number, now, out)
-
-    monkeypatch.setattr(Course, "step", step)
+@instead("a step is committed when one worker has applied it", Course, "step", seen=0)
+def committed_by_one(self, stepped, now, out) -> None:
+    for number in range(self.committed + 1, stepped.step + 1):
+        self.commit(number, now, out)
 
 
-@mistake("a report for an older membership counts", seen=5)
-def stale_report(monkeypatch) -> None:
-    changed(
-        monkeypatch,
-        Regrouping,
-        "add",
-        lambda self, before, report: before(self, replace(report, generation=self.generation)),
-    )
+around("a report for an older membership counts", Regrouping, "add", seen=5)(
+    lambda self, before, report: before(self, replace(report, generation=self.generation))
+)
+instead("what a lost worker says counts", Attendance, "is_heard", seen=488)(
+    lambda self, message: self.started or not message.RUNNING
+)
+instead("whoever goes while the membership changes is waited for", departures, "await_without", seen=819)(
+    lambda course, member, early, now, out: None
+)
 
 
-@mistake("what a lost worker says counts", seen=488)
-def lost_heard(monkeypatch) -> None:
-    monkeypatch.setattr(Attendance, "is_heard", lambda self, message: self.started or not message.RUNNING)
+@around("what is said of a committed step counts", StepLedger, "contribute", seen=2)
+def committed_heard(self, before, message, out):
+    committed, self.committed = self.committed, 0
+    try:
+        return before(self, message, out)
+    finally:
+        self.committed = committed
 
 
-@mistake("whoever goes while the membership changes is waited for", seen=819)
-def gone_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(departures, "await_without", lambda course, member, early, now, out: None)
+@around("the job goes on before all have reported", Regrouping, "complete", seen=2)
+def first_report(self, before, live):
+    if self._awaiting is not None and self._reports:
+        said = next(iter(self._reports.values()))
+        self._reports = {member.worker: replace(said, held={}) for member in self._awaiting.roster} | self._reports
+    return before(self, live)
 
 
-@mistake("what is said of a committed step counts", seen=2)
-def committed_heard(monkeypatch) -> None:
-    contribute = StepLedger.contribute
-
-    def heard(self, message, out):
-        committed, self.committed = self.committed, 0
-        try:
-            return contribute(self, message, out)
-        finally:
-            self.committed = committed
-
-    monkeypatch.setattr(StepLedger, "contribute", heard)
+instead("what a broken line has lost is not sent again", Membership, "_send_again", seen=2)(
+    lambda self, missing, now, out: None
+)
+instead("a stopped worker is waited for", Course, "give_up", seen=10)(lambda self, worker, cause, why, now, out: None)
 
 
-@mistake("the job goes on before all have reported", seen=2)
-def first_report(monkeypatch) -> None:
-    def complete(self, before, live):
-        if self._awaiting is not None and self._reports:
-            said = next(iter(self._reports.values()))
-            self._reports = {member.worker: replace(said, held={}) for member in self._awaiting.roster} | self._reports
-        return before(self, live)
-
-    changed(monkeypatch, Regrouping, "complete", complete)
-
-
-@mistake("what a broken line has lost is not sent again", seen=2)
-def never_again(monkeypatch) -> None:
-    monkeypatch.setattr(Membership, "_send_again", lambda self, missing, now, out: None)
-
-
-@mistake("a stopped worker is waited for", seen=10)
-def patient(monkeypatch) -> None:
-    monkeypatch.setattr(Course, "give_up", lambda self, worker, cause, why, now, out: None)
-
-
-@mistake("who does not hear itself is no more to be doubted than others", seen=2)
-def deaf_unheard(monkeypatch) -> None:
-    def add(self, before, missing, roster, *given):
-        return (
-            None if str(roster.member(missing.worker).seat) == missing.source else before(self, missing, roster, *given)
-        )
-
-    changed(monkeypatch, Complaints, "add", add)
+@around("who does not hear itself is no more to be doubted than others", Complaints, "add", seen=2)
+def deaf_unheard(self, before, missing, roster, *given):
+    return None if str(roster.member(missing.worker).seat) == missing.source else before(self, missing, roster, *given)
 
 
 # --- who takes part, and what is known of them ------------------------------------------------------------
@@ -262,9 +251,9 @@ def late_heard(monkeypatch) -> None:
     monkeypatch.setattr(Vacancies, "is_outside", lambda self, worker: False)
 
 
-@mistake("all processes of a rank are one worker", seen=6)
-def one_for_all(monkeypatch) -> None:
-    monkeypatch.setattr(OfWorker, "worker", property(lambda self: WorkerId(self.rank)))
+instead("all processes of a rank are one worker", OfWorker, "worker", seen=6)(
+    property(lambda self: WorkerId(self.rank))
+)
 
 
 @mistake("who holds a seat is asked of the first membership", seen=5)
@@ -276,29 +265,21 @@ def first_roster(monkeypatch) -> None:
     monkeypatch.setattr(ControlView, "roster", property(roster))
 
 
-@mistake("who is gone stays on the roster", seen=5)
-def stays_on_the_roster(monkeypatch) -> None:
-    monkeypatch.setattr(Roster, "without", lambda self, workers: self)
+instead("who is gone stays on the roster", Roster, "without", seen=5)(lambda self, workers: self)
 
 
-@mistake("the coordinator forgets who has applied what when its state is read again", seen=169)
-def forgotten_field(monkeypatch) -> None:
-    def forgetful(record):
-        membership = load(record)
-        membership.course.steps._applied = {}
-        return membership
-
-    monkeypatch.setattr(cluster, "load", forgetful)
+@instead("the coordinator forgets who has applied what when its state is read again", cluster, "load", seen=169)
+def forgotten_field(record):
+    membership = load(record)
+    membership.course.steps._applied = {}
+    return membership
 
 
-@mistake("the coordinator forgets what it has told when its state is read again", seen=71)
-def forgotten_word(monkeypatch) -> None:
-    def forgetful(record):
-        membership = load(record)
-        membership.course.steps._contributions._told = {}
-        return membership
-
-    monkeypatch.setattr(cluster, "load", forgetful)
+@instead("the coordinator forgets what it has told when its state is read again", cluster, "load", seen=71)
+def forgotten_word(record):
+    membership = load(record)
+    membership.course.steps._contributions._told = {}
+    return membership
 
 
 # --- the norm that a step waits for -------------------------------------------------------------------
@@ -326,75 +307,57 @@ def handed_out_once(monkeypatch) -> None:
 # --- sums, tensors, lines -----------------------------------------------------------------------------
 
 
-def changed(monkeypatch, owner: type, name: str, change: Callable) -> None:
-    """``change(self, before, …)`` takes the place of a method."""
-    before = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda self, *given, **named: change(self, before, *given, **named))
-
-
-@mistake("a partial sum is used", seen=2)
-def partial_sum(monkeypatch) -> None:
-    def add_up(self, before, instruction, have, holder):
-        try:
-            return (yield from before(self, instruction, have, holder))
-        except worker.Died:
-            raise
-        except BaseException:
-            if instruction.op is Op.REDUCE and holder is None:
-                have.put(
-                    Datum("reduced", self.seat.stage, None, instruction.step),
-                    self.numbers.total([self.numbers.sums(instruction.step)]),
-                )
-            raise
-
-    changed(monkeypatch, worker.SimulatedMachine, "add_up", add_up)
-
-
-@mistake("sums are divided by the live workers", seen=2)
-def wrong_divisor(monkeypatch) -> None:
-    def add_up(self, before, instruction, have, holder):
-        total = yield from before(self, instruction, have, holder)
-        live = len(self.control_view.roster.stage(self.seat.stage))
-        divided = total * self.cluster.scenario.shape.replicas * pow(live, -1, arithmetic.PRIME) % arithmetic.PRIME
-        return divided if instruction.op is Op.REDUCE else total
-
-    changed(monkeypatch, worker.SimulatedMachine, "add_up", add_up)
-
-
-@mistake("random numbers belong to the worker", seen=5)
-def masks_by_worker(monkeypatch) -> None:
-    def compute(self, before, instruction, have, boundary_only):
-        made = before(self, instruction, have, boundary_only)
-        if instruction.op is Op.F:
-            made[Datum("act", instruction.stage, instruction.micro_batch, instruction.step)] += (
-                self.seat.replica - instruction.micro_batch.replica
+@around("a partial sum is used", worker.SimulatedMachine, "add_up", seen=2)
+def partial_sum(self, before, instruction, have, holder):
+    try:
+        return (yield from before(self, instruction, have, holder))
+    except worker.Died:
+        raise
+    except BaseException:
+        if instruction.op is Op.REDUCE and holder is None:
+            have.put(
+                Datum("reduced", self.seat.stage, None, instruction.step),
+                self.numbers.total([self.numbers.sums(instruction.step)]),
             )
-        return made
-
-    changed(monkeypatch, worker.SimulatedMachine, "compute", compute)
+        raise
 
 
-@mistake("kept tensors go although peers plan with them", seen=2)
-def broken_promise(monkeypatch) -> None:
-    forgetful(
+@around("sums are divided by the live workers", worker.SimulatedMachine, "add_up", seen=2)
+def wrong_divisor(self, before, instruction, have, holder):
+    total = yield from before(self, instruction, have, holder)
+    live = len(self.control_view.roster.stage(self.seat.stage))
+    divided = total * self.cluster.scenario.shape.replicas * pow(live, -1, arithmetic.PRIME) % arithmetic.PRIME
+    return divided if instruction.op is Op.REDUCE else total
+
+
+@around("random numbers belong to the worker", worker.SimulatedMachine, "compute", seen=5)
+def masks_by_worker(self, before, instruction, have, boundary_only):
+    made = before(self, instruction, have, boundary_only)
+    if instruction.op is Op.F:
+        made[Datum("act", instruction.stage, instruction.micro_batch, instruction.step)] += (
+            self.seat.replica - instruction.micro_batch.replica
+        )
+    return made
+
+
+mistake("kept tensors go although peers plan with them", seen=2)(
+    lambda monkeypatch: forgetful(
         monkeypatch,
         lambda self: [datum for datum in self if datum.kind in ("act", "grad") and datum.stage == self.seat.stage],
     )
+)
 
 
-@mistake("what takes a step back goes with the step", seen=6)
-def no_record(monkeypatch) -> None:
-    def conclude(self, before, instruction, made, *boundary_only):
-        before(self, instruction, made, *boundary_only)
-        if instruction.op is Op.STEP:
-            self._before = self._before[0], self[Datum("params", self.seat.stage, None, instruction.step + 1)]
-
-    changed(monkeypatch, StepStore, "conclude", conclude)
+@around("what takes a step back goes with the step", StepStore, "conclude", seen=6)
+def no_record(self, before, instruction, made, *boundary_only):
+    before(self, instruction, made, *boundary_only)
+    if instruction.op is Op.STEP:
+        self._before = self._before[0], self[Datum("params", self.seat.stage, None, instruction.step + 1)]
 
 
-@mistake("sums are dropped when the step is taken up again", seen=2)
-def dropped_sums(monkeypatch) -> None:
-    forgetful(monkeypatch, lambda self: [datum for datum in self if datum.kind == "wgrad"][:1])
+mistake("sums are dropped when the step is taken up again", seen=2)(
+    lambda monkeypatch: forgetful(monkeypatch, lambda self: [datum for datum in self if datum.kind == "wgrad"][:1])
+)
 
 
 def forgetful(monkeypatch, goes: Callable[[StepStore], list[Datum]]) -> None:
@@ -409,34 +372,25 @@ def forgetful(monkeypatch, goes: Callable[[StepStore], list[Datum]]) -> None:
     changed(monkeypatch, StepStore, "held", held)
 
 
-@mistake("tensors do not say of which step they are", seen=0)
-def no_step(monkeypatch) -> None:
-    def arrive(self, before, source, target, datum, value, valid_from) -> None:
-        before(self, source, target, datum, value, valid_from)
-        before(self, source, target, datum._replace(step=datum.step + 1), value, valid_from)
-
-    changed(monkeypatch, cluster.Cluster, "_arrive", arrive)
+@around("tensors do not say of which step they are", cluster.Cluster, "_arrive", seen=0)
+def no_step(self, before, source, target, datum, value, valid_from) -> None:
+    before(self, source, target, datum, value, valid_from)
+    before(self, source, target, datum._replace(step=datum.step + 1), value, valid_from)
 
 
 # --- exact mode -----------------------------------------------------------------------------------------
 
 
-@mistake("blocks are added in the order in which they come", seen=0)
-def order_of_arrival(monkeypatch) -> None:
-    def total(self, before, brought):
-        totals = [total for part in brought for total in part.values()]
-        return functools.reduce(lambda found, total: arithmetic.added(found, total, self._scenario.ordered), totals, 0)
-
-    changed(monkeypatch, Numbers, "total", total)
+@around("blocks are added in the order in which they come", Numbers, "total", seen=0)
+def order_of_arrival(self, before, brought):
+    totals = [total for part in brought for total in part.values()]
+    return functools.reduce(lambda found, total: arithmetic.added(found, total, self._scenario.ordered), totals, 0)
 
 
-@mistake("a block that a worker has begun goes on with another", seen=243)
-def homeless(monkeypatch) -> None:
-    def seat_of(self, stage, micro_batch):
-        found = [self._where.get(Datum(kind, stage, micro_batch, self._step)) for kind in ("inner", "stash")]
-        return next((seats[0] for seats in found if seats), self._plan.route[stage, micro_batch])
-
-    monkeypatch.setattr(recovery_plan._Closure, "_seat_of", seat_of)
+@instead("a block that a worker has begun goes on with another", recovery_plan._Closure, "_seat_of", seen=243)
+def homeless(self, stage, micro_batch):
+    found = [self._where.get(Datum(kind, stage, micro_batch, self._step)) for kind in ("inner", "stash")]
+    return next((seats[0] for seats in found if seats), self._plan.route[stage, micro_batch])
 
 
 @mistake("what is left of a block is added in another order", seen=15)
@@ -465,186 +419,131 @@ def turned_round(monkeypatch) -> None:
 # --- rejected steps -----------------------------------------------------------------------------------
 
 
-@mistake("what was computed with rejected weights stays", seen=6)
-def not_void(monkeypatch) -> None:
-    monkeypatch.setattr(Worker, "discard_after", lambda self, after, valid_from: None)
-
-
-@mistake("a late tensor computed with rejected weights counts", seen=16)
-def late_counts(monkeypatch) -> None:
-    changed(
-        monkeypatch,
-        StepStore,
-        "arrive",
-        lambda self, before, datum, value, valid_from: before(self, datum, value, self.valid_from),
-    )
-
-
-@mistake("who has stepped does not hear of a rejection", seen=6)
-def unheard(monkeypatch) -> None:
-    monkeypatch.setattr(Worker, "record_norm", lambda self, step, norm: None)
-
-
-@mistake("a rejected step is committed by a failure that comes at once", seen=6)
-def committed_rejected(monkeypatch) -> None:
-    monkeypatch.setattr(StepLedger, "_unheard", lambda self, step, held, behind: False)
-
-
-@mistake("a norm counts for the worker that has found it only", seen=6)
-def unknown_norm(monkeypatch) -> None:
-    monkeypatch.setattr(Membership, "_reject", lambda self, step, norm, now, out: None)
+instead("what was computed with rejected weights stays", Worker, "discard_after", seen=6)(
+    lambda self, after, valid_from: None
+)
+around("a late tensor computed with rejected weights counts", StepStore, "arrive", seen=16)(
+    lambda self, before, datum, value, valid_from: before(self, datum, value, self.valid_from)
+)
+instead("who has stepped does not hear of a rejection", Worker, "record_norm", seen=6)(lambda self, step, norm: None)
+instead("a rejected step is committed by a failure that comes at once", StepLedger, "_unheard", seen=6)(
+    lambda self, step, held, behind: False
+)
+instead("a norm counts for the worker that has found it only", Membership, "_reject", seen=6)(
+    lambda self, step, norm, now, out: None
+)
 
 
 # --- weights that stages share ------------------------------------------------------------------------
 
 
-@mistake("one stage's part of a tied gradient is left out", seen=10)
-def part_left_out(monkeypatch) -> None:
-    changed(
-        monkeypatch,
-        Numbers,
-        "over_tie",
-        lambda self, before, by_stage: before(self, dict(sorted(by_stage.items())[:-1])),
-    )
+around("one stage's part of a tied gradient is left out", Numbers, "over_tie", seen=10)(
+    lambda self, before, by_stage: before(self, dict(sorted(by_stage.items())[:-1]))
+)
 
 
-@mistake("a tied gradient is made again by those alone who lack it", seen=106)
-def by_those_who_lack_it(monkeypatch) -> None:
-    def unfinished(plan, committed, held, *more):
-        def change(recovery):
-            has = {seat for seat, have in held.items() if Datum("tied", seat.stage, None, recovery.step) in have}
-            closing = {
-                seat: tuple(one for one in ops if one.op is not Op.TIE or seat not in has)
-                for seat, ops in recovery.closing.items()
-            }
-            return replace(recovery, closing=closing)
+@instead("a tied gradient is made again by those alone who lack it", training_loop, "unfinished", seen=106)
+def by_those_who_lack_it(plan, committed, held, *more):
+    def change(recovery):
+        has = {seat for seat, have in held.items() if Datum("tied", seat.stage, None, recovery.step) in have}
+        closing = {
+            seat: tuple(one for one in ops if one.op is not Op.TIE or seat not in has)
+            for seat, ops in recovery.closing.items()
+        }
+        return replace(recovery, closing=closing)
 
-        return tuple(map(change, recovery_plan.unfinished(plan, committed, held, *more)))
-
-    monkeypatch.setattr(training_loop, "unfinished", unfinished)
+    return tuple(map(change, recovery_plan.unfinished(plan, committed, held, *more)))
 
 
-@mistake("a tied weight is in the norm once for each stage", seen=15)
-def counted_by_stage(monkeypatch) -> None:
-    monkeypatch.setattr(Numbers, "share", lambda self, step, have: arithmetic.share(self.gradient(step, have)))
+instead("a tied weight is in the norm once for each stage", Numbers, "share", seen=15)(
+    lambda self, step, have: arithmetic.share(self.gradient(step, have))
+)
 
 
-@mistake("a stage steps with its own sum where it shares weights", seen=10)
-def own_sum_only(monkeypatch) -> None:
-    def compute(self, before, instruction, have, boundary_only):
-        tied = Datum("tied", self.seat.stage, None, instruction.step)
-        if instruction.op is Op.STEP and tied in have:
-            have.put(tied, have[tied._replace(kind="reduced")])
-        return before(self, instruction, have, boundary_only)
-
-    changed(monkeypatch, worker.SimulatedMachine, "compute", compute)
+@around("a stage steps with its own sum where it shares weights", worker.SimulatedMachine, "compute", seen=10)
+def own_sum_only(self, before, instruction, have, boundary_only):
+    tied = Datum("tied", self.seat.stage, None, instruction.step)
+    if instruction.op is Op.STEP and tied in have:
+        have.put(tied, have[tied._replace(kind="reduced")])
+    return before(self, instruction, have, boundary_only)
 
 
-@mistake("what an input gradient has added to the sums with rejected weights stays there", seen=177)
-def sums_from_inputs(monkeypatch) -> None:
-    monkeypatch.setattr(core_worker, "SUMMED", frozenset({"wgrad", "reduced"}))
+instead(
+    "what an input gradient has added to the sums with rejected weights stays there", core_worker, "SUMMED", seen=177
+)(frozenset({"wgrad", "reduced"}))
 
 
 # --- the store, and lowering ----------------------------------------------------------------------------
 
 
-@mistake("what is begun of the next step goes with a commit", seen=16)
-def committed_too_far(monkeypatch) -> None:
-    changed(
-        monkeypatch,
-        StepStore,
-        "commit",
-        lambda self, before, step: (
-            before(self, step),
-            self._remove_all(lambda datum: datum.step == step + 1 and datum.kind == "stash"),
-        ),
+around("what is begun of the next step goes with a commit", StepStore, "commit", seen=16)(
+    lambda self, before, step: (
+        before(self, step),
+        self._remove_all(lambda datum: datum.step == step + 1 and datum.kind == "stash"),
     )
+)
 
 
-@mistake("a promise does not keep a tensor from going for want of room", seen=42)
-def room_before_promises(monkeypatch) -> None:
-    def held(self, before):
-        sent = dict(self._sent)
-        found = before(self)
-        self._sent = sent
-        return found
-
-    changed(monkeypatch, StepStore, "held", held)
+@around("a promise does not keep a tensor from going for want of room", StepStore, "held", seen=42)
+def room_before_promises(self, before):
+    sent = dict(self._sent)
+    found = before(self)
+    self._sent = sent
+    return found
 
 
-@mistake("a worker that heard of rejected weights takes what comes of an earlier era", seen=16)
-def no_era(monkeypatch) -> None:
-    def discard_after(self, before, after, valid_from):
-        own, found = self.valid_from, before(self, after, valid_from)
-        self.valid_from = own
-        return found
-
-    changed(monkeypatch, StepStore, "discard_after", discard_after)
-
-
-@mistake("the weights behind a step that was taken back are still said to be here", seen=81)
-def both_weights(monkeypatch) -> None:
-    def undo(self, before, step):
-        later = Datum("params", self.seat.stage, None, step + 1)
-        value = self[later]
-        before(self, step)
-        self.put(later, value)
-
-    changed(monkeypatch, StepStore, "undo", undo)
+@around(
+    "a worker that heard of rejected weights takes what comes of an earlier era", StepStore, "discard_after", seen=16
+)
+def no_era(self, before, after, valid_from):
+    own, found = self.valid_from, before(self, after, valid_from)
+    self.valid_from = own
+    return found
 
 
-@mistake("of what follows a rejected step, only what is behind the next one is void", seen=62)
-def void_nothing_later(monkeypatch) -> None:
-    changed(
-        monkeypatch,
-        StepStore,
-        "discard_after",
-        lambda self, before, after, valid_from: before(self, after + 1, valid_from),
-    )
+@around("the weights behind a step that was taken back are still said to be here", StepStore, "undo", seen=81)
+def both_weights(self, before, step):
+    later = Datum("params", self.seat.stage, None, step + 1)
+    value = self[later]
+    before(self, step)
+    self.put(later, value)
 
 
-@mistake("what survivors keep for others is not sent", seen=5)
-def kept_for_nobody(monkeypatch) -> None:
-    def made(self, before, *given):
-        before(self, *given)
-        self._kept.clear()
-
-    changed(monkeypatch, recovery.Arranged, "__init__", made)
+around(
+    "of what follows a rejected step, only what is behind the next one is void", StepStore, "discard_after", seen=62
+)(lambda self, before, after, valid_from: before(self, after + 1, valid_from))
 
 
-@mistake("what is run again for its boundary tensor goes to whom the plan names", seen=64)
-def to_the_plans(monkeypatch) -> None:
-    def way(self, before, seat, datum):
-        made, stage = before(self, seat, datum), goes_to(datum, self._plan.stages)
-        return made if made.target is None else made._replace(target=self._plan.route[stage, datum.micro_batch])
+@around("what survivors keep for others is not sent", recovery.Arranged, "__init__", seen=5)
+def kept_for_nobody(self, before, *given):
+    before(self, *given)
+    self._kept.clear()
 
-    changed(monkeypatch, recovery.Arranged, "_way", way)
+
+@around("what is run again for its boundary tensor goes to whom the plan names", recovery.Arranged, "_way", seen=64)
+def to_the_plans(self, before, seat, datum):
+    made, stage = before(self, seat, datum), goes_to(datum, self._plan.stages)
+    return made if made.target is None else made._replace(target=self._plan.route[stage, datum.micro_batch])
 
 
 # --- ends and goodbyes --------------------------------------------------------------------------------
 
 
-@mistake("steps are committed when the job has failed", seen=336)
-def committed_after_failure(monkeypatch) -> None:
-    def step(self, before, message, now, out) -> None:
-        ended, self.ending.ended = self.ending.ended, None
-        try:
-            before(self, message, now, out)
-        finally:
-            self.ending.ended = self.ending.ended or ended
-
-    changed(monkeypatch, Course, "step", step)
+@around("steps are committed when the job has failed", Course, "step", seen=336)
+def committed_after_failure(self, before, message, now, out) -> None:
+    ended, self.ending.ended = self.ending.ended, None
+    try:
+        before(self, message, now, out)
+    finally:
+        self.ending.ended = self.ending.ended or ended
 
 
-@mistake("whoever is gone without a goodbye once its leave holds is looked for among the members", seen=249)
-def departed_looked_for(monkeypatch) -> None:
-    monkeypatch.setattr(
-        departures,
-        "depart",
-        lambda course, worker, out: course.attendance.lose(
-            course.roster.member(worker), Cause.DIED, "is gone", 0.0, out
-        ),
-    )
+instead(
+    "whoever is gone without a goodbye once its leave holds is looked for among the members",
+    departures,
+    "depart",
+    seen=249,
+)(lambda course, worker, out: course.attendance.lose(course.roster.member(worker), Cause.DIED, "is gone", 0.0, out))
 
 
 @mistake("a death at a planned end is a loss", seen=1505)
@@ -657,10 +556,9 @@ def loss_at_the_end(monkeypatch) -> None:
     changed(monkeypatch, Course, "lose", lose)
 
 
-@mistake("who is cut off waits for the planned end", seen=82)
-def waits_for_the_end(monkeypatch) -> None:
-    lose = ControlView.lose_coordinator
-    monkeypatch.setattr(ControlView, "lose_coordinator", lambda self: self.end is None and lose(self))
+around("who is cut off waits for the planned end", ControlView, "lose_coordinator", seen=82)(
+    lambda self, before: self.end is None and before(self)
+)
 
 
 @mistake("movers take a step that others may have begun for one that nobody has", seen=2)

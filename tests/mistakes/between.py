@@ -23,7 +23,7 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.lab.simulator import script
 from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
-from tests.mistakes import mistake
+from tests.mistakes import around, instead, mistake
 
 # --- iterators' data ------------------------------------------------------------------------------------
 
@@ -40,17 +40,12 @@ def no_keeper(monkeypatch) -> None:
     monkeypatch.setattr("recycle_plugin.core.worker.iterator_data.share", without)
 
 
-@mistake("a batch goes once it is loaded", seen=3)
-def gone_once_loaded(monkeypatch) -> None:
-    conclude = StepStore.conclude
-
-    def changed(self, instruction, made, boundary_only=False):
-        conclude(self, instruction, made, boundary_only)
-        if instruction.op is Op.LOAD:
-            for datum in self.requires(instruction):
-                self._remove(datum)
-
-    monkeypatch.setattr(StepStore, "conclude", changed)
+@around("a batch goes once it is loaded", StepStore, "conclude", seen=3)
+def gone_once_loaded(self, before, instruction, made, boundary_only=False):
+    before(self, instruction, made, boundary_only)
+    if instruction.op is Op.LOAD:
+        for datum in self.requires(instruction):
+            self._remove(datum)
 
 
 @mistake("what is drawn for others is what is drawn for oneself", seen=23)
@@ -67,24 +62,10 @@ def drawn_twice(monkeypatch) -> None:
     monkeypatch.setattr(iterator_draws, "_deal", changed)
 
 
-@mistake("what was drawn before a failure counts no more", seen=23)
-def drawn_anew(monkeypatch) -> None:
-    monkeypatch.setattr(iterator_draws, "_known", lambda here, step: {})
-
-
-@mistake("what the lost have sent may come at any time", seen=1560)
-def heard_late(monkeypatch) -> None:
-    monkeypatch.setattr(SimulatedMachine, "hear_out", lambda self: None)
-
-
-@mistake("a worker says nothing of what it has drawn", seen=23)
-def drawn_in_secret(monkeypatch) -> None:
-    monkeypatch.setattr(IteratorData, "held_draws", lambda self: {})
-
-
-@mistake("what was drawn for a step that is dropped is kept", seen=203)
-def draws_kept(monkeypatch) -> None:
-    monkeypatch.setattr(StepStore, "drop_draws", lambda self, step: None)
+instead("what was drawn before a failure counts no more", iterator_draws, "_known", seen=23)(lambda here, step: {})
+instead("what the lost have sent may come at any time", SimulatedMachine, "hear_out", seen=1560)(lambda self: None)
+instead("a worker says nothing of what it has drawn", IteratorData, "held_draws", seen=23)(lambda self: {})
+instead("what was drawn for a step that is dropped is kept", StepStore, "drop_draws", seen=203)(lambda self, step: None)
 
 
 @mistake("the data ends with the first iterator that does", seen=443)
@@ -96,154 +77,120 @@ def ends_with_the_first(monkeypatch) -> None:
     monkeypatch.setattr(Places, "unfilled", staticmethod(first))
 
 
-@mistake("the last stage reads one batch more when a replica is lost", seen=23)
-def one_more(monkeypatch) -> None:
-    stand = IteratorData.take_state
-
-    def changed(self, iterator_state):
-        stand(self, iterator_state)
-        if (
-            len(iterator_state.plan.view.live) < len(iterator_state.plan.view.topology.seats)
-            and self._store.seat.stage > 0
-            and not hasattr(self, "_more")
-        ):
-            self._more = self._iterator.read(0, 0, None)
-
-    monkeypatch.setattr(IteratorData, "take_state", changed)
+@around("the last stage reads one batch more when a replica is lost", IteratorData, "take_state", seen=23)
+def one_more(self, before, iterator_state):
+    before(self, iterator_state)
+    if (
+        len(iterator_state.plan.view.live) < len(iterator_state.plan.view.topology.seats)
+        and self._store.seat.stage > 0
+        and not hasattr(self, "_more")
+    ):
+        self._more = self._iterator.read(0, 0, None)
 
 
 # --- evaluations and checkpoints --------------------------------------------------------------------------
 
 
-@mistake("who reads what a lost worker would have evaluated keeps it", seen=7)
-def not_handed_out(monkeypatch) -> None:
-    hand_out = Evaluations._hand_out
-
-    def changed(self, plan, datum, batch):
-        if runner(plan, datum.stage, datum.micro_batch) == self._seat:
-            hand_out(self, plan, datum, batch)
-
-    monkeypatch.setattr(Evaluations, "_hand_out", changed)
+@around("who reads what a lost worker would have evaluated keeps it", Evaluations, "_hand_out", seen=7)
+def not_handed_out(self, before, plan, datum, batch):
+    if runner(plan, datum.stage, datum.micro_batch) == self._seat:
+        before(self, plan, datum, batch)
 
 
-@mistake("a meeting that a failure has broken up is waited for", seen=1)
-def met_never(monkeypatch) -> None:
-    monkeypatch.setattr(
-        ControlView, "barrier_passed", lambda self, place, number: self._barriers_passed.pop(place, None)
-    )
+instead("a meeting that a failure has broken up is waited for", ControlView, "barrier_passed", seen=1)(
+    lambda self, place, number: self._barriers_passed.pop(place, None)
+)
+around("who is lost since was at the meeting", Barriers, "arrive", seen=17)(
+    lambda self, before, worker, generation, *given: before(self, worker, 0, *given)
+)
 
 
-@mistake("who is lost since was at the meeting", seen=17)
-def met_without(monkeypatch) -> None:
-    arrive = Barriers.arrive
-    monkeypatch.setattr(Barriers, "arrive", lambda self, worker, generation, *given: arrive(self, worker, 0, *given))
+@instead("a checkpoint has its name before all have written", script, "save", seen=1)
+def named_early(loop, control_view, place, files, recover):
+    yield from files.write(control_view.number)
+    if control_view.is_first:
+        yield from files.publish(control_view.number)
+    while True:
+        try:
+            yield from loop.barrier(place, {})
+            return ""
+        except Interrupted:
+            yield from recover()
 
 
-@mistake("a checkpoint has its name before all have written", seen=1)
-def named_early(monkeypatch) -> None:
-    def save(loop, control_view, place, files, recover):
-        yield from files.write(control_view.number)
-        if control_view.is_first:
-            yield from files.publish(control_view.number)
-        while True:
-            try:
-                yield from loop.barrier(place, {})
-                return ""
-            except Interrupted:
-                yield from recover()
-
-    monkeypatch.setattr(script, "save", save)
+@instead("nobody waits until a checkpoint has its name", script, "save", seen=1)
+def not_waited_for(loop, control_view, place, files, recover):
+    while True:
+        try:
+            yield from files.write(control_view.number)
+            yield from loop.barrier(place, {})
+            return (yield from files.publish(control_view.number)) if control_view.is_first else ""
+        except Interrupted:
+            yield from recover()
 
 
-@mistake("nobody waits until a checkpoint has its name", seen=1)
-def not_waited_for(monkeypatch) -> None:
-    def save(loop, control_view, place, files, recover):
-        while True:
-            try:
-                yield from files.write(control_view.number)
-                yield from loop.barrier(place, {})
-                return (yield from files.publish(control_view.number)) if control_view.is_first else ""
-            except Interrupted:
-                yield from recover()
-
-    monkeypatch.setattr(script, "save", save)
+instead("a checkpoint has its name although somebody could not write", checkpoint_saving, "why_not", seen=5)(
+    lambda met: ""
+)
 
 
-@mistake("a checkpoint has its name although somebody could not write", seen=5)
-def named_in_part(monkeypatch) -> None:
-    monkeypatch.setattr(checkpoint_saving, "why_not", lambda met: "")
+@instead("only who can't write knows that there is no checkpoint", script, "save", seen=5)
+def own_verdict(loop, control_view, place, files, recover):
+    while True:
+        yield from loop.settle()
+        try:
+            error = yield from files.write(control_view.number)
+            written = yield from loop.barrier(place, {str(control_view.rank): error} if error else {})
+            if control_view.is_first and not written.values:
+                error = yield from files.publish(control_view.number)
+            yield from loop.barrier(f"the end of {place}", {})
+            return error
+        except Interrupted:
+            yield from recover()
 
 
-@mistake("only who can't write knows that there is no checkpoint", seen=5)
-def own_verdict(monkeypatch) -> None:
-    def save(loop, control_view, place, files, recover):
-        while True:
-            yield from loop.settle()
-            try:
-                error = yield from files.write(control_view.number)
-                written = yield from loop.barrier(place, {str(control_view.rank): error} if error else {})
-                if control_view.is_first and not written.values:
-                    error = yield from files.publish(control_view.number)
-                yield from loop.barrier(f"the end of {place}", {})
-                return error
-            except Interrupted:
-                yield from recover()
-
-    monkeypatch.setattr(script, "save", save)
-
-
-@mistake("what another still writes is removed", seen=5)
-def removed_early(monkeypatch) -> None:
-    def save(loop, control_view, place, files, recover):
-        while True:
-            yield from loop.settle()
-            try:
-                error = yield from files.write(control_view.number)
-                if error:
-                    yield from files.discard(control_view.number)
-                written = yield from loop.barrier(place, {str(control_view.rank): error} if error else {})
-                why = checkpoint_saving.why_not(written)
-                if control_view.is_first and not why:
-                    error = yield from files.publish(control_view.number)
-                return why or checkpoint_saving.why_not(
-                    (yield from loop.barrier(f"the end of {place}", {str(control_view.rank): error} if error else {}))
-                )
-            except Interrupted:
-                yield from recover()
-
-    monkeypatch.setattr(script, "save", save)
+@instead("what another still writes is removed", script, "save", seen=5)
+def removed_early(loop, control_view, place, files, recover):
+    while True:
+        yield from loop.settle()
+        try:
+            error = yield from files.write(control_view.number)
+            if error:
+                yield from files.discard(control_view.number)
+            written = yield from loop.barrier(place, {str(control_view.rank): error} if error else {})
+            why = checkpoint_saving.why_not(written)
+            if control_view.is_first and not why:
+                error = yield from files.publish(control_view.number)
+            return why or checkpoint_saving.why_not(
+                (yield from loop.barrier(f"the end of {place}", {str(control_view.rank): error} if error else {}))
+            )
+        except Interrupted:
+            yield from recover()
 
 
-@mistake("what is saved and evaluated need not be committed", seen=23)
-def uncommitted(monkeypatch) -> None:
-    monkeypatch.setattr(TrainingLoop, "settle", lambda self: iter(()))
+instead("what is saved and evaluated need not be committed", TrainingLoop, "settle", seen=23)(lambda self: iter(()))
 
 
 # --- paces and ends ---------------------------------------------------------------------------------------
 
 
-@mistake("work is dealt out anew for a step that somebody has begun", seen=106)
-def dealt_too_early(monkeypatch) -> None:
-    monkeypatch.setattr(course, "unstarted", lambda committed: committed + 1)
+instead("work is dealt out anew for a step that somebody has begun", course, "unstarted", seen=106)(
+    lambda committed: committed + 1
+)
 
 
-@mistake("nobody needs anybody any more at a planned end", seen=204)
-def no_need(monkeypatch) -> None:
-    after_loss = Course._after_loss
-
-    def changed(self, member, now, out):
-        if self.ending.through(self.committed):
-            departures.await_without(self, member, False, now, out)
-            ends.finish_if_empty(self, out)
-        else:
-            after_loss(self, member, now, out)
-
-    monkeypatch.setattr(Course, "_after_loss", changed)
+@around("nobody needs anybody any more at a planned end", Course, "_after_loss", seen=204)
+def no_need(self, before, member, now, out):
+    if self.ending.through(self.committed):
+        departures.await_without(self, member, False, now, out)
+        ends.finish_if_empty(self, out)
+    else:
+        before(self, member, now, out)
 
 
-@mistake("who has left as planned, and does not know it yet, is to go on with the others", seen=291)
-def not_departed(monkeypatch) -> None:
-    monkeypatch.setattr(ControlView, "has_left", lambda self, generation: False)
+instead(
+    "who has left as planned, and does not know it yet, is to go on with the others", ControlView, "has_left", seen=291
+)(lambda self, generation: False)
 
 
 def reports_for_a_change_that_nobody_needs(monkeypatch) -> None:
@@ -266,6 +213,6 @@ def waits_for_a_change_that_nobody_needs(monkeypatch) -> None:
     monkeypatch.setattr(ends, "give_up_going_on", give_up_going_on)
 
 
-@mistake("a change that is planned makes a worker forget where the one before goes on", seen=66)
-def forgotten(monkeypatch) -> None:
-    monkeypatch.setattr(ControlView, "_is_certain", lambda self, pending: self.interruption() is not None)
+instead(
+    "a change that is planned makes a worker forget where the one before goes on", ControlView, "_is_certain", seen=66
+)(lambda self, pending: self.interruption() is not None)

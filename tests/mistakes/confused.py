@@ -5,7 +5,6 @@ As tests/mistakes, with a registry of their own, since the jobs are others (``re
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from recycle_plugin.core.coordinator import departures, membership, words
@@ -20,39 +19,17 @@ from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.control_view import ControlView
-from tests.mistakes import Patch
+from tests.mistakes import Mistakes
 
-CONFUSED: dict[str, tuple[Patch, int]] = {}
-
-
-def mistake(name: str, seen: int) -> Callable[[Patch], Patch]:
-    """``seen``: a seed that has shown it, with a confused worker; no other is tried."""
-
-    def register(patch: Patch) -> Patch:
-        CONFUSED[name] = patch, seen
-        return patch
-
-    return register
+CONFUSED = Mistakes()  # no seed but that which has shown it is tried
+mistake, instead, around = CONFUSED.mistake, CONFUSED.instead, CONFUSED.around
 
 
-@mistake("nobody looks at who says something", seen=0)
-def whoever_says_it(monkeypatch) -> None:
-    monkeypatch.setattr(Speakers, "may_say", lambda self, hello, worker, message: True)
-
-
-@mistake("a supervisor may speak of any worker", seen=0)
-def of_any_worker(monkeypatch) -> None:
-    may_say = Speakers.may_say
-    monkeypatch.setattr(
-        Speakers,
-        "may_say",
-        lambda self, hello, worker, message: worker is None or may_say(self, hello, worker, message),
-    )
-
-
-@mistake("all processes of a rank are one", seen=6)
-def no_incarnations(monkeypatch) -> None:
-    monkeypatch.setattr(OfWorker, "worker", property(lambda self: WorkerId(self.rank)))
+instead("nobody looks at who says something", Speakers, "may_say", seen=0)(lambda self, hello, worker, message: True)
+around("a supervisor may speak of any worker", Speakers, "may_say", seen=0)(
+    lambda self, before, hello, worker, message: worker is None or before(self, hello, worker, message)
+)
+instead("all processes of a rank are one", OfWorker, "worker", seen=6)(property(lambda self: WorkerId(self.rank)))
 
 
 @mistake("a newcomer may report that it has applied as few steps as it likes", seen=379)
@@ -66,10 +43,9 @@ def of_any_step(monkeypatch) -> None:
     monkeypatch.setattr(words, "_of_report", lenient)
 
 
-@mistake("a report of any generation is one of the newest", seen=22)
-def of_any_generation(monkeypatch) -> None:
-    add = Regrouping.add
-    monkeypatch.setattr(Regrouping, "add", lambda self, report: add(self, replace(report, generation=self.generation)))
+around("a report of any generation is one of the newest", Regrouping, "add", seen=22)(
+    lambda self, before, report: before(self, replace(report, generation=self.generation))
+)
 
 
 @mistake("what is said twice counts twice", seen=7)
@@ -90,22 +66,15 @@ def nobody_is_confused(monkeypatch) -> None:
     monkeypatch.setattr(membership, "objection", heard)
 
 
-@mistake("who is there and says so again is a stranger", seen=30)
-def there_and_turned_away(monkeypatch) -> None:
-    enrol = Membership._enrol
-
-    def turned_away(self, ready, now, out):
-        if self.started and not self.course.vacancies.is_newcomer(ready.worker):
-            self._turn_away(ready.worker, ready.member.host, out)
-        else:
-            enrol(self, ready, now, out)
-
-    monkeypatch.setattr(Membership, "_enrol", turned_away)
+@around("who is there and says so again is a stranger", Membership, "_enrol", seen=30)
+def there_and_turned_away(self, before, ready, now, out):
+    if self.started and not self.course.vacancies.is_newcomer(ready.worker):
+        self._turn_away(ready.worker, ready.member.host, out)
+    else:
+        before(self, ready, now, out)
 
 
-@mistake("a worker takes up a membership that is over", seen=6)
-def old_memberships(monkeypatch) -> None:
-    monkeypatch.setattr(ControlView, "_is_old", lambda self, message: False)
+instead("a worker takes up a membership that is over", ControlView, "_is_old", seen=6)(lambda self, message: False)
 
 
 @mistake("who has replayed a stage enters by any report", seen=712)
@@ -122,16 +91,14 @@ def enters_by_any_report(monkeypatch) -> None:
     )
 
 
-@mistake("a step that nobody can be in is kept as where a script is", seen=361)
-def kept_as_the_scripts_step(monkeypatch) -> None:
-    monkeypatch.setattr(departures, "where_it_can_be", lambda course, message: message)
+instead("a step that nobody can be in is kept as where a script is", departures, "where_it_can_be", seen=361)(
+    lambda course, message: message
+)
 
 
-@mistake("a newcomer that is given up as confused is believed until it is dead", seen=712)
-def believed_until_dead(monkeypatch) -> None:
-    monkeypatch.setattr(Membership, "_give_up_confused", fenced_only)
-
-
+@instead(
+    "a newcomer that is given up as confused is believed until it is dead", Membership, "_give_up_confused", seen=712
+)
 def fenced_only(self, worker, why, now, out):
     if self.is_outside(worker):
         self.course.attendance.fence(worker, why, out)

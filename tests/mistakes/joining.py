@@ -24,7 +24,7 @@ from recycle_plugin.core.worker.whereabouts import Whereabouts
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.lab.simulator.simulated_state import Pipe, SimulatedState
 from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
-from tests.mistakes import mistake
+from tests.mistakes import around, instead, mistake
 
 
 def all_hashes_are_equal(monkeypatch) -> None:
@@ -43,17 +43,12 @@ def wrong_weights(monkeypatch) -> None:
     monkeypatch.setattr(Pipe, "send", changed)
 
 
-@mistake("a newcomer enters a step too early")
-def too_early(monkeypatch) -> None:
-    followed = Newcomer._followed
-
-    def sooner(self, step):
-        planned, clock = self._view.pending, self._catching_up.clock
-        if planned is not None and clock == planned.from_step - 2 and self._catching_up.whole:
-            return planned
-        return followed(self, step)
-
-    monkeypatch.setattr(Newcomer, "_followed", sooner)
+@around("a newcomer enters a step too early", Newcomer, "_followed")
+def too_early(self, before, step):
+    planned, clock = self._view.pending, self._catching_up.clock
+    if planned is not None and clock == planned.from_step - 2 and self._catching_up.whole:
+        return planned
+    return before(self, step)
 
 
 @mistake("a newcomer misses an update")
@@ -131,46 +126,31 @@ def deserted(monkeypatch) -> None:
     monkeypatch.setattr(returns, "see_sources", lambda course, now, out: None)
 
 
-@mistake("a rejected step calls off who was announced", seen=92052)
-def called_off_by_rejections(monkeypatch) -> None:
-    regroup = Course.regroup
-    monkeypatch.setattr(Course, "regroup", lambda self, *given, keeps_plan=False, **more: regroup(self, *given, **more))
-
-
-@mistake("a newcomer begins its iterator anew", seen=622)
-def cursor(monkeypatch) -> None:
-    monkeypatch.setattr(IteratorData, "skip_to", lambda self, place: None)
-
-
-@mistake("a newcomer takes what was computed with rejected weights", seen=9)
-def valid_from(monkeypatch) -> None:
-    follow = FilledStage.follow
-    monkeypatch.setattr(
-        FilledStage, "follow", lambda self, marker, sums: follow(self, replace(marker, valid_from=0), sums)
-    )
-
-
-@mistake("a newcomer that has gone stays in the generation to come", seen=83)
-def not_called_off(monkeypatch) -> None:
-    monkeypatch.setattr(returns, "_call_off", lambda course, newcomer, now, out: None)
-
-
-@mistake("who has entered a generation that is replaced before it came in force is let in no more", seen=1296)
-def left_out(monkeypatch) -> None:
-    monkeypatch.setattr(Joining, "left_out", lambda self, roster: [])
-
-
-@mistake("a newcomer does not say where it is for a membership that it has reported for, and passed over", seen=1065)
-def says_nothing_for_passed_over(monkeypatch) -> None:
-    adopt = Whereabouts.adopt
-    monkeypatch.setattr(
-        Whereabouts, "adopt", lambda self, generation, words, lets_in, first: adopt(self, generation, words, lets_in)
-    )
-
-
-@mistake("whoever came back is not heard where its predecessor was not", seen=1056)
-def unheard(monkeypatch) -> None:
-    monkeypatch.setattr(SimulatedMachine, "listen_to", lambda self, members: None)
+around("a rejected step calls off who was announced", Course, "regroup", seen=92052)(
+    lambda self, before, *given, keeps_plan=False, **more: before(self, *given, **more)
+)
+instead("a newcomer begins its iterator anew", IteratorData, "skip_to", seen=622)(lambda self, place: None)
+around("a newcomer takes what was computed with rejected weights", FilledStage, "follow", seen=9)(
+    lambda self, before, marker, sums: before(self, replace(marker, valid_from=0), sums)
+)
+instead("a newcomer that has gone stays in the generation to come", returns, "_call_off", seen=83)(
+    lambda course, newcomer, now, out: None
+)
+instead(
+    "who has entered a generation that is replaced before it came in force is let in no more",
+    Joining,
+    "left_out",
+    seen=1296,
+)(lambda self, roster: [])
+around(
+    "a newcomer does not say where it is for a membership that it has reported for, and passed over",
+    Whereabouts,
+    "adopt",
+    seen=1065,
+)(lambda self, before, generation, words, lets_in, first: before(self, generation, words, lets_in))
+instead("whoever came back is not heard where its predecessor was not", SimulatedMachine, "listen_to", seen=1056)(
+    lambda self, members: None
+)
 
 
 @mistake("whoever came back is heard once its receiver goes on, and it may send before", seen=2964)
@@ -179,14 +159,12 @@ def heard_late(monkeypatch) -> None:
     monkeypatch.setattr(SimulatedMachine, "listen_to", lambda self, members: None)
 
 
-@mistake("what is used of a replica's batches that has lost both its ends is used again", seen=622)
-def drawn_of_lost(monkeypatch) -> None:
-    monkeypatch.setattr(Unfinished, "behind", lambda self, replica, before: self.said.get(replica, before))
-
-
-@mistake("the places that ends say with their steps are not kept", seen=622)
-def place_not_kept(monkeypatch) -> None:
-    monkeypatch.setattr(Places, "stepped", lambda self, message, replica: None)
+instead(
+    "what is used of a replica's batches that has lost both its ends is used again", Unfinished, "behind", seen=622
+)(lambda self, replica, before: self.said.get(replica, before))
+instead("the places that ends say with their steps are not kept", Places, "stepped", seen=622)(
+    lambda self, message, replica: None
+)
 
 
 @mistake("the state after a step is hashed while scripts may still change it", seen=2179)
@@ -195,43 +173,29 @@ def hashed_between(monkeypatch) -> None:
     monkeypatch.setattr(Worker, "_final", always, raising=False)
 
 
-@mistake("what a source's script has changed is not sent again", seen=2179)
-def changed_unseen(monkeypatch) -> None:
-    monkeypatch.setattr(SimulatedState, "changed", lambda self, names: [])
+instead("what a source's script has changed is not sent again", SimulatedState, "changed", seen=2179)(
+    lambda self, names: []
+)
+instead(
+    "what a newcomer's script changes before the first step that it trains is dropped", Newcomer, "enters", seen=2179
+)(False)
+instead(
+    "whose script begins where the others are takes nothing of what these have changed",
+    Newcomer,
+    "_await_changes",
+    seen=43,
+)(lambda self: iter(()))
+around("a step is followed with what the script here has set, and not there", FilledStage, "follow", seen=43)(
+    lambda self, before, marker, sums: before(self, replace(marker, settings=None), sums)
+)
+around("what comes on a board later is told to nobody", Boards, "post", seen=31)(
+    lambda self, before, message, gone, out: before(self, message, gone, CoordinatorOutput())
+)
 
 
-@mistake("what a newcomer's script changes before the first step that it trains is dropped", seen=2179)
-def dropped_as_it_enters(monkeypatch) -> None:
-    monkeypatch.setattr(Newcomer, "enters", False)
-
-
-@mistake("whose script begins where the others are takes nothing of what these have changed", seen=43)
-def not_brought_in(monkeypatch) -> None:
-    monkeypatch.setattr(Newcomer, "_await_changes", lambda self: iter(()))
-
-
-@mistake("a step is followed with what the script here has set, and not there", seen=43)
-def settings(monkeypatch) -> None:
-    follow = FilledStage.follow
-    monkeypatch.setattr(
-        FilledStage, "follow", lambda self, marker, sums: follow(self, replace(marker, settings=None), sums)
-    )
-
-
-@mistake("what comes on a board later is told to nobody", seen=31)
-def told_to_nobody(monkeypatch) -> None:
-    post = Boards.post
-    monkeypatch.setattr(Boards, "post", lambda self, message, gone, out: post(self, message, gone, CoordinatorOutput()))
-
-
-@mistake("what was posted in a membership goes as soon as somebody has read it", seen=31)
-def gone_when_read(monkeypatch) -> None:
-    read = Boards.read
-
-    def once(self, asked, out):
-        read(self, asked, out)
-        for rank in asked.ranks if asked.generation != ALWAYS else ():
-            if rank in self._present:
-                self._present[rank].values.pop(asked.board, None)
-
-    monkeypatch.setattr(Boards, "read", once)
+@around("what was posted in a membership goes as soon as somebody has read it", Boards, "read", seen=31)
+def gone_when_read(self, before, asked, out):
+    before(self, asked, out)
+    for rank in asked.ranks if asked.generation != ALWAYS else ():
+        if rank in self._present:
+            self._present[rank].values.pop(asked.board, None)

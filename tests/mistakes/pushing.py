@@ -15,7 +15,7 @@ from recycle_plugin.core.worker.pushed import Need, PushedWorker, Script
 from recycle_plugin.lab.simulator import arithmetic
 from recycle_plugin.lab.simulator.pushed_machine import PushedMachine
 from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
-from tests.mistakes import changed, changed_recovery_plans, mistake
+from tests.mistakes import around, changed, changed_recovery_plans, instead, mistake
 
 
 @mistake("a script's boundary does not move when a replica is lost", seen=22)
@@ -30,43 +30,44 @@ def boundary_stays(monkeypatch) -> None:
     changed_recovery_plans(monkeypatch, own)
 
 
-@mistake("what a script has given and not run is drawn once more when it is asked for again", seen=22)
-def drawn_again(monkeypatch) -> None:
-    def compute(self, before, instruction, have, boundary_only):
-        if instruction.op is Op.LOAD and self.given is self._loaded:
-            self.draw()
+@around(
+    "what a script has given and not run is drawn once more when it is asked for again",
+    PushedMachine,
+    "compute",
+    seen=22,
+)
+def drawn_again(self, before, instruction, have, boundary_only):
+    if instruction.op is Op.LOAD and self.given is self._loaded:
+        self.draw()
+    return before(self, instruction, have, boundary_only)
+
+
+@around(
+    "what a script has run last is counted for the next micro-batch too, behind a failure",
+    PushedMachine,
+    "compute",
+    seen=22,
+)
+def counted_for_the_next(self, before, instruction, have, boundary_only):
+    given, last = self.given, getattr(self, "_last", self.given)
+    if instruction.op is Op.F:
+        self.given = last if self.worker.running.resumed else given
+        self._last = given
+    try:
         return before(self, instruction, have, boundary_only)
-
-    changed(monkeypatch, PushedMachine, "compute", compute)
-
-
-@mistake("what a script has run last is counted for the next micro-batch too, behind a failure", seen=22)
-def counted_for_the_next(monkeypatch) -> None:
-    def compute(self, before, instruction, have, boundary_only):
-        given, last = self.given, getattr(self, "_last", self.given)
-        if instruction.op is Op.F:
-            self.given = last if self.worker.running.resumed else given
-            self._last = given
-        try:
-            return before(self, instruction, have, boundary_only)
-        finally:
-            self.given = given
-
-    changed(monkeypatch, PushedMachine, "compute", compute)
+    finally:
+        self.given = given
 
 
-@mistake("a script is not told that a micro-batch is the last one of its step", seen=13)
-def boundary_not_told(monkeypatch) -> None:
-    def passing(self):
-        yield Need.PASS
-        self.gives, self.given = False, self.given + 1
-
-    monkeypatch.setattr(Script, "passing", passing)
+@instead("a script is not told that a micro-batch is the last one of its step", Script, "passing", seen=13)
+def boundary_not_told(self):
+    yield Need.PASS
+    self.gives, self.given = False, self.given + 1
 
 
-@mistake("a rank's sum counts before the others of its replica have theirs", seen=13)
-def sum_of_one_rank(monkeypatch) -> None:
-    monkeypatch.setattr(Lockstep, "begin_sum", lambda self, instruction: iter(()))
+instead("a rank's sum counts before the others of its replica have theirs", Lockstep, "begin_sum", seen=13)(
+    lambda self, instruction: iter(())
+)
 
 
 @mistake("a replica steps although one of its ranks lacks its part of the sum", seen=13)
@@ -76,19 +77,16 @@ def torn_sum(monkeypatch) -> None:
     monkeypatch.setattr(Lockstep, "begin", lambda self, what: iter(()) if "STEP" in what else begin(self, what))
 
 
-@mistake("what a script has made of a sum is applied before all have it", seen=504)
-def change_before_all(monkeypatch) -> None:
-    monkeypatch.setattr(PushedMachine, "confirm", lambda self, step: iter(()))
+instead("what a script has made of a sum is applied before all have it", PushedMachine, "confirm", seen=504)(
+    lambda self, step: iter(())
+)
 
 
-@mistake("each script's own change of a sum is applied", seen=13)
-def changes_of_their_own(monkeypatch) -> None:
-    def exchange(self, before, step):
-        given = yield from before(self, step)
-        self.taken = step, self.change
-        return given
-
-    changed(monkeypatch, PushedMachine, "exchange", exchange)
+@around("each script's own change of a sum is applied", PushedMachine, "exchange", seen=13)
+def changes_of_their_own(self, before, step):
+    given = yield from before(self, step)
+    self.taken = step, self.change
+    return given
 
 
 @mistake("each replica judges the norm of its own gradients", seen=22)
@@ -101,34 +99,28 @@ def norm_of_one_replica(monkeypatch) -> None:
     monkeypatch.setattr(PushedMachine, "share", lambda self, step, have: arithmetic.share(self._own))
 
 
-@mistake("each rank judges the norm of its own part", seen=22)
-def norm_of_one_rank(monkeypatch) -> None:
-    monkeypatch.setattr(
-        PushedMachine, "norm", lambda self, shares: SimulatedMachine.norm(self, dict(list(shares.items())[:1]))
-    )
+instead("each rank judges the norm of its own part", PushedMachine, "norm", seen=22)(
+    lambda self, shares: SimulatedMachine.norm(self, dict(list(shares.items())[:1]))
+)
 
 
-@mistake("a sum that was made again lacks what a script had run before the loss", seen=13)
-def run_before_is_lost(monkeypatch) -> None:
-    def execute(self, before, program):
-        if program.resumed:
-            for datum in [datum for datum in self.store if datum.kind == "wgrad"][:1]:
-                self.store._remove(datum)
-        return before(self, program)
-
-    changed(monkeypatch, PushedWorker, "execute", execute)
+@around("a sum that was made again lacks what a script had run before the loss", PushedWorker, "execute", seen=13)
+def run_before_is_lost(self, before, program):
+    if program.resumed:
+        for datum in [datum for datum in self.store if datum.kind == "wgrad"][:1]:
+            self.store._remove(datum)
+    return before(self, program)
 
 
-@mistake("what a script has given to a step counts for the one before, where the membership changes between", seen=833)
-def given_since_counts(monkeypatch) -> None:
-    monkeypatch.setattr(PushedWorker, "place_behind", lambda self, step: Place(read=self.script.given))
-
-
-@mistake("what a lost replica has given to a smaller step that has it is drawn once more", seen=447)
-def whole_is_forgotten(monkeypatch) -> None:
-    monkeypatch.setattr(Places, "count_whole", lambda self, reports, batches, micro_batches: None)
-
-
-@mistake("where a replica stands in its data is not asked for when the membership changes", seen=66)
-def places_not_asked_for(monkeypatch) -> None:
-    monkeypatch.setattr(PushedWorker, "places", property(lambda self: {}))
+instead(
+    "what a script has given to a step counts for the one before, where the membership changes between",
+    PushedWorker,
+    "place_behind",
+    seen=833,
+)(lambda self, step: Place(read=self.script.given))
+instead(
+    "what a lost replica has given to a smaller step that has it is drawn once more", Places, "count_whole", seen=447
+)(lambda self, reports, batches, micro_batches: None)
+instead(
+    "where a replica stands in its data is not asked for when the membership changes", PushedWorker, "places", seen=66
+)(property(lambda self: {}))

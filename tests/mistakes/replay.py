@@ -24,81 +24,57 @@ from recycle_plugin.lab.simulator.helped_stage import HelpedStage
 from recycle_plugin.lab.simulator.script import SimulatedFiles
 from recycle_plugin.lab.simulator.simulated_log import SimulatedLogs
 from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
-from tests.mistakes import changed, mistake
+from tests.mistakes import around, changed, instead, mistake
+
+instead("what was made in a rejected attempt is replayed", CountsFrom, "of", seen=448)(lambda self, step: 0)
 
 
-@mistake("what was made in a rejected attempt is replayed", seen=448)
-def rejected(monkeypatch) -> None:
-    monkeypatch.setattr(CountsFrom, "of", lambda self, step: 0)
+@around("a log goes at a checkpoint that is not durable", SimulatedFiles, "write", seen=6)
+def not_durable(self, before, number):
+    if self.machine.cluster.scenario.logs:
+        self.machine.cluster.logs[-1].checkpointed(self.step)
+    return (yield from before(self, number))
 
 
-@mistake("a log goes at a checkpoint that is not durable", seen=6)
-def not_durable(monkeypatch) -> None:
-    def write(self, before, number):
-        if self.machine.cluster.scenario.logs:
-            self.machine.cluster.logs[-1].checkpointed(self.step)
-        return (yield from before(self, number))
-
-    changed(monkeypatch, SimulatedFiles, "write", write)
+@instead("a stage's own sum is taken for that over the tie", StepEnd, "await_inputs", seen=61)
+def untied(self, seat, instruction):
+    yield from ()
+    if instruction.op is Op.TIE:
+        self._tied = self._store[Datum("reduced", seat.stage, None, instruction.step)]
 
 
-@mistake("a stage's own sum is taken for that over the tie", seen=61)
-def untied(monkeypatch) -> None:
-    def await_inputs(self, seat, instruction):
-        yield from ()
-        if instruction.op is Op.TIE:
-            self._tied = self._store[Datum("reduced", seat.stage, None, instruction.step)]
-
-    monkeypatch.setattr(StepEnd, "await_inputs", await_inputs)
+@around("steps are replayed without regard to their norm", SimulatedLogs, "record", seen=6)
+def without_norm(self, before, step):
+    found = before(self, step)
+    return found and replace(found, norm=None)
 
 
-@mistake("steps are replayed without regard to their norm", seen=6)
-def without_norm(monkeypatch) -> None:
-    def record(self, before, step):
-        found = before(self, step)
-        return found and replace(found, norm=None)
-
-    changed(monkeypatch, SimulatedLogs, "record", record)
-
-
-@mistake("a step is replayed twice", seen=6)
-def twice(monkeypatch) -> None:
-    def step(self, before, work, record, times):
+@around("a step is replayed twice", StageReplay, "_step", seen=6)
+def twice(self, before, work, record, times):
+    yield from before(self, work, record, times)
+    if record.step == 2:
+        after = self._store[Datum("params", self._stage, None, 3)]
+        self._steps.stepped = self._steps.committed = 1
+        self._store.rewind(1, self._store.valid_from)
+        self._store.put(Datum("params", self._stage, None, 2), after)
         yield from before(self, work, record, times)
-        if record.step == 2:
-            after = self._store[Datum("params", self._stage, None, 3)]
-            self._steps.stepped = self._steps.committed = 1
-            self._store.rewind(1, self._store.valid_from)
-            self._store.put(Datum("params", self._stage, None, 2), after)
-            yield from before(self, work, record, times)
-
-    changed(monkeypatch, StageReplay, "_step", step)
 
 
-@mistake("a step is not replayed", seen=6)
-def too_few(monkeypatch) -> None:
-    def step(self, before, work, record, times):
-        as_before = self._store[Datum("params", self._stage, None, record.step)]
-        yield from before(self, work, record, times)
-        if record.step == 2:
-            self._store.put(Datum("params", self._stage, None, 3), as_before)
-
-    changed(monkeypatch, StageReplay, "_step", step)
+@around("a step is not replayed", StageReplay, "_step", seen=6)
+def too_few(self, before, work, record, times):
+    as_before = self._store[Datum("params", self._stage, None, record.step)]
+    yield from before(self, work, record, times)
+    if record.step == 2:
+        self._store.put(Datum("params", self._stage, None, 3), as_before)
 
 
-@mistake("who has replayed its stage takes what was computed with rejected weights", seen=347)
-def valid_from(monkeypatch) -> None:
-    changed(monkeypatch, StageReplay, "run", lambda self, before, replay: before(self, replace(replay, valid_from=0)))
-
-
-@mistake("who comes into the middle of a step is not told what all were told of it", seen=147)
-def not_told(monkeypatch) -> None:
-    monkeypatch.setattr(StepLedger, "tell_again", lambda self, worker, out: None)
-
-
-@mistake("what a failure has made again is not logged", seen=169)
-def not_kept(monkeypatch) -> None:
-    monkeypatch.setattr(Worker, "_keep", lambda self, instruction, log: None)
+around("who has replayed its stage takes what was computed with rejected weights", StageReplay, "run", seen=347)(
+    lambda self, before, replay: before(self, replace(replay, valid_from=0))
+)
+instead("who comes into the middle of a step is not told what all were told of it", StepLedger, "tell_again", seen=147)(
+    lambda self, worker, out: None
+)
+instead("what a failure has made again is not logged", Worker, "_keep", seen=169)(lambda self, instruction, log: None)
 
 
 @mistake("a stage is let in before all empty stages have somebody", seen=51)
@@ -120,76 +96,49 @@ def let_in(monkeypatch) -> None:
     monkeypatch.setattr(replays, "_let_in", at_once)
 
 
-@mistake("what an optimizer keeps is not restored", seen=61)
-def moments(monkeypatch) -> None:
-    def restore(self, before, replay):
-        size = yield from before(self, replay)
-        self.numbers.moments = dict.fromkeys(self.numbers.moments, 0)
-        return size
-
-    changed(monkeypatch, SimulatedMachine, "restore", restore)
+@around("what an optimizer keeps is not restored", SimulatedMachine, "restore", seen=61)
+def moments(self, before, replay):
+    size = yield from before(self, replay)
+    self.numbers.moments = dict.fromkeys(self.numbers.moments, 0)
+    return size
 
 
-@mistake("what a lost worker had not on its disk is taken to be there", seen=333)
-def tail(monkeypatch) -> None:
-    monkeypatch.setattr(Logs, "lost", lambda self, member: None)
+instead("what a lost worker had not on its disk is taken to be there", Logs, "lost", seen=333)(
+    lambda self, member: None
+)
+instead("nobody hears that a log has broken off", Logs, "broken", seen=1275)(lambda self, message, stage: None)
+instead("logs that were on a lost host's disk are taken to be there", Logs, "gone", seen=123)(lambda self, ended: None)
+instead("nobody replays along where logs go while a stage is replayed", replays, "_see_along", seen=902)(
+    lambda course, now, out: None
+)
 
 
-@mistake("nobody hears that a log has broken off", seen=1275)
-def broken_off(monkeypatch) -> None:
-    monkeypatch.setattr(Logs, "broken", lambda self, message, stage: None)
-
-
-@mistake("logs that were on a lost host's disk are taken to be there", seen=123)
-def gone(monkeypatch) -> None:
-    monkeypatch.setattr(Logs, "gone", lambda self, ended: None)
-
-
-@mistake("nobody replays along where logs go while a stage is replayed", seen=902)
-def not_along_later(monkeypatch) -> None:
-    monkeypatch.setattr(replays, "_see_along", lambda course, now, out: None)
-
-
-@mistake("a folder that others see too goes with a host", seen=57)
-def not_shared(monkeypatch) -> None:
+@around("a folder that others see too goes with a host", LogPlaces, "ready", seen=57)
+def not_shared(self, before, message, out):
     """Each process is taken to be the only one that sees its folder."""
 
-    def ready(self, before, message, out):
-        token = message.logged_in and replace(message.logged_in, token=str(message.worker))
-        before(self, replace(message, logged_in=token), out)
-
-    changed(monkeypatch, LogPlaces, "ready", ready)
+    token = message.logged_in and replace(message.logged_in, token=str(message.worker))
+    before(self, replace(message, logged_in=token), out)
 
 
-@mistake("who has replayed its stage does not go to where the others wait", seen=129)
-def elsewhere(monkeypatch) -> None:
-    def meets(self, place):
-        yield from ()
-        return False
-
-    monkeypatch.setattr(Newcomer, "meets", meets)
+@instead("who has replayed its stage does not go to where the others wait", Newcomer, "meets", seen=129)
+def elsewhere(self, place):
+    yield from ()
+    return False
 
 
-@mistake("who has replayed its stage waits where the others have been", seen=147)
-def has_been(monkeypatch) -> None:
-    changed(
-        monkeypatch,
-        Newcomer,
-        "_run_replay",
-        lambda self, before, replay: before(self, replace(replay, passed=())),
-    )
+around("who has replayed its stage waits where the others have been", Newcomer, "_run_replay", seen=147)(
+    lambda self, before, replay: before(self, replace(replay, passed=()))
+)
 
 
-@mistake("what a helper has made is counted beside what is made in its place", seen=2483)
-def counted_twice(monkeypatch) -> None:
+@around("what a helper has made is counted beside what is made in its place", Helpers, "_collect", seen=2483)
+def counted_twice(self, before, step, until):
     """Where one helper is lost, all that was dealt is dealt again, and what the others had made counts too."""
 
-    def collect(self, before, step, until):
-        blocks = yield from before(self, step, until)
-        made = [block for lot, _ in self._shares.values() for block in lot.blocks]
-        return blocks and sorted(blocks + made)
-
-    changed(monkeypatch, Helpers, "_collect", collect)
+    blocks = yield from before(self, step, until)
+    made = [block for lot, _ in self._shares.values() for block in lot.blocks]
+    return blocks and sorted(blocks + made)
 
 
 @mistake("what a newcomer has made that waits is counted beside what others make of it", seen=168)
@@ -207,33 +156,24 @@ def counted_beside(monkeypatch) -> None:
     changed(monkeypatch, Helpers, "_collect", collect)
 
 
-@mistake("a newcomer that waits helps with the weights that its script has made", seen=168)
-def own_weights(monkeypatch) -> None:
-    def begin(self, before, step, weights):
-        own = self._machine.store[Datum("params", self._machine.seat.stage, None, 1)]
-        before(self, step, weights._replace(weight=own) if self._machine.control_view.outside else weights)
-
-    changed(monkeypatch, HelpedStage, "begin", begin)
+@around("a newcomer that waits helps with the weights that its script has made", HelpedStage, "begin", seen=168)
+def own_weights(self, before, step, weights):
+    own = self._machine.store[Datum("params", self._machine.seat.stage, None, 1)]
+    before(self, step, weights._replace(weight=own) if self._machine.control_view.outside else weights)
 
 
-@mistake("helpers compute with the weights of their first step", seen=123)
-def stale(monkeypatch) -> None:
-    def begin(self, before, step, weights):
-        self.first = getattr(self, "first", weights)
-        before(self, step, self.first)
-
-    changed(monkeypatch, HelpedStage, "begin", begin)
+@around("helpers compute with the weights of their first step", HelpedStage, "begin", seen=123)
+def stale(self, before, step, weights):
+    self.first = getattr(self, "first", weights)
+    before(self, step, self.first)
 
 
-@mistake("a helper makes the stage in its own place", seen=123)
-def in_its_own_place(monkeypatch) -> None:
+@around("a helper makes the stage in its own place", HelpedStage, "begin", seen=123)
+def in_its_own_place(self, before, step, weights):
     """Its moments are those that the helped stage has left, and not put back."""
 
-    def begin(self, before, step, weights):
-        before(self, step, weights)
-        self._machine.numbers.moments = dict.fromkeys(self._machine.numbers.moments, step)
-
-    changed(monkeypatch, HelpedStage, "begin", begin)
+    before(self, step, weights)
+    self._machine.numbers.moments = dict.fromkeys(self._machine.numbers.moments, step)
 
 
 @mistake("a step is replayed with what the script has set for another one", seen=302)
@@ -255,37 +195,25 @@ def scripted(monkeypatch) -> None:
     changed(monkeypatch, StageReplay, "run", run)
 
 
-@mistake("nobody replays along where a boundary is not logged", seen=67)
-def nobody_along(monkeypatch) -> None:
-    monkeypatch.setattr(Logs, "along", lambda self, committed, lost: {})
+instead("nobody replays along where a boundary is not logged", Logs, "along", seen=67)(lambda self, committed, lost: {})
 
 
-@mistake("stages that replay together log no more than they are told to", seen=67)
-def told_only(monkeypatch) -> None:
-    changed(monkeypatch, StepLog, "keep", _as_told)
-
-
-def _as_told(self, before, datum, value, valid_from):
+@around("stages that replay together log no more than they are told to", StepLog, "keep", seen=67)
+def told_only(self, before, datum, value, valid_from):
     self._all = False
     before(self, datum, value, valid_from)
 
 
-@mistake("who has replayed along keeps what its optimizer had at the checkpoint", seen=129)
-def not_put_back(monkeypatch) -> None:
-    def put_back(self, before, kept):
-        (state, rate), (_, moments) = kept, self.cluster.saved[min(self.cluster.saved, key=lambda each: each[0])]
-        before(self, (state._replace(moments=dict(moments)), rate))
-
-    changed(monkeypatch, SimulatedMachine, "put_back", put_back)
+@around("who has replayed along keeps what its optimizer had at the checkpoint", SimulatedMachine, "put_back", seen=129)
+def not_put_back(self, before, kept):
+    (state, rate), (_, moments) = kept, self.cluster.saved[min(self.cluster.saved, key=lambda each: each[0])]
+    before(self, (state._replace(moments=dict(moments)), rate))
 
 
-@mistake("what a companion had begun of a step counts beside what is made again", seen=63)
-def begun(monkeypatch) -> None:
+@around("what a companion had begun of a step counts beside what is made again", Companion, "run", seen=63)
+def begun(self, before, replay):
     """It drops what it has, and its sums stay."""
 
-    def run(self, before, replay):
-        kept = dict(self._machine.numbers._sums)
-        yield from before(self, replay)
-        self._machine.numbers._sums |= {key: value for key, value in kept.items() if key[0] > replay.committed}
-
-    changed(monkeypatch, Companion, "run", run)
+    kept = dict(self._machine.numbers._sums)
+    yield from before(self, replay)
+    self._machine.numbers._sums |= {key: value for key, value in kept.items() if key[0] > replay.committed}

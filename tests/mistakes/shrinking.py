@@ -18,18 +18,15 @@ from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.lab.simulator import numbers
 from recycle_plugin.lab.simulator.arithmetic import scaled
 from recycle_plugin.lab.simulator.simulated_state import SimulatedState
-from tests.mistakes import mistake
+from tests.mistakes import around, instead, mistake
 from tests.mistakes.joining import all_hashes_are_equal
 
-
-@mistake("a sum is divided for replicas that have contributed nothing", seen=78)
-def zeros_counted(monkeypatch) -> None:
-    monkeypatch.setattr(numbers, "divided", lambda total, share: total)
-
-
-@mistake("the learning rate of a step that lacks replicas is scaled twice", seen=78)
-def scaled_twice(monkeypatch) -> None:
-    monkeypatch.setattr(numbers, "scaled", lambda rate, share: scaled(scaled(rate, share), share))
+instead("a sum is divided for replicas that have contributed nothing", numbers, "divided", seen=78)(
+    lambda total, share: total
+)
+instead("the learning rate of a step that lacks replicas is scaled twice", numbers, "scaled", seen=78)(
+    lambda rate, share: scaled(scaled(rate, share), share)
+)
 
 
 @mistake("the rate that a newcomer is told of is scaled already", seen=78)
@@ -51,68 +48,36 @@ def followed_as_whole(monkeypatch) -> None:
     )
 
 
-@mistake("what is left of a torn replica steps on", seen=13)
-def torn_steps(monkeypatch) -> None:
-    monkeypatch.setattr(Attendance, "together", lambda self, member: (member,))
+instead("what is left of a torn replica steps on", Attendance, "together", seen=13)(lambda self, member: (member,))
+around("a replica takes part before all of it is there", Joining, "__init__", seen=1405)(
+    lambda self, before, size=1, domain=FailureDomain.SEAT: before(self)
+)
+around("what was lost stays in one stage's sum, and is in another's no more", StepBatches, "gone", seen=93)(
+    lambda self, before, have: {datum for datum in before(self, have) if datum.micro_batch is not None}
+)
+around("of a void step the divisor is that of before", StepBatches, "share", seen=78)(
+    lambda self, before, step: LiveShare(self.total, self.total) if step == self.void else before(self, step)
+)
 
 
-@mistake("a replica takes part before all of it is there", seen=1405)
-def half_a_replica(monkeypatch) -> None:
-    init = Joining.__init__
-    monkeypatch.setattr(Joining, "__init__", lambda self, size=1, domain=FailureDomain.SEAT: init(self))
+@around("what was computed in vain for a step that is void then stays in sums", StepBatches, "gone", seen=961)
+def strange_stays(self, before, have):
+    return {datum for datum in before(self, have) if datum.kind not in SUMMED or datum.kind == "reduced"}
 
 
-@mistake("what was lost stays in one stage's sum, and is in another's no more", seen=93)
-def sums_stay(monkeypatch) -> None:
-    gone = StepBatches.gone
-    monkeypatch.setattr(
-        StepBatches, "gone", lambda self, have: {datum for datum in gone(self, have) if datum.micro_batch is not None}
+instead("losses of a void step stay as they were told", StepLedger, "without", seen=93)(
+    lambda self, batches, micro_batches, out: None
+)
+
+
+@around("a step that has what was lost is finished as if it had not", TrainingLoop, "_take_up", seen=1623)
+def kept_is_forgotten(self, before, plan, resume):
+    batches = resume.batches
+    before(self, plan, resume if batches is None else replace(resume, batches=replace(batches, of_steps={})))
+
+
+around("a void step moves a lost replica's iterator", Places, "agree", seen=1972)(
+    lambda self, before, reports, committed, batches, micro_batches: before(
+        self, reports, committed, {step: tuple(range(9)) for step in batches}, micro_batches
     )
-
-
-@mistake("of a void step the divisor is that of before", seen=78)
-def divisor_of_before(monkeypatch) -> None:
-    share = StepBatches.share
-    monkeypatch.setattr(
-        StepBatches,
-        "share",
-        lambda self, step: LiveShare(self.total, self.total) if step == self.void else share(self, step),
-    )
-
-
-@mistake("what was computed in vain for a step that is void then stays in sums", seen=961)
-def strange_stays(monkeypatch) -> None:
-    gone = StepBatches.gone
-
-    def without_sums(self, have):
-        return {datum for datum in gone(self, have) if datum.kind not in SUMMED or datum.kind == "reduced"}
-
-    monkeypatch.setattr(StepBatches, "gone", without_sums)
-
-
-@mistake("losses of a void step stay as they were told", seen=93)
-def told_losses_stay(monkeypatch) -> None:
-    monkeypatch.setattr(StepLedger, "without", lambda self, batches, micro_batches, out: None)
-
-
-@mistake("a step that has what was lost is finished as if it had not", seen=1623)
-def kept_is_forgotten(monkeypatch) -> None:
-    program = TrainingLoop._take_up
-
-    def forgetful(self, plan, resume):
-        batches = resume.batches
-        program(self, plan, resume if batches is None else replace(resume, batches=replace(batches, of_steps={})))
-
-    monkeypatch.setattr(TrainingLoop, "_take_up", forgetful)
-
-
-@mistake("a void step moves a lost replica's iterator", seen=1972)
-def void_moves(monkeypatch) -> None:
-    agree = Places.agree
-    monkeypatch.setattr(
-        Places,
-        "agree",
-        lambda self, reports, committed, batches, micro_batches: agree(
-            self, reports, committed, {step: tuple(range(9)) for step in batches}, micro_batches
-        ),
-    )
+)

@@ -21,11 +21,9 @@ def changed_times(monkeypatch, change) -> None:
     )
 
 
-@mistake("who waits longest for the others is taken to hold them up", seen=65)
-def waits_are_lateness(monkeypatch) -> None:
-    changed_times(monkeypatch, lambda took: took._replace(sum_us=-took.sum_us))
-
-
-@mistake("who waits longest in a slow replica is taken to be late", seen=167)
-def waits_are_work(monkeypatch) -> None:
-    changed_times(monkeypatch, lambda took: took._replace(own_us=-took.own_us))
+mistake("who waits longest for the others is taken to hold them up", seen=65)(
+    lambda monkeypatch: changed_times(monkeypatch, lambda took: took._replace(sum_us=-took.sum_us))
+)
+mistake("who waits longest in a slow replica is taken to be late", seen=167)(
+    lambda monkeypatch: changed_times(monkeypatch, lambda took: took._replace(own_us=-took.own_us))
+)

@@ -7,32 +7,15 @@ from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.failure_detector import FailureDetector, Suspicion
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.roster import Roster
-from tests.mistakes import mistake
+from tests.mistakes import instead, mistake
 
-
-@mistake("what has cost a worker is a proof against the next", seen=187)
-def costly_work_is_proof(monkeypatch) -> None:
-    monkeypatch.setattr(FailureDetector, "has_cost", lambda self, work: None)
-
-
-@mistake("who computes is taken for one that hangs", seen=17)
-def nobody_looks_at_the_cpu(monkeypatch) -> None:
-    monkeypatch.setattr(Deadlines, "busy_s", Deadlines.instruction_s)
-
-
-@mistake("a stage's last worker is given up on suspicion", seen=82)
-def the_last_worker_is_given_up(monkeypatch) -> None:
-    monkeypatch.setattr(Roster, "is_last", lambda self, member: False)
-
-
-@mistake("a suspicion is acted on at once", seen=17)
-def suspicion_is_eviction(monkeypatch) -> None:
-    monkeypatch.setattr(Suspicion, "overdue", Suspicion.raised)
-
-
-@mistake("nobody sees that everybody waits", seen=585)
-def nobody_sees_a_standstill(monkeypatch) -> None:
-    monkeypatch.setattr(stalls, "see_standstill", lambda course, now, out: None)
+instead("what has cost a worker is a proof against the next", FailureDetector, "has_cost", seen=187)(
+    lambda self, work: None
+)
+instead("who computes is taken for one that hangs", Deadlines, "busy_s", seen=17)(Deadlines.instruction_s)
+instead("a stage's last worker is given up on suspicion", Roster, "is_last", seen=82)(lambda self, member: False)
+instead("a suspicion is acted on at once", Suspicion, "overdue", seen=17)(Suspicion.raised)
+instead("nobody sees that everybody waits", stalls, "see_standstill", seen=585)(lambda course, now, out: None)
 
 
 @mistake("where everybody waits, the job ends at once", seen=585)

@@ -10,7 +10,7 @@ from recycle_plugin.core.coordinator.joining import Joining
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Group, Roster
 from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
-from tests.mistakes import mistake
+from tests.mistakes import instead, mistake
 
 
 class Mixed:
@@ -60,29 +60,16 @@ def state_of_another_shard(monkeypatch) -> None:
     monkeypatch.setattr(Joining, "unproven", lambda self, roster: [])
 
 
-@mistake("a lost worker leaves the others of its seat in the job")
-def alone(monkeypatch) -> None:
-    monkeypatch.setattr(FailureDomain, "of", lambda self, member, roster: (member,))
+instead("a lost worker leaves the others of its seat in the job", FailureDomain, "of")(
+    lambda self, member, roster: (member,)
+)
+instead("a shard stops where it is, and not where the others of its seat have got to", Lockstep, "_furthest", seen=115)(
+    lambda self: self.finished
+)
+instead("a shard begins what the others of its seat have not come to", Lockstep, "_begun")(lambda self: True)
+instead("what the first shard holds its seat holds", regrouping, "held_by_all", seen=142)(lambda reported: reported[0])
 
 
-@mistake("a shard stops where it is, and not where the others of its seat have got to", seen=115)
-def stops_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(Lockstep, "_furthest", lambda self: self.finished)
-
-
-@mistake("a shard begins what the others of its seat have not come to")
-def begins_alone(monkeypatch) -> None:
-    monkeypatch.setattr(Lockstep, "_begun", lambda self: True)
-
-
-@mistake("what the first shard holds its seat holds", seen=142)
-def held_by_the_first(monkeypatch) -> None:
-    monkeypatch.setattr(regrouping, "held_by_all", lambda reported: reported[0])
-
-
-@mistake("a tensor goes to the first shard of its target", seen=27)
-def to_the_first_shard(monkeypatch) -> None:
-    def transfer(self, datum, value, target, valid_from) -> None:
-        self.cluster.send(self.rank, self.control_view.roster.holding(target).rank, datum, value, valid_from)
-
-    monkeypatch.setattr(SimulatedMachine, "transfer", transfer)
+@instead("a tensor goes to the first shard of its target", SimulatedMachine, "transfer", seen=27)
+def to_the_first_shard(self, datum, value, target, valid_from) -> None:
+    self.cluster.send(self.rank, self.control_view.roster.holding(target).rank, datum, value, valid_from)

@@ -24,7 +24,6 @@ from recycle_plugin.lab.simulator.reference import Reference
 from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
 from tests.mistakes import (  # noqa: F401  add their own
     MISTAKES,
-    SEEN,
     believed_of_many,
     between,
     confused,
@@ -379,13 +378,13 @@ def test_confused_workers_cost_only_themselves() -> None:
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(mistake, monkeypatch) -> None:
     MISTAKES[mistake](monkeypatch)
-    said = (text for seed in (SEEN[mistake], *range(FOUND_WITHIN)) for text in found_by(seed))
+    said = (text for seed in (MISTAKES.seen[mistake], *range(FOUND_WITHIN)) for text in found_by(seed))
     assert next(said, None) is not None
 
 
 @pytest.mark.parametrize("mistake", confused.CONFUSED)
 def test_a_mistake_about_whose_word_counts_is_found(mistake, monkeypatch) -> None:
-    patch, seen = confused.CONFUSED[mistake]
+    patch, seen = confused.CONFUSED[mistake], confused.CONFUSED.seen[mistake]
     assert not campaign.run_confused(seen).violations
     patch(monkeypatch)
     assert campaign.run_confused(seen).violations
