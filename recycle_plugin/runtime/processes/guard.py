@@ -56,6 +56,7 @@ from typing import Any, BinaryIO
 
 from recycle_plugin.runtime.processes import signal_info
 from recycle_plugin.runtime.processes.signal_copies import Copies
+from recycle_plugin.runtime.system.console import say
 
 Child = Callable[[socket.socket], int]  # runs in a process of its own, with its end of the connection; its exit code
 
@@ -139,7 +140,7 @@ class Guard:
         while self._host_pid and (self._closing is None or self._closing_left_s > 0):
             self._serve(None if self._closing is None else self._closing_left_s)
         if self._host_pid:
-            _say(f"error: the coordinator's process has not ended within {HOST_S:.0f} s: it is killed")
+            say(f"error: the coordinator's process has not ended within {HOST_S:.0f} s: it is killed")
             os.kill(self._host_pid, signal.SIGKILL)
         return self._result
 
@@ -219,14 +220,14 @@ class Guard:
         if code >= 0:
             self._result = code
         elif len(self._killed) > TRIES:
-            _say(
+            say(
                 f"error: {TRIES + 1} supervisors of one worker were killed within {WITHIN_S:.0f} s, the last by signal "
                 f"{-code}: no other is started"
             )
             self._result = 1
         else:
             whose = "a supervisor" if self._rank is None else f"the supervisor of rank {self._rank}"
-            _say(f"warning: {whose} was killed by signal {-code}: another one goes on with its worker")
+            say(f"warning: {whose} was killed by signal {-code}: another one goes on with its worker")
             self._begin()
 
     def _host_ended(self, code: int) -> None:
@@ -245,14 +246,14 @@ class Guard:
 
     def _tell_folder(self, text: str) -> None:
         """Log the job's end in the run folder; only the host writes to it otherwise."""
-        _say(f"the job ends: {text}")
+        say(f"the job ends: {text}")
         if self._folder is not None:
             event = {"time": round(time.time(), 6), "event": "end", "text": f"the job ends: {text}"}
             try:
                 with open(os.path.join(self._folder, "events.jsonl"), "a") as log:
                     log.write(json.dumps(event) + "\n")
             except OSError as error:
-                _say(f"warning: the run folder does not tell: {error}")
+                say(f"warning: the run folder does not tell: {error}")
 
     # --- what they say -----------------------------------------------------------------------------
 
@@ -398,7 +399,3 @@ def _ended(pid: int) -> int | None:
     """The exit code of a child, negative for a signal; None while it runs."""
     found, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None
-
-
-def _say(line: str) -> None:
-    print(f"recycle: {line}", file=sys.stderr, flush=True)

@@ -32,6 +32,7 @@ from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.guard import Pipe
 from recycle_plugin.runtime.processes.spawn import Process, spawn
 from recycle_plugin.runtime.system import clock
+from recycle_plugin.runtime.system.console import say
 
 GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
 STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
@@ -201,11 +202,7 @@ def _begin_report(folder: Path) -> None:
             stderr=subprocess.DEVNULL,
         )
     except OSError as error:
-        print(
-            f"recycle: warning: no report ({error.strerror}): recycle report {folder} writes it",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"warning: no report ({error.strerror}): recycle report {folder} writes it")
 
 
 def _resolved(host: str) -> str:
@@ -285,5 +282,5 @@ def in_one_line(run: Callable[[], Coroutine[None, None, int]]) -> int:
     except asyncio.CancelledError:  # told to end before there was anything to end
         return 1
     except (BadMaster, NoCredentials, ConnectionError) as error:
-        print(f"recycle: error: {error}", file=sys.stderr, flush=True)
+        say(f"error: {error}")
         return 1

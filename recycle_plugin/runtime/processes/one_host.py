@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Mapping
 
 from recycle_plugin.errors import NoCredentials
@@ -19,6 +18,7 @@ from recycle_plugin.runtime.processes.signal_copies import Copies, Witness
 from recycle_plugin.runtime.processes.spawn import SERVER_VARIABLE, NoServer, ServerProcess
 from recycle_plugin.runtime.processes.supervisor import Supervisor
 from recycle_plugin.runtime.processes.worker_keeper import Here
+from recycle_plugin.runtime.system.console import say
 
 HERE = "127.0.0.1"
 PIECE = 1 << 10
@@ -85,7 +85,7 @@ class Launcher:
             return await self._train()
         finally:
             if died := await server.stop():
-                _say(f"error: the process that all workers were forked from {died}, and they with it")
+                say(f"error: the process that all workers were forked from {died}, and they with it")
 
     async def _server(self) -> ServerProcess | None:
         if self._imports is None or SERVER_VARIABLE in self._environment:
@@ -93,7 +93,7 @@ class Launcher:
         try:
             return await ServerProcess.start(self._imports)
         except NoServer as error:
-            _say(f"warning: workers are not forked, and each imports everything itself: {error}")
+            say(f"warning: workers are not forked, and each imports everything itself: {error}")
             return None
 
     async def _train(self) -> int:
@@ -141,17 +141,13 @@ class Launcher:
             asyncio.get_running_loop().call_later(END_S, self._running.cancel)
 
 
-def _say(line: str) -> None:
-    print(f"recycle: {line}", file=sys.stderr, flush=True)
-
-
 def main(launcher: Launcher) -> int:
     """Run the launcher's job in an event loop; returns the exit code, and prints what could not be started."""
     witness = Witness()
     try:
         return asyncio.run(launcher.run(witness))
     except (BadMaster, ConnectionError, NoCredentials, TooFewDescriptors) as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         return 1
     except asyncio.CancelledError:
         return 1

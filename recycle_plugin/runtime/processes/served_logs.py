@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from recycle_plugin.authentication.secret import SecretFile
 from recycle_plugin.core.messages.from_workers import LogFolder, LogsServed, StrangersAtLogs
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.processes.log_server import LogServer
+from recycle_plugin.runtime.system.console import say
 
 
 class ServedLogs:
@@ -36,6 +36,9 @@ class ServedLogs:
         def say_stranger(*said: Any) -> None:
             loop.call_soon_threadsafe(self._tell, StrangersAtLogs(self._rank, *said))
 
+        def warn(text: str) -> None:
+            say(f"warning: {text}")
+
         try:
             while True:
                 folder = await self._folders.get()
@@ -44,14 +47,10 @@ class ServedLogs:
                     server = None
                 if server is None:
                     place = Path(folder.path), self._job_id, folder.token, folder.host
-                    server = await asyncio.to_thread(LogServer, *place, self._secret.read(), _warn, say_stranger)
+                    server = await asyncio.to_thread(LogServer, *place, self._secret.read(), warn, say_stranger)
                 self._tell(LogsServed(self._rank, server.token, server.address))
         except RecycleError as error:
-            _warn(f"nobody else can have the logs of rank {self._rank}: {error}")
+            say(f"warning: nobody else can have the logs of rank {self._rank}: {error}")
         finally:
             if server is not None:
                 server.close()
-
-
-def _warn(text: str) -> None:
-    print(f"recycle: warning: {text}", file=sys.stderr, flush=True)

@@ -12,9 +12,8 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -49,6 +48,7 @@ from recycle_plugin.runtime.processes.hosted import ANOTHER_PORT, Hosted, in_one
 from recycle_plugin.runtime.processes.served_logs import ServedLogs
 from recycle_plugin.runtime.processes.spawn import Process
 from recycle_plugin.runtime.processes.worker_keeper import Guarded, WorkerKeeper
+from recycle_plugin.runtime.system.console import say
 from recycle_plugin.runtime.system.process_life import life_of
 
 T = TypeVar("T")
@@ -61,6 +61,16 @@ ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 JOIN_S = 10.0  # how long one that joins tries to reach the coordinator
 NOBODY = -1  # the rank of one that has none yet
 END_S = 15.0  # how long a worker that was told to end may take
+
+
+async def first_of(wanted: Awaitable[T], *ends: asyncio.Future, timeout_s: float | None = None) -> T | None:
+    """What ``wanted`` gives; None where one of ``ends`` is done by then, or the time is over before."""
+    waiting = asyncio.ensure_future(wanted)
+    try:
+        await asyncio.wait({waiting, *ends}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return waiting.result() if waiting.done() and not any(end.done() for end in ends) else None
+    finally:
+        waiting.cancel()
 
 
 def _refused(stranger: Stranger, advice: str) -> NoCredentials | ConnectionError:
@@ -189,11 +199,14 @@ class Supervisor:
     async def _supervise(self) -> int:
         gone = asyncio.create_task(self._place.gone())
         try:
-            if self._rank == NOBODY:
-                self._welcome = await self._joined(gone)
-            else:
+            if self._rank != NOBODY:
                 self._control = await self._connect()
-                self._welcome = await self._welcomed(self._hello, ANOTHER_PORT)
+                welcome: Welcome | None = await self._welcomed(self._hello, ANOTHER_PORT)
+            else:
+                welcome = await first_of(self._ask_for_a_seat(), gone)
+            if welcome is None:
+                raise ConnectionError("the process that the launcher has started is gone")
+            self._welcome = welcome
             return await self._listening(gone)
         finally:
             gone.cancel()
@@ -218,18 +231,8 @@ class Supervisor:
 
     # --- a seat that was lost --------------------------------------------------------------------
 
-    async def _joined(self, gone: asyncio.Task) -> Welcome:
-        """Ask for the rank of a lost worker, until there is one: its process is then to be started."""
-        asking = asyncio.create_task(self._ask_for_a_seat())
-        try:
-            await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                raise ConnectionError("the process that the launcher has started is gone")
-            return asking.result()
-        finally:
-            asking.cancel()
-
     async def _ask_for_a_seat(self) -> Welcome:
+        """Ask for the rank of a lost worker, until there is one: its process is then to be started."""
         advice = "write the address and port of the job's master behind --join"
         while True:
             try:
@@ -258,21 +261,16 @@ class Supervisor:
     # --- one worker after another ----------------------------------------------------------------
 
     def _worker_environment(self) -> dict[str, str]:
-        host, port = self._address
-        size = {} if self._joins is None else {"WORLD_SIZE": str(self._welcome.ranks)}
-        return (
-            self._environment
-            | size
-            | {
-                "RANK": str(self._rank),
-                "RECYCLE_PLACEMENT": self._placement,
-                "RECYCLE_INCARNATION": str(self._incarnation),
-                "MASTER_PORT": str(self._welcome.store_port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours, every rank is its client
-                "RECYCLE_COORDINATOR": f"{host}:{port}",
-                AT: str(self._secret.path),
-            }
-        )
+        return self._environment | {
+            **({} if self._joins is None else {"WORLD_SIZE": str(self._welcome.ranks)}),
+            "RANK": str(self._rank),
+            "RECYCLE_PLACEMENT": self._placement,
+            "RECYCLE_INCARNATION": str(self._incarnation),
+            "MASTER_PORT": str(self._welcome.store_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours, every rank is its client
+            "RECYCLE_COORDINATOR": "{}:{}".format(*self._address),
+            AT: str(self._secret.path),
+        }
 
     async def _start(self) -> None:
         """Start the worker; raises ConnectionError where that can't be."""
@@ -311,10 +309,8 @@ class Supervisor:
 
     async def _until_ended(self, worker: Process, gone: asyncio.Task) -> int:
         """The exit code of the worker, which is ended once the job is over."""
-        exit_code, heartbeats = (
-            asyncio.create_task(worker.wait()),
-            asyncio.create_task(self._send_heartbeats(worker)),
-        )
+        exit_code = asyncio.create_task(worker.wait())
+        heartbeats = asyncio.create_task(self._send_heartbeats(worker))
         try:
             await asyncio.wait({exit_code, self._over, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not exit_code.done() and not gone.done():
@@ -330,32 +326,22 @@ class Supervisor:
 
         One that can't be started has died.
         """
-        order = await self._first_of(self._ordered(), gone)
+        order = await first_of(self._ordered(), self._over, gone)
         if order is None:
             return False
         self._incarnation, self._started, self._exited = order.incarnation, False, None
         self._answered.clear()
         self._place.next(self._rank, self._incarnation)
-        if order.after_s and await self._first_of(pause(order.after_s), gone) is None:
+        if order.after_s and await first_of(pause(order.after_s), self._over, gone) is None:
             return False
         if self._fenced >= self._incarnation:
             return True  # another one takes its place
         try:
             await self._start()
         except ConnectionError as error:
-            print(f"recycle: warning: {error}", file=sys.stderr, flush=True)
+            say(f"warning: {error}")
             self._say_exited(1)
         return True
-
-    async def _first_of(self, wanted: Coroutine[None, None, T], gone: asyncio.Task) -> T | None:
-        """What ``wanted`` returns; None where the job is over, or the guard gone, before that."""
-        waiting = asyncio.create_task(wanted)
-        any_of: set[asyncio.Future] = {waiting, self._over, gone}
-        await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
-        if self._over.done() or gone.done():
-            waiting.cancel()
-            return None
-        return waiting.result()
 
     async def _ordered(self) -> Restart:
         """The coordinator's next order that was not carried out already; it may be said twice."""
@@ -380,10 +366,7 @@ class Supervisor:
 
     async def _is_answered(self) -> bool:
         """Whether the coordinator has heard of the worker's end, or is through."""
-        heard = asyncio.create_task(self._answered.wait())
-        either: set[asyncio.Future] = {heard, self._over}
-        await asyncio.wait(either, timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
-        heard.cancel()
+        await first_of(self._answered.wait(), self._over, timeout_s=ANSWER_S)
         return self._answered.is_set()
 
     async def _is_to_stay(self) -> bool:
@@ -413,8 +396,7 @@ class Supervisor:
             state, cpu_s = life_of(worker.pid)
             on_disk_s += HEARTBEAT_S * (state == "D")
             used_s = None if cpu_s is None else cpu_s + on_disk_s
-            message = SupervisorHeartbeat(self._rank, state == "T", used_s, incarnation=self._incarnation)
-            self._tell(message)
+            self._tell(message := SupervisorHeartbeat(self._rank, state == "T", used_s, incarnation=self._incarnation))
             if self._heartbeats is not None and self._datagrams is not None:
                 self._heartbeats.send(message, self._datagrams)
             await asyncio.sleep(HEARTBEAT_S)
@@ -426,20 +408,21 @@ class Supervisor:
     async def _listen(self) -> None:
         while self._control.broken is None or await self._resumed():
             message = await self._control.receive(LISTEN_S)
-            if isinstance(message, Fence) and message.rank == self._rank:
-                self._fenced = max(self._fenced, message.incarnation)
-                if message.incarnation == self._incarnation:
-                    self._fence()
-            if isinstance(message, Restart):
-                self._orders.put_nowait(message)
-            if isinstance(message, ServeLogs) and message.rank == self._rank:
-                self._logs.serve(message.folder)
-            if isinstance(message, Stay):
-                self._leaving = max(self._leaving, message.incarnation)
-            if isinstance(message, Lease) and message.number == self._incarnation:
-                self._answered.set()
-            if isinstance(message, Over) and not self._over.done():
-                self._over.set_result(message.code)
+            match message:
+                case Fence(rank=rank) if rank == self._rank:
+                    self._fenced = max(self._fenced, message.incarnation)
+                    if message.incarnation == self._incarnation:
+                        self._fence()
+                case Restart():
+                    self._orders.put_nowait(message)
+                case ServeLogs(rank=rank) if rank == self._rank:
+                    self._logs.serve(message.folder)
+                case Stay():
+                    self._leaving = max(self._leaving, message.incarnation)
+                case Lease(number=number) if number == self._incarnation:
+                    self._answered.set()
+                case Over() if not self._over.done():
+                    self._over.set_result(message.code)
         if not self._over.done():
             self._over.set_result(1)  # the coordinator is gone
 
@@ -452,11 +435,7 @@ class Supervisor:
             return False
         broken = self._control.broken
         if broken is not None and broken.unreadable is not None:
-            print(
-                f"recycle: error: the coordinator can't be understood: {broken}",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"error: the coordinator can't be understood: {broken}")
             return False
         if not await self._control.resume(self._hello, RESUME_S) or not isinstance(
             await self._control.receive(RESUME_S), Welcome
@@ -494,7 +473,7 @@ def supervise(
                 raise
             return 1
         except NotSeated as found:
-            print(f"recycle: {'error: ' * bool(found.code)}{found}", file=sys.stderr, flush=True)
+            say(f"{'error: ' * bool(found.code)}{found}")
             return found.code
 
     return in_one_line(run)
