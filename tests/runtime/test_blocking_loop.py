@@ -13,10 +13,12 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.machine import TorchMachine
+from recycle_plugin.runtime.worker.plan_prefetcher import WorkerPlanner
 from tests.support.coordinator import NO_STATE, generation
 
 
@@ -33,9 +35,9 @@ def loop_of(session) -> BlockingLoop:
     steps.applied(1)
     machine = TorchMachine(session, Nothing(), Nothing(), FaultScript((), Seat(0, 0)), *NO_STATE)
     worker = Worker(machine, shape, StepStore(Seat(0, 0), 1), steps, Judging())
-    return BlockingLoop(
-        session, worker, machine, shape, CostModel((1000,), (1000,), (1000,)), Policy(), steps, lambda: None
-    )
+    planner = WorkerPlanner(CostModel((1000,), (1000,), (1000,)), Policy(), whole=False)
+    training = TrainingLoop(machine, worker, planner, shape, worker.seat, steps)
+    return BlockingLoop(session, training, Nothing(), Nothing(), planner, lambda: iter(()))
 
 
 def test_settling_has_a_deadline_that_names_the_step(coordinator):

@@ -294,7 +294,7 @@ class RecycleEngine(PipelineEngine):
         """
         place = f"load_checkpoint({load_dir!r}, {tag!r})"
         if self._trainer.behind:
-            return self._trainer.recall_loading(place)
+            return self._trainer.loading.recall(place)
         path = chosen(Path(load_dir), tag)
         if tag is not None or Path(load_dir, "latest").is_file():  # else stock says that there is none, and goes on
             self._files.check_whole(path)
@@ -318,7 +318,7 @@ class RecycleEngine(PipelineEngine):
             if with_optimizer:
                 self._trainer.resume_iterators(Path(found[0]).parent)
             self._trainer.loaded(with_optimizer)
-        self._trainer.remember_loading(place, found)
+        self._trainer.loading.remember(place, found)
         return found
 
     def get_lr(self) -> list:
@@ -380,11 +380,11 @@ class RecycleEngine(PipelineEngine):
 
     def clip_fp32_gradients(self) -> None:
         """DeepSpeed's call inside the optimizer step, where clipping is on; in bf16 and fp16 the optimizer calls it."""
-        self._trainer.clip()
+        self._trainer.stepping.clip()
 
     def _clip(self) -> torch.Tensor | None:
         self.clip_fp32_gradients()
-        return self._trainer.norm
+        return self._trainer.stepping.norm()
 
     def _broadcast_model(self) -> None:
         """DeepSpeed's call to give all replicas the same weights; a newcomer gets those that are trained later."""

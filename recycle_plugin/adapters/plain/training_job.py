@@ -110,7 +110,7 @@ class PlainJob:
         self._files = StageFiles(line, self.seat, topology.stages, module, kinds, place.shards, place.shard)
         first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
         model = StageModel(module, loss, topology.micro_batches, first, last, device, keyed=keyed_forwards)
-        steps = PlainOptimizer(optimizer, scheduler, lambda: self._trainer.clip())
+        steps = PlainOptimizer(optimizer, scheduler, lambda: self._trainer.stepping.clip())
         self._cursor = DataCursor(topology.micro_batches)
         batch = len(topology.batch) * micro_batch_size
 
@@ -198,14 +198,14 @@ class PlainJob:
         """
         place = f"load({str(folder)!r}, {tag!r})"
         if self._trainer.behind:
-            self._trainer.recall_loading(place)
+            self._trainer.loading.recall(place)
             return
         self._trainer.begin_loading(place)
         with self._trainer.lifted():
             # only now is nobody writing one, so that all find the same
             self._files.read(self._trainer.state, chosen(Path(folder), tag))
             self._trainer.loaded(whole=True)
-        self._trainer.remember_loading(place)
+        self._trainer.loading.remember(place)
 
 
 def _no_iterator(what: str) -> Any:

@@ -5,64 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from recycle_plugin import planner
-from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Generation
-from recycle_plugin.core.vocabulary.commit_rule import StepMachine
-from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.instruction import Instruction
-from recycle_plugin.core.vocabulary.plan import Plan, Policy
-from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
-from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.core.messages.from_coordinator import BarrierPassed
+from recycle_plugin.core.vocabulary.plan import Plan
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker import pushed
-from recycle_plugin.core.worker import training_loop as core
 from recycle_plugin.core.worker.checkpoint_saving import CheckpointFiles, save
 from recycle_plugin.core.worker.evaluation import Evaluations
-from recycle_plugin.core.worker.filled_stage import FilledStage
-from recycle_plugin.core.worker.lockstep import Lockstep
 from recycle_plugin.core.worker.newcomer import Newcomer
-from recycle_plugin.core.worker.replay import StageReplay
-from recycle_plugin.core.worker.worker import Worker
-from recycle_plugin.planner.forwards import forwards
+from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
-from recycle_plugin.runtime.worker.machine import TorchMachine
-from recycle_plugin.runtime.worker.plan_prefetcher import PlanPrefetcher
+from recycle_plugin.runtime.worker.plan_prefetcher import WorkerPlanner
 
 
 class BlockingLoop:
-    """The training loop of ``worker`` on the machine ``world``; every method returns when it is done."""
+    """The training loop of a worker, with its ``evaluations`` and, where it comes back, its way in as a ``newcomer``;
+    every method returns when it is done.
+
+    ``recover()``: called after a membership change between steps.
+    """
 
     def __init__(
         self,
         session: Session,
-        worker: Worker,
-        world: TorchMachine,
-        topology: Topology,
-        costs: CostModel,
-        policy: Policy,
-        machine: StepMachine,
-        recover: Callable[[], None],
-        wants_script: Callable[[], bool] = lambda: False,
-        replay: StageReplay | None = None,
-        lockstep: Lockstep | None = None,
-        whole: bool = False,
+        training: TrainingLoop,
+        evaluations: Evaluations,
+        newcomer: Newcomer,
+        planner: WorkerPlanner,
+        recover: Callable[[], Iterator[Any]],
     ) -> None:
-        """Make the loop; ``recover()`` is called after a membership change between steps, where the script's own
-        changes have to be put aside; ``wants_script()``: a newcomer's script asks its peers' for what is theirs alone;
-        ``replay``: how its stage is replayed where nobody has it; ``lockstep``: as for
-        core.worker.training_loop.TrainingLoop; ``whole``: replicas are lost whole.
-        """
-        self._session, self._recover = session, recover
-        self._planner = _Planner(costs, policy, whole)
-        self._loop = core.TrainingLoop(world, worker, self._planner, topology, worker.seat, machine, lockstep)
-        worker.applied = self._loop.applied
-        self._evaluations = Evaluations(world, worker, self._loop, forwards, self._recover_between)
-        filled = FilledStage(world, worker.store, machine)
-        self._newcomer = Newcomer(
-            world, self._loop, filled, world.open_inlet, worker.skip_to, wants_script, replay, worker.called
-        )
-        self.machine = machine
+        self._session, self._loop, self._evaluations = session, training, evaluations
+        self._newcomer, self._planner, self._recover = newcomer, planner, recover
+        self.machine = training.machine
 
     def start(self) -> None:
         """Wait for all workers, and take the first membership and plan."""
@@ -142,7 +116,7 @@ class BlockingLoop:
         """Save a checkpoint on all workers; returns why it has failed, or "", as core.worker.checkpoint_saving.save
         does.
         """
-        return drain(save(self._loop, self._session, place, files, self._recover_between))
+        return drain(save(self._loop, self._session, place, files, self._recover))
 
     @property
     def plan(self) -> Plan:
@@ -163,38 +137,6 @@ class BlockingLoop:
         step.
         """
         drain(self._loop.resize(topology, batch, self._planner.full_us(topology)))
-
-    def _recover_between(self) -> Iterator[Any]:
-        self._recover()
-        return iter(())
-
-
-class _Planner:
-    def __init__(self, costs: CostModel, policy: Policy, whole: bool) -> None:
-        self._costs, self._policy = costs, policy
-        self._whole, self._prefetcher = whole, PlanPrefetcher(costs, policy, whole)
-
-    def full_us(self, topology: Topology) -> int:
-        return planner.plan(topology.full(), self._costs, self._policy).period_us
-
-    def plan(self, view: ClusterView, generation: Generation) -> Plan:
-        """The plan for ``view``, at the slowness that ``generation`` names beside what was known before.
-
-        Also begins to plan for what may come next to its members.  Meanwhile it may have been called off.
-        """
-        costs = self._costs.slowed(generation.slowness)
-        if costs != self._prefetcher.costs:
-            self._prefetcher.stop()
-            self._prefetcher = PlanPrefetcher(costs, self._policy, self._whole)
-        planned = self._prefetcher.plan(view)
-        self._prefetcher.prepare(view, generation.roster)
-        return planned
-
-    def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
-        return planner.lowered(plan, seat, step)
-
-    def arrange(self, recovery: RecoveryPlan, plan: Plan, held: Held) -> planner.recovery_order.Programs:
-        return planner.arrange(recovery, plan, self._costs, held)
 
 
 def drain(execution: Iterator[Any]) -> Any:

@@ -1,16 +1,17 @@
-"""What a worker asks the coordinator for: the job as all its workers have to describe it."""
+"""What a worker asks the coordinator for: a place in the job, which all its workers have to describe alike."""
 
 from __future__ import annotations
 
+from recycle_plugin.core.messages.from_workers import Ready
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.log_boundaries import ALL
 from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.ports import Framework
+from recycle_plugin.runtime.worker.parts import Parts
 from recycle_plugin.settings.schema import Settings
-from recycle_plugin.settings.wording import SettingsError
 
 ALIKE = (
     "deadlines",
@@ -38,21 +39,26 @@ def planning(settings: Settings, framework: Framework, topology: Topology) -> tu
     return waits, costs, settings.policy(waits, topology.stages)
 
 
-def job_spec(
-    settings: Settings,
-    framework: Framework,
-    topology: Topology,
-    run_dir: str,
-    boundaries: str | tuple[int, ...] = ALL,
-) -> JobSpec:
-    """The job of a worker with these settings; ``boundaries``: those over which it is logged what crosses them."""
+def ready(parts: Parts, step: int) -> Ready:
+    """The word of the worker that has ``parts``, and whose last step was ``step``, that it can take its place."""
+    session, log = parts.session, parts.log
+    member = Member(
+        session.rank, parts.seat, parts.transport.address, session.host, session.incarnation, parts.framework.shard
+    )
+    where = None if log is None else log.where(session, parts.settings.transfer_interface)
+    return Ready(member, step, _job(parts), where)
+
+
+def _job(parts: Parts) -> JobSpec:
+    """The job of the worker that has ``parts``."""
+    settings, framework, topology, log = parts.settings, parts.framework, parts.topology, parts.log
     _, costs, policy = planning(settings, framework, topology)
     return JobSpec(
         topology.replicas,
         topology.stages,
         topology.micro_batches,
         topology.ties,
-        run_dir,
+        parts.run_dir,
         costs,
         policy,
         batch=framework.batch(),
@@ -61,8 +67,8 @@ def job_spec(
         exact=bool(settings.exact),
         arithmetic=framework.model.device.arithmetic() if settings.exact else None,
         pushed=framework.pushed is not None,
-        log=settings.log is not None,
-        boundaries=boundaries,
+        log=log is not None,
+        boundaries=ALL if log is None else log.boundaries,
         log_budget=None if settings.log is None else settings.log.budget_bytes,
         folders=_folders(settings),
         **{name: getattr(settings, name) for name in ALIKE},
@@ -73,11 +79,3 @@ def _folders(settings: Settings) -> tuple[tuple[str, str], ...]:
     """The folders that the job writes to, by the setting that names each, beside the run folder."""
     named = {"checkpoint_dir": settings.checkpoint_dir, "log.folder": settings.log and settings.log.folder}
     return tuple((setting, folder) for setting, folder in named.items() if folder)
-
-
-def check_faults(settings: Settings, topology: Topology) -> None:
-    """Raise RecycleError if a fault is to strike a seat that there is not."""
-    try:
-        settings.refuse_faults(topology)
-    except SettingsError as error:
-        raise RecycleError(str(error)) from None

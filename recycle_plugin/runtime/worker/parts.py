@@ -18,6 +18,7 @@ from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.observability.trace import TraceFile
@@ -39,7 +40,6 @@ from recycle_plugin.runtime.state.surroundings import AsStarted
 from recycle_plugin.runtime.state.undo import NoUndo
 from recycle_plugin.runtime.worker.changed_state import stage_state, stage_units
 from recycle_plugin.runtime.worker.feed import Feed
-from recycle_plugin.runtime.worker.job_record import check_faults
 from recycle_plugin.runtime.worker.machine import PushedMachine, TorchMachine
 from recycle_plugin.runtime.worker.on_join import OnJoin
 from recycle_plugin.runtime.worker.operations import Operations
@@ -49,6 +49,7 @@ from recycle_plugin.runtime.worker.stage_log import StageLog
 from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
 from recycle_plugin.runtime.worker.tiers import AsMade, Host
 from recycle_plugin.settings.schema import Settings
+from recycle_plugin.settings.wording import SettingsError
 
 
 class Parts:
@@ -62,7 +63,7 @@ class Parts:
     def __init__(self, session: Session, settings: Settings, framework: Framework) -> None:
         self.session, self.settings, self.framework = session, settings, framework
         self.topology, self.seat, session.shard = framework.topology, framework.seat, framework.shard
-        check_faults(settings, self.topology)
+        _check_faults(settings, self.topology)
         model = framework.model
         assert not isinstance(settings.pinned_bytes, str), "a checked size is a number"
         model.device.budget(settings.pinned_bytes, self._short_of_pinned)
@@ -238,3 +239,37 @@ class Parts:
         """Count on so many micro-batches a replica from now on."""
         self.topology = replace(self.topology, micro_batches=micro_batches)
         self.stage.resize(micro_batches, self.blocks() if self.settings.exact else None)
+
+    def finish(self) -> None:
+        """Report what was held at most, and close what is written along; the last step is committed."""
+        store = self.store
+        let_go = (
+            f"; recycle.keep_bytes let {store.let_go} of them go before their step was committed"
+            if store.let_go
+            else ""
+        )
+        self.session.note(
+            "peak",
+            f"seat {self.seat} held at most {store.peak} micro-batches, and {store.peak_weight} bytes of boundary "
+            f"tensors for its peers, sent or still to be sent{let_go}",
+            seat=str(self.seat),
+            held=store.peak,
+            kept_bytes=store.peak_weight,
+            dropped=store.let_go,
+        )
+        for files in (self.trace, self.log):
+            if files is not None:
+                files.close()
+
+    def close(self) -> None:
+        """Close the lines to other workers."""
+        self.transfers.close()
+        self.transport.close()
+
+
+def _check_faults(settings: Settings, topology: Topology) -> None:
+    """Raise RecycleError if a fault is to strike a seat that there is not."""
+    try:
+        settings.refuse_faults(topology)
+    except SettingsError as error:
+        raise RecycleError(str(error)) from None

@@ -12,11 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from recycle_plugin import planner
+from recycle_plugin.core.messages.from_coordinator import Generation
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
 from recycle_plugin.core.vocabulary.roster import Member
-from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 
 Hosts = list[list[Seat]]
 
@@ -70,3 +73,33 @@ def _hosts(members: Iterable[Member]) -> Hosts:
     for member in members:
         found[member.host].append(member.seat)
     return [seats for seats in found.values() if len(seats) > 1]
+
+
+class WorkerPlanner:
+    """The planner of one worker's training loop, which also plans ahead.  ``whole``: replicas are lost whole."""
+
+    def __init__(self, costs: CostModel, policy: Policy, whole: bool) -> None:
+        self._costs, self._policy = costs, policy
+        self._whole, self._prefetcher = whole, PlanPrefetcher(costs, policy, whole)
+
+    def full_us(self, topology: Topology) -> int:
+        return planner.plan(topology.full(), self._costs, self._policy).period_us
+
+    def plan(self, view: ClusterView, generation: Generation) -> Plan:
+        """The plan for ``view``, at the slowness that ``generation`` names beside what was known before.
+
+        Also begins to plan for what may come next to its members.  Meanwhile it may have been called off.
+        """
+        costs = self._costs.slowed(generation.slowness)
+        if costs != self._prefetcher.costs:
+            self._prefetcher.stop()
+            self._prefetcher = PlanPrefetcher(costs, self._policy, self._whole)
+        planned = self._prefetcher.plan(view)
+        self._prefetcher.prepare(view, generation.roster)
+        return planned
+
+    def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
+        return planner.lowered(plan, seat, step)
+
+    def arrange(self, recovery: RecoveryPlan, plan: Plan, held: Held) -> planner.recovery_order.Programs:
+        return planner.arrange(recovery, plan, self._costs, held)

@@ -8,15 +8,18 @@ of torch's touches parameters or the optimizer's state first, in the thread that
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, BarrierPassed
+from recycle_plugin.core.vocabulary.deadlines import lease_s
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.checkpoint_saving import end_of_saving
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
@@ -24,17 +27,29 @@ from recycle_plugin.core.worker.loop_ports import DataEnded, StepProgram
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
-from recycle_plugin.runtime.stage.ports import Checkpoints, Framework
+from recycle_plugin.runtime.stage.ports import Checkpoints, Framework, described, trained
+from recycle_plugin.runtime.state.surroundings import SetByScript, Surroundings
+from recycle_plugin.runtime.state.touch import FirstTouch
+from recycle_plugin.runtime.worker.assembly import Assembled, assembled
+from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.checkpoint_files import saving_place
-from recycle_plugin.runtime.worker.participant import Participant
+from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
+from recycle_plugin.runtime.worker.entry import Entry
+from recycle_plugin.runtime.worker.iterator_places import IteratorPlace
+from recycle_plugin.runtime.worker.job_record import ready
+from recycle_plugin.runtime.worker.loading import LoadingRecord
+from recycle_plugin.runtime.worker.log_choice import LogChoice
+from recycle_plugin.runtime.worker.on_join import Callback, Give
+from recycle_plugin.runtime.worker.parts import Parts
 from recycle_plugin.settings.schema import Settings
 
 
-class Trainer(Participant):
+class Trainer:
     """Trains one worker's stage, which ``framework`` has built; all workers build theirs alike, before anybody trains.
 
-    ``feed``: where micro-batches come from; ``state``: all that a step changes.  Raises RecycleError for a second
-    trainer in a process.
+    ``feed``: where micro-batches come from; ``state``: all that a step changes; ``stepping``: for the framework's own
+    step; ``loading``: what the checkpoints that the script loads give it.  Raises RecycleError for a second trainer in
+    a process.
     """
 
     def __init__(self, session: Session, settings: Settings, framework: Framework) -> None:
@@ -44,9 +59,67 @@ class Trainer(Participant):
                 "make one, and give it all layers"
             )
         session.trains, session.through = True, self.await_others
-        super().__init__(session, settings, framework)
+        self._session, self._settings, self._framework = session, settings, framework
+        self._parts = parts = Parts(session, settings, framework)
+        self.seat, self.feed, self.state = parts.seat, parts.feed, parts.state
+        self.stepping, self.loading = parts.stepping, LoadingRecord(session, parts.state)
+        self._touch = FirstTouch(
+            self._changed,
+            lambda: self.settled and self._caught_up and not self.state.watches,
+            self._show,
+            lambda: self._entry is not None and self._entry.drops_changes,
+        )
+        os.register_at_fork(before=self._forks)
+        model = framework.model
+        self._surroundings = Surroundings(
+            model.module, model.device.kind, lambda: framework.optimizer.wrapped.param_groups
+        )
+        self._assembled: Assembled | None = None  # its loop has not begun yet
+        self._loop: BlockingLoop | None = None
+        self._checkpoints: JobCheckpoints  # with the loop
+        self._from_checkpoint = False  # from a checkpoint, before training
+        self._asked = self._trains = False
+        self._evaluated = 0
+        self._scripted: SetByScript | None = None  # where a replay may have to set it again
+        if session.newcomer or parts.log is not None:
+            self._scripted = SetByScript(self._surroundings, model.module)
+        self._entry: Entry | None = None
+        if session.newcomer:
+            assert self._scripted is not None, "a newcomer's steps may be replayed"
+            self._entry = Entry(parts, self._scripted, self._ask, lambda: self._made.loop, self._let_in)
         self.state.check()
-        self._loadings = 0
+
+    @property
+    def topology(self) -> Topology:
+        """The job's replicas, stages and micro-batches."""
+        return self._parts.topology
+
+    def lifted(self) -> AbstractContextManager:
+        """A context in which something of the framework's is at work, which may touch parameters; it may be nested."""
+        return self._touch.lifted()
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained."""
+        return self._framework.optimizer.steps if self._loop is None else self._loop.machine.stepped
+
+    @property
+    def settled(self) -> bool:
+        """Whether all trained steps are committed."""
+        return self._loop is None or self._loop.settled
+
+    def settle(self) -> None:
+        """Return when every step that :meth:`train` has returned for is committed, whoever dies meanwhile."""
+        if self._loop is not None:
+            with self.lifted(), self._surroundings.restored():
+                self._loop.settle()
+                self.state.touched()
+            self._parts.store.drop_sums(self.step)
+
+    def _forks(self) -> None:
+        """Settle before a fork, which copies parameters; a newcomer's are on their way, and no fork may fail."""
+        if self._entry is None:
+            self._touch.now()
 
     # --- what scripts call -------------------------------------------------------------------------
 
@@ -65,9 +138,11 @@ class Trainer(Participant):
     def _train(self) -> float:
         with self.lifted():
             self._begin_training()
-            if self._newcomer is not None and (past := self._past_loss(self._newcomer)) is not None:
+            if self._entry is not None and (past := self._entry.past_loss()) is not None:
                 return past
-            self._note_scripts()
+            if self._scripted is not None:  # of what a checkpoint has nothing is replayed
+                self._scripted.forget(self._session.durable)
+                self._scripted.begin(self.step + 1)
             self._parts.as_started.check()
             self.start()
             if not self._running.settled and (self._surroundings.other_modes or self._surroundings.changed()):
@@ -90,8 +165,8 @@ class Trainer(Participant):
         """Have a newcomer's script, which goes by the number of the last step, leave out steps that are over."""
         with self.lifted():
             self._begin_training()
-            while self._newcomer is not None and self._newcomer.may_skip():
-                self._past_loss(self._newcomer)
+            while self._entry is not None and self._entry.may_skip():
+                self._entry.past_loss()
 
     def steps(self) -> Iterator[Any]:
         """Train step after step, all micro-batches of which the script pushes: a generator, which yields what it needs
@@ -128,10 +203,6 @@ class Trainer(Participant):
                 step=self.step + 1,
             )
 
-    def between_steps(self) -> None:
-        """Recover from a membership change that the script meets between two steps."""
-        self._between_steps()
-
     def evaluate(self, batches: Sequence[Tensors], count: int) -> float:
         """The mean loss of ``count`` micro-batches of each replica, on every worker, after all steps so far, whoever
         dies meanwhile.
@@ -148,52 +219,24 @@ class Trainer(Participant):
     def await_others(self) -> None:
         """Wait, behind the end of the script, until nobody needs this worker: it may be, to replay a stage."""
         self.settle()
-        if self._parts.log is not None and self._waiting_loop is not None:
+        if self._parts.log is not None and self._assembled is not None:
             with self.lifted(), self._surroundings.restored():
-                self._waiting_loop.finish()
+                self._assembled.loop.finish()
 
     def finish(self) -> None:
         """Wait until everybody's last step is committed, report, and close; then this worker may go."""
         self.settle()
-        store = self._parts.store
-        let_go = (
-            f"; recycle.keep_bytes let {store.let_go} of them go before their step was committed"
-            if store.let_go
-            else ""
-        )
-        self._session.note(
-            "peak",
-            f"seat {self.seat} held at most {store.peak} micro-batches, and {store.peak_weight} bytes of boundary "
-            "tensors for its peers, "
-            f"sent or still to be sent{let_go}",
-            seat=str(self.seat),
-            held=store.peak,
-            kept_bytes=store.peak_weight,
-            dropped=store.let_go,
-        )
-        for files in (self._parts.trace, self._parts.log):
-            if files is not None:
-                files.close()
-        if self._waiting_loop is not None:
-            self._worker.serve_now(waiting=True)
-        self._parts.transfers.close()
-        self._parts.transport.close()
+        self._parts.finish()
+        if self._assembled is not None:
+            self._assembled.worker.serve_now(waiting=True)
+        self._parts.close()
 
-    # --- for the framework's own step ----------------------------------------------------------------
-
-    def clip(self) -> None:
-        """Clip ``parameter.grad`` as the step that is being applied wants it."""
-        self._parts.stepping.clip()
-
-    @property
-    def norm(self) -> torch.Tensor | None:
-        """The norm with regard to which others have applied the step that is being applied; None where nobody has."""
-        return self._parts.stepping.norm()
+    # --- what others ask of it -----------------------------------------------------------------------
 
     @property
     def program(self) -> StepProgram | None:
         """The program that this worker runs, or has run last; None before the first step."""
-        return None if self._loop is None else self._worker.program
+        return None if self._loop is None else self._made.worker.program
 
     @property
     def missing(self) -> tuple[Seat, ...]:
@@ -209,16 +252,91 @@ class Trainer(Participant):
         """Whether somebody may have come back in the middle of what the others do between two steps."""
         return self._settings.log is not None and any(member.incarnation for member in self._session.roster)
 
-    # --- starting ------------------------------------------------------------------------------------
+    # --- starting ----------------------------------------------------------------------------------
 
-    def resume_iterators(self, folder: Path) -> None:
-        """Take over where the checkpoint ``folder``, which was loaded before training, says that plain iterators stood.
+    def start(self) -> None:
+        """Before the first step: enrol, wait for everybody, make the plan.
 
-        Raises RecycleError where ``recycle.resume_iterators`` is set and it can't be had.
+        Checkpoints are loaded before; later calls do nothing.
         """
-        if self._loop is None:
-            size = self._framework.micro_batch_size
-            self.feed.resume(folder, self.topology.replicas, size, self._settings.resume_iterators)
+        if self._loop is not None:
+            return
+        loop = self._made.loop
+        self._ask()
+        loop.start()
+        if self._from_checkpoint:
+            self._parts.say_fingerprint(loop.machine.stepped)
+        self._begin(loop)
+
+    @property
+    def _made(self) -> Assembled:
+        """The loop by which this worker trains, made once, before anybody is asked or waited for."""
+        if self._assembled is None:
+            self._assembled = assembled(self._parts, self.step, self.between_steps, self._scripted, self.apart)
+        return self._assembled
+
+    def _begin(self, loop: BlockingLoop) -> None:
+        """Train by ``loop`` from now on."""
+        session, self._loop = self._session, loop
+        loop.count_on(self._evaluated)
+        # one of each stage: nobody else knows what it trains
+        if self.seat.replica == self._framework.shard == session.incarnation == 0:
+            session.note("stage", f"stage {self.seat.stage} is built", **described(self._framework))
+        self._checkpoints = JobCheckpoints(
+            self._parts,
+            loop,
+            self.between_steps,
+            self._place,
+            lambda: self._made.worker.valid_from,
+            self._log_choice(),
+        )
+        session.between_steps = self.between_steps
+
+    def _log_choice(self) -> LogChoice | None:
+        """The choice of what is logged, where anything is."""
+        if self._parts.log is None:
+            return None
+        size = self._framework.micro_batch_size
+        return self._parts.log.choice(self._session, self._settings, lambda: self.topology, size, self.state)
+
+    def _place(self) -> IteratorPlace | None:
+        return self.feed.place(self.topology.replicas, self._framework.micro_batch_size)
+
+    def _begin_training(self) -> None:
+        """Note that the first step begins, once."""
+        startup, begun, self._trains = self._session.startup, self._trains, True
+        if startup is not None and not begun:
+            startup.begin_training(trained(self._framework.model.module))
+
+    def _ask(self) -> None:
+        """Ask to take part, once."""
+        if self._asked:
+            return
+        self._asked, session = True, self._session
+        if self._entry is None:  # of whom the others are told, and it of them
+            session.rewind(self.step)
+        session.heartbeats.start(lease_s(self._settings.deadlines))
+        session.send(ready(self._parts, self.step))
+
+    @property
+    def _running(self) -> BlockingLoop:
+        assert self._loop is not None, "training has not begun"
+        return self._loop
+
+    def between_steps(self) -> None:
+        """Recover from a membership change that something which the script does outside a step has met; then that is
+        tried again.
+        """
+        with self.lifted(), self._surroundings.restored():
+            self._running.catch_up()
+
+    def _changed(self) -> Iterator[torch.Tensor]:
+        """The tensors that a step changes, and buffers, which what is left of a step reads; those of a newcomer are its
+        script's own.
+        """
+        yield from self.state.tensors().values()
+        if self._entry is None:
+            yield from self._framework.model.module.buffers()
 
     # --- between steps -------------------------------------------------------------------------------
 
@@ -231,7 +349,7 @@ class Trainer(Participant):
             try:
                 return self._running.barrier(place, values or {})
             except Interrupted:
-                self._between_steps()
+                self.between_steps()
 
     def agree(self, place: str, value: int) -> None:
         """Check that all live workers call ``place``, a call of the script's, with the same ``value``.
@@ -254,11 +372,12 @@ class Trainer(Participant):
         """
         self._framework.cursor.change(self.step + 1, micro_batches)
         self._parts.resize(micro_batches)
-        if self._waiting_loop is not None and (replays := self._replays()) is not None:
-            self._worker.helper = replays.helper()
+        made = self._assembled
+        if made is not None and made.replays is not None:
+            made.worker.helper = made.replays.helper()
         if self._loop is not None:
             self._parts.world.reach("resize")
-            self._worker.resize(self.topology)
+            self._made.worker.resize(self.topology)
             self._loop.resize(self.topology, self._framework.batch())
 
     def save(self, folder: Path, tag: str | None = None, latest: bool = True, files: Checkpoints | None = None) -> None:
@@ -270,13 +389,24 @@ class Trainer(Participant):
         comes by what the others have saved.
         """
         tag = str(tag if tag is not None else f"global_step{self.step}")
-        if self.behind and not self._meets(end_of_saving(saving_place(folder, tag))):
+        if self._entry is not None and not self._entry.meets(end_of_saving(saving_place(folder, tag))):
             return
         with self.lifted(), self.apart():
             self.start()
             self._checkpoints.conclude()
             self.settle()
             self._checkpoints.save(folder, tag, latest, files, self.step)
+
+    # --- loading a checkpoint ------------------------------------------------------------------------
+
+    def resume_iterators(self, folder: Path) -> None:
+        """Take over where the checkpoint ``folder``, which was loaded before training, says that plain iterators stood.
+
+        Raises RecycleError where ``recycle.resume_iterators`` is set and it can't be had.
+        """
+        if self._loop is None:
+            size = self._framework.micro_batch_size
+            self.feed.resume(folder, self.topology.replicas, size, self._settings.resume_iterators)
 
     def begin_loading(self, place: str) -> None:
         """Prepare for a script's loading a checkpoint, at ``place``.
@@ -287,29 +417,8 @@ class Trainer(Participant):
         if self._loop is not None:
             self._checkpoints.conclude()
             self.barrier(place)
-            self._worker.forget_committed()
+            self._made.worker.forget_committed()
             self._parts.world.reach("load.start")
-
-    def recall_loading(self, place: str) -> Any:
-        """What loading a checkpoint, by the call ``place``, gave the predecessor of this newcomer's script, whose
-        counters and rates are taken over; what else was loaded comes with the state.
-
-        Raises RecycleError where it is not kept.
-        """
-        assert self._session.startup is not None, "groups are made first"
-        self._loadings += 1
-        found, small = self._session.startup.recall(f"{place}, number {self._loadings}")
-        self.state.put(small)
-        return found
-
-    def remember_loading(self, place: str, found: Any = None) -> None:
-        """Keep for a newcomer what loading a checkpoint, by the call ``place``, has given the script."""
-        self._loadings += 1
-        small = self.state.small()
-        small["optimizer"] |= {"state": {}}  # comes with the tensors, as what else the optimizer holds
-        del small["attributes"]
-        if self._session.startup is not None:
-            self._session.startup.remember(f"{place}, number {self._loadings}", (found, small))
 
     def loaded(self, whole: bool) -> None:
         """Go on from a checkpoint that is loaded, and from whose step the framework counts.
@@ -323,8 +432,56 @@ class Trainer(Participant):
         self._from_checkpoint = True
         if self._loop is not None:
             self._parts.world.reach("load.end")
-            self._worker.rewind(step)
+            self._made.worker.rewind(step)
             if whole or self._settings.undo != "inverse":  # whose roundings stay where not all is loaded
                 self._parts.say_fingerprint(step)
             self._loop.loaded(step)
             self._checkpoints.loaded(step)
+
+    # --- coming back -------------------------------------------------------------------------------
+
+    @property
+    def behind(self) -> bool:
+        """Whether this worker has come into a job that trains, and its script is not at one with the others' yet."""
+        return self._entry is not None
+
+    def join(self) -> None:
+        """Return when this newcomer, whose script begins where the others are, is a member with its stage's state."""
+        assert self._entry is not None, "only a newcomer comes to take part"
+        with self.lifted():
+            self._entry.join()
+
+    def recorded_evaluation(self) -> float | None:
+        """The mean loss of an evaluation that was over before this worker came back; None where it takes part.
+
+        Called in the place of :meth:`evaluate`, before any data is read for that.
+        """
+        return None if self._entry is None else self._entry.past_evaluation()
+
+    def _let_in(self) -> None:
+        assert self._entry is not None, "only a newcomer comes to take part"
+        self._evaluated, self._entry = self._entry.evaluated, None
+        loop = self._made.loop
+        self._begin(loop)
+        self._parts.on_join.joined(loop.machine.stepped, loop.handed)
+
+    @property
+    def _caught_up(self) -> bool:
+        """Whether the state is that of the script's step; a newcomer's is not before it has caught up."""
+        return self._entry is None or self._entry.caught_up
+
+    def _show(self) -> None:
+        """Let the script touch parameters.  Raises RecycleError where they are not those of its step."""
+        if self._entry is not None:
+            self._entry.check_caught_up()
+        self.settle()
+
+    def apart(self) -> AbstractContextManager:
+        """A context for something that a newcomer's script does not do over again."""
+        return nullcontext() if self._session.startup is None else self._session.startup.apart()
+
+    def on_join(self, callback: Callback, state: Give | None) -> None:
+        """Have ``callback(step, state)`` called in a newcomer before its first step, with what ``state()`` gives at a
+        live worker of its stage.
+        """
+        self._parts.on_join.add(callback, state)

@@ -315,7 +315,7 @@ class ReplicaEngine(DeepSpeedEngine):
 
     def _step_as_stock(self) -> None:
         """Apply a step: by stock code, or, where this rank follows others before it is one of them, as they have."""
-        given = self._trainer.norm
+        given = self._trainer.stepping.norm()
         with self._job.session.undisturbed(), self._told(True):
             if given is not None:
                 self._judged = None

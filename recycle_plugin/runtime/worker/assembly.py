@@ -1,0 +1,115 @@
+"""A worker's loop, assembled of its parts, once, before anybody is asked or waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from recycle_plugin import planner
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.worker.companion import Companion
+from recycle_plugin.core.worker.evaluation import Evaluations
+from recycle_plugin.core.worker.filled_stage import FilledStage
+from recycle_plugin.core.worker.lockstep import Lockstep
+from recycle_plugin.core.worker.newcomer import Newcomer
+from recycle_plugin.core.worker.pushed import PushedWorker
+from recycle_plugin.core.worker.replay import StageReplay
+from recycle_plugin.core.worker.stopwatch import Stopwatch
+from recycle_plugin.core.worker.training_loop import TrainingLoop
+from recycle_plugin.core.worker.worker import Judging, Worker
+from recycle_plugin.planner.forwards import forwards
+from recycle_plugin.runtime.state.surroundings import SetByScript
+from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
+from recycle_plugin.runtime.worker.companion import CompanionMachine
+from recycle_plugin.runtime.worker.job_record import planning
+from recycle_plugin.runtime.worker.parts import Parts
+from recycle_plugin.runtime.worker.plan_prefetcher import WorkerPlanner
+from recycle_plugin.runtime.worker.replay_machine import ReplayMachine
+from recycle_plugin.runtime.worker.replaying import Replays
+from recycle_plugin.runtime.worker.script_changes import ScriptChanges
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """The ``loop`` of a worker, its ``worker`` in core, and how its stage is replayed; None where nothing is logged."""
+
+    worker: Worker
+    loop: BlockingLoop
+    replays: Replays | None
+
+
+def assembled(
+    parts: Parts,
+    step: int,
+    recover: Callable[[], None],
+    scripted: SetByScript | None,
+    apart: Callable[[], AbstractContextManager],
+) -> Assembled:
+    """The loop of the worker that has ``parts``, and whose last step was ``step``.
+
+    ``recover()`` is called after a membership change between steps, where the script's own changes have to be put
+    aside; ``scripted``, ``apart``: see Replays.
+    """
+    planner.warm()  # so that no failure has to wait for a compiler
+    session, settings, shape, world = parts.session, parts.settings, parts.topology, parts.world
+    machine = StepMachine(step)
+    parts.store.rewind(machine.stepped, valid_from=0)
+    waits, costs, policy = planning(settings, parts.framework, shape)
+    lockstep = _lockstep(parts)
+    worker = _worker(parts, machine, Judging(waits, settings.clip == "validate"), Stopwatch(costs), lockstep)
+    replays = replay = None
+    if parts.log is not None:
+        assert scripted is not None, "in a job that logs it is kept what scripts set"
+        replays = Replays(parts, scripted, apart)
+        replay = _help_to_replay(parts, worker, machine, replays)
+    session.idle = worker.serve_now
+    own_planner = WorkerPlanner(costs, policy, settings.unit == "replica")
+    training = TrainingLoop(world, worker, own_planner, shape, worker.seat, machine, lockstep)
+    worker.applied = training.applied
+
+    def recovered() -> Any:
+        recover()
+        return iter(())
+
+    evaluations = Evaluations(world, worker, training, forwards, recovered)
+    filled, wants_script = FilledStage(world, worker.store, machine), lambda: parts.on_join.wants_state
+    newcomer = Newcomer(world, training, filled, world.open_inlet, worker.skip_to, wants_script, replay, worker.called)
+    return Assembled(worker, BlockingLoop(session, training, evaluations, newcomer, own_planner, recovered), replays)
+
+
+def _worker(
+    parts: Parts, machine: StepMachine, judging: Judging, stopwatch: Stopwatch, lockstep: Lockstep | None
+) -> Worker:
+    pushed, log = parts.framework.pushed, None if parts.log is None else parts.log.steps
+    worker = (Worker if pushed is None else PushedWorker)(
+        parts.world, parts.topology, parts.store, machine, judging, parts.feed.iterator_data, stopwatch, log, lockstep
+    )
+    if pushed is not None:
+        assert isinstance(worker, PushedWorker), "of a script that pushes"
+        worker.script, group = pushed.script, parts.framework.buckets.group
+        worker.agreement = ScriptChanges(parts.session, group, parts.gradients, pushed.shown)
+    return worker
+
+
+def _help_to_replay(parts: Parts, worker: Worker, machine: StepMachine, replays: Replays) -> StageReplay | None:
+    """Let the worker help where stages are replayed, and replay its own along; returns how a newcomer replays its own
+    alone, None at any other.
+    """
+    worker.helper = replays.helper()
+    companion = replays.machine(CompanionMachine)
+    parts.replays_along = lambda: companion.at_work
+    along = replays.replay(companion, machine)
+    worker.companion = Companion(companion, parts.store, machine, along, worker.undo)
+    return replays.replay(replays.machine(ReplayMachine), machine) if parts.session.newcomer else None
+
+
+def _lockstep(parts: Parts) -> Lockstep | None:
+    """The lockstep with the others that hold the worker's seat; None where it does so alone."""
+    framework = parts.framework
+    if framework.shards == 1:
+        return None
+    lockstep = Lockstep(parts.world, parts.seat, framework.shard, framework.shards)
+    parts.world.keep_in_step(lockstep)
+    return lockstep

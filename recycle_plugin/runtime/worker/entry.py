@@ -1,0 +1,119 @@
+"""The way of a worker that comes back into its job: its script is given what is over, while the state of its stage
+comes, and may be further than the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from recycle_plugin.core.vocabulary.evaluation_route import end_of
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.state.surroundings import SetByScript
+from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
+from recycle_plugin.runtime.worker.changed_state import Counts
+from recycle_plugin.runtime.worker.newcomer import Newcomer
+from recycle_plugin.runtime.worker.parts import Parts
+
+
+class Entry:
+    """The entry of the newcomer that has ``parts``; it is over once the newcomer is a member with its stage's state.
+
+    ``scripted``: what its script has set for its steps; ``ask()`` asks the coordinator for a place; ``prepared()``: the
+    loop by which it will train, made at the first call; ``let_in()`` is called when it is a member.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        scripted: SetByScript,
+        ask: Callable[[], None],
+        prepared: Callable[[], BlockingLoop],
+        let_in: Callable[[], None],
+    ) -> None:
+        self._parts, self._scripted, self._ask, self._prepared, self._let_in = parts, scripted, ask, prepared, let_in
+        self._script = Newcomer(parts.session, parts.framework.optimizer, Counts(parts.state), ask, self._follow)
+        self._loop: BlockingLoop | None = None
+
+    @property
+    def evaluated(self) -> int:
+        """How many evaluations the script has gone through."""
+        return self._script.evaluated
+
+    # --- what is over ------------------------------------------------------------------------------
+
+    def past_loss(self) -> float | None:
+        """The loss of the script's next step, where that is over; None where it is to be trained here, with what the
+        script has set for it.
+        """
+        step = self._script.position + 1
+        self._scripted.begin(step)
+        loss = self._script.loss()
+        if loss is None:
+            self._scripted.apply(step)  # what has come of others meanwhile was from before that
+        else:
+            self._scripted.end()
+        return loss
+
+    def past_evaluation(self) -> float | None:
+        """The mean loss of the script's next evaluation, where that is over; None where this worker takes part."""
+        return None if self.meets(end_of(self.evaluated + 1)) else self._script.evaluation()
+
+    def may_skip(self) -> bool:
+        """Whether the script may leave out its next step, which is over, and not the last one."""
+        return self._script.may_skip()
+
+    # --- and what is not ---------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Return when this newcomer, whose script begins where the others are, is a member."""
+        self._parts.feed.begin()
+        self._ask()
+        self._begun().come_in()
+        self._let_in()
+
+    def meets(self, place: str) -> bool:
+        """Whether the others may wait for this newcomer, whose stage nobody had, at what ends with the barrier
+        ``place``; then it is a member now.
+        """
+        if self._loop is None or not self._loop.meets(place):
+            return False
+        self._let_in()
+        return True
+
+    def _follow(self, step: int) -> bool:
+        """Whether ``step`` is over with the others, once that is known; where it is not, this worker is a member now,
+        and goes on with its stage's state.
+        """
+        loop = self._begun()
+        self._parts.feed.begin()
+        if loop.follow(step):
+            return True
+        self._let_in()
+        return False
+
+    def _begun(self) -> BlockingLoop:
+        self._loop = self._prepared()
+        return self._loop
+
+    # --- what the script sees of the state -----------------------------------------------------------
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether the state is that of the script's step."""
+        return self._loop is not None and self._loop.followed == self._script.position
+
+    @property
+    def drops_changes(self) -> bool:
+        """Whether what the script makes of the state is dropped, since it comes as the others' scripts have made it.
+        Where a stage may be replayed nobody gives it.
+        """
+        return self._parts.log is None and (self._loop is None or not self._loop.enters)
+
+    def check_caught_up(self) -> None:
+        """Raise RecycleError where the script touches parameters that are not those of its step."""
+        if not self.caught_up:
+            raise RecycleError(
+                f"the script of a worker that comes back touches parameters after step {self._script.position}, "
+                "which are not here yet: leave that out while engine.behind, and let engine.on_join bring what it "
+                'needs, or set recycle.rejoin to "never"'
+            )
