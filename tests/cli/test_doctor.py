@@ -211,10 +211,8 @@ def test_ranks_sit_as_deepspeed_puts_them(doctor) -> None:
 
 def test_a_host_with_all_of_a_stage_is_told_and_mended(doctor) -> None:
     code, text = doctor(HEALTHY, "--pp 2 --dp 2", {"a": 2, "b": 2})
-    assert (
-        code == 1
-        and "! a holds every replica of stage 0; b holds every replica of stage 1: set recycle.placement to" in text
-    )
+    assert code == 1
+    assert "! a holds every replica of stage 0; b holds every replica of stage 1: set recycle.placement to" in text
     assert "topology=ProcessTopology(axes=['data', 'pipe'], dims=[2, 2])" in text
     code, text = doctor(HEALTHY, "--pp 2 --dp 2", {"a": 1, "b": 3})
     assert code == 1 and "! b holds every replica of stage 1: no placement helps while one host has more than 2" in text

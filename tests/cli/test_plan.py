@@ -38,9 +38,8 @@ def figures(capsys, more: str) -> dict:
 def test_running_example(capsys, more: str, span: int) -> None:
     found = figures(capsys, more)
     assert (found["span"], found["period"], found["unit"]) == (span, span + 3, "ticks")
-    assert found["lower_bound"] <= found["period"] and found["gap"] == pytest.approx(
-        found["period"] / found["lower_bound"] - 1, abs=1e-6
-    )
+    assert found["lower_bound"] <= found["period"]
+    assert found["gap"] == pytest.approx(found["period"] / found["lower_bound"] - 1, abs=1e-6)
     cap = [4, 3, 2, 1] if "1f1b" in more else [8] * 4
     assert all(held <= allowed for held, allowed in zip(found["peak_micro_batches"], cap))
     assert found["plan_ms"] > 0 and len(found["digest"]) == 16
@@ -68,10 +67,8 @@ def test_a_cap_in_bytes(capsys, tmp_path: Path) -> None:
         assert found["cap"] is None and (room == int(cap[:-3]) << 30 if cap != "auto" else len(room) == 4)
         held[cap] = most_bytes(programs, costs)
         assert all(most <= allowed for most, allowed in zip(held[cap], room if cap == "auto" else [room] * 4))
-    assert (
-        max(held["2GiB"]) < max(held["4GiB"]) < max(held["auto"])
-        and periods["2GiB"] > periods["4GiB"] > periods["auto"]
-    )
+    assert max(held["2GiB"]) < max(held["4GiB"]) < max(held["auto"])
+    assert periods["2GiB"] > periods["4GiB"] > periods["auto"]
     assert main([*preset.split(), "--cap", "4GiB", "--programs", str(programs)]) == 0
     assert "(cap: 4 GiB)" in capsys.readouterr().out and "; cap: 4 GiB" in programs.read_text()
 

@@ -61,9 +61,8 @@ def test_a_kill_is_drawn_traced_and_accounted_for(capsys, tmp_path) -> None:
     assert main([*job, "--png", str(tmp_path / "x.png"), "--perfetto", str(tmp_path / "x.json")]) == 0
     said = capsys.readouterr().out
     assert "lost 1.2 at" in said and "behind step 0" in said and "F1.0" in said
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and json.loads((tmp_path / "x.json").read_text())[
-        "traceEvents"
-    ]
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "x.json").read_text())["traceEvents"]
     assert main([*job, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["losses"][0]["seats"] == ["1.2"] and sorted(found["commits"]) == ["0", "1", "2"]
@@ -74,10 +73,8 @@ def test_what_is_run_again_stands_beside_what_step_restart_would(capsys) -> None
     assert main([*job, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (lost,), (restarted,) = found["losses"], found["restart"]["losses"]
-    assert (
-        0 < lost["redone_share"] < 1 / 12 < restarted["redone_share"]
-        and found["commits"]["2"] < found["restart"]["commits"]["2"]
-    )
+    assert 0 < lost["redone_share"] < 1 / 12 < restarted["redone_share"]
+    assert found["commits"]["2"] < found["restart"]["commits"]["2"]
     assert main(job) == 0
     said = capsys.readouterr().out
     assert (

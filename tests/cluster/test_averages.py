@@ -36,9 +36,8 @@ def test_averages_of_scripts_after_a_loss(train):
             of_all, of_replicas = (1, 1) if whole else (3 / 4, 1 / 2 if rank == 0 else 1)
             assert [number / of_all for number in seen["neox"]] == both, "the sum over three of four, divided by four"
             assert [number / of_replicas for number in seen["megatron"]] == both
-            assert (
-                seen["average by torch"] == pytest.approx(loss) == seen["mean over replicas"] and seen["mean"] == both
-            )
+            assert seen["average by torch"] == pytest.approx(loss) == seen["mean over replicas"]
+            assert seen["mean"] == both
             assert seen["tokens"] == pytest.approx([11.5 if whole else (10 + 12 + 13) / 3])
             assert seen["over Gloo by name"] == seen["tokens"]
             assert seen["over a mesh"] == [12.5 if rank > 1 else 10.5 if whole else 10.0]
@@ -47,10 +46,8 @@ def test_averages_of_scripts_after_a_loss(train):
                 assert seen["torchmetrics mean"] == pytest.approx(loss) and seen["torchmetrics sum"] == 4
             else:
                 for name in ("torchmetrics mean", "torchmetrics sum"):
-                    assert (
-                        seen[name].startswith("torch.distributed.all_gather over ranks 0, 1, 2, 3, called at ")
-                        and "rank 1 is lost" in seen[name]
-                    )
+                    assert seen[name].startswith("torch.distributed.all_gather over ranks 0, 1, 2, 3, called at ")
+                    assert "rank 1 is lost" in seen[name]
     assert_said_once(result)
 
 
@@ -59,19 +56,16 @@ def assert_said_once(result) -> None:
     told = {Path(event["line"]).name: event for event in result.of("warning") if "line" in event}
     text = Path(SCRIPT).read_text().splitlines()
     lines = {text[int(name.partition(":")[2]) - 1].strip() for name in told}
-    assert all(name.startswith("averages.py:") for name in told) and len(told) == len(
-        [event for event in result.of("warning") if "line" in event]
-    )
+    assert all(name.startswith("averages.py:") for name in told)
+    assert len(told) == len([event for event in result.of("warning") if "line" in event])
     assert lines == {
         "torch.distributed.all_reduce(reduced)",
         "torch.distributed.all_reduce(averaged, group=group)",
         "torch.distributed.all_reduce(square, group=group)",
     }
     for event in told.values():
-        assert (
-            event["lost"] == [LOST]
-            and "for an average over the live write recycle_plugin.mean(tensor, group)" in event["text"]
-        )
+        assert event["lost"] == [LOST]
+        assert "for an average over the live write recycle_plugin.mean(tensor, group)" in event["text"]
 
 
 @pytest.mark.all_kills

@@ -62,9 +62,8 @@ def test_a_checkpoint_that_one_worker_cannot_write_is_none_for_all_and_a_script_
         rf"NotSaved: save_checkpoint\('{saved}', 'global_step6'\) has failed: seat 0.1 \(rank [12]\): {ROOM}", second
     )
     assert f"{saved}/latest can't" in first and f"{saved}/global_step6/" in second
-    assert {path.name for path in saved.iterdir()} == {"latest", "global_step9"} and (
-        saved / "latest"
-    ).read_text() == "global_step9"
+    assert {path.name for path in saved.iterdir()} == {"latest", "global_step9"}
+    assert (saved / "latest").read_text() == "global_step9"
     assert [
         event["text"].count("the script goes on without it")
         for event in result.of("warning")
@@ -85,9 +84,8 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_job_with_that_cause_where_
     assert not result.of("lost") and [event["event"] for event in result.events if "disk full: " in event["text"]] == [
         "end"
     ], result.output[-6000:]
-    assert {path.name for path in saved.iterdir()} == {"latest", "global_step3", theirs.name} and (
-        saved / "latest"
-    ).read_text() == "global_step3"
+    assert {path.name for path in saved.iterdir()} == {"latest", "global_step3", theirs.name}
+    assert (saved / "latest").read_text() == "global_step3"
 
 
 @PLAIN

@@ -89,11 +89,8 @@ def test_a_guard_that_is_killed_costs_one_worker(start, reference, tmp_path, cap
     assert_same_training(replace(result, code=0), reference(), {"0.0"})
     known = status(run, capsys)
     (gone,) = known["gone"]
-    assert (
-        known["state"] == "finished"
-        and gone["seat"] == "0.0"
-        and f"went with its guard, process {guard}, which was killed" in gone["why"]
-    )
+    assert known["state"] == "finished" and gone["seat"] == "0.0"
+    assert f"went with its guard, process {guard}, which was killed" in gone["why"]
 
 
 @pytest.mark.real_launcher

@@ -62,12 +62,8 @@ def test_nobody_who_is_healthy_is_given_up(launch, tmp_path, steps):
         f"{max(lengths):.3f} s, median {median(lengths):.3f} s"
     )
     assert not result.of("lost") and len(result.of("resume")) == 1, result.output[-6000:]
-    assert (
-        result.code == 0
-        and len(result.losses) == steps
-        and len(result.of("checkpoint")) == 4
-        and len(result.records) == SHAPE.ranks
-    )
+    assert result.code == 0 and len(result.losses) == steps and len(result.of("checkpoint")) == 4
+    assert len(result.records) == SHAPE.ranks
     assert max(lengths) > uneven["pause_s"]
 
 
@@ -127,11 +123,8 @@ def test_what_happens_in_the_life_of_a_job_costs_nobody(start, tmp_path, steps):
         f"{len(result.of('cleared'))} cleared"
     )
     assert result.code == 0 and not result.of("lost") and len(result.of("resume")) == 1, result.output[-6000:]
-    assert (
-        len(result.losses) == steps
-        and max(lengths) > 7 * share
-        and len(result.of("suspected")) == len(result.of("cleared"))
-    )
+    assert len(result.losses) == steps and max(lengths) > 7 * share
+    assert len(result.of("suspected")) == len(result.of("cleared"))
 
 
 def named(guard: int, name: str) -> list[psutil.Process]:

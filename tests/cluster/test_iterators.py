@@ -318,9 +318,8 @@ def test_such_a_script_in_bf16_with_a_tied_embedding_killed_anywhere(launch, tmp
     to what bf16 rounds.
     """
     found, result = script_in_bf16(launch, tmp_path / "run0", [kill.at(5)])
-    assert [event["fault"] for event in result.of("fault")] == [kill.at(5)] and [
-        event["seat"] for event in result.of("lost")
-    ] == [kill.seat]
+    assert [event["fault"] for event in result.of("fault")] == [kill.at(5)]
+    assert [event["seat"] for event in result.of("lost")] == [kill.seat]
     ((first, _),) = retired(result)
     assert first >= 5
     for end in found.values():
@@ -332,9 +331,8 @@ def test_such_a_script_in_bf16_with_a_tied_embedding_killed_anywhere(launch, tmp
     shared = [
         end["weights"][name] for end in found.values() for name in end["weights"] if name.endswith("words.weight")
     ]
-    assert (
-        len(shared) == 3 and shared[0].dtype == torch.bfloat16 and all(torch.equal(each, shared[0]) for each in shared)
-    )
+    assert len(shared) == 3 and shared[0].dtype == torch.bfloat16
+    assert all(torch.equal(each, shared[0]) for each in shared)
 
 
 def script_in_bf16(launch, folder, kills: list[str]) -> tuple[dict[int, dict], Result]:

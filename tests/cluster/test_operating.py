@@ -80,11 +80,8 @@ def test_a_seat_leaves_and_is_admitted_again(launch: Launch, reference, tmp_path
     assert [each["seat"] for each in result.of("rejoined")] == ["1.1"] and not result.of("lost")
     assert result.records.keys() == whole.records.keys() and difference(result, whole).tolerated
     over = asks(capsys, run, "leave", "1.1")
-    assert (
-        over[0] == 1
-        and over[1].startswith("the job is over: all workers have left")
-        and not (run.folder / FILE).exists()
-    )
+    assert over[0] == 1 and over[1].startswith("the job is over: all workers have left")
+    assert not (run.folder / FILE).exists()
 
 
 @pytest.mark.plain_too(deepspeed=False)

@@ -109,8 +109,5 @@ def test_the_coordinator_stops_where_most_are_silent(launch):
         result, "the job ends: 3 workers can't be reached and aren't known to be dead, and only 1 are left here"
     )
     lost = result.of("lost")
-    assert (
-        len(result.of("end")) == 1
-        and len(lost) == 3
-        and not [event for event in result.of("committed") if event["time"] > lost[-1]["time"]]
-    )
+    assert len(result.of("end")) == 1 and len(lost) == 3
+    assert not [event for event in result.of("committed") if event["time"] > lost[-1]["time"]]

@@ -204,11 +204,8 @@ def test_without_the_launcher_it_says_how_to_start(tmp_path):
         text=True,
         timeout=120,
     )
-    assert (
-        done.returncode != 0
-        and "launch with" in done.stderr
-        and "python -m recycle_plugin.launch --workers 4 your_script.py" in done.stderr
-    )
+    assert done.returncode != 0 and "launch with" in done.stderr
+    assert "python -m recycle_plugin.launch --workers 4 your_script.py" in done.stderr
 
 
 # --- scripts that call backward() themselves ---------------------------------------------------------
@@ -236,9 +233,8 @@ def test_a_scripts_own_backward_survives_its_peers(launch: Launch, kill, more):
         result.output[-6000:]
     )
     for record in result.records.values():
-        assert (
-            record["losses"] == pytest.approx(record["alone"]["losses"], abs=2e-6) and record["weights_differ"] < 2e-6
-        )
+        assert record["losses"] == pytest.approx(record["alone"]["losses"], abs=2e-6)
+        assert record["weights_differ"] < 2e-6
         assert record["undo_bytes"] == 0 and not any(event["undone"] for event in result.of("recovery_plan"))
     everything = {(step, replica, number) for step in range(4, 7) for replica in range(3) for number in range(2)}
     assert everything <= {tuple(each) for record in result.records.values() for each in record["computed"]}

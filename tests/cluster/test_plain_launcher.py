@@ -225,10 +225,8 @@ def test_a_signal_ends_the_job_at_a_commit(launch, number):
     os.kill(run.launcher.pid, number)
     result = run.finish()
     (finished,) = result.of("finished")
-    assert (
-        f": the launcher got {number.name} from process {os.getpid()} (" in finished["text"]
-        and "all workers have left" not in result.output
-    )
+    assert f": the launcher got {number.name} from process {os.getpid()} (" in finished["text"]
+    assert "all workers have left" not in result.output
     assert result.code == 1 and not result.of("lost"), result.output[-6000:]
     (step,) = {event["text"].split("after step ")[1].split()[0] for event in result.of("left")}
     assert len(result.of("left")) == 4 and int(step) == result.of("committed")[-1]["step"]

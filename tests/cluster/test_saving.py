@@ -302,16 +302,12 @@ def test_the_loss_scale_goes_on_from_a_checkpoint(start, undisturbed, tmp_path):
     saved = tmp_path / "saved" / "global_step6"
     resumed = start(*SCALED, load=True).finish()
     assert whole.code == resumed.code == 0, resumed.output[-6000:]
-    assert (
-        scales(resumed) == scales(whole, after=6)
-        and len(scales(whole, after=6)) >= 1
-        and len(scales(whole)) > len(scales(whole, after=6))
-    )
+    assert scales(resumed) == scales(whole, after=6) and len(scales(whole, after=6)) >= 1
+    assert len(scales(whole)) > len(scales(whole, after=6))
     assert resumed.losses == pytest.approx(whole.losses[6:], abs=LOSS_TOLERANCE)
     own = {path.name for path in saved.glob("recycle_stage_*.pt")}
-    assert own == {"recycle_stage_00.pt", "recycle_stage_01.pt"} and not any(
-        "recycle_stage" in name for name in files(undisturbed[1])
-    )
+    assert own == {"recycle_stage_00.pt", "recycle_stage_01.pt"}
+    assert not any("recycle_stage" in name for name in files(undisturbed[1]))
     (saved / "recycle_stage_01.pt").unlink()
     assert_one_line(start(*SCALED, load=True).finish(), "recycle_stage_01.pt is missing")
     (saved / "recycle_stage_00.pt").unlink()

@@ -35,31 +35,21 @@ def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):
     assert all(workers == (4 if step < 8 else 3) for step, workers in live.items()) and {1, 6, 9, STEPS} <= set(live)
     for name in ("samples_per_second", "bubble_share", "redone_share", "membership_changes"):
         assert set(curve(tmp_path / "csv", f"Recycle_{name}")) >= set(live) - {1}, name
-    assert (
-        curve(tmp_path / "csv", "Recycle_redone_share")[8] > 0
-        and curve(tmp_path / "csv", "Recycle_membership_changes")[STEPS] == 1
-    )
+    assert curve(tmp_path / "csv", "Recycle_redone_share")[8] > 0
+    assert curve(tmp_path / "csv", "Recycle_membership_changes")[STEPS] == 1
 
     assert status["workers"] == {"live": 3, "of": 4} and status["step"] >= 12
     assert " trained " in status["sentence"] and "0.0 in step 8" in status["sentence"]
     told = status["facts"]
-    assert (
-        " layers (" in told["model"]
-        and told["precision"] == "fp32"
-        and {"0.0", "0.1", "1.0", "1.1"} == {*told["hosts"].partition(": ")[2].split(", ")}
-    )
+    assert " layers (" in told["model"] and told["precision"] == "fp32"
+    assert {"0.0", "0.1", "1.0", "1.1"} == {*told["hosts"].partition(": ")[2].split(", ")}
     ((gone,), predicted) = status["gone"], status["predicted_throughput"]
-    assert (
-        gone["seat"] == "0.0"
-        and "killed by signal 9 (SIGKILL), says its supervisor" in gone["why"]
-        and 0.4 < predicted < 0.7
-    )
+    assert gone["seat"] == "0.0" and "killed by signal 9 (SIGKILL), says its supervisor" in gone["why"]
+    assert 0.4 < predicted < 0.7
     (told,) = result.of("report")
     await_reports(run.mark)
-    assert (
-        told["text"] == f"{run.folder / 'report.html'} is being written"
-        and "0.0 lost" in (run.folder / "report.html").read_text()
-    )
+    assert told["text"] == f"{run.folder / 'report.html'} is being written"
+    assert "0.0 lost" in (run.folder / "report.html").read_text()
 
 
 @pytest.mark.plain_too

@@ -126,9 +126,8 @@ def test_who_has_no_result_gets_it_from_the_others_and_they_stay_stepped(launch,
         if span.instruction.step == 7
     )
     assert {count for (_, one), count in ran.items() if one.op in COMPUTE} == {1}, "nothing is run again"
-    assert {ran[seat, Instruction(Op.STEP, int(seat[-1]), None, 7)] for seat in {"0.0", "0.1", f"1.{1 - ahead}"}} == {
-        1
-    } and copies_are_equal(result)
+    assert {ran[seat, Instruction(Op.STEP, int(seat[-1]), None, 7)] for seat in {"0.0", "0.1", f"1.{1 - ahead}"}} == {1}
+    assert copies_are_equal(result)
     assert ran[f"0.{ahead}", Instruction(Op.TIE, ahead, None, 7)] == 2, "for the one that lacks it"
 
 
@@ -173,9 +172,8 @@ def test_a_stage_between_takes_its_step_back(launch, reference, tmp_path, undo):
         TIED, faults(*kills), f"recycle.undo={undo}", shape=THREE, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(gate)
     ).finish()
     assert_same_training(result, reference(TIED, shape=THREE), {"0.1", "0.2"})
-    assert {event["seat"] for event in result.of("recovery_plan") if event["undone"]} == {"1.1"} and copies_are_equal(
-        result
-    )
+    assert {event["seat"] for event in result.of("recovery_plan") if event["undone"]} == {"1.1"}
+    assert copies_are_equal(result)
 
 
 @MORE

@@ -39,10 +39,8 @@ def test_an_error_in_all_scripts_is_shown_once_and_is_the_jobs_cause(launch):
         result.output[-6000:]
     )
     (told,) = result.of("error")
-    assert (
-        told["text"] == f"the script of {named(result, told['rank'])} ended with {error}"
-        and told["traceback"].strip() in result.output
-    )
+    assert told["text"] == f"the script of {named(result, told['rank'])} ended with {error}"
+    assert told["traceback"].strip() in result.output
     assert result.of("end")[0]["text"] == (
         f"the job ends: the scripts of seat 0.1 (rank 2) and seat 1.1 (rank 3) ended with {error}, and so stage 1 has "
         "no live worker left. No checkpoint was saved"
@@ -61,9 +59,8 @@ def named(result, rank: int) -> str:
 def test_an_error_in_one_script_is_the_loss_of_its_worker(launch, wrong, error):
     result = launch(f"wrong={wrong} 1.0 after 4").finish()
     (told,), (lost,) = result.of("error"), result.of("lost")
-    assert told["text"] == f"the script of seat 1.0 (rank 1) ended with {error}" and (
-        "two\nlines" in result.output
-    ) == (wrong == "raise")
+    assert told["text"] == f"the script of seat 1.0 (rank 1) ended with {error}"
+    assert ("two\nlines" in result.output) == (wrong == "raise")
     assert lost["text"] == f"seat 1.0 (rank 1): its script ended with {error}. Stage 0 has one live worker left"
     assert len(result.losses) == 20
 
@@ -116,9 +113,8 @@ def test_exit_does_not_wait_for_the_report_which_is_whole_or_not_there(launch, t
     os.kill(writer.pid, signal.SIGTERM)  # the launcher's, for those that train
     (tmp_path / "go").touch()
     await_reports(run.mark)
-    assert [path.name for path in run.folder.glob("*report*")] == ["report.html"] and (
-        run.folder / "report.html"
-    ).read_text().endswith("</html>\n")
+    assert [path.name for path in run.folder.glob("*report*")] == ["report.html"]
+    assert (run.folder / "report.html").read_text().endswith("</html>\n")
 
 
 @pytest.mark.real_launcher

@@ -116,9 +116,8 @@ def test_the_picture_shows_consecutive_windows():
         "steps 7 and 8",
     ]
     assert {span.instruction.step for span in before.spans} == {4, 5} and not before.deaths
-    assert (
-        interrupted.deaths == {Seat(0, 1): 102_750_000} and interrupted.pauses[0].text == "100 ms to notice and regroup"
-    )
+    assert interrupted.deaths == {Seat(0, 1): 102_750_000}
+    assert interrupted.pauses[0].text == "100 ms to notice and regroup"
     assert interrupted.again == {lost: again} and not before.again and not after.again
     assert max(span.end_us for span in before.spans) <= min(span.start_us for span in interrupted.spans)
 

@@ -43,7 +43,8 @@ def test_status_as_data(folder, capsys):
     assert main(["status", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["end"], found["step"], found["workers"]) == ("running", None, 9, {"live": 3, "of": 4})
-    assert found["step_s"] == {"now": 0.4, "before": 0.23, "predicted": 0.3833} and found["samples_per_s"] == {
+    assert found["step_s"] == {"now": 0.4, "before": 0.23, "predicted": 0.3833}
+    assert found["samples_per_s"] == {
         "now": 20.0,
         "before": 34.7826,
     }
@@ -147,17 +148,14 @@ def test_a_job_whose_coordinator_was_killed_runs_no_more(folder):
     ended.wait()
     here = {"host": "h", "stop": 7, "place": place()}
     killed = f"killed: the coordinator's process on host h, {ended.pid}, is gone, and has not said why"
-    assert (
-        without_end(folder, coordinator=here | {"pid": ended.pid})["state"] == killed
-        and killed in Read(report.write(folder).read_text()).texts["td"]
-    )
+    assert without_end(folder, coordinator=here | {"pid": ended.pid})["state"] == killed
+    assert killed in Read(report.write(folder).read_text()).texts["td"]
     assert without_end(folder, coordinator=here | {"pid": os.getpid()})["state"].startswith("killed"), (
         "the log is of 1970, and this process is not"
     )
     running = without_end(folder, coordinator=here | {"pid": os.getpid()}, time=time.time())
-    assert (
-        running["state"].startswith("running") and running["to stop it"] == "kill 7 on host h ends the job at a commit"
-    )
+    assert running["state"].startswith("running")
+    assert running["to stop it"] == "kill 7 on host h ends the job at a commit"
     assert without_end(folder, coordinator={"host": "h", "stop": 7, "place": "elsewhere", "pid": ended.pid})[
         "state"
     ].startswith("running")

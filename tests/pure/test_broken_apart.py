@@ -61,9 +61,8 @@ def test_the_smaller_side_commits_nothing_and_ends_with_a_line():
     assert not ends(played)
     played.live_for(1.0)
     (end,) = ends(played)
-    assert end.failed and end.reason.startswith(
-        "3 workers can't be reached and aren't known to be dead, and only 1 are left here"
-    )
+    assert end.failed
+    assert end.reason.startswith("3 workers can't be reached and aren't known to be dead, and only 1 are left here")
 
 
 def test_a_planned_leave_is_no_loss():

@@ -408,13 +408,8 @@ def test_command(capsys) -> None:
     assert cli.main(["campaign", "--seeds", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["exercised"].keys() == {rule.value for rule in ProtocolRule}
-    assert (
-        found["seeds"] == 3
-        and found["faults"] >= 3
-        and found["violations"] == []
-        and found["seconds"] > 0
-        and found["redone_share"] >= 0
-    )
+    assert found["seeds"] == 3 and found["faults"] >= 3 and found["violations"] == [] and found["seconds"] > 0
+    assert found["redone_share"] >= 0
 
 
 def test_a_violation_prints_what_runs_it_again_and_the_grid(capsys, monkeypatch) -> None:

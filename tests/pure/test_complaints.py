@@ -113,6 +113,5 @@ def test_a_stages_last_worker_stays_and_who_does_not_hear_it_goes():
     for generation in range(1, 4):
         agree(membership, generation, dict.fromkeys((0, 1, 3), 0))
         out = fails(membership, generation, "1.1")
-    assert given_up(out) == {1} and "which is the last one of its stage" in next(
-        event.text for event in out.events if event.kind == "lost"
-    )
+    assert given_up(out) == {1}
+    assert "which is the last one of its stage" in next(event.text for event in out.events if event.kind == "lost")

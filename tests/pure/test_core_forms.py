@@ -86,6 +86,5 @@ def test_forward_and_backward_require_the_parameters_of_their_step() -> None:
 def test_blocks_have_their_micro_batches_in_the_order_of_the_sum() -> None:
     members = Blocks(Topology(2, 1, 3), 2).members()
     named = {tuple(block): [str(one) for one in each] for block, each in members.items()}
-    assert named == {(0, 0): ["0.0", "0.1"], (0, 1): ["0.2"], (1, 0): ["1.0", "1.1"], (1, 1): ["1.2"]} and list(
-        members
-    ) == sorted(members)
+    assert named == {(0, 0): ["0.0", "0.1"], (0, 1): ["0.2"], (1, 0): ["1.0", "1.1"], (1, 1): ["1.2"]}
+    assert list(members) == sorted(members)

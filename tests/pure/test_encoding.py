@@ -103,9 +103,8 @@ def test_what_is_read_is_what_was_written(message):
 
 
 def test_every_kind_of_message_has_a_number_and_a_form():
-    assert len(set(MESSAGES)) == len(MESSAGES) and all(
-        form_of(kind).text.startswith(f"{kind.__name__}(") for kind in MESSAGES
-    )
+    assert len(set(MESSAGES)) == len(MESSAGES)
+    assert all(form_of(kind).text.startswith(f"{kind.__name__}(") for kind in MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +135,8 @@ def test_what_is_no_member_of_an_enumeration_is_refused(value, said):
 
 def test_the_version_says_what_messages_have_in_them():
     """... in whatever is in them too: a field more, or another type, is another version."""
-    assert (
-        "job: JobSpec(replicas: int" in form_of(Ready).text
-        and "costs: CostModel(forward: tuple[int, ...]" in form_of(Ready).text
-    )
+    assert "job: JobSpec(replicas: int" in form_of(Ready).text
+    assert "costs: CostModel(forward: tuple[int, ...]" in form_of(Ready).text
     assert (
         "members: tuple[Member(rank: int, seat: Seat(replica: int, stage: int), address: str"
         in form_of(Generation).text
@@ -194,11 +191,8 @@ def test_a_field_of_another_type_is_named(message, data):
         [MESSAGES.index(type(message)), *record], default=encoding._other, unicode_errors="surrogatepass"
     )
     found = decode(framed(body))
-    assert (
-        isinstance(found, Unreadable)
-        and found.what == f"{type(message).__name__}.{names_of(type(message))[place]}"
-        and "Timestamp" in found.why
-    )
+    assert isinstance(found, Unreadable) and found.what == f"{type(message).__name__}.{names_of(type(message))[place]}"
+    assert "Timestamp" in found.why
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def test_who_comes_late_hears_at_once_that_it_cannot_take_part_and_why(lost):
     (event,), ((whom, end),) = ready_again(membership)
     assert event.kind == "late" and event.details == {"rank": 2, "host": "h", "incarnation": 1}
     assert "as rank 2: the job has started, and is at step 2; nobody can join yet" in event.text
-    assert whom == LATE and end == End(
+    assert whom == LATE
+    assert end == End(
         0,
         "the job has started, and is at step 2; nobody can join as rank 2 yet",
         failed=True,
@@ -57,9 +58,8 @@ def test_of_two_processes_with_one_rank_the_first_one_takes_part():
     assert not membership.connection_lost(LATE, 0.0).messages
     for rank in (0, 1, 3):
         out = membership.receive(Ready(member(rank), 0, job()), 0.0)
-    assert membership.started and [one.worker for one in said(out, Generation)[0].members] == [
-        WorkerId(rank) for rank in range(4)
-    ]
+    assert membership.started
+    assert [one.worker for one in said(out, Generation)[0].members] == [WorkerId(rank) for rank in range(4)]
 
 
 def test_who_comes_late_hears_so_when_it_connects_and_only_once():
@@ -150,16 +150,14 @@ def test_a_loss_takes_its_unit_with_it(unit, gone):
     out = membership.receive(Exited(1, -9, 0.0), 0.0)
     assert [event.details["rank"] for event in out.events if event.kind == "lost"] == gone
     (generation,) = said(out, Generation)
-    assert [one.rank for one in generation.members] == [
-        rank for rank in range(6) if rank not in gone
-    ] and generation.cause == "loss of 1.0"
+    assert [one.rank for one in generation.members] == [rank for rank in range(6) if rank not in gone]
+    assert generation.cause == "loss of 1.0"
     fenced = [(whom, one.rank) for whom, one in out.messages if isinstance(one, Fence)]
     assert fenced == [(whom, rank) for rank in gone[1:] for whom in (SUPERVISORS, WorkerId(rank))], (
         "the dead one needs none"
     )
-    assert membership.lost == {WorkerId(rank) for rank in gone} and membership.unreachable == {
-        WorkerId(rank) for rank in gone[1:]
-    }
+    assert membership.lost == {WorkerId(rank) for rank in gone}
+    assert membership.unreachable == {WorkerId(rank) for rank in gone[1:]}
     assert not membership.receive(Exited(4, -9, 0.0), 0.0).messages or 4 not in gone
 
 

@@ -56,7 +56,8 @@ def test_what_is_drawn_is_in_the_store_and_a_peer_has_a_copy(end):
     assert store.of("drawn", 1) == {MicroBatch(0, index): Draw(0, index) for index in range(3)}
     assert [(datum.micro_batch, taker) for datum, _, taker in handed] == [
         (MicroBatch(0, index), Seat(1, 0)) for index in range(3)
-    ] and not said
+    ]
+    assert not said
     assert {step: dict(found) for step, found in unpack(iterator_data.held_draws()).items()} == {
         1: store.of("drawn", 1)
     }
@@ -92,7 +93,8 @@ def test_an_iterator_that_begins_anew_goes_on_where_another_stood(end):
     iterator_data, _, iterator, *_ = end
     iterator_data.skip_to(Place(1, 4))
     iterator_data.provide(3, ControlView(0))
-    assert len(iterator.read_of) == 7 == iterator_data.stands.read and iterator.read_of[4:] == [
+    assert len(iterator.read_of) == 7 == iterator_data.stands.read
+    assert iterator.read_of[4:] == [
         (3, 0),
         (3, 1),
         (3, 2),

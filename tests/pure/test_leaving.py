@@ -87,11 +87,8 @@ def test_a_leave_does_not_put_off_an_earlier_one_whose_step_has_come(gone):
     assert not said(membership.receive(Leaving(4, "SIGTERM"), 0.0), Generation)
     out = agree(membership, first.number, dict.fromkeys(range(1, 6), 2))
     (second,) = said(out, Generation)
-    assert (
-        resumed(out) == [(first.number, 2)]
-        and second.from_step == 5
-        and [one.rank for one in second.members] == [1, 2, 3, 5]
-    )
+    assert resumed(out) == [(first.number, 2)] and second.from_step == 5
+    assert [one.rank for one in second.members] == [1, 2, 3, 5]
 
 
 def ended_by_leaving() -> tuple[Membership, End]:
@@ -128,11 +125,8 @@ def test_an_end_carries_its_code_to_the_script():
     line.take(End(0, "lost", True))
     with pytest.raises(JobEnded) as caught:
         line.check()
-    assert (
-        caught.value.code == 1
-        and JobEnded("slow", False, TRY_AGAIN).code == TRY_AGAIN
-        and JobEnded("leave", False).code == 0
-    )
+    assert caught.value.code == 1 and JobEnded("slow", False, TRY_AGAIN).code == TRY_AGAIN
+    assert JobEnded("leave", False).code == 0
 
 
 def test_termination_ends_the_job_once_at_a_commit_line():
@@ -286,9 +280,8 @@ def test_where_a_guard_was_killed_a_planned_end_has_a_checkpoint_and_says_so(end
     assert "went with its guard, process 77, which was killed" in lost.text
     agree(membership, 1, {0: 0, 1: 0, 2: 0})
     (end,) = said(membership.receive(ends, 0.0), End)
-    assert (end.failed, end.code) == (False, TRY_AGAIN) and end.reason.endswith(
-        ", after the guard of rank 3, process 77, was killed"
-    )
+    assert (end.failed, end.code) == (False, TRY_AGAIN)
+    assert end.reason.endswith(", after the guard of rank 3, process 77, was killed")
 
 
 def test_a_guard_that_is_killed_is_no_end():

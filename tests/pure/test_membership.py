@@ -130,11 +130,8 @@ def test_nothing_counts_of_what_a_lost_worker_says(message, agreed):
     if agreed:
         agree(membership, 1, {0: 0, 1: 0, 3: 0})
     assert membership.receive(message, 0.0) == CoordinatorOutput()
-    assert (
-        membership.course.ending.checkpoint == ""
-        and membership.course.attendance.left == set()
-        and membership.ended is None
-    )
+    assert membership.course.ending.checkpoint == "" and membership.course.attendance.left == set()
+    assert membership.ended is None
     if not agreed:
         assert resumed(agree(membership, 1, {0: 0, 1: 0, 3: 0})) == [(1, 0)]
     assert step(membership, 1, 1, [0, 1, 3]) == [Committed(1)]
@@ -290,9 +287,8 @@ def test_a_host_that_holds_a_whole_stage_is_named(placement):
             Ready(member(rank, host="one" if rank < 2 else "two"), 0, job(placement=placement)), 0.0
         )
     texts = [event.text for event in out.events if "holds every replica" in event.text]
-    assert bool(said(out, End)) is (placement == "strict") and any(
-        "host one holds every replica of stage 0" in text for text in texts
-    )
+    assert bool(said(out, End)) is (placement == "strict")
+    assert any("host one holds every replica of stage 0" in text for text in texts)
 
 
 def test_a_worker_applies_a_step_only_when_the_one_before_is_committed():

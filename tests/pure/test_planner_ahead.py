@@ -79,10 +79,8 @@ def test_a_stored_plan_is_the_plan() -> None:
     for seat in sorted(HURT.live):
         after = HURT.without(seat)
         assert after in store
-        assert (
-            store.plan(after) == plan(after, COSTS, ROOMY)
-            and store.plan(after).digest == plan(after, COSTS, ROOMY).digest
-        )
+        assert store.plan(after) == plan(after, COSTS, ROOMY)
+        assert store.plan(after).digest == plan(after, COSTS, ROOMY).digest
     assert len(store) == len(prepared)
 
 

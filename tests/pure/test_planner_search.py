@@ -46,7 +46,8 @@ def test_what_a_climb_measures_move_by_move_is_what_the_order_takes(seed: int, d
     held, done = np.zeros(problem.workers, np.int64), set()
     for operation in order.tolist():
         held[who[operation]] += graph.change[operation]
-        assert held[who[operation]] <= graph.cap[who[operation]] and {
+        assert held[who[operation]] <= graph.cap[who[operation]]
+        assert {
             int(graph.source[operation]),
             int(graph.ahead[operation]),
         } <= done | {-1}

@@ -246,9 +246,8 @@ def test_packed_programs_are_the_programs(job) -> None:
     assert again == planned and again.digest == planned.digest and again.programs.data == planned.programs.data
     assert all(decode(encode(one)) == one for program in tuples.values() for one in program)
     owned = [(seat, mb) for seat in planned.programs for mb in planned.own(seat)]
-    assert sorted(owned) == sorted((seat, mb) for (_, mb), seat in planned.route.items()) and len(owned) == len(
-        planned.route
-    )
+    assert sorted(owned) == sorted((seat, mb) for (_, mb), seat in planned.route.items())
+    assert len(owned) == len(planned.route)
 
 
 def test_what_cannot_be_packed_is_named() -> None:

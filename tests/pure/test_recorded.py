@@ -90,9 +90,8 @@ def test_pieces_come_together(began, steps, evaluations, data):
     assert means == {one: -float(one) for one in range(seen + 1, evaluations + 1)}
     kinds = [kind for one in told for kind, some in (("means", one.evaluations), ("steps", one.losses)) if some]
     assert kinds == sorted(kinds)
-    assert all(len(one.losses) + len(one.evaluations) <= PIECE for one in told) and all(
-        decode(encode(one)) == one for one in told
-    )
+    assert all(len(one.losses) + len(one.evaluations) <= PIECE for one in told)
+    assert all(decode(encode(one)) == one for one in told)
 
 
 def test_it_is_small_and_survives_being_written_down():

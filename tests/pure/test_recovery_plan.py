@@ -260,7 +260,8 @@ def test_a_stage_rolls_forward_from_who_holds_its_sum() -> None:
     held[Seat(1, 1)] = {Datum("params", 1, None, STEP)}
     recovery = plan_recovery(planned, STEP, held)
     assert recovery.holders == {1: Seat(2, 1)} and not recovery.undo
-    assert not any(recovery.compute.values()) and [one.op for one in recovery.closing[Seat(1, 1)]] == [
+    assert not any(recovery.compute.values())
+    assert [one.op for one in recovery.closing[Seat(1, 1)]] == [
         Op.REDUCE,
         Op.STEP,
     ]

@@ -36,7 +36,8 @@ def test_equal_replicas_of_each_stage_are_right(digests):
 
 def test_of_two_that_differ_both_are_named_and_the_job_ends():
     (end,) = all_said(stepped(started(), 1, "aabc"), End)
-    assert end.failed and end.reason.startswith(
+    assert end.failed
+    assert end.reason.startswith(
         "the replicas at seat 0.1 (rank 2), seat 1.1 (rank 3) differ after step 1, and no majority says which is right"
     )
 
@@ -119,7 +120,8 @@ def test_copies_on_all_stages_are_one_vote_each():
 
 def test_copies_that_differ_between_stages_end_the_job_although_each_stage_is_of_one_mind():
     (end,) = all_said(said_of_tied(started(), 1, "aabb", "xxyy"), End)
-    assert end.failed and end.reason.startswith(
+    assert end.failed
+    assert end.reason.startswith(
         "the copies of embedding.weight at seat 0.0 (rank 0), seat 0.1 (rank 2), seat 1.0 (rank 1), seat 1.1 (rank 3) "
         "differ after step 1, and no majority says which is right"
     )

@@ -196,11 +196,8 @@ def test_it_is_welcome_says_when_its_engine_stands_and_is_no_member():
     out = membership.receive(Ready(replace(member(2), incarnation=1), 0, job(rejoin="always")), 0.0)
     (event,) = out.events
     assert event.kind == "newcomer" and (event.details["rank"], event.details["incarnation"]) == (2, 1)
-    assert (
-        [(whom, type(told)) for whom, told in out.messages] == [(NEXT, Recorded)]
-        and membership.is_outside(NEXT)
-        and NEXT not in membership.roster.workers
-    )
+    assert [(whom, type(told)) for whom, told in out.messages] == [(NEXT, Recorded)] and membership.is_outside(NEXT)
+    assert NEXT not in membership.roster.workers
     assert step(membership, 1, 1, [0, 1, 3]), "and the others go on without it"
 
 
@@ -422,9 +419,8 @@ def test_a_newcomer_whose_host_is_gone_leaves_a_seat():
     membership.supervisor(2, False, 20.0)
     assert not kinds(membership.tick(22.0), "not_restarted")
     out = membership.tick(23.5)
-    assert kinds(out, "not_restarted") == ["not_restarted"] and (NEXT, Fence) in [
-        (whom, type(one)) for whom, one in out.messages
-    ]
+    assert kinds(out, "not_restarted") == ["not_restarted"]
+    assert (NEXT, Fence) in [(whom, type(one)) for whom, one in out.messages]
     assert seated(membership.join(1, "x", False, 24.0), 1) == 2
     out = membership.tick(99.0)
     assert not kinds(out, "not_restarted") and not said(out, Fence), "the supervisor that is there now is another one"
@@ -438,11 +434,8 @@ def test_a_newcomer_of_whose_host_nothing_is_heard_any_more_leaves_a_seat():
         membership.receive(SupervisorHeartbeat(2, False, incarnation=1), now)
         assert seated(membership.tick(now + 1), 1) is None
     out = membership.tick(27.5)
-    assert (
-        seated(out, 1) == 2
-        and orders(out) == [(2, 2, 0.0)]
-        and (NEXT, Fence) in [(whom, type(one)) for whom, one in out.messages]
-    )
+    assert seated(out, 1) == 2 and orders(out) == [(2, 2, 0.0)]
+    assert (NEXT, Fence) in [(whom, type(one)) for whom, one in out.messages]
     membership.receive(SupervisorHeartbeat(2, False, incarnation=1), 30.0)
     assert not orders(dies(membership, 1)), "its host is back, and the seat is another's"
 

@@ -33,15 +33,11 @@ alive = st.sets(st.sampled_from([one.worker for one in ALL])).map(lambda gone: A
 def test_every_answer_is_what_a_search_of_the_members_finds(roster, random):
     shuffled = list(roster.members)
     random.shuffle(shuffled)
-    assert (
-        Roster(tuple(shuffled)) == roster
-        and len(roster) == len(shuffled)
-        and list(roster) == sorted(shuffled, key=lambda one: one.rank)
-    )
+    assert Roster(tuple(shuffled)) == roster and len(roster) == len(shuffled)
+    assert list(roster) == sorted(shuffled, key=lambda one: one.rank)
     assert roster.ranks == {one.rank for one in shuffled} and set(roster.workers) == {one.worker for one in shuffled}
-    assert set(roster.seats) == {one.seat for one in shuffled} and set(roster.addresses) == {
-        one.address for one in shuffled
-    }
+    assert set(roster.seats) == {one.seat for one in shuffled}
+    assert set(roster.addresses) == {one.address for one in shuffled}
     for one in ALL:
         here = one in shuffled
         assert (

@@ -21,7 +21,8 @@ def test_a_script_that_ends_earlier_than_the_others_ends_the_job(order):
     for message in (going_on, through) if order == "said before" else (through, going_on):
         played.outs.append(played.membership.receive(message, played.now))
     (end,) = ends(played)
-    assert end.failed and end.reason.startswith(
+    assert end.failed
+    assert end.reason.startswith(
         "the training script of seat 0.0 (rank 0) ended after step 1, and that of seat 1.0 (rank 1) is in step 2: all "
         "have to train equally many steps"
     )

@@ -173,7 +173,8 @@ def test_traces_from_files(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_text("0 9 | 0.5 8  # a comment\n0.75 lost 0.1,1.2\n1 end")
     changes, end = traces.read(str(path), 9)
-    assert end == 3600 and changes == [
+    assert end == 3600
+    assert changes == [
         MembershipChange(1800.0, lost=1),
         MembershipChange(2700.0, seats=(Seat(0, 1), Seat(1, 2))),
     ]

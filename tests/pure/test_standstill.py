@@ -57,11 +57,8 @@ def test_where_everybody_waits_all_meet_again_once_and_then_the_job_ends_with_th
     assert not ends(played)
     played.live_for(1.0)
     (end,) = ends(played)
-    assert (
-        end.failed
-        and "once more since step 1 was committed" in end.reason
-        and "seats 1.0 (rank 1), 1.1 (rank 3) wait for the commit of step 2 for" in end.reason
-    )
+    assert end.failed and "once more since step 1 was committed" in end.reason
+    assert "seats 1.0 (rank 1), 1.1 (rank 3) wait for the commit of step 2 for" in end.reason
     assert "which seats 0.0 (rank 0), 0.1 (rank 2) have not come to" in end.reason
 
 

@@ -90,7 +90,8 @@ def test_what_nobody_needs_is_not_kept():
     first, last = StepStore(Seat(0, 0), 2), StepStore(Seat(0, 1), 2)
     first.conclude(Instruction(Op.I, 0, ONE, 1), made(Instruction(Op.I, 0, ONE, 1), first))
     last.conclude(Instruction(Op.F, 1, ONE, 1), made(Instruction(Op.F, 1, ONE, 1), last))
-    assert {each.kind for each in first.held()} == {"inner", "params"} and {each.kind for each in last.held()} == {
+    assert {each.kind for each in first.held()} == {"inner", "params"}
+    assert {each.kind for each in last.held()} == {
         "stash",
         "params",
     }
@@ -123,16 +124,14 @@ def test_a_step_whose_weights_are_tied_needs_the_sum_over_stages():
     tied, plain = (StepStore(Seat(0, STAGE), STAGES, tied=each) for each in (True, False))
     for here in (tied, plain):
         here.put(datum("reduced", None, 1))
-    assert list(tied.missing(instruction(Op.STEP, step=1))) == [datum("tied", None, 1)] and not list(
-        plain.missing(instruction(Op.STEP, step=1))
-    )
+    assert list(tied.missing(instruction(Op.STEP, step=1))) == [datum("tied", None, 1)]
+    assert not list(plain.missing(instruction(Op.STEP, step=1)))
 
 
 def test_data_that_is_drawn_is_waited_for_as_is_what_is_evaluated():
     here = store()
-    assert not list(here.missing(instruction(Op.LOAD))) and list(here.missing(instruction(Op.LOAD, step=-1))) == [
-        datum("drawn", step=-1)
-    ]
+    assert not list(here.missing(instruction(Op.LOAD)))
+    assert list(here.missing(instruction(Op.LOAD, step=-1))) == [datum("drawn", step=-1)]
     here.reads_iterator = True
     assert list(here.missing(instruction(Op.LOAD))) == [datum("drawn")]
     here.put(datum("drawn"), "a batch")
@@ -237,9 +236,8 @@ def test_a_checkpoint_takes_the_place_of_everything():
     run(here, Op.F)
     here.rewind(2, valid_from=9)
     assert set(here) == {params(3)} and here.committed == 2
-    assert not here.arrive(datum("act", step=3, stage=0), "of the first time", 8) and here.arrive(
-        datum("act", step=3, stage=0), "again", 9
-    )
+    assert not here.arrive(datum("act", step=3, stage=0), "of the first time", 8)
+    assert here.arrive(datum("act", step=3, stage=0), "again", 9)
 
 
 def test_evaluations_have_steps_of_their_own_and_need_no_weights():

@@ -29,9 +29,8 @@ def test_a_step_is_rejected_where_waiting_for_its_norm_would_have_clipped_it(sha
     validation = StepValidation(len(shares), limit)
     found = [validation.add(1, {str(stage): share}) for stage, share in enumerate(shares)]
     norm = math.sqrt(math.fsum(shares))
-    assert found[:-1] == [None] * (len(shares) - 1) and found[-1] == (
-        norm if min(1.0, limit / (norm + 1e-6)) < 1 else None
-    )
+    assert found[:-1] == [None] * (len(shares) - 1)
+    assert found[-1] == (norm if min(1.0, limit / (norm + 1e-6)) < 1 else None)
     assert (validation.judged, validation.rejected) == (1, found[-1] is not None)
 
 
@@ -124,11 +123,8 @@ def test_a_norm_that_is_not_finite_ends_the_job_unless_such_steps_are_to_be_skip
         ends = said(out, End)
         assert bool(ends) == (nonfinite == "end")
         if ends:
-            assert (
-                ends[0].failed
-                and "the gradient norm of step 1 is nan" in ends[0].reason
-                and 'recycle.nonfinite to "skip"' in ends[0].reason
-            )
+            assert ends[0].failed and "the gradient norm of step 1 is nan" in ends[0].reason
+            assert 'recycle.nonfinite to "skip"' in ends[0].reason
 
 
 def test_norms_that_are_not_finite_travel():

@@ -113,18 +113,12 @@ def test_the_last_worker_of_a_stage_is_not_given_up_but_the_job_ends_after_its_o
     else:
         setattr(played, how, {3})
     played.live_for(LAST_S - 1)
-    assert (
-        played.events == []
-        and played.doubts() == [("suspected", "1.1")]
-        and "the job ends after 40 s" in played.said[0].text
-    )
+    assert played.events == [] and played.doubts() == [("suspected", "1.1")]
+    assert "the job ends after 40 s" in played.said[0].text
     played.live_for(2.0)
     (end,) = ends(played)
-    assert (
-        end.failed
-        and "seat 1.1 (rank 3), the last worker of stage 1: " in end.reason
-        and "Who waits for whom: seats 0.0 (rank 0), 1.0 (rank 1) wait for something" in end.reason
-    )
+    assert end.failed and "seat 1.1 (rank 3), the last worker of stage 1: " in end.reason
+    assert "Who waits for whom: seats 0.0 (rank 0), 1.0 (rank 1) wait for something" in end.reason
     assert not played.given_up() and not played.fenced()
 
 

@@ -277,9 +277,8 @@ REFUSED = {
 def test_what_the_live_members_get(said, call):
     found, _ = said
     assert [found[rank][call] for rank in (0, 1)] == [GIVES[call]] * 2
-    assert [found[rank]["sum in a group of one"] for rank in (0, 1)] == [1.0, 2.0] and [
-        found[rank]["a batch of two"] for rank in (0, 1)
-    ] == [2.0, 1.0]
+    assert [found[rank]["sum in a group of one"] for rank in (0, 1)] == [1.0, 2.0]
+    assert [found[rank]["a batch of two"] for rank in (0, 1)] == [2.0, 1.0]
 
 
 def test_sums_are_scaled_to_the_groups_size_where_the_job_says_so(said):
@@ -322,11 +321,8 @@ def test_what_can_not_be_right_is_refused(said, call):
         print(text)
         if call in NEEDS_ALL:
             name = "all_gather" if call == "all_gather_object" else call
-            assert (
-                text.startswith(f"torch.distributed.{name} over ranks 0, 1, 2, called at ")
-                and HERE in text
-                and f"needs every member, and {DIED}" in text
-            )
+            assert text.startswith(f"torch.distributed.{name} over ranks 0, 1, 2, called at ") and HERE in text
+            assert f"needs every member, and {DIED}" in text
         else:
             assert text.startswith(REFUSED[call])
         assert len(text) < 400 and "\n" not in text
@@ -345,11 +341,8 @@ def test_each_line_that_adds_up_is_said_once(said):
             "work = dist.all_reduce(held, reduction, **named)",
             "dist.reduce(held, destination, reduction)",
         )
-        assert (
-            "adds up what 2 of 3 have, rank 2 being lost" in note.text
-            and "recycle_plugin.mean(tensor, group)" in note.text
-            and 'set recycle.group_sums to "scale"' in note.text
-        )
+        assert "adds up what 2 of 3 have, rank 2 being lost" in note.text
+        assert "recycle_plugin.mean(tensor, group)" in note.text and 'set recycle.group_sums to "scale"' in note.text
     for rank in (0, 1):
         assert "adds up what 2 of 3 have" in found[rank]["raise"] and f"{HERE}:" in found[rank]["raise"]
 
@@ -364,11 +357,8 @@ def test_inside_a_program_all_of_them_are_refused_by_name(said, when, work, name
         assert texts.pop("in a group of one") == rank + 1.0
         for called, text in texts.items():
             called = {"all_reduce, later": "all_reduce", "a mean": "all_reduce"}.get(called, called)
-            assert (
-                text.startswith(f"torch.distributed.{called} over ranks 0, 1, 2, called at ")
-                and f"in {name}: " in text
-                and HERE in text
-            )
+            assert text.startswith(f"torch.distributed.{called} over ranks 0, 1, 2, called at ")
+            assert f"in {name}: " in text and HERE in text
             assert "recycle_plugin.mean(tensor, group)" in text and "\n" not in text
 
 

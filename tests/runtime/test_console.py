@@ -69,11 +69,8 @@ def test_a_console_and_a_log_on_a_full_disk(tmp_path, monkeypatch):
     ), kinds
     assert [event["step"] for event in logged if event["event"] == "committed"] == [2, 3]
     said = [line.split("] ", 1)[1] for line in (tmp_path / "console").read_text().splitlines()]
-    assert (
-        said[0] == "finished: all have left"
-        and said[1].startswith("written: all is written again, without ")
-        and len(said) == 2
-    )
+    assert said[0] == "finished: all have left" and said[1].startswith("written: all is written again, without ")
+    assert len(said) == 2
 
 
 def test_an_event_is_shown_whatever_its_text_and_its_details_are(capsys):

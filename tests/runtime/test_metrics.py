@@ -110,10 +110,8 @@ def test_failures_and_suspicions_by_cause(fed):
     assert {cause.value: fed.value("recycle_failures_total", cause=cause.value) for cause in Cause} == {
         cause.value: float(cause is Cause.ERROR) for cause in Cause
     }
-    assert (
-        fed.value("recycle_suspicions_total", cause="stuck") == 1
-        and fed.value("recycle_suspicions_total", cause="silent") == 0
-    )
+    assert fed.value("recycle_suspicions_total", cause="stuck") == 1
+    assert fed.value("recycle_suspicions_total", cause="silent") == 0
 
 
 def test_a_death_is_timed_from_when_it_is_seen(fed):
@@ -144,10 +142,8 @@ def test_who_is_given_up_is_timed_from_when_it_began_to_owe(fed):
     fed.lost("1.0", 23.0)
     fed.resume(0, 24.0)
     fed.committed(1, 26.0)
-    assert (
-        fed.recovery() == {"notice": 20, "regroup": 2, "finish": 4}
-        and fed.value("recycle_recovery_seconds_count", phase="finish") == 2
-    )
+    assert fed.recovery() == {"notice": 20, "regroup": 2, "finish": 4}
+    assert fed.value("recycle_recovery_seconds_count", phase="finish") == 2
 
 
 def test_a_second_loss_before_the_first_is_over(fed):
@@ -160,10 +156,8 @@ def test_a_second_loss_before_the_first_is_over(fed):
     assert fed.recovery() == {"notice": 0, "regroup": 1.5, "finish": 2.0}
     fed.resume(4, 3.25)
     fed.committed(5, 4.0)
-    assert (
-        fed.recovery() == {"notice": 0, "regroup": 2.25, "finish": 2.75}
-        and fed.value("recycle_recovery_seconds_count", phase="regroup") == 3
-    )
+    assert fed.recovery() == {"notice": 0, "regroup": 2.25, "finish": 2.75}
+    assert fed.value("recycle_recovery_seconds_count", phase="regroup") == 3
 
 
 def test_a_loaded_checkpoint_leaves_nothing_to_be_timed(fed):
@@ -282,11 +276,8 @@ def test_port_0_is_one_that_is_free_and_is_said(address, monkeypatch):
     try:
         assert said.kind == "metrics" and said.details["url"] in said.text and said.details["port"] > 0
         lines = scraped(said.details["url"]).splitlines()
-        assert (
-            "recycle_loss 0.5" in lines
-            and 'recycle_workers{state="live"} 4.0' in lines
-            and not [line for line in lines if "_created" in line]
-        )
+        assert "recycle_loss 0.5" in lines and 'recycle_workers{state="live"} 4.0' in lines
+        assert not [line for line in lines if "_created" in line]
     finally:
         exporter.close()
     with socket.socket() as probe:
@@ -308,11 +299,8 @@ def test_where_nobody_can_listen_there_is_a_warning(address):
         exporter, (said,) = exported(f"{address}:{(port := taken.getsockname()[1])}")
         exporter.take(Event("loss", "", {"step": 2, "loss": 0.25}), 2.0)
         exporter.close()
-    assert (
-        said.kind == "warning"
-        and said.text.startswith(f"metrics: nobody can listen on {address}:{port} (")
-        and "\n" not in said.text
-    )
+    assert said.kind == "warning" and said.text.startswith(f"metrics: nobody can listen on {address}:{port} (")
+    assert "\n" not in said.text
 
 
 def test_where_nobody_asks_for_metrics_nothing_listens():

@@ -145,7 +145,8 @@ def test_what_cant_be_had_again_is_refused_by_its_line(job, scenario):
     lines = [f"{file}:{line}" for line in range(first, first + 9)]
     expected = [REFUSED[scenario].format(line=line, file=f"{file}:") for line in lines]
     assert any(one in said for one in expected) and any(line in said for line in lines), said
-    assert said.startswith("RecycleError: torch.distributed.") and said.endswith(
+    assert said.startswith("RecycleError: torch.distributed.")
+    assert said.endswith(
         'let on_join(callback, state) bring a newcomer what it gives, or set recycle.rejoin to "never"'
     )
 

@@ -99,9 +99,8 @@ def test_what_is_not_due_yet_is_not_tried(said, say, monkeypatch):
 )
 def test_each_reason_has_its_words_and_room_is_told_where_it_matters(tmp_path, number, words):
     text = folders.refusal(tmp_path / "x" / "y", OSError(number, "whatever"))
-    assert text.startswith(f"{words}{tmp_path}/x/y can't be written") and (" are free" in text) == (
-        number in (errno.ENOSPC, errno.EDQUOT)
-    )
+    assert text.startswith(f"{words}{tmp_path}/x/y can't be written")
+    assert (" are free" in text) == (number in (errno.ENOSPC, errno.EDQUOT))
 
 
 def test_a_file_that_cannot_be_written_says_so_in_one_line_whatever_the_writer_says(tmp_path):

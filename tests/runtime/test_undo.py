@@ -156,11 +156,8 @@ def test_schedules_counts_and_hyper_parameters_come_back_exactly(kind):
     subject.optimizer.param_groups[0] |= {"weight_decay": 0.7, "betas": (0.1, 0.2), "new": 1}
     subject.undo.restore()
     after = subject.state()
-    assert (
-        after["param_groups"] == before["param_groups"]
-        and after["scheduler"] == before["scheduler"]
-        and after["count"] == 1
-    )
+    assert after["param_groups"] == before["param_groups"] and after["scheduler"] == before["scheduler"]
+    assert after["count"] == 1
     assert [state["step"].item() for state in after["state"].values()] == [1, 1]
 
 

@@ -23,9 +23,8 @@ def test_it_writes_costs_and_errors_of_each_pair(tmp_path, monkeypatch, capsys):
     assert not ended.value.code and "refused" in capsys.readouterr().out
     written = json.loads((tmp_path / "out.json").read_text())
     held = {(row["optimizer"], row["undo"]): row["bytes a parameter"] for row in written["costs"]}
-    assert held["adamw", "snapshot"] == pytest.approx(12, abs=0.1) and held["adamw", "inverse"] == pytest.approx(
-        4, abs=0.1
-    )
+    assert held["adamw", "snapshot"] == pytest.approx(12, abs=0.1)
+    assert held["adamw", "inverse"] == pytest.approx(4, abs=0.1)
     assert held["amsgrad", "inverse"] == "refused"
     errors = {(row["undo"], row["gradient"]): row for row in written["errors"] if row["optimizer"] == "adamw"}
     assert {
@@ -33,7 +32,5 @@ def test_it_writes_costs_and_errors_of_each_pair(tmp_path, monkeypatch, capsys):
         for gradient in ("ordinary", "spike")
         for name in ("p", "m", "v", "p redone", "p with another")
     } == {0}
-    assert (
-        0 < errors["inverse", "ordinary"]["p"] < 1e-7
-        and errors["inverse", "spike"]["v"] > 1e-3 > errors["inverse", "spike"]["p redone"]
-    )
+    assert 0 < errors["inverse", "ordinary"]["p"] < 1e-7
+    assert errors["inverse", "spike"]["v"] > 1e-3 > errors["inverse", "spike"]["p redone"]

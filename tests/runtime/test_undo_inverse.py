@@ -301,12 +301,8 @@ def test_what_cannot_be_inverted_is_refused_at_the_start(make: Make, dtype, wron
     with pytest.raises(RecycleError) as caught:
         KINDS["inverse"](stage_state(parameters, make(parameters)))
     message = str(caught.value)
-    assert (
-        message.startswith('recycle.undo: "inverse" ')
-        and wrong in message
-        and 'write "snapshot"' in message
-        and instead in message
-    )
+    assert message.startswith('recycle.undo: "inverse" ') and wrong in message and 'write "snapshot"' in message
+    assert instead in message
     assert "\n" not in message
 
 

@@ -326,11 +326,8 @@ def test_a_file_that_is_no_profile(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
     said = message({"costs": str(path)})
-    assert (
-        said.startswith(f"recycle.costs: {path} has no costs: ")
-        and said.endswith(f"; {OF_A_PROFILE}")
-        and "\n" not in said
-    )
+    assert said.startswith(f"recycle.costs: {path} has no costs: ") and said.endswith(f"; {OF_A_PROFILE}")
+    assert "\n" not in said
 
 
 def test_faults_of_a_seat():

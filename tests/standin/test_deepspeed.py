@@ -57,9 +57,8 @@ def test_a_pipeline_of_one_stage(standin, mode):
     engine, *_ = deepspeed.initialize(
         model=net, optimizer=torch.optim.SGD(net.parameters(), 0.1, foreach=True), config=config
     )
-    assert {parameter.device.type for parameter in net.parameters()} == {D} and used.on_accelerator(
-        net.forward_funcs[0].weight
-    )
+    assert {parameter.device.type for parameter in net.parameters()} == {D}
+    assert used.on_accelerator(net.forward_funcs[0].weight)
     losses = [engine.train_batch(iter([batch(DTYPES[mode])] * 2)).item() for _ in range(3)]
     expected = by_torch()
     if mode == "fp16":  # whose loss DeepSpeed's pipeline engine does not scale, though it unscales the gradients

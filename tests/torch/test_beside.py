@@ -49,18 +49,11 @@ def test_what_is_written_later_is_what_was_to_be_saved_whatever_becomes_of_it_me
     assert not written
     copied.write()
     ((found, path),) = written
-    assert (
-        path == "saved/tag/file.pt"
-        and type(found) is OrderedDict
-        and list(found) == ["module", "state", "name"]
-        and found["name"] == "x"
-    )
+    assert path == "saved/tag/file.pt" and type(found) is OrderedDict and list(found) == ["module", "state", "name"]
+    assert found["name"] == "x"
     assert found["module"]["weight"].tolist() == [0, 1, 2] and not found["module"]["weight"].requires_grad
-    assert (
-        found["state"][0]["moments"][0].tolist() == [[0, 2], [1, 3]]
-        and found["state"][0]["moments"][1:] == (3,)
-        and found["state"][1] is None
-    )
+    assert found["state"][0]["moments"][0].tolist() == [[0, 2], [1, 3]] and found["state"][0]["moments"][1:] == (3,)
+    assert found["state"][1] is None
 
 
 def left(worker: Worker, layers: dict[int, torch.nn.Module], optimizer: dict | None) -> dict:
@@ -113,9 +106,8 @@ def test_what_is_left_is_read_again(with_optimizer, tmp_path):
     before = target.found()
     take_beside(target.state, torch.load(tmp_path / "file", weights_only=False), with_optimizer)
     after = target.found()
-    assert same(after["weights"]["2.bias"], source.found()["weights"]["2.bias"]) and same(
-        after["weights"]["0.weight"], before["weights"]["0.weight"]
-    )
+    assert same(after["weights"]["2.bias"], source.found()["weights"]["2.bias"])
+    assert same(after["weights"]["0.weight"], before["weights"]["0.weight"])
     assert after["loss_scale"] == (source if with_optimizer else Worker(seed=1)).found()["loss_scale"]
     assert same(after["optimizer"], source.found()["optimizer"]) == with_optimizer
 

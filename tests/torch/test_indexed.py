@@ -33,9 +33,8 @@ def test_windows_follow_each_other_across_documents(prefix, sequence):
     for index in range(len(windows)):
         ids, labels = windows[index]
         assert ids.dtype == labels.dtype == torch.int64
-        assert ids.tolist() == list(range(index * sequence, (index + 1) * sequence)) and labels.tolist() == [
-            one + 1 for one in ids.tolist()
-        ]
+        assert ids.tolist() == list(range(index * sequence, (index + 1) * sequence))
+        assert labels.tolist() == [one + 1 for one in ids.tolist()]
     with pytest.raises(IndexError):
         windows[len(windows)]
 

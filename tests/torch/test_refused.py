@@ -282,10 +282,8 @@ def test_a_misspelt_section_is_refused(name):
 
 
 def test_sizes_are_whole_numbers():
-    assert (
-        list(sizes({"train_batch_size": 4})) == []
-        and list(sizes({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2})) == []
-    )
+    assert list(sizes({"train_batch_size": 4})) == []
+    assert list(sizes({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2})) == []
     assert list(sizes({"train_micro_batch_size_per_gpu": "auto"})) == [
         'train_micro_batch_size_per_gpu is "auto"; write a whole number of at least 1'
     ]
