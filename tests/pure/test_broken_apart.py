@@ -16,8 +16,7 @@ from tests.support.played import DEADLINE_S, Played, ends, generations
 
 def broken(*ranks: int) -> Played:
     """Connections have broken; nobody knows more."""
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     for rank in ranks:
         played.outs.append(played.membership.connection_lost(WorkerId(rank), played.now))
     return played
@@ -32,8 +31,7 @@ def test_half_of_the_seats_with_the_coordinator_go_on():
 def test_three_of_four_dead_go_on_once_their_deaths_are_known(asked_to_end):
     """... of a job with one stage, in whatever order the news arrive, and also on the way to a planned end."""
     membership = started(replicas=4, stages=1)
-    played = Played(membership)
-    played.first_step()
+    played = Played(membership).first_step()
     if asked_to_end:
         membership.receive(Terminate(0, "SIGTERM"), played.now)
     for rank in (1, 2, 3):
@@ -47,8 +45,7 @@ def test_three_of_four_dead_go_on_once_their_deaths_are_known(asked_to_end):
 
 
 def test_the_smaller_side_commits_nothing_and_ends_with_a_line():
-    played = Played(started(replicas=4, stages=1))
-    played.first_step()
+    played = Played(started(replicas=4, stages=1)).first_step()
     for rank in (1, 2, 3):
         played.outs.append(played.membership.connection_lost(WorkerId(rank), played.now))
     numbers = range(played.membership.generation + 1)
@@ -66,8 +63,7 @@ def test_the_smaller_side_commits_nothing_and_ends_with_a_line():
 
 
 def test_a_planned_leave_is_no_loss():
-    played = Played(started(replicas=4, stages=1))
-    played.first_step()
+    played = Played(started(replicas=4, stages=1)).first_step()
     played.membership.receive(Leaving(3, "SIGTERM"), played.now)
     played.outs.append(played.membership.connection_lost(WorkerId(1), played.now))
     assert generations(played)[-1] == [0, 2, 3]

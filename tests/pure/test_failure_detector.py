@@ -25,8 +25,7 @@ from tests.support.played import DEADLINE_S, HEARTBEAT_S, IDLE_S, Played
 
 
 def test_who_computes_the_same_instruction_for_too_long_is_given_up_and_fenced():
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     played.at[2] = (COMPUTES, "1F0.1@2")
     played.live_for(DEADLINE_S - 0.5)
     assert played.events == []
@@ -37,8 +36,7 @@ def test_who_computes_the_same_instruction_for_too_long_is_given_up_and_fenced()
 
 
 def test_a_long_step_of_many_instructions_is_progress():
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     played.at[2] = (COMPUTES, "1F0.1@2")
     for _ in range(20):
         played.live_for(DEADLINE_S - 0.5)
@@ -47,8 +45,7 @@ def test_a_long_step_of_many_instructions_is_progress():
 
 
 def test_whoever_waits_for_a_slow_peer_is_not_to_blame():
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     played.at[0] = (COMPUTES, "0F0.0@2")
     played.live_for(10 * IDLE_S, instructions=(0,))
     assert played.events == []
@@ -90,8 +87,7 @@ def test_a_stopped_process_is_given_up_whatever_it_was_at(at, first):
 
 def test_who_reports_between_two_stops_was_not_stopped_for_the_sum_of_both():
     """A report comes from the process itself; it may be stopped again before anybody sees it running."""
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     played.stopped = {1}
     played.live_for(DEADLINE_S - 1.0)
     played.outs.append(played.membership.receive(SurvivorReport(1, -1, 1, "plan"), played.now))
@@ -102,8 +98,7 @@ def test_who_reports_between_two_stops_was_not_stopped_for_the_sum_of_both():
 
 
 def test_a_short_stop_is_nothing():
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     for _ in range(5):
         played.stopped = {0, 2}
         played.live_for(DEADLINE_S - 1)
@@ -132,8 +127,7 @@ def test_a_host_that_nothing_comes_from_is_found_within_its_deadline(step_s, hea
 
 
 def test_a_host_that_is_silent_for_less_is_not_given_up():
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     for _ in range(5):
         played.gone = {1, 3}
         played.live_for(HEARTBEAT_S - 2 * TICK_S)
@@ -176,8 +170,7 @@ def test_whatever_is_shorter_than_its_deadline_is_nothing(seed):
 
 def test_no_beats_while_the_interpreter_is_held_up_is_no_death():
     """A large pickle, say: the supervisor sees the process run."""
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     played.at[1] = (ELSEWHERE, "a checkpoint")
     played.live_for(1.0)
     played.at[1] = None
@@ -200,15 +193,13 @@ def test_what_may_take_long_has_the_long_deadline_while_somebody_waits(at):
 
 
 def test_the_script_may_take_as_long_as_it_likes_where_nobody_waits():
-    played = Played(at=dict.fromkeys(range(4), (ELSEWHERE, "the training script")))
-    played.first_step()
+    played = Played(at=dict.fromkeys(range(4), (ELSEWHERE, "the training script"))).first_step()
     played.live_for(10 * IDLE_S)
     assert played.events == []
 
 
 def test_who_waits_and_says_nothing_any_more_is_given_up_in_the_end():
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     played.live_for(1.0)
     played.at[1] = None
     played.live_for(IDLE_S - 1)
@@ -218,8 +209,7 @@ def test_who_waits_and_says_nothing_any_more_is_given_up_in_the_end():
 
 
 def test_while_the_coordinator_itself_is_stopped_nobody_is_to_blame():
-    played = Played(at=dict.fromkeys(range(4), (COMPUTES, "0F0.0@2")))
-    played.first_step()
+    played = Played(at=dict.fromkeys(range(4), (COMPUTES, "0F0.0@2"))).first_step()
     played.live_for(1.0)
     for _ in range(5):
         assert played.tick(1000.0).messages == []
@@ -250,8 +240,7 @@ def test_the_promise_to_a_worker_ends_before_it_is_given_up_for_silence(heartbea
 
 
 def test_a_worker_that_wakes_up_is_not_heard():
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     played.stopped = {2}
     played.live_for(DEADLINE_S + 1)
     agree(played.membership, 1, {0: 1, 1: 1, 3: 1})
@@ -267,8 +256,7 @@ def test_a_worker_that_wakes_up_is_not_heard():
 
 
 def test_nobody_is_given_up_after_the_end():
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     played.membership.receive(Exited(0, -9, 0.0), 0.0)
     played.membership.receive(Exited(1, -9, 0.0), 0.0)
     played.stopped = {2, 3}

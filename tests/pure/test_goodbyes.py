@@ -15,7 +15,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.lab.simulator import campaign
 from recycle_plugin.lab.simulator.scenario import MILLISECOND, Scenario, Trouble
 from tests.support.membership import said
-from tests.support.replaying import come, decisions, has_replayed, logging, lose
+from tests.support.replaying import come, decisions, has_replayed, having_lost, logging, lose
 
 LATER = WorkerId(3, 1)  # of stage 1, who follows where rank 2 is not started again any more
 
@@ -48,8 +48,7 @@ def test_who_is_through_goes_at_once():
 
 
 def test_who_is_through_waits_while_a_stage_is_replayed():
-    membership = logging()
-    lose(membership, 2, 3)
+    membership = having_lost(2, 3)
     for rank in (0, 1):
         assert not said(membership.receive(Through(rank), 1.0), MayGo)
     come(membership)
@@ -111,8 +110,7 @@ def test_an_end_that_is_asked_for_leaves_nobody_waiting_for_a_stage_behind_the_l
 
 def test_regrouping_is_over_once_scripts_are_through():
     """Who is in its script's last lines need not report for a membership that nobody goes on in."""
-    membership = logging()
-    lose(membership, 3)
+    membership = having_lost(3)
     membership.receive(Through(0), 1.0)
     assert membership.regrouping is not None and not membership.regroup_overdue(1.0).messages
 

@@ -40,7 +40,7 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.lab.simulator import campaign
 from recycle_plugin.lab.simulator.scenario import MILLISECOND, Trouble
 from tests.support.membership import agree, holds, member, said, started
-from tests.support.replaying import BACK, LEFT, Kept, come, decisions, has_replayed, logging, lose
+from tests.support.replaying import BACK, LEFT, Kept, come, decisions, has_replayed, having_lost, logging, lose
 
 LIMIT_S = 100.0  # of tests/support/membership: wait_timeout_s
 
@@ -153,8 +153,7 @@ def test_what_a_log_lacks_behind_the_checkpoint_matters_though_it_had_lacked_som
 
 def test_a_checkpoint_that_becomes_durable_while_stages_are_replayed_counts_afterwards():
     """All who replay begin at the same one, and need the logs from there on."""
-    membership = logging()
-    lose(membership, 2, 3)
+    membership = having_lost(2, 3)
     assert not said(membership.receive(Durable(0, 2, "another"), 1.0), Durable)
     (replay,) = said(come(membership), Replay)
     assert replay.step == 1
@@ -163,16 +162,14 @@ def test_a_checkpoint_that_becomes_durable_while_stages_are_replayed_counts_afte
 
 
 def test_who_comes_to_replay_after_a_log_has_broken_off_is_accompanied():
-    membership = logging()
-    lose(membership, 2, 3)
+    membership = having_lost(2, 3)
     membership.receive(LogBroken(0, 2, "disk full"), 1.0)
     replays = said(come(membership), Replay)
     assert [replay.stages for replay in replays] == [(0, 1), (0, 1)]  # of the one that comes, and of its companion
 
 
 def test_who_replays_already_is_accompanied_once_it_misses_what_a_log_has_lost_since():
-    membership = logging()
-    lose(membership, 2, 3)
+    membership = having_lost(2, 3)
     (replay,) = said(come(membership), Replay)
     membership.receive(LogBroken(0, 2, "disk full"), 1.0)
     out = membership.receive(Unreplayable(2, "act 0.0.0@2 is in no log", 0, incarnation=1), 2.0)
@@ -182,8 +179,7 @@ def test_who_replays_already_is_accompanied_once_it_misses_what_a_log_has_lost_s
 
 def test_who_catches_up_replays_where_its_last_source_dies_before_the_newcomer_has_heard_of_it():
     """No line of the newcomer's breaks then, so that it asks for nothing."""
-    membership = logging()
-    lose(membership, 2)
+    membership = having_lost(2)
     assert not said(come(membership), Replay)
     out = lose(membership, 3)
     assert [whom for whom, each in out.messages if isinstance(each, Replay)] == [BACK]
@@ -191,16 +187,14 @@ def test_who_catches_up_replays_where_its_last_source_dies_before_the_newcomer_h
 
 
 def test_a_planned_end_leaves_nobody_waiting_for_a_stage_that_nobody_replays():
-    membership = logging()
-    lose(membership, 2, 3)
+    membership = having_lost(2, 3)
     membership.receive(Terminate(0, "SIGTERM"), 1.0)
     (decision,) = decisions(membership.tick(1.1))
     assert decision.details["why"] == "the job is about to end" and membership.ended.failed
 
 
 def test_a_planned_end_waits_for_who_replays_already():
-    membership = logging()
-    lose(membership, 2, 3)
+    membership = having_lost(2, 3)
     come(membership)
     membership.receive(Terminate(0, "SIGTERM"), 1.0)
     assert not decisions(membership.tick(1.1)) and not membership.ended.failed
@@ -208,8 +202,7 @@ def test_a_planned_end_waits_for_who_replays_already():
 
 
 def test_the_deadline_is_for_the_next_word_of_who_replays():
-    membership = logging()
-    lose(membership, 2, 3)
+    membership = having_lost(2, 3)
     come(membership)
     membership.receive(Replaying(2, 2, incarnation=1), 1.0 + LIMIT_S)
     membership.tick(1.0 + 2 * LIMIT_S)
@@ -219,8 +212,7 @@ def test_the_deadline_is_for_the_next_word_of_who_replays():
 
 
 def test_who_can_t_replay_ends_the_job_with_its_reason():
-    membership = logging()
-    lose(membership, 2, 3)
+    membership = having_lost(2, 3)
     come(membership)
     out = membership.receive(Unreplayable(2, "the record of step 2 is in no log", incarnation=1), 1.0)
     (decision,) = decisions(out)
@@ -230,8 +222,7 @@ def test_who_can_t_replay_ends_the_job_with_its_reason():
 
 
 def test_the_second_newcomer_of_a_stage_waits_and_replays_where_the_first_has_gone():
-    membership = logging()
-    lose(membership, 2, 3)
+    membership = having_lost(2, 3)
     assert said(come(membership), Replay)
     out = come(membership, WorkerId(3, 1))
     assert not said(out, Replay) and membership.course.joining.get(WorkerId(3, 1)).phase is Phase.WAITING
@@ -322,8 +313,7 @@ def test_a_replay_logs_anew_what_its_stage_had_sent():
 
 
 def test_a_replay_whose_log_has_broken_off_logs_nothing_anew():
-    membership = logging()
-    lose(membership, 2, 3)
+    membership = having_lost(2, 3)
     come(membership)
     membership.receive(LogBroken(2, 2, "disk full", incarnation=1), 1.0)
     has_replayed(membership)

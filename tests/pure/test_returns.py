@@ -132,8 +132,7 @@ def test_who_does_not_report_in_time_is_called_off_and_announced_again():
 
 @pytest.mark.parametrize("at, ends", ((WAITS, True), (ELSEWHERE, False)))
 def test_scripts_that_push_may_end_in_a_step_that_nobody_waits_in(at, ends):
-    played = Played(started(pushed=True))
-    played.first_step()
+    played = Played(started(pushed=True)).first_step()
     played.membership.receive(Left(0, 0, False, 1), played.now)
     began = played.now
     while played.now < began + UNEVEN_S - TICK_S:

@@ -15,8 +15,7 @@ from tests.support.played import Played, ends
 
 @pytest.mark.parametrize("order", ["said before", "said afterwards"])
 def test_a_script_that_ends_earlier_than_the_others_ends_the_job(order):
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     going_on, through = Heartbeat(1, 1, 9, WAITS, "anything", 2), Left(0, 0, False, 1)
     for message in (going_on, through) if order == "said before" else (through, going_on):
         played.outs.append(played.membership.receive(message, played.now))
@@ -30,8 +29,7 @@ def test_a_script_that_ends_earlier_than_the_others_ends_the_job(order):
 
 
 def test_scripts_that_end_alike_end_well_in_any_order():
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     for rank in (3, 0, 2, 1):
         played.membership.receive(Heartbeat(rank, 1, 9, ELSEWHERE, "the training script", 1), played.now)
     for rank in (3, 0, 2, 1):
@@ -42,8 +40,7 @@ def test_scripts_that_end_alike_end_well_in_any_order():
 @pytest.mark.parametrize("step, code", [(1, 1), (0, 0)], ids=["behind the last step", "before it"])
 def test_what_a_script_ends_with_behind_the_last_step_is_the_jobs_code(step, code):
     """In any order; and one that was lost on the way is not."""
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     played.membership.receive(Crashed(0, "ValueError: no", "", step), played.now)
     for rank in (3, 2, 1):
         played.outs.append(played.membership.receive(Left(rank, 0, False, 1), played.now))
@@ -54,8 +51,7 @@ def test_what_a_script_ends_with_behind_the_last_step_is_the_jobs_code(step, cod
 
 
 def test_who_leaves_as_planned_ends_no_script():
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     played.membership.receive(Leaving(0, "SIGTERM"), played.now)
     agree(played.membership, 1, dict.fromkeys(range(4), 1))
     played.outs.append(played.membership.receive(Left(0, 0, True, 1), played.now))

@@ -19,8 +19,7 @@ def all_wait(played: Played) -> None:
 
 
 def test_where_everybody_waits_all_meet_again_once_and_then_the_job_ends_with_the_graph():
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     all_wait(played)
     played.live_for(2 * DEADLINE_S - 0.5)
     assert played.said == []
@@ -64,8 +63,7 @@ def test_where_everybody_waits_all_meet_again_once_and_then_the_job_ends_with_th
 
 def test_the_second_time_counts_from_when_all_had_met_again():
     """Also where nobody has done anything since: what is sent once more may be under way."""
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     all_wait(played)
     played.live_for(2 * DEADLINE_S + 0.5)
     agree(played.membership, 1, dict.fromkeys(range(4), 1))
@@ -90,8 +88,7 @@ def test_the_second_time_counts_from_when_all_had_met_again():
 )
 def test_a_collective_waits_for_members_of_its_group_only(what, missing):
     """A name that was cut off does not have all of them."""
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     all_wait(played)
     played.at[0] = (WAITS, what)
     played.live_for(2 * DEADLINE_S + 0.5)
@@ -100,8 +97,7 @@ def test_a_collective_waits_for_members_of_its_group_only(what, missing):
 
 
 def test_after_a_commit_it_may_happen_again():
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     for number in range(1, 4):
         all_wait(played)
         played.live_for(2 * DEADLINE_S + 0.5)
@@ -116,8 +112,7 @@ def test_after_a_commit_it_may_happen_again():
     "other", [(COMPUTES, "1F0.1@2"), (ELSEWHERE, "the training script")], ids=lambda other: other[0]
 )
 def test_as_long_as_one_does_something_nobody_stands_still(other):
-    played = Played(busy={2})
-    played.first_step()
+    played = Played(busy={2}).first_step()
     all_wait(played)
     played.at[2] = other
     played.live_for(3 * DEADLINE_S)
@@ -126,8 +121,7 @@ def test_as_long_as_one_does_something_nobody_stands_still(other):
 
 def test_a_wait_after_a_silence_is_a_new_one():
     """What was under way may still come."""
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     all_wait(played)
     played.live_for(2 * DEADLINE_S - 3)
     played.gone = {1, 3}

@@ -20,8 +20,7 @@ from tests.support.played import BUSY_S, DEADLINE_S, IDLE_S, LAST_S, Played, end
 
 
 def test_suspicion_is_said_before_anybody_is_given_up_and_taken_back_where_it_was_wrong():
-    played = Played(busy={2})
-    played.first_step()
+    played = Played(busy={2}).first_step()
     played.at[2] = (COMPUTES, "1F0.1@2")
     played.live_for(BUSY_S / 3 - 0.5)
     assert played.said == []
@@ -38,8 +37,7 @@ def test_suspicion_is_said_before_anybody_is_given_up_and_taken_back_where_it_wa
 
 
 def test_a_process_that_computes_has_longer_than_one_that_does_nothing():
-    played = Played(busy={2})
-    played.first_step()
+    played = Played(busy={2}).first_step()
     played.at[2] = (COMPUTES, "1F0.1@2")
     played.live_for(BUSY_S - 0.5)
     assert played.events == []
@@ -48,8 +46,7 @@ def test_a_process_that_computes_has_longer_than_one_that_does_nothing():
 
 
 def test_where_nobody_can_tell_what_it_uses_it_may_be_computing():
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     played.at[2] = (COMPUTES, "1F0.1@2")
     for _ in range(round((BUSY_S - 0.5) / TICK_S)):
         for rank in range(4):
@@ -64,8 +61,7 @@ def test_where_nobody_can_tell_what_it_uses_it_may_be_computing():
 )
 def test_what_has_cost_one_worker_is_no_proof_against_the_next(again, for_s):
     """... whatever the next does with that micro-batch, in that step."""
-    played = Played(started(replicas=4, stages=1))
-    played.first_step()
+    played = Played(started(replicas=4, stages=1)).first_step()
     played.at[2] = (COMPUTES, "0F0.1@2")
     played.live_for(DEADLINE_S + 0.5)
     assert played.given_up() == ["it computes 0F0.1@2"]
@@ -79,8 +75,7 @@ def test_what_has_cost_one_worker_is_no_proof_against_the_next(again, for_s):
 
 def test_who_was_at_a_step_that_is_committed_is_so_no_more():
     """Its next beat may be under way."""
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     played.at[2] = (COMPUTES, "1F0.1@2")
     played.live_for(DEADLINE_S - 0.5)
     step(played.membership, 0, 2)
@@ -103,8 +98,7 @@ def test_after_an_earlier_checkpoint_its_steps_are_computed_again():
 
 @pytest.mark.parametrize("how", ["stopped", "gone", "computes"])
 def test_the_last_worker_of_a_stage_is_not_given_up_but_the_job_ends_after_its_own_deadline(how):
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     played.membership.receive(Exited(2, -9, 0.0), played.now)
     agree(played.membership, 1, {0: 1, 1: 1, 3: 1})
     played.live_for(1.0)
@@ -123,8 +117,7 @@ def test_the_last_worker_of_a_stage_is_not_given_up_but_the_job_ends_after_its_o
 
 
 def test_the_last_worker_may_come_back_until_then():
-    played = Played()
-    played.first_step()
+    played = Played().first_step()
     played.membership.receive(Exited(2, -9, 0.0), played.now)
     agree(played.membership, 1, {0: 1, 1: 1, 3: 1})
     played.live_for(1.0)

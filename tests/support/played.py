@@ -54,9 +54,10 @@ class Played:
         self.outs.append(self.membership.tick(self.now))
         return self.outs[-1]
 
-    def first_step(self) -> None:
+    def first_step(self) -> Played:
         """Done: everybody has compiled what there is to compile."""
         step(self.membership, 0, 1)
+        return self
 
     @property
     def events(self) -> list[Event]:

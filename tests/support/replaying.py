@@ -45,6 +45,13 @@ def lose(membership: Membership, *ranks: int, now: float = 1.0) -> CoordinatorOu
     return out
 
 
+def having_lost(*ranks: int) -> Membership:
+    """A job that logs, and whose workers of these ranks have died."""
+    membership = logging()
+    lose(membership, *ranks)
+    return membership
+
+
 def decisions(out: CoordinatorOutput) -> list[Event]:
     return [event for event in out.events if event.kind == "recovery"]
 
