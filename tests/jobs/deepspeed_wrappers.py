@@ -149,7 +149,7 @@ def record_norms(folder: str) -> None:
 
     def changed(self: RecycleEngine) -> None:
         framework, stepping = inside().framework, inside().stepping
-        squares = sum(parameter.grad.double().pow(2).sum().item() for parameter in framework.parameters)
+        squares = sum(each.double().pow(2).sum().item() for each in framework.gradients.view())
         tied = sum(weight.parameter.grad.double().pow(2).sum().item() for weight in framework.tied)
         if stepping.norm() is not None:
             with path.open("a") as file:

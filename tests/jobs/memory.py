@@ -174,7 +174,7 @@ def measure(step: int, folder: str, script: str) -> None:
             between = by_kind(trainer)
         found = peaks[0].end(sum(between.values()))
         trainer.settle()
-        tensors = [each.numel() for each in inside(trainer).framework.parameters]
+        tensors = [each.numel() for each in inside(trainer).framework.gradients.parameters]
         path = Path(folder) / f"rank{os.environ['RANK']}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {"seat": str(trainer.seat), "parameters": sum(tensors), "largest": max(tensors)}

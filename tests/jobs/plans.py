@@ -93,7 +93,7 @@ def flip_loaded(seat: str) -> None:
 
     def changed(self: Trainer, whole: bool) -> None:
         if str(self.seat) == seat:
-            self._framework.parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
+            self._framework.gradients.parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
         loaded(self, whole)
 
     Trainer.loaded = changed

@@ -16,6 +16,7 @@ from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.core.worker.serving import Applied, Servings
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
+from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.state.units import Units
@@ -83,15 +84,15 @@ class SteppedWorker:
         )
         self.store, self.steps, self.tied = StepStore(Seat(0, 1), 2, tied), StepMachine(0), tied
         weights = [SimpleNamespace(parameter=self.summed[0], name="tied")] * tied
-        self.gradients = Gradients(SimpleNamespace(limit=1), self.store, self.summed, None, weights)
+        where = TorchGradients(self.summed)
+        self.gradients = Gradients(SimpleNamespace(limit=1), self.store, where, None, weights)
         stage = SimpleNamespace(loss_scale=1.0)
         self.state = stage_state(self.framework, stage, self.scale, None)
         self.stepping = Stepping(
             self.optimizer,
             stage,
-            self.summed,
             self.gradients,
-            Clipping(self.store, self.summed, TrueNorm(), clip),
+            Clipping(self.store, where, TrueNorm(), clip),
             self.scale,
             undo_record("snapshot", self.state),
             SimpleNamespace(is_first=False),

@@ -25,6 +25,7 @@ pytest.importorskip("deepspeed")
 
 from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockBuckets, StockOptimizer
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
+from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.worker.changed_state import stage_state
 from recycle_plugin.runtime.worker.scaling import LossScale
@@ -60,10 +61,11 @@ class Worker:
         )
         state = stage_state(framework, stage, scale, None)
         session = SimpleNamespace(rank=0)
-        gradients = Gradients(StockBuckets(engine), self._stage.store, parameters, None, [])
-        clipping = Clipping(self._stage.store, parameters, TrueNorm(), 0.0)
+        where = TorchGradients(parameters)
+        gradients = Gradients(StockBuckets(engine), self._stage.store, where, None, [])
+        clipping = Clipping(self._stage.store, where, TrueNorm(), 0.0)
         undo = undo_record(Settings().undo, state)
-        self._stepping = Stepping(applied, stage, parameters, gradients, clipping, scale, undo, session)
+        self._stepping = Stepping(applied, stage, gradients, clipping, scale, undo, session)
 
     def forward(self, step: int) -> float:
         """The loss."""

@@ -13,6 +13,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
+from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
@@ -40,7 +41,8 @@ class Worker:
         self.parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
         self.store, self.optimizer = StepStore(Seat(0, 0), 1), make(self.parameters)
         self.count = 0
-        gradients = Gradients(SimpleNamespace(limit=1), self.store, self.parameters, None, [])
+        where = TorchGradients(self.parameters)
+        gradients = Gradients(SimpleNamespace(limit=1), self.store, where, None, [])
         state = stage_state(self.parameters, self.optimizer, step=lambda: self.count)
         self.undo = undo_record("inverse", state, gradients if keeps else None)
         framework = SimpleNamespace(wrapped=self.optimizer, apply=self._apply, steps=0)
@@ -48,9 +50,8 @@ class Worker:
         self.stepping = Stepping(
             framework,
             stage,
-            self.parameters,
             gradients,
-            Clipping(self.store, self.parameters, TrueNorm(), LIMIT),
+            Clipping(self.store, where, TrueNorm(), LIMIT),
             LossScale(Scale(scale) if scale != 1.0 else None),
             self.undo,
             SimpleNamespace(is_first=False),

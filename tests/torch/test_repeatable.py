@@ -45,7 +45,7 @@ def run(
     """The warnings."""
     warnings: list[str] = []
     model = StageModel(module, None, 1, True, False, CPU, keyed=draws_alike)
-    blocks = BlockSums(list(module.parameters()), Policy(block=1).blocks(Topology(2, 2, 2))) if exact else None
+    blocks = BlockSums(model.made, Policy(block=1).blocks(Topology(2, 2, 2))) if exact else None
     stage = StoredStage(
         Stage(
             model,

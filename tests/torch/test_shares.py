@@ -28,6 +28,7 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.host import CPU, There
 from recycle_plugin.runtime.movers.shares import SentWeights, carried, word_of
 from recycle_plugin.runtime.stage.block_sums import ALONE, BlockSums
+from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 from recycle_plugin.runtime.stage.gradients import Contributions
 from recycle_plugin.runtime.stage.ports import MadeStage, StageModel
 from recycle_plugin.runtime.stage.randomness import key, keyed, keyed_torch
@@ -134,8 +135,8 @@ def test_sums_of_shares_have_the_bits_of_one_workers(tmp_path, size):
 
     def total(sums: list[dict]) -> torch.Tensor:
         parameters = [nn.Parameter(torch.zeros_like(each)) for each in sent.tensors]
-        there = BlockSums(parameters, Blocks(SHAPE, size))
-        contributions = Contributions(parameters, there, CPU)
+        there = BlockSums(TorchGradients(parameters), Blocks(SHAPE, size))
+        contributions = Contributions(TorchGradients(parameters), there, CPU)
         for each in sums:
             contributions.add(each)
         return there.total([*range(len(parameters))], there.owners(ALONE), ALONE)
@@ -149,7 +150,7 @@ def test_outside_exact_mode_a_share_is_one_sum(tmp_path):
     sent, blocks = weights(), all_blocks(1)
     alone = make(Bench(tmp_path).ready(), sent, blocks)
     parameters = [nn.Parameter(torch.zeros_like(each)) for each in sent.tensors]
-    contributions = Contributions(parameters, None, CPU)
+    contributions = Contributions(TorchGradients(parameters), None, CPU)
     for at in (0, 1):
         part = make(Bench(tmp_path).ready(), sent, blocks[at::2])
         assert list(part) == [None]

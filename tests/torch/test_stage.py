@@ -19,6 +19,7 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.stage.block_sums import BlockSums
+from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.ports import StageModel
 from recycle_plugin.runtime.stage.randomness import key as random_key
@@ -61,7 +62,9 @@ def stage_at(
     module.reentrant = reentrant
     masters = Masters(module.bfloat16().parameters()) if bf16 else None
     parameters = list(module.parameters()) if masters is None else masters.parameters
-    blocks = None if block is None else BlockSums(parameters, Policy(block=block).blocks(Topology(2, 3, 4)))
+    blocks = (
+        None if block is None else BlockSums(TorchGradients(parameters), Policy(block=block).blocks(Topology(2, 3, 4)))
+    )
     model = StageModel(module, nn.functional.mse_loss, 2, stage == 0, stage == stages - 1, device)
     deferred = DeferredWeights(module) if split else None
     draws = lambda micro_batch, step, half: keyed(random_key(1, step, micro_batch, stage, half), device)

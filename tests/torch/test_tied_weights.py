@@ -11,6 +11,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, Roster
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
+from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from tests.support.threads import Threads
 from tests.support.waiting import together
@@ -62,7 +63,7 @@ def test_only_one_stage_counts_it_in_the_norm():
     own, shared = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))
     own.grad, shared.grad = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([3.0, 4.0])
     shares = [
-        Clipping(StepStore(Seat(0, stage), 4), [shared, own], TrueNorm(elsewhere), 1.0).share()
+        Clipping(StepStore(Seat(0, stage), 4), TorchGradients([shared, own]), TrueNorm(elsewhere), 1.0).share()
         for stage, elsewhere in ((0, set()), (3, {shared}))
     ]
     assert shares == pytest.approx([34.0, 9.0])

@@ -93,8 +93,7 @@ class MasterOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the masters' gradients."""
-        for parameter in self._masters.parameters:
-            parameter.grad = None
+        self._masters.gradients.zero()
 
 
 def _check_wrapped(optimizer: torch.optim.Optimizer, weights: AbstractSet[torch.Tensor]) -> None:

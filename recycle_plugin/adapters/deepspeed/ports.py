@@ -15,7 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from recycle_plugin.runtime.stage.clipping import squared_norm
-from recycle_plugin.runtime.stage.ports import Parameters, Scaler
+from recycle_plugin.runtime.stage.ports import Scaler
 from recycle_plugin.runtime.state.stage_state import StatePart
 
 
@@ -120,10 +120,10 @@ class StockNorm:
     def __init__(self, stage: int, replicas: int) -> None:
         self._stage, self._replicas = stage, replicas
 
-    def share(self, parameters: Parameters) -> float:
+    def share(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> float:
         """The squared norm of what stock counts of this stage."""
         return squared_norm(
-            [parameter for parameter in parameters if not self._stage or is_model_parallel_parameter(parameter)]
+            [each for one, each in gradients.items() if not self._stage or is_model_parallel_parameter(one)]
         )
 
     def total(self, shares: Mapping[str, float]) -> torch.Tensor:

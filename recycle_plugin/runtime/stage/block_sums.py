@@ -22,8 +22,8 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.host import on_host
 from recycle_plugin.runtime.devices.kinds import device_of, write
 from recycle_plugin.runtime.devices.pieces import on_the_host
+from recycle_plugin.runtime.stage.gradient_store import GradientStore, Slots, empty, swapped
 
-Gradients = list[torch.Tensor | None]  # one for each parameter
 Part = TypeVar("Part", Block, int)  # of a sum: a block, or a stage
 
 
@@ -56,33 +56,20 @@ class Alone:
 ALONE = Alone()
 
 
-@contextmanager
-def in_place_of(parameters: list[torch.nn.Parameter], gradients: Gradients) -> Iterator[None]:
-    """Put ``gradients`` in the place of ``parameter.grad`` inside of this context; afterwards they hold what was
-    added.
-    """
-    aside = [parameter.grad for parameter in parameters]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    try:
-        yield
-    finally:
-        gradients[:] = [parameter.grad for parameter in parameters]
-        for parameter, gradient in zip(parameters, aside, strict=True):
-            parameter.grad = gradient
-
-
 class BlockSums:
-    """The weight gradients of one step that this worker has contributed, summed by block; exact mode's."""
+    """The weight gradients of one step that this worker has contributed, summed by block; exact mode's.
 
-    def __init__(self, parameters: list[torch.nn.Parameter], blocks: Blocks) -> None:
-        self.parameters, self._blocks = parameters, blocks
-        self._sums: dict[Block, Gradients] = {}
+    ``gradients``: where a backward adds to one of these sums.
+    """
+
+    def __init__(self, gradients: GradientStore, blocks: Blocks) -> None:
+        self._gradients, self._blocks = gradients, blocks
+        self._sums: dict[Block, Slots] = {}
         self._counts: dict[Block, int] = {}
 
     @contextmanager
     def adding(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Inside of this context ``parameter.grad`` is the sum of the block that ``micro_batch`` belongs to.
+        """Inside of this context gradients are added to the sum of the block that ``micro_batch`` belongs to.
 
         Raises AssertionError where it is not the micro-batch's turn in its block.
         """
@@ -92,7 +79,7 @@ class BlockSums:
             raise AssertionError(
                 f"the weight gradient of micro-batch {micro_batch} is not in its turn: its block has {count} so far"
             )
-        with in_place_of(self.parameters, self._sums.setdefault(block, [None] * len(self.parameters))):
+        with swapped(self._gradients, self._sums.setdefault(block, empty(self._gradients))):
             yield
         self._counts[block] = count + 1
 
@@ -104,11 +91,11 @@ class BlockSums:
     def clear(self) -> None:
         self._sums, self._counts = {}, {}
 
-    def of(self, block: Block) -> Gradients:
+    def of(self, block: Block) -> Slots:
         """The sum of ``block``, all of which was added up here; for each parameter, None where nothing was."""
         return self._sums[block]
 
-    def put(self, block: Block, gradients: Gradients) -> None:
+    def put(self, block: Block, gradients: Slots) -> None:
         """Take the sum of ``block``, all of which another worker has added up.  Raises RecycleError where it is here
         already.
         """
@@ -143,12 +130,15 @@ class BlockSums:
             block: torch.cat([self._gradient(block, place) for place in places])
             for block in owners[group.live_position()[0]]
         }
-        length = sum(self.parameters[place].numel() for place in places)
-        return fixed_order_sum(mine, owners, self.parameters[places[0]].new_empty(length), group)
+        parameters = [self._gradients.parameters[place] for place in places]
+        length = sum(parameter.numel() for parameter in parameters)
+        return fixed_order_sum(mine, owners, parameters[0].new_empty(length), group)
 
     def _gradient(self, block: Block, place: int) -> torch.Tensor:
         gradient = self._sums[block][place]
-        return torch.zeros_like(self.parameters[place]).view(-1) if gradient is None else gradient.reshape(-1)
+        if gradient is None:
+            return torch.zeros_like(self._gradients.parameters[place]).view(-1)
+        return gradient.reshape(-1)
 
 
 def fixed_order_sum(

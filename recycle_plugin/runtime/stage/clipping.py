@@ -6,7 +6,7 @@ The coordinator tells all stages the share of each.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -14,24 +14,25 @@ import torch
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.devices.kinds import fetch
-from recycle_plugin.runtime.stage.ports import Norm, Parameters
+from recycle_plugin.runtime.stage.gradient_store import GradientStore
+from recycle_plugin.runtime.stage.ports import Norm
 
 
 class Clipping:
-    """Decides by a step's gradient norm whether the step is skipped or clipped; norms come from the worker's ``store``.
+    """Decides by a step's norm whether the step is skipped or clipped; norms come from the worker's ``store``.
 
-    ``limit`` 0: nothing is clipped, but a norm that is not finite still skips its step.
+    ``gradients``: where the step finds them; ``limit`` 0: nothing is clipped, but a norm that is not finite still skips
+    its step.
     """
 
-    def __init__(self, store: StepStore, parameters: Parameters, norm: Norm, limit: float) -> None:
+    def __init__(self, store: StepStore, gradients: GradientStore, norm: Norm, limit: float) -> None:
         self._store, self._stage = store, store.seat.stage
-        self._parameters, self._norm, self._limit = parameters, norm, limit
+        self._gradients, self._norm, self._limit = gradients, norm, limit
 
     def share(self) -> float:
-        """This stage's share of the squared norm, from ``parameter.grad``; its workers hold the same gradients and find
-        the same.
-        """
-        return self._norm.share(self._parameters)
+        """This stage's share of the squared norm, of which its workers hold the same gradients and find the same."""
+        found = zip(self._gradients.parameters, self._gradients.view(), strict=True)
+        return self._norm.share({parameter: gradient for parameter, gradient in found if gradient is not None})
 
     def norm_of(self, shares: Mapping[str, float]) -> torch.Tensor:
         """The norm over all stages, from the share of each."""
@@ -68,24 +69,24 @@ class TrueNorm:
     ``elsewhere``: parameters that are another stage's too, which counts them.
     """
 
-    def __init__(self, elsewhere: AbstractSet[torch.nn.Parameter] = frozenset()) -> None:
+    def __init__(self, elsewhere: AbstractSet[torch.Tensor] = frozenset()) -> None:
         self._elsewhere = elsewhere
 
-    def share(self, parameters: Parameters) -> float:
+    def share(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> float:
         """Sum of the squared elements of this stage's gradients."""
-        return squared_norm([parameter for parameter in parameters if parameter not in self._elsewhere])
+        return squared_norm([gradient for one, gradient in gradients.items() if one not in self._elsewhere])
 
     def total(self, shares: Mapping[str, float]) -> torch.Tensor:
         """The norm over all stages, a scalar tensor, from the squared shares."""
         return torch.tensor(math.sqrt(math.fsum(shares.values())))
 
 
-def squared_norm(parameters: Parameters) -> float:
+def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
     """Sum of the squared elements of all gradients, computed as DeepSpeed's clip_grad_norm_ does (which forgets
     imaginary parts).
     """
-    gradients = (parameter.grad.detach() for parameter in parameters if parameter.grad is not None)
-    norms = [(torch.view_as_real(each) if each.is_complex() else each).float().norm(2.0) for each in gradients]
+    parts = (torch.view_as_real(each.detach()) if each.is_complex() else each.detach() for each in gradients)
+    norms = [each.float().norm(2.0) for each in parts]
     return fetch(torch.stack(norms).pow(2.0).sum().float(), "a norm").item() if norms else 0.0
 
 
@@ -97,13 +98,3 @@ def coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
 def scaled(gradient: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     """Return a new tensor, ``gradient`` times a coefficient."""
     return gradient * by
-
-
-def scale(parameters: Parameters, by: torch.Tensor) -> None:
-    """Replace all gradients by a coefficient times themselves.
-
-    New tensors take their place: what the gradients were stays for peers that lack it.
-    """
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad = scaled(parameter.grad, by)

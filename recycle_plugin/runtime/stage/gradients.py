@@ -1,7 +1,8 @@
 """A stage's weight gradients in a step: from contributions over their sum to the commit.
 
-Contributions are in ``parameter.grad``, in exact mode in sums of blocks.  Of weights that several stages share, what is
-applied is the sum over the stages (runtime/stage/tied.py), beside the stage's own, from which it can be made again.
+Contributions are in the framework's gradients (runtime/stage/gradient_store.py), in exact mode in sums of blocks.  Of
+weights that several stages share, what is applied is the sum over the stages (runtime/stage/tied.py), beside the
+stage's own, from which it can be made again.
 
 The sum stands in second buffers until every bucket is done, so an interrupted one leaves the contributions as they
 were; and it is kept until the step is committed, since a peer may lack it, or this worker may have to apply it once
@@ -24,49 +25,38 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.port import COPY_S, Device
 from recycle_plugin.runtime.movers.shares import Sums
-from recycle_plugin.runtime.stage.block_sums import ALONE, BlockSums, in_place_of
-from recycle_plugin.runtime.stage.ports import Buckets, Parameters
+from recycle_plugin.runtime.stage.block_sums import ALONE, BlockSums
+from recycle_plugin.runtime.stage.gradient_store import GradientStore, swapped
+from recycle_plugin.runtime.stage.ports import Buckets
 from recycle_plugin.runtime.stage.tied import TiedWeight
 
 # known to leave gradients as they are; Nesterov's foreach form does not
 READ_ONLY = (torch.optim.Adam, torch.optim.AdamW)
+Bucket = list[torch.Tensor]  # parameters
 
 
 def _versions(gradients: Sequence[torch.Tensor | None]) -> list[int | None]:
     return [None if gradient is None else gradient._version for gradient in gradients]
 
 
-def _there(gradient: torch.Tensor | None) -> torch.Tensor:
-    assert gradient is not None, "every parameter is in a bucket"
-    return gradient
-
-
-def contribute(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Add the gradients of a micro-batch to what is in ``parameter.grad``, which may be these very tensors then."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-
 class Contributions:
-    """A worker's contributions to the gradients of a step of ``parameters`` on ``device``, by block where there are
-    ``blocks``; for another worker, or from one.
+    """A worker's contributions to the ``gradients`` of a step on ``device``, by block where there are ``blocks``; for
+    another worker, or from one.
     """
 
-    def __init__(self, parameters: Parameters, blocks: BlockSums | None, device: Device) -> None:
-        self._parameters, self._blocks, self._device = parameters, blocks, device
+    def __init__(self, gradients: GradientStore, blocks: BlockSums | None, device: Device) -> None:
+        self._gradients, self._blocks, self._device = gradients, blocks, device
 
     def forget(self) -> None:
         """Drop all of them."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._gradients.zero()
         if self._blocks is not None:
             self._blocks.clear()
 
     def of(self, blocks: Iterable[Block]) -> Sums:
         """The sums of ``blocks``, which are all that there is, in host memory."""
         if self._blocks is None:
-            return {None: self._on_host([parameter.grad for parameter in self._parameters])}
+            return {None: self._on_host(self._gradients.view())}
         return {block: self._on_host(self._blocks.of(block)) for block in blocks}
 
     def add(self, sums: Sums) -> None:
@@ -75,20 +65,19 @@ class Contributions:
             there = self._device.from_host(tensors, "a share of a replay", shared=True).wait(COPY_S)
             if block is not None and self._blocks is not None:
                 self._blocks.put(block, list(there))
-                continue
-            for parameter, gradient in zip(self._parameters, there, strict=True):
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            else:
+                self._gradients.add(there)
 
     def _on_host(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
         whole = [
             torch.zeros_like(parameter) if gradient is None else gradient
-            for parameter, gradient in zip(self._parameters, gradients, strict=True)
+            for parameter, gradient in zip(self._gradients.parameters, gradients, strict=True)
         ]
         return self._device.to_host(whole, "a share of a replay", shared=True).wait(COPY_S)
 
 
 class Gradients:
-    """Sums the gradients of ``parameters`` over a stage's workers, by ``buckets`` or, in exact mode, from ``blocks``.
+    """Sums ``gradients`` over a stage's workers, by ``buckets`` or, in exact mode, from ``blocks``.
 
     ``tied``: those of the parameters that other stages have too.
     """
@@ -97,13 +86,12 @@ class Gradients:
         self,
         buckets: Buckets,
         store: StepStore,
-        parameters: Parameters,
+        gradients: GradientStore,
         blocks: BlockSums | None,
         tied: Sequence[TiedWeight],
     ) -> None:
-        self._buckets, self._store = buckets, store
-        self._parameters = parameters
-        self._places: dict[torch.Tensor, int] = {parameter: place for place, parameter in enumerate(parameters)}
+        self._buckets, self._store, self._gradients = buckets, store, gradients
+        self._places = {parameter: place for place, parameter in enumerate(gradients.parameters)}
         self._blocks = blocks
         self._tied = {self._places[weight.parameter]: weight for weight in tied}
         self._step = 0  # that is being applied, or was applied last
@@ -112,7 +100,7 @@ class Gradients:
 
     def forget(self) -> None:
         """Drop all contributions, and their sum."""
-        self._put([None] * len(self._parameters))
+        self._gradients.zero()
 
     def reduce(self, step: int, holder: int | None, agree: Callable[[], object] = bool) -> list[torch.Tensor] | None:
         """Sum the stage's contributions, or take the sum from the live worker of rank ``holder``: one tensor for each
@@ -126,27 +114,34 @@ class Gradients:
         agree()
         if self._whole(step) is not None:
             return None  # here was what the others got
-        for bucket, flat in reduced:
-            for parameter, gradient in zip(bucket, self._buckets.unflatten(flat, bucket), strict=True):
-                parameter.grad = gradient
-        return [_there(parameter.grad) for parameter in self._parameters]
+        return self._take(reduced)
 
     def reduce_alone(self) -> list[torch.Tensor]:
         """Sum the stage's contributions, all of which are here: one tensor for each parameter."""
         owners = None if self._blocks is None else self._blocks.owners(ALONE)
-        for bucket in self._cut():
-            flat = self._all_here(bucket, owners)
-            if self._buckets.averages:
-                flat.mul_(1.0 / self._buckets.group.size())
-            for parameter, gradient in zip(bucket, self._buckets.unflatten(flat, bucket), strict=True):
-                parameter.grad = gradient
-        return [_there(parameter.grad) for parameter in self._parameters]
+        return self._take([(bucket, self._all_here(bucket, owners)) for bucket in self._cut()])
 
-    def _all_here(self, bucket: Parameters, owners: list[list[Block]] | None) -> torch.Tensor:
+    def _all_here(self, bucket: Bucket, owners: list[list[Block]] | None) -> torch.Tensor:
         if self._blocks is not None and owners is not None:
-            return self._blocks.total([self._places[parameter] for parameter in bucket], owners, ALONE)
-        gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket]
-        return self._buckets.flatten(gradients).clone()
+            flat = self._blocks.total([self._places[parameter] for parameter in bucket], owners, ALONE)
+        else:
+            flat = self._buckets.flatten(self._contributed(bucket)).clone()
+        return flat.mul_(1.0 / self._buckets.group.size()) if self._buckets.averages else flat
+
+    def _contributed(self, bucket: Bucket) -> list[torch.Tensor]:
+        """What this worker has contributed, zeros where that is nothing."""
+        found = self._gradients.view()
+        here = ((parameter, found[self._places[parameter]]) for parameter in bucket)
+        return [torch.zeros_like(parameter) if gradient is None else gradient for parameter, gradient in here]
+
+    def _take(self, reduced: Iterable[tuple[Bucket, torch.Tensor]]) -> list[torch.Tensor]:
+        """Have the sum of each bucket in the place of its contributions; one tensor for each parameter."""
+        found: dict[torch.Tensor, torch.Tensor] = {}
+        for bucket, flat in reduced:
+            found |= zip(bucket, self._buckets.unflatten(flat, bucket), strict=True)
+        whole = [found[parameter] for parameter in self._gradients.parameters]
+        self._gradients.swap(whole)
+        return whole
 
     def tied_of(self, totals: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """What :meth:`tie` gives, of the sums over the stages in the order of the weights' names, whichever stage they
@@ -177,46 +172,54 @@ class Gradients:
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
-        """Inside of this context ``parameter.grad`` is the sum of ``step``, whatever has begun for the next step."""
-        with in_place_of(self._parameters, [*self._applied(step)]):
+        """Inside of this context gradients are the sum of ``step``, whatever has begun for the next step."""
+        with swapped(self._gradients, [*self._applied(step)]):
             yield
 
     def apply(self, step: int, optimizer: torch.optim.Optimizer, step_once: Callable[[], None], clipped: bool) -> None:
-        """Call ``step_once`` with the sum of ``step`` in ``parameter.grad``; the sum itself stays as it is.
+        """Call ``step_once`` with the sum of ``step`` in the gradients' place; the sum itself stays as it is.
 
         What it lacks for a parameter (:meth:`gathered`) the optimizer leaves as it is.  ``clipped``: ``step_once`` puts
         gradients of its own in place.  Raises AssertionError where the optimizer has changed the sum.
         """
-        whole, sums = self._applied(step), [parameter.grad for parameter in self._parameters]
+        whole, sums = self._applied(step), self._gradients.view()
         with self.of(step):
             if type(optimizer) not in READ_ONLY and not clipped:
-                self._put([None if gradient is None else gradient.clone() for gradient in whole])
+                self._gradients.change(torch.clone)
             versions = _versions(whole)
             self._step, self._factors = step, []
-            self._note(self._parameters)
+            self._note(self._gradients.parameters)
             step_once()
             self._in_place = {}
         assert versions == _versions(whole), "the optimizer has changed gradients that a peer may still need"
-        self._put([None if mine is gradient else mine for mine, gradient in zip(sums, self._sums(step), strict=True)])
+        left = zip(sums, self._sums(step), strict=True)  # what has begun for the next step
+        self._gradients.swap([None if mine is gradient else mine for mine, gradient in left])
 
     def any(self, step: int) -> bool:
         """Whether ``step`` applies anything, where there are parameters."""
-        return not self._parameters or any(gradient is not None for gradient in self._applied(step))
+        return not self._places or any(gradient is not None for gradient in self._applied(step))
 
-    def scale(self, change: Callable[[], None], factor: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Let ``change`` scale the gradients of the step that is being applied: it puts ``factor(gradient)`` in place
-        of each.
+    def empty(self) -> None:
+        """Have the step that is being applied find no gradients; the sum stays as it is."""
+        self._gradients.zero()
+
+    def scale(self, factor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Scale the gradients of the step that is being applied: ``factor(gradient)``, a new tensor, takes the place of
+        each; what they were stays for peers that lack it.
         """
-        unchanged = [parameter for parameter in self._parameters if self.holds(parameter)]
+        found = zip(self._gradients.parameters, self._gradients.view(), strict=True)
+        unchanged = [parameter for parameter, gradient in found if self.holds(parameter, gradient)]
         self._in_place = {}  # so that what was there goes, gradient by gradient
-        change()
+        self._gradients.change(factor)
         self._factors.append(factor)
         self._note(unchanged)
 
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether what the step applies to ``parameter`` is what was put there, so that :meth:`applied_to` gives it."""
-        gradient, version = self._in_place.get(parameter, (None, 0))
-        return gradient is not None and parameter.grad is gradient and gradient._version == version
+    def holds(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+        """Whether ``gradient``, which the step applies to ``parameter``, is what was put there, so that
+        :meth:`applied_to` gives it.
+        """
+        put, version = self._in_place.get(parameter, (None, 0))
+        return put is not None and gradient is put and put._version == version
 
     def applied_to(self, parameter: torch.Tensor) -> torch.Tensor:
         """What the last step has applied to ``parameter``, until it is committed: the sum that is kept, scaled once
@@ -228,12 +231,10 @@ class Gradients:
             gradient = factor(gradient)
         return gradient
 
-    def _note(self, parameters: Parameters) -> None:
-        self._in_place = {
-            parameter: (parameter.grad, parameter.grad._version)
-            for parameter in parameters
-            if parameter.grad is not None
-        }
+    def _note(self, parameters: Iterable[torch.Tensor]) -> None:
+        found = self._gradients.view()
+        here = ((parameter, found[self._places[parameter]]) for parameter in parameters)
+        self._in_place = {one: (gradient, gradient._version) for one, gradient in here if gradient is not None}
 
     def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         """What ``step`` applies to each of ``parameters``, for other workers, None where it leaves one as it is: as it
@@ -247,7 +248,7 @@ class Gradients:
         """What REDUCE and TIE of ``step`` leave at a worker that has been told what they come to for the parameters of
         ``sums``, and does not have the others; by datum.
         """
-        whole = [sums.get(parameter) for parameter in self._parameters]
+        whole = [sums.get(parameter) for parameter in self._gradients.parameters]
         found: dict[Datum, Any] = {Datum("reduced", self._store.seat.stage, None, step): whole}
         if self._store.tied:  # also if all that the stages share is frozen
             found[Datum("tied", self._store.seat.stage, None, step)] = {place: whole[place] for place in self._tied}
@@ -271,21 +272,16 @@ class Gradients:
     def _of(self, kind: str, step: int) -> Any:
         return self._store.get(Datum(kind, self._store.seat.stage, None, step))
 
-    def _put(self, gradients: list[torch.Tensor | None]) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
-
-    def _sum(self, bucket: Parameters, step: int, holder: int | None, owners: list[list[Block]] | None) -> torch.Tensor:
+    def _sum(self, bucket: Bucket, step: int, holder: int | None, owners: list[list[Block]] | None) -> torch.Tensor:
         if holder is not None:
             return self._taken_over(bucket, holder, self._whole(step))
         if owners is not None:
             assert self._blocks is not None, "owners are of blocks"
             total = self._blocks.total([self._places[parameter] for parameter in bucket], owners, self._buckets.group)
             return total.mul_(1.0 / self._buckets.group.size()) if self._buckets.averages else total
-        gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket]
-        return self._buckets.all_reduce(gradients)
+        return self._buckets.all_reduce(self._contributed(bucket))
 
-    def _taken_over(self, bucket: Parameters, holder: int, whole: Sequence[torch.Tensor | None] | None) -> torch.Tensor:
+    def _taken_over(self, bucket: Bucket, holder: int, whole: Sequence[torch.Tensor | None] | None) -> torch.Tensor:
         """What the worker of rank ``holder`` has of ``bucket``; ``whole``: what this one has."""
         found = [None if whole is None else whole[self._places[parameter]] for parameter in bucket]
         gradients = [torch.zeros_like(each) if one is None else one for each, one in zip(bucket, found)]
@@ -304,7 +300,7 @@ class Gradients:
         stepped.
         """
         self._sums(step)[:] = gradients
-        self._put(list(gradients))
+        self._gradients.swap(gradients)
 
     def taken_from(self, giver: int, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of the worker of rank ``giver``, on all that are in the group; ``gradients``: those of this
@@ -316,16 +312,16 @@ class Gradients:
         for bucket in self._cut():
             flat = self._taken_over(bucket, giver, gradients)
             found |= zip(bucket, self._buckets.unflatten(flat, bucket), strict=True)
-        return [found[parameter] if has else None for parameter, has in zip(self._parameters, there.tolist())]
+        return [found[parameter] if has else None for parameter, has in zip(self._gradients.parameters, there.tolist())]
 
-    def _cut(self) -> list[Parameters]:
+    def _cut(self) -> list[Bucket]:
         """Parameters by dtype, cut into buckets as DeepSpeed does; smaller ones for blocks, which a worker then has
         once more.
         """
         limit = self._buckets.limit if self._blocks is None else EXACT_BUCKET
-        buckets: list[Parameters] = []
-        by_dtype: dict[torch.dtype, Parameters] = {}
-        for parameter in self._parameters:
+        buckets: list[Bucket] = []
+        by_dtype: dict[torch.dtype, Bucket] = {}
+        for parameter in self._gradients.parameters:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for parameters in by_dtype.values():
             buckets.append([])

@@ -11,26 +11,25 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from recycle_plugin.runtime.stage.gradient_store import TorchGradients
+
 
 class Masters:
-    """fp32 copies of ``weights``, in their order, which the optimizer steps."""
+    """fp32 copies of ``weights``, in their order, which the optimizer steps; ``gradients``: theirs."""
 
     def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
         self.weights = list(weights)
         self.parameters = [torch.nn.Parameter(weight.detach().to(torch.float32, copy=True)) for weight in self.weights]
         self._of = dict(zip(self.weights, self.parameters))
+        self.gradients, self._made = TorchGradients(self.parameters), TorchGradients(self.weights)
 
     def of(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
         """The master of ``weight``."""
         return self._of[weight]
 
-    @torch.no_grad()
     def collect(self) -> None:
         """Add the weights' gradients to the masters', in fp32, and drop them."""
-        for weight, master in zip(self.weights, self.parameters, strict=True):
-            if weight.grad is not None:
-                master.grad = weight.grad.to(master.dtype) if master.grad is None else master.grad.add_(weight.grad)
-                weight.grad = None
+        self.gradients.add(self._made.taken())
 
     def round_off(self) -> None:
         """Round the masters, which have changed, to the weights."""

@@ -20,6 +20,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.runtime.collectives.group import MemberGroup
 from recycle_plugin.runtime.devices.port import Device
+from recycle_plugin.runtime.stage.gradient_store import GradientStore, TorchGradients
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.state.stage_state import StageState, StatePart
@@ -48,9 +49,7 @@ class Optimizer(Protocol):
         """How many steps it has applied or skipped; those of a checkpoint's job included."""
 
     def apply(self) -> None:
-        """Step by the gradients in ``parameter.grad``, clipped where the framework clips; schedulers and counters go
-        on.
-        """
+        """Step by the framework's gradients, clipped where it clips; schedulers and counters go on."""
 
     def skip(self) -> None:
         """Let schedulers and counters go on as after a step that overflowed; no weight and no state of the optimizer
@@ -92,8 +91,8 @@ class Buckets(Protocol):
 class Norm(Protocol):
     """The norm by which a step's gradients are judged."""
 
-    def share(self, parameters: Parameters) -> float:
-        """This stage's share, squared, from ``parameter.grad``; all its workers find the same."""
+    def share(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> float:
+        """This stage's share, squared, of ``gradients``, by parameter; all its workers find the same."""
 
     def total(self, shares: Mapping[str, float]) -> torch.Tensor:
         """The norm over all stages, a scalar, from the share of each, by its number."""
@@ -142,7 +141,8 @@ class StageModel:
     ``loss``: of (outputs, labels) on the last stage; ``scale``: the divisor of each micro-batch's loss, the logical
     number of micro-batches of a replica; ``reentrant()``: whether the first stage's data has to require a gradient, as
     reentrant checkpointing of a layer wants it, which else would be cut off from the graph; ``keyed``: a forward that
-    is run again draws the same random numbers.
+    is run again draws the same random numbers.  ``gradients``: where a backward adds to them, and the optimizer's step
+    finds them; None: in ``parameter.grad`` (of the masters, where there are some).
     """
 
     module: torch.nn.Module
@@ -153,6 +153,18 @@ class StageModel:
     device: Device
     reentrant: Callable[[], bool] = lambda: False
     keyed: bool = True
+    gradients: GradientStore | None = None
+
+    @property
+    def made(self) -> GradientStore:
+        """Where a backward adds to the weights' gradients."""
+        return TorchGradients(self.module.parameters()) if self.gradients is None else self.gradients
+
+    def summed(self, masters: Masters | None) -> GradientStore:
+        """Where contributions are added up, and the step finds their sum."""
+        if self.gradients is not None:
+            return self.gradients
+        return TorchGradients(trained(self.module)) if masters is None else masters.gradients
 
 
 @dataclass(frozen=True)
@@ -166,9 +178,9 @@ class MadeStage:
     masters: Masters | None = None
 
     @property
-    def parameters(self) -> Parameters:
-        """The parameters whose gradients are summed."""
-        return trained(self.model.module) if self.masters is None else self.masters.parameters
+    def gradients(self) -> GradientStore:
+        """Where contributions are added up."""
+        return self.model.summed(self.masters)
 
 
 @dataclass(frozen=True)
@@ -216,9 +228,9 @@ class Framework:
     layers: Sequence[torch.nn.Module] = ()
 
     @property
-    def parameters(self) -> Parameters:
-        """The parameters whose gradients are summed, and applied."""
-        return trained(self.model.module) if self.masters is None else self.masters.parameters
+    def gradients(self) -> GradientStore:
+        """Where contributions are added up, and the optimizer's step finds their sum."""
+        return self.model.summed(self.masters)
 
 
 def described(framework: Framework) -> dict[str, Any]:

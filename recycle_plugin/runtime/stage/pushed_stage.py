@@ -14,7 +14,7 @@ from recycle_plugin.core.worker.pushed import Script
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.port import Device
-from recycle_plugin.runtime.stage.gradients import contribute
+from recycle_plugin.runtime.stage.gradient_store import GradientStore
 
 Made = tuple[Sequence[torch.Tensor | None], torch.Tensor]  # the gradient of each parameter, and the loss
 
@@ -23,7 +23,7 @@ class Shown(Protocol):
     """Where a framework shows a script the sum of a step's gradients, between its backward and its step."""
 
     def show(self) -> None:
-        """Show what is in ``parameter.grad``, in memory of its own."""
+        """Show what is in the gradients, in memory of its own."""
 
     def hide(self) -> None:
         """Show nothing any more: no step follows."""
@@ -35,14 +35,14 @@ class Shown(Protocol):
 class PushedStage:
     """Takes what a script has made of each micro-batch that it pushes (core/worker/pushed.py).
 
-    ``parameters``: those whose gradients are summed; a micro-batch's are its share of the mean over a replica's.
-    ``shown``: where the script finds the sum.
+    ``gradients``: where they are added up; a micro-batch's are its share of the mean over a replica's.  ``shown``:
+    where the script finds the sum.
     """
 
     loss_scale = 1.0
 
-    def __init__(self, parameters: Sequence[torch.Tensor], device: Device, shown: Shown) -> None:
-        self._parameters, self.device, self.shown = parameters, device, shown
+    def __init__(self, gradients: GradientStore, device: Device, shown: Shown) -> None:
+        self._gradients, self.device, self.shown = gradients, device, shown
         self.script = Script()
         self.made: Made | None = None  # of the micro-batch that the script has just run
 
@@ -63,12 +63,12 @@ class PushedStage:
             (gradients, loss), self.made = self.made, None
             kinds: dict[str, Any] = {"act": (), "stash": gradients, "loss": loss}
         else:
-            contribute(self._parameters, have[Datum("stash", stage, one, step)])
+            self._gradients.add(have[Datum("stash", stage, one, step)])
             kinds = {"grad": (), "wgrad": None}
         return {Datum(kind, stage, one, step): value for kind, value in kinds.items()}
 
     def summed(self) -> None:
-        """Show the script the sum over all workers, which is in ``parameter.grad``."""
+        """Show the script the sum over all workers, which is in the gradients."""
         self.shown.show()
 
     def forget_sums(self) -> None:

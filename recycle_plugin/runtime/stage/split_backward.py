@@ -47,8 +47,8 @@ from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.stage.block_sums import in_place_of
 from recycle_plugin.runtime.stage.converters import CONVERTERS, Converter
+from recycle_plugin.runtime.stage.gradient_store import TorchGradients, swapped
 from recycle_plugin.runtime.stage.inner_gradients import asked_for, engine_runs
 from recycle_plugin.runtime.stage.layer_graph import LayerGraph, run_engine
 
@@ -356,7 +356,7 @@ class DeferredWeights:
         weights = [parameter for parameter in self._deferral.known.values() if parameter.requires_grad]
         made: list[Tensor | None] = [None] * len(weights)
         try:
-            with self._deferral.splitting(), engine_runs(self._refuse), in_place_of(weights, made):
+            with self._deferral.splitting(), engine_runs(self._refuse), swapped(TorchGradients(weights), made):
                 yield pending
         finally:
             self._deferral.held = None

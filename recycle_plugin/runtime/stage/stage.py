@@ -2,10 +2,10 @@
 
 What lives between the instructions of a micro-batch, its inputs, its graph (stash), and the weight-gradient work that a
 split backward has put off, is in the worker's store (core/worker/step_store.py); here is what makes one of the other.
-Gradients end up in ``parameter.grad``, summed in the order in which the program runs the weight gradients.  In exact
-mode they end up in sums of blocks (runtime/stage/block_sums.py), all of a micro-batch's at its W: also those of layers
-whose backward is not split, which are made in its I. In bf16 and fp16 the sums are those of the fp32 masters
-(runtime/stage/masters.py), which what each instruction makes is added to by itself.
+Gradients end up where the framework has them (runtime/stage/gradient_store.py), summed in the order in which the
+program runs the weight gradients.  In exact mode they end up in sums of blocks (runtime/stage/block_sums.py), all of a
+micro-batch's at its W: also those of layers whose backward is not split, which are made in its I.  In bf16 and fp16 the
+sums are those of the fp32 masters (runtime/stage/masters.py), which what each instruction makes is added to by itself.
 
 After a failure a *boundary-only* forward or input gradient is run for the boundary tensor alone, because a peer needs
 it once more: it leaves no stash and adds nothing to any gradient.
@@ -13,7 +13,7 @@ it once more: it leaves no stash and adds nothing to any gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,7 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.port import COPY_S, Device
-from recycle_plugin.runtime.stage.block_sums import BlockSums, Gradients, in_place_of
+from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.boundary import (
     Tensors,
     batch_part,
@@ -38,6 +38,7 @@ from recycle_plugin.runtime.stage.boundary import (
     packed,
     with_gradients,
 )
+from recycle_plugin.runtime.stage.gradient_store import Slots, empty, swapped
 from recycle_plugin.runtime.stage.inner_gradients import InnerGradients, engine_runs
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.ports import StageModel
@@ -71,7 +72,7 @@ class Inner:
     """What I leaves for W: the weights' pending work, and, in exact mode, weight gradients that are made already."""
 
     pending: PendingWeights | None
-    early: Gradients | None
+    early: Slots | None
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Stage:
     ) -> None:
         self._model = model
         self._masters = masters
-        self._parameters = list(model.module.parameters())
+        self._parameters, self._made = list(model.module.parameters()), model.made
         self._by_id = {id(parameter): parameter for parameter in self._parameters}
         self._blocks = blocks
         self._deferred, self._fused, self._warn = deferred, fused, warn
@@ -237,7 +238,7 @@ class Stage:
 
     def backward_input(self, key: Key, stash: Stash, grads: Tensors | None) -> tuple[Tensors, Inner]:
         """Compute the gradient of the input; the weights' work is put off until :meth:`backward_weight`."""
-        early: Gradients | None = [None] * len(self._parameters) if self._blocks is not None else None
+        early = empty(self._made) if self._blocks is not None else None
         aside = nullcontext() if early is None else self._aside(early)
         with self._drawing(key), self._watching("input"), aside, self._hold() as pending:
             made = self._differentiate(stash, grads)
@@ -245,7 +246,7 @@ class Stage:
         return made, Inner(pending, early)
 
     @contextmanager
-    def _aside(self, early: Gradients) -> Iterator[None]:
+    def _aside(self, early: Slots) -> Iterator[None]:
         """Inside of this context ``early`` gets the weight gradients, until W; hooks of their sums are called there."""
         hooks = [
             (parameter._post_accumulate_grad_hooks, dict(parameter._post_accumulate_grad_hooks))
@@ -255,7 +256,7 @@ class Stage:
         for each, _ in hooks:
             each.clear()
         try:
-            with in_place_of(self._parameters, early):
+            with swapped(self._made, early):
                 yield
         finally:
             for each, were in hooks:
@@ -269,7 +270,7 @@ class Stage:
         """
         with (
             self._drawing(key),
-            in_place_of(self._parameters, [None] * len(self._parameters)),
+            swapped(self._made, empty(self._made)),
             resting_hooks(self._parameters),
             self._hold(),
         ):
@@ -278,7 +279,8 @@ class Stage:
     def backward_weight(self, key: Key, inner: Inner) -> None:
         """Compute the weight gradients that :meth:`backward_input` has put off, and add them to the sums."""
         with self._summing(key):
-            _add(self._parameters, inner.early or ())
+            if inner.early is not None:
+                self._add(inner.early)
             if inner.pending is not None:
                 with self._watching("weight"):  # which draws nothing: all that runs is the operators' own
                     inner.pending.run()
@@ -360,12 +362,13 @@ class Stage:
         yield
         self._watched.add(half)
         check_unchanged(self._model.module, before, "backward")
-        names = (
-            name
-            for name, parameter in self._model.module.named_parameters()
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided
+        called: dict[torch.Tensor, str] = {parameter: name for name, parameter in self._model.module.named_parameters()}
+        sparse = (
+            called.get(parameter, "a weight")
+            for parameter, gradient in zip(self._made.parameters, self._made.view(), strict=True)
+            if gradient is not None and gradient.layout is not torch.strided
         )
-        if (name := next(names, None)) is not None:
+        if (name := next(sparse, None)) is not None:
             raise RecycleError(
                 f"{name} has sparse gradients, which are not summed over replicas yet; build its layer with "
                 "sparse=False"
@@ -394,17 +397,17 @@ class Stage:
             yield
             self._collect()
 
+    def _add(self, early: Slots) -> None:
+        """Add gradients that were set aside, as a backward does, whose hooks are called."""
+        self._made.add(early)
+        for parameter, gradient in zip(self._made.parameters, early, strict=True):
+            if gradient is not None:
+                for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                    hook(parameter)
+
     def _collect(self) -> None:
         if self._masters is not None:
             self._masters.collect()
-
-
-def _add(parameters: list[torch.nn.Parameter], gradients: Iterable[torch.Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-                hook(parameter)
 
 
 def _made(outputs: Any, loss: torch.Tensor | None) -> Tensors:

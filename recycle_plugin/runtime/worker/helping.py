@@ -106,11 +106,11 @@ class HelpedStage(LoggedWork):
         super().__init__(session, folder, call.logs)
         self._world, self._how, self._made = world, how, made
         module, device, seat = made.model.module, made.model.device, Seat(how.seat.replica, call.stage)
-        self._own, parameters = how.seat, made.parameters
-        blocks = None if how.blocks is None else BlockSums(parameters, how.blocks)
+        self._own, where = how.seat, made.gradients
+        blocks = None if how.blocks is None else BlockSums(where, how.blocks)
         deferred = DeferredWeights(module) if how.splits else None
         self._stage = Stage(made.model, deferred, how.randomness(made, call.stage), blocks, made.masters)
-        self._contributions = Contributions(parameters, blocks, made.model.device)
+        self._contributions = Contributions(where, blocks, made.model.device)
         kept = Retention(), (AsMade(), Host(device))
         self.store = StepStore(seat, how.topology.stages, False, *kept)
         module.train()

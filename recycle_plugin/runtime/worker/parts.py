@@ -70,7 +70,7 @@ class Parts:
         if settings.exact:
             model.device.repeatable()
         self.as_started = AsStarted(model.module)
-        blocks = BlockSums(framework.parameters, self.blocks()) if settings.exact else None
+        blocks = BlockSums(framework.gradients, self.blocks()) if settings.exact else None
         self.stage = self._make_stage(blocks)
         self.transport = Transport(session, model.device)
         self.store = self._make_store()
@@ -144,11 +144,11 @@ class Parts:
         )
 
     def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:
-        framework, parameters = self.framework, self.framework.parameters
-        self.contributions = Contributions(parameters, blocks, framework.model.device)
-        gradients = self.gradients = Gradients(framework.buckets, self.store, parameters, blocks, framework.tied)
+        framework, where = self.framework, self.framework.gradients
+        self.contributions = Contributions(where, blocks, framework.model.device)
+        gradients = self.gradients = Gradients(framework.buckets, self.store, where, blocks, framework.tied)
         elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.stage}
-        clipping = Clipping(self.store, parameters, framework.norm or TrueNorm(elsewhere), framework.clipping)
+        clipping = Clipping(self.store, where, framework.norm or TrueNorm(elsewhere), framework.clipping)
         scripted = framework.compute is not None and self.settings.clip != "validate"  # so there is one stage
         undo = NoUndo() if framework.pushed or scripted else undo_record(self.settings.undo, self.state, gradients)
         units = partial(stage_units, framework, self.state, gradients)
@@ -157,7 +157,6 @@ class Parts:
         return Stepping(
             framework.optimizer,
             self.stage,
-            parameters,
             gradients,
             clipping,
             scale,

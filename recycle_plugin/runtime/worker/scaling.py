@@ -27,14 +27,6 @@ class LossScale:
         """The present scale, 1.0 without a scaler."""
         return self._scaler.loss_scale if self._scaler else 1.0
 
-    def unscale(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Take the scale out of gradients, as DeepSpeed does, in tensors of their own; what they were stays for peers
-        that lack it.
-        """
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad = unscaled(parameter.grad, self.value)
-
     def stepped(self, skipped: bool) -> None:
         """Change the scale after a step that was applied, or skipped.  Raises RecycleError where it can't go down any
         more.

@@ -20,12 +20,11 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.port import Device
-from recycle_plugin.runtime.stage.block_sums import in_place_of
-from recycle_plugin.runtime.stage.gradients import contribute
+from recycle_plugin.runtime.stage.gradient_store import Slots, empty, swapped
 from recycle_plugin.runtime.stage.ports import Compute, StageModel
 from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, Reuse, check_unchanged
 
-Computed = tuple[list[torch.Tensor | None], torch.Tensor]  # the gradient of each parameter, and the loss
+Computed = tuple[Slots, torch.Tensor]  # the gradient of each parameter, and the loss
 CALLED = "call of compute()"
 ADVICE = (
     "get data by the step, the replica and the micro-batch that compute() is given, "
@@ -52,7 +51,7 @@ class ScriptedStage:
     ) -> None:
         self._compute, self._randomness, self._warn = compute, randomness, warn
         self._module, self._keyed = model.module, model.keyed
-        self._parameters, self._scale = list(model.module.parameters()), model.scale
+        self._gradients, self._scale = model.made, model.scale
         self.device: Device = model.device
         self._rehearsed, self._reuse = tried, Reuse()
 
@@ -81,7 +80,7 @@ class ScriptedStage:
         made = have[stash]
         if self._scale != 1:
             made = [each if each is None else each.div_(self._scale) for each in made]
-        contribute(self._parameters, made)
+        self._gradients.add(made)
         return {grad: (), wgrad: None}
 
     def _first(self, step: int, one: MicroBatch) -> Computed:
@@ -100,8 +99,8 @@ class ScriptedStage:
         return computed
 
     def _computed(self, step: int, one: MicroBatch) -> Computed:
-        made: list[torch.Tensor | None] = [None] * len(self._parameters)
-        with self._randomness(one, step, ""), torch.enable_grad(), in_place_of(self._parameters, made):
+        made = empty(self._gradients)
+        with self._randomness(one, step, ""), torch.enable_grad(), swapped(self._gradients, made):
             loss = self._compute(step, *one)
         if not torch.is_tensor(loss) or loss.numel() != 1:
             raise RecycleError(
@@ -124,10 +123,10 @@ class ScriptedStage:
         return computed
 
     def summed(self) -> None:
-        """Nothing: contributions are in a sum over all workers now, and only ``parameter.grad`` had them."""
+        """Nothing: contributions are in a sum over all workers now, and only the gradients had them."""
 
     def forget_sums(self) -> None:
-        """Nothing: there are no sums but ``parameter.grad``."""
+        """Nothing: there are no sums but the gradients."""
 
 
 def _made(computed: Computed) -> tuple[torch.Tensor, ...]:

@@ -15,9 +15,9 @@ import torch
 
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.stage.clipping import Clipping, scale, scaled
+from recycle_plugin.runtime.stage.clipping import Clipping, scaled
 from recycle_plugin.runtime.stage.gradients import Gradients
-from recycle_plugin.runtime.stage.ports import Optimizer, Parameters
+from recycle_plugin.runtime.stage.ports import Optimizer
 from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 from recycle_plugin.runtime.stage.rates import ScaledRates, around_steps
 from recycle_plugin.runtime.stage.stage import Stage
@@ -38,7 +38,6 @@ class Stepping:
         self,
         optimizer: Optimizer,
         stage: Stage | ScriptedStage | PushedStage,
-        parameters: Parameters,
         gradients: Gradients,
         clipping: Clipping,
         scale: LossScale,
@@ -46,7 +45,7 @@ class Stepping:
         session: Session,
         await_readers: Callable[[], None] = lambda: None,
     ) -> None:
-        self._optimizer, self._stage, self._parameters, self._session = optimizer, stage, parameters, session
+        self._optimizer, self._stage, self._session = optimizer, stage, session
         self._gradients, self._clipping, self._scale, self._undo = gradients, clipping, scale, undo
         self._await_readers = await_readers
         self._contributing = LiveShare()
@@ -119,10 +118,10 @@ class Stepping:
             self._undo.prepare()
 
     def clip(self) -> None:
-        """Clip ``parameter.grad`` for the step that stock code is applying."""
+        """Clip the gradients of the step that stock code is applying."""
         by = self._clipping.coefficient(self._applying)
         if by is not None:
-            self._gradients.scale(partial(scale, self._parameters, by), partial(scaled, by=by))
+            self._gradients.scale(partial(scaled, by=by))
 
     def norm(self) -> torch.Tensor | None:
         """The norm of the step that stock code is applying; None where it is not known yet."""
@@ -134,14 +133,12 @@ class Stepping:
             return self._clipping.share() / self._scale.value**2
 
     def _unscale_and_apply(self) -> None:
-        again = partial(unscaled, scale=self._scale.value)  # which the step may change
-        self._gradients.scale(partial(self._scale.unscale, self._parameters), again)
+        self._gradients.scale(partial(unscaled, scale=self._scale.value))  # which the step may change
         self._optimizer.apply()
 
     def _skip(self) -> None:
         """Count the step, and change no weight: to take that back there is nothing but counts."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._gradients.empty()
         self._undo.before_step()
         self._optimizer.skip()
 

@@ -51,7 +51,7 @@ def die_within_sum(seat: str, step: int, after: int, folder: str) -> None:
     one, reduce, made = Gradients._sum, Gradients.reduce, []
 
     def bits(trainer: Trainer) -> list:
-        grads = [None if each.grad is None else each.grad.clone() for each in inside(trainer).framework.parameters]
+        grads = [None if each is None else each.clone() for each in inside(trainer).framework.gradients.view()]
         return [trainer.state.digest(), grads]
 
     def summed(self: Gradients, bucket, of: int, *given) -> torch.Tensor:
@@ -75,7 +75,7 @@ def die_within_sum(seat: str, step: int, after: int, folder: str) -> None:
             (Path(folder) / str(self._store.seat)).write_text(f"{len(made)} {same}")
             raise
 
-    Gradients._cut = lambda self: [[parameter] for parameter in self._parameters]
+    Gradients._cut = lambda self: [[parameter] for parameter in self._gradients.parameters]
     Gradients._sum, Gradients.reduce = summed, watched
 
 

@@ -71,7 +71,7 @@ def overflow(at: list[str]) -> None:
     def changed(self: Operations, instruction, have, *given) -> dict:
         made = compute(self, instruction, have, *given)
         if str(instruction) in at:
-            self._stepping._parameters[0].grad.view(-1)[0] = float("inf")
+            self._stepping._gradients._gradients.view()[0].view(-1)[0] = float("inf")
         return made
 
     Operations.compute = changed
@@ -127,7 +127,8 @@ def flip_bit(seat: str, step: int, stays: int = 0) -> None:
 
     def changed(self: Worker, program):
         if str(self.seat) == seat and program.step == step and not program.resumed:
-            self._machine.operations._stepping._parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
+            summed = self._machine.operations._stepping._gradients._gradients
+            summed.parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
         if str(self.seat) == seat and program.step == stays:
             return self._machine.wait("being given up", lambda: None)
         return execute(self, program)

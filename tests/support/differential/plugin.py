@@ -21,6 +21,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.boundary import Tensors
+from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 from recycle_plugin.runtime.stage.ports import StageModel
 from recycle_plugin.runtime.stage.randomness import key as random_key
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
@@ -56,7 +57,7 @@ class Seat:
             if course.block
             else None
         )
-        self.sums = BlockSums(self.trained.parameters, blocks) if blocks else None
+        self.sums = BlockSums(TorchGradients(self.trained.parameters), blocks) if blocks else None
         described = StageModel(self.module, self.module.loss, MICRO_BATCHES, first, last, CPU)
         self.stage = StoredStage(
             Stage(described, self.deferred, self._randomness, self.sums, self.trained.masters),

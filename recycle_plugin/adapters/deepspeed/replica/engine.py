@@ -122,7 +122,7 @@ class ReplicaEngine(DeepSpeedEngine):
         session.startup.built()
         self.shards = shards_of(self)
         device = device_of(self.device)
-        stage = PushedStage(self.shards.parameters, device, self.shards)
+        stage = PushedStage(self.shards.gradients, device, self.shards)
         self._trainer = Trainer(session, self._job.settings, self._framework(topology, self._place, stage))
         self._trainer.feed.source = lambda step, micro_batch: None  # LOAD waits for the script, who has the data
         self._steps = PushedCalls(self._trainer, stage)
@@ -287,8 +287,8 @@ class ReplicaEngine(DeepSpeedEngine):
 
     def clip_fp32_gradients(self) -> None:
         """DeepSpeed's call at stage 0 in fp32: each rank has all gradients, so the norm is one of its own."""
-        parameters = [each for each in self.module.parameters() if each.grad is not None]
-        self._global_grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.gradient_clipping()))
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.gradient_clipping())
+        self._global_grad_norm = float(norm)
 
     def deepspeed_io(self, dataset: Any, *arguments: Any, **named: Any) -> Any:
         """Stock's loader, for which each rank of each replica draws a part of its own."""
@@ -327,7 +327,9 @@ class ReplicaEngine(DeepSpeedEngine):
 
     def _framework(self, topology: Topology, place: Place, stage: PushedStage) -> Framework:
         device, scale = device_of(self.device), LossScale(self.shards.scaler)
-        model = StageModel(self.shards.module, None, topology.micro_batches, True, True, device)
+        model = StageModel(
+            self.shards.module, None, topology.micro_batches, True, True, device, gradients=self.shards.gradients
+        )
         self._files = ReplicaFiles(self, self._job.session, place.shard)
         self._optimizer_port = ReplicaOptimizer(self, self._step_as_stock)
         return Framework(

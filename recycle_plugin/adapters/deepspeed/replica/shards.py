@@ -31,9 +31,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.kinds import fetch
-from recycle_plugin.runtime.stage.block_sums import in_place_of
+from recycle_plugin.runtime.stage.gradient_store import Slots, TorchGradients, empty, swapped
 
-Gradients = list[torch.Tensor | None]
 OF_GRADIENTS = (
     "get_fp32_grad_for_param",
     "set_fp32_grad_for_param",
@@ -50,59 +49,48 @@ class Whole:
         self._engine = engine
         self.module = engine.module
         self.wrapped: torch.optim.Optimizer = engine.optimizer
-        self._parameters = [each for each in engine.module.parameters() if each.requires_grad]
-
-    @property
-    def parameters(self) -> list[Any]:
-        return self._parameters
+        self.gradients = TorchGradients(each for each in engine.module.parameters() if each.requires_grad)
 
     @property
     def scaler(self) -> None:
         """None: losses are not scaled."""
 
     @contextmanager
-    def backward(self) -> Iterator[Gradients]:
+    def backward(self) -> Iterator[Slots]:
         """A context for a backward; the list has its contribution afterwards."""
-        made: Gradients = [None] * len(self._parameters)
-        with in_place_of(self._parameters, made):
+        made = empty(self.gradients)
+        with swapped(self.gradients, made):
             yield made
 
     def step(self, once: Callable[[], None]) -> torch.Tensor:
-        """Let ``once()`` step by what is in ``parameter.grad``, which stays as it is; returns the norm by which it has
-        judged.
-        """
-        self._keep_sums()
+        """Let ``once()`` step by the gradients, which stay as they are; returns the norm by which it has judged."""
+        self.show()
         self._engine._global_grad_norm = None
         once()
         norm = torch.tensor(self._engine._global_grad_norm or 0.0)
         return norm if norm.isfinite() else torch.tensor(0.0)  # stock skips nothing at stage 0
 
     def show(self) -> None:
-        """Show a script the sum that is in ``parameter.grad``, in memory of its own."""
-        self._keep_sums()
+        """Show a script the sum that is in the gradients, in memory of its own."""
+        self.gradients.change(torch.clone)
 
     def hide(self) -> None:
         """Nothing: ``parameter.grad`` is the plugin's again."""
 
-    def made(self, sums: Gradients) -> Gradients | None:
+    def made(self, sums: Slots) -> Slots | None:
         """What the script has made of ``sums``; None where it has left all as it was."""
-        found = [parameter.grad for parameter in self._parameters]
+        found = self.gradients.view()
         return found if _differ(found, sums) else None
 
     def follow(self, norm: torch.Tensor) -> None:
-        """Step by what is in ``parameter.grad``, as others have judged it; what has none stays as it is."""
-        self._keep_sums()
+        """Step by the gradients, as others have judged them; what has none stays as it is."""
+        self.show()
         if limit := self._engine.gradient_clipping():
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, limit, norm)  # with stock's rounding
+            torch.nn.utils.clip_grads_with_norm_(self.gradients.parameters, limit, norm)  # with stock's rounding
         self.wrapped.step()
 
     def refresh_model(self) -> None:
         """Do nothing: the optimizer steps the model's own weights."""
-
-    def _keep_sums(self) -> None:
-        """Have what changes gradients in place do so with copies."""
-        for parameter in self._parameters:
-            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
 
     @contextmanager
     def as_stock(self) -> Iterator[None]:
@@ -123,41 +111,48 @@ class Partitions:
         return list(self._optimizer.single_partition_of_fp32_groups)
 
     @property
+    def gradients(self) -> TorchGradients:
+        """Those of the partitions, where the plugin has what it adds up."""
+        return TorchGradients(self.parameters)
+
+    @property
     def scaler(self) -> Any:
         """Stock's loss scaler, whose attributes are its state."""
         return self._optimizer.loss_scaler
 
     @contextmanager
-    def backward(self) -> Iterator[Gradients]:
+    def backward(self) -> Iterator[Slots]:
         """A context for a backward; the list has its contribution afterwards."""
-        made: Gradients = []
+        made: Slots = []
         yield made
         found = self._optimizer.averaged_gradients
         made.extend(self._flat(found[group]) for group in range(len(self.parameters)))
         self._forget()
 
     def step(self, once: Callable[[], None]) -> torch.Tensor:
-        """Let ``once()`` step by what is in ``parameter.grad``, which stays as it is; returns the norm by which it has
-        judged.
-        """
-        for group, parameter in enumerate(self.parameters):
-            self._put(group, parameter.grad)
-            parameter.grad = None
+        """Let ``once()`` step by the gradients, which stay as they are; returns the norm by which it has judged."""
+        self._show()
+        self.gradients.zero()
         once()
         return _judged(self._optimizer)
 
     def show(self) -> None:
-        """Show a script the sum that is in ``parameter.grad``, in memory of its own."""
-        for group, parameter in enumerate(self.parameters):
-            self._put(group, parameter.grad)
+        """Show a script the sum that is in the gradients, in memory of its own."""
+        self._show()
+
+    def _show(self) -> None:
+        """Put copies of the gradients where stock has what it has reduced."""
+        for group, gradient in enumerate(self.gradients.view()):
+            assert gradient is not None, "all that is stepped was summed"
+            self._put(group, gradient)
 
     def hide(self) -> None:
         """Show nothing any more, and have the next backward begin anew."""
         self._forget()
 
-    def made(self, sums: Gradients) -> Gradients | None:
+    def made(self, sums: Slots) -> Slots | None:
         """What the script has made of ``sums``; None where it has left all as it was."""
-        found = [_changed(self._shown(group), gradient) for group, gradient in enumerate(sums)]
+        found: Slots = [_changed(self._shown(group), gradient) for group, gradient in enumerate(sums)]
         return found if _differ(found, sums) else None
 
     def _shown(self, group: int) -> torch.Tensor:
@@ -165,17 +160,15 @@ class Partitions:
         return self._optimizer.averaged_gradients[group].flat_partition
 
     def follow(self, norm: torch.Tensor) -> None:
-        """Step by what is in ``parameter.grad``, as others have judged it; what has none stays as it is."""
+        """Step by the gradients, as others have judged them; what has none stays as it is."""
         optimizer, scaled = self._optimizer, norm * self._optimizer.loss_scale
-        given = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        for group, (parameter, gradient) in enumerate(zip(self.parameters, given)):
+        for group, gradient in enumerate(self.gradients.swap(empty(self.gradients))):
             if gradient is not None:
-                parameter.grad = gradient.clone()
-                self._clip(group, parameter.grad, scaled)
+                own = TorchGradients([self.parameters[group]])
+                own.add([gradient.clone()])
+                self._clip(group, *own.view(), scaled)
                 optimizer._optimizer_step(group)
-                parameter.grad = None
+                own.zero()
             self._make_own(group)
         optimizer._update_scale(False)
 
@@ -292,7 +285,7 @@ class PartitionedWeights(Partitions):
             optimizer.averaged_gradients[group] = None
         optimizer.zero_grad(set_to_none=True)  # which begins to count micro-batches anew
 
-    def backward(self) -> AbstractContextManager[Gradients]:
+    def backward(self) -> AbstractContextManager[Slots]:
         """As Partitions does; what was shown goes, which a micro-batch that leaves a weight out would keep else."""
         self._shows = False
         self._optimizer.grad_partitions_flat_buffer.zero_()
@@ -314,8 +307,9 @@ class PartitionedWeights(Partitions):
 
     def show(self) -> None:
         """Show a script the sum where stock's functions for gradients look for it: in its own buffer, and dtype."""
-        for group, parameter in enumerate(self.parameters):
-            for part, gradient in zip(self._places(group), self._cut(group, parameter.grad), strict=True):
+        for group, whole in enumerate(self.gradients.view()):
+            assert whole is not None, "all that is stepped was summed"
+            for part, gradient in zip(self._places(group), self._cut(group, whole), strict=True):
                 part.copy_(gradient)
         self._shows = True
 
@@ -368,7 +362,7 @@ def shards_of(engine: Any) -> Whole | Partitions:
     )
 
 
-def _differ(made: Gradients, sums: Gradients) -> bool:
+def _differ(made: Slots, sums: Slots) -> bool:
     """Whether a script has changed anything; where something is no number it may have."""
     if any((one is None) != (other is None) for one, other in zip(made, sums)):
         return True

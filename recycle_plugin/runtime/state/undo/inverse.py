@@ -78,7 +78,9 @@ class Inverse:
             if parameter in self._optimizer.state:
                 self._state(parameter)
         keeper = self._keeper
-        self._kept = {name for name in gradients if keeper is not None and keeper.holds(parameters[name])}
+        self._kept = {
+            name for name, one in gradients.items() if keeper is not None and keeper.holds(parameters[name], one)
+        }
         self._gradients.take({name: one for name, one in gradients.items() if name not in self._kept})
         self._others.take({key: value for key, value in self._of.kept().items() if key[1] not in self._rule.moments})
         self._small.take()

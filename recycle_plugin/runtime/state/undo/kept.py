@@ -18,8 +18,8 @@ from recycle_plugin.runtime.state.stage_state import StageState
 class Keeper(Protocol):
     """Who has the gradients of a step for as long as that may have to be taken back (runtime/stage/gradients.py)."""
 
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter.grad``, about to be applied, is what :meth:`applied_to` will give."""
+    def holds(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+        """Whether ``gradient``, about to be applied to ``parameter``, is what :meth:`applied_to` will give."""
 
     def applied_to(self, parameter: torch.Tensor) -> torch.Tensor:
         """The gradient that the last step has applied to ``parameter``."""
