@@ -33,7 +33,7 @@ from recycle_plugin.observability.console import STYLES
 from recycle_plugin.observability.report import panels
 from recycle_plugin.observability.run_history import WARM_UP, Failure, RunHistory, step_times
 from recycle_plugin.observability.trace import read_traces
-from recycle_plugin.render import curves, gantt, perfetto
+from recycle_plugin.render import curves, gantt
 from recycle_plugin.runs import RunFailed, RunOutcome, TrainingRun, terminable
 
 TOLERANCE = 5e-6  # largest difference between the losses of the two runs
@@ -272,7 +272,7 @@ def _curve(outcome: RunOutcome) -> dict[int, float]:
 
 
 def write(out: Path, found: dict, spans: Sequence[Span], killed: Sequence[Failure]) -> None:
-    """Write report.json, losses.csv, gantt.png and trace.json to ``out``; no gantt.png where a stage was replayed,
+    """Write report.json, losses.csv and gantt.png to ``out``; no gantt.png where a stage was replayed,
     for which all wait so long that nothing else could be seen.
     """
     (out / "report.json").write_text(json.dumps(found, indent=1))
@@ -282,16 +282,6 @@ def write(out: Path, found: dict, spans: Sequence[Span], killed: Sequence[Failur
         writer.writerows((step, *pair) for step, pair in enumerate(zip(*found["losses"].values()), start=1))
     if "recovered_by" not in found:
         gantt.draw(out / "gantt.png", *panels(spans, killed[0]))
-    moments = {}
-    for failure in killed:
-        moments[f"SIGKILL {failure.seat}"] = _us(failure.struck_at)
-        moments[f"{failure.seat} seen lost"] = _us(failure.seen_at)
-        moments[f"went on without {failure.seat}"] = _us(failure.resumed_at)
-    perfetto.write(out / "trace.json", spans, found["topology"]["stages"], moments)
-
-
-def _us(seconds: float) -> int:
-    return round(seconds * 1e6)
 
 
 # --- running -----------------------------------------------------------------------------------------
@@ -452,8 +442,7 @@ def summary(found: Mapping, out: Path) -> str:
         ),
         (
             "files",
-            f"{out}: report.json, losses.csv, {''.join(pictures)}trace.json (for https://ui.perfetto.dev), "
-            f"{FAILED}/report.html",
+            f"{out}: report.json, losses.csv, {''.join(pictures)}{FAILED}/report.html",
         ),
         ("took", f"{found['seconds']:.0f} s"),
     ]

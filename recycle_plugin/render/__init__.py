@@ -1,1 +1,1 @@
-"""Schedules and runs to look at: text grid, Gantt picture, Perfetto trace, loss curves."""
+"""Schedules and runs to look at: text grid, Gantt picture, loss curves."""

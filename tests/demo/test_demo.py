@@ -92,8 +92,6 @@ def test_demo(warm, tmp_path, capsys):
     assert len((out / "losses.csv").read_text().splitlines()) == STEPS + 1
     picture_opens(out / "gantt.png")
     assert (out / "with_failure" / "report.html").exists(), "the demo is over when it is written"
-    kinds = [event["ph"] for event in json.loads((out / "trace.json").read_text())["traceEvents"]]
-    assert kinds.count("s") == kinds.count("f") > 0 and kinds.count("i") == 3
 
 
 @pytest.mark.some_of(1, among="walk-throughs")

@@ -128,12 +128,6 @@ def test_files_and_summary(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text()) == found
     assert (tmp_path / "losses.csv").read_text().splitlines()[:2] == ["step,fault_free,with_failure", "1,5.0,5.0"]
     assert (tmp_path / "gantt.png").read_bytes().startswith(b"\x89PNG")
-    marks = [
-        event["name"]
-        for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-        if event["ph"] == "i"
-    ]
-    assert marks == ["SIGKILL 0.1", "0.1 seen lost", "went on without 0.1"]
     text = demo.summary(found, tmp_path)
     for part in (
         "<-- killed",

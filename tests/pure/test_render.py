@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from recycle_plugin.core.vocabulary.span import Span, run_again
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator import simulate
 from recycle_plugin.planner import plan
-from recycle_plugin.render import curves, gantt, grid, perfetto
+from recycle_plugin.render import curves, gantt, grid
 
 COSTS = CostModel.uniform(2, 20, 20, 10, communication=10, reduce=20, step=10)
 VIEW = Topology(2, 2, 2).full()
@@ -94,30 +93,6 @@ def test_idle_share_counts_a_dead_seat_until_its_death() -> None:
     two = [Span(Seat(0, 0), forward, 0, 10), Span(Seat(1, 0), forward, 0, 5)]
     assert gantt.idle_share(two) == 0.25
     assert gantt.idle_share(two, {Seat(1, 0): 5}) == 0.0
-
-
-def test_trace_has_a_slice_per_span_and_an_arrow_per_message(tmp_path) -> None:
-    ran = spans(LOST)
-    path = tmp_path / "trace.json"
-    perfetto.write(path, ran, 2)
-    events = json.loads(path.read_text())["traceEvents"]
-    kinds = Counter(event["ph"] for event in events)
-    received = sum(span.instruction.op in (Op.RECV_ACT, Op.RECV_GRAD) for span in ran)
-    assert kinds["X"] == len(ran) and kinds["s"] == kinds["f"] == received == 8
-    slices = {(event["pid"], event["tid"], event["name"]): event for event in events if event["ph"] == "X"}
-    for start in (event for event in events if event["ph"] == "s"):
-        producers = [
-            e
-            for (pid, tid, _), e in slices.items()
-            if (pid, tid) == (start["pid"], start["tid"]) and e["ts"] <= start["ts"] < e["ts"] + e["dur"]
-        ]
-        assert len(producers) == 1 and producers[0]["cat"] in ("F", "I", "B")
-    assert slices[1, 1, "1F0.1"]["args"]["rerouted"] is True
-
-
-def test_trace_without_transport_still_has_arrows() -> None:
-    compute = [span for span in spans() if span.instruction.op in (Op.F, Op.I, Op.W)]
-    assert Counter(event["ph"] for event in perfetto.events(compute, 2))["s"] == 8
 
 
 def test_curves_side_by_side(golden) -> None:

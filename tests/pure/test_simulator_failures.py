@@ -21,12 +21,10 @@ from recycle_plugin.core.vocabulary.machine_constants import LOCAL, by_name
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.lab.commands.failure import moments
 from recycle_plugin.lab.simulator import ExactWorld, predict, train
 from recycle_plugin.lab.simulator.campaign import initial_weights
 from recycle_plugin.lab.simulator.simulated_job import SimulatedJob
 from recycle_plugin.planner import PlanError, lowered, plan
-from recycle_plugin.render import perfetto
 from recycle_plugin.render.grid import draw
 from tests.support.planned import jobs
 
@@ -177,11 +175,3 @@ def test_grid_of_a_kill(golden) -> None:
         2, [Fault.parse("kill 0.1 before 1I0.1@1")]
     )
     golden("simulated_kill.txt", draw(ran.spans, tick_us=10))
-
-
-def test_trace_of_a_kill_has_its_moments_and_arrows() -> None:
-    ran = SimulatedJob(SHAPE.full(), COSTS, Policy(), LOCAL).run(3, [Fault.parse("kill 1.2 before 2I1.2@1")])
-    events = perfetto.events(ran.spans, 3, moments(ran))
-    names = [event["name"] for event in events if event["ph"] == "i"]
-    assert {"step 2 committed", "1.2 died", "loss of 1.2 known", "going on without 1.2"} <= set(names)
-    assert sum(event["ph"] == "s" for event in events) == sum(event["ph"] == "f" for event in events) > 0

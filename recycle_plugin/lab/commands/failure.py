@@ -43,10 +43,6 @@ def run(found: argparse.Namespace, given: JobArguments, machine: Any) -> int:
                 f"--fault '{fault}' never strikes before the end of steps 0 to {found.steps - 1} of this plan"
             )
     spans = [span for span in ran.spans if span.instruction.op in COMPUTE | STAGE_WIDE]
-    if found.perfetto is not None:
-        from recycle_plugin.render import perfetto
-
-        perfetto.write(found.perfetto, ran.spans, given.view.topology.stages, moments(ran))
     if found.png is not None:
         draw_png(found, spans, ran)
     if found.json:
@@ -105,19 +101,6 @@ def report(spans: list[Span], ran: Any) -> str:
             f"({redone_share(ran, loss):.1%} of the step's compute), {loss.undone} workers took a step back"
         )
     return "\n".join(lines)
-
-
-def moments(ran: Any) -> dict[str, int]:
-    """What happened to the job, and when in microseconds, for the trace."""
-    found = {f"step {step} committed": at for step, at in ran.commits.items()}
-    for loss in ran.losses:
-        names = ", ".join(map(str, loss.seats))
-        found |= {
-            f"{names} died": loss.died_us,
-            f"loss of {names} known": loss.detected_us,
-            f"going on without {names}": loss.resumed_us,
-        }
-    return found
 
 
 def draw_png(found: argparse.Namespace, spans: list[Span], ran: Any) -> None:

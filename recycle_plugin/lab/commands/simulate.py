@@ -22,8 +22,7 @@ gpt_76_1b, gpt_145_6b, each also with -ckpt for activation checkpointing.
 
 recycle simulate --costs F=2,I=2,W=2,step=1 --pp 4 --dp 3 --micro-batches 6 --fault "kill 1.2 before 2I1.3@1" --steps 3
 
-With --fault the steps are played instruction by instruction and drawn; --png and --perfetto write what the runtime's
-runs write.
+With --fault the steps are played instruction by instruction and drawn; --png writes what the runtime's runs write.
 
 A trace file has entries "hour workers", "hour lost 1.2,0.3" or "hour end", one a line or separated by |; gcp is the one
 of ReCycle's evaluation (digitised).  Who is lost is drawn at random where the trace does not say so (--seed).
@@ -49,7 +48,6 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     made.add_argument("--steps", type=int, default=3, help="with --fault: how many, counted from 0 (default: 3)")
     made.add_argument("--png", metavar="FILE", help="with --fault: write the steps as a picture")
-    made.add_argument("--perfetto", metavar="FILE", help="with --fault: write the steps as a trace for ui.perfetto.dev")
     made.add_argument(
         "--restart",
         action="store_true",
@@ -90,8 +88,8 @@ def run(found: argparse.Namespace) -> int:
     costs = machine.by_name(found.machine)
     if found.fault:
         return failure.run(found, given, costs)
-    if found.png or found.perfetto or found.restart:
-        raise ValueError("--png, --perfetto and --restart go with --fault")
+    if found.png or found.restart:
+        raise ValueError("--png and --restart go with --fault")
     if given.view.lost:
         raise ValueError("--lost: write losses into a trace, as in '0 lost 1.2'")
     changes, length_s = failures(found, len(given.view.live))
