@@ -61,15 +61,15 @@ def main(command: list[str]) -> int:
     try:
         code = run_script(command)
         if code == 0 and not session.forked:
-            session.through()
-            session.at_end()
+            session.hooks.through()
+            session.hooks.at_end()
             session.leave()
         if code and not session.forked:
             _say_end(session, Crashed(session.rank, f"exit code {code}", step=session.heartbeats.step))
         return code
     except JobEnded as end:
         if not end.failed:
-            session.at_end()
+            session.hooks.at_end()
         if session.coordinator_is_gone:
             _say(f"recycle: the job ends: {end}")
         session.leave(end.code, planned=str(end) == LEAVE)
@@ -102,7 +102,7 @@ def _exit(session: Session, leave: Callable[[int], NoReturn], code: int) -> NoRe
     """
     if code == 0 and not session.forked and session.between_two_steps:
         with suppress(Exception, JobEnded):  # the script wants to be gone, whatever is wrong
-            session.at_end()
+            session.hooks.at_end()
             session.vanish()
     leave(code)
 

@@ -24,6 +24,7 @@ from recycle_plugin.runtime.collectives import group
 from recycle_plugin.runtime.collectives.average import scale_sum
 from recycle_plugin.runtime.collectives.callers import Callers
 from recycle_plugin.runtime.control.connections import connect
+from recycle_plugin.runtime.control.script import TrainingThread
 from recycle_plugin.runtime.control.session import Session
 from tests.support.coordinator import FakeCoordinator, generation
 from tests.support.secret import SECRET, way
@@ -161,8 +162,9 @@ def in_a_thread(call: Callable[[], object]) -> object:
 @pytest.mark.parametrize("backward", (True, False))
 def test_a_hook_in_autograds_thread_is_the_trainers_while_that_runs_a_backward(backward):
     """As on an accelerator: what the other thread does outside of its backward is its own."""
-    session = SimpleNamespace(work=Instruction.parse("0F0.0@1"), trainer=threading.get_ident(), backward=backward)
-    callers, found = Callers(session), []
+    thread = TrainingThread()
+    thread.work, thread.ident, thread.backward = Instruction.parse("0F0.0@1"), threading.get_ident(), backward
+    callers, found = Callers(SimpleNamespace(thread=thread)), []
 
     def run() -> None:
         weight = torch.ones(1, requires_grad=True)
@@ -177,7 +179,7 @@ def test_a_hook_in_autograds_thread_is_the_trainers_while_that_runs_a_backward(b
 def in_a_program(calls: Calls, session: Session) -> dict[str, dict]:
     found = {}
     for name, work in (("layer", Instruction.parse("1F0.0@1")), ("iterator", "the data of step 1")):
-        with session.at_work(work):
+        with session.thread.at_work(work):
             found[name] = {called: tried(call) for called, call in calls.inside().items()}
     return found
 
@@ -189,7 +191,7 @@ def after_a_loss(rank: int, address: tuple[str, int], store_port: int, results) 
     store = dist.TCPStore("127.0.0.1", store_port, None, rank == 0, wait_for_workers=False)
     dist.init_process_group("recycle", store=store, rank=rank, world_size=RANKS)
     calls = Calls(rank, [dist.new_group([one]) for one in range(RANKS)][rank])
-    session.between_steps = lambda: session.adopt(session.pending)
+    session.hooks.between_steps = lambda: session.adopt(session.pending)
     average = calls.op.AVG
     found = {
         "average": [calls.added(average), calls.mean(), calls.reduced(0, average)],
@@ -201,7 +203,7 @@ def after_a_loss(rank: int, address: tuple[str, int], store_port: int, results) 
         found |= {name: tried(call) for name, call in calls.between_steps().items()} | {
             "lost": in_a_program(calls, session)
         }
-        with session.at_work(Instruction.parse("1REDUCE@1")):
+        with session.thread.at_work(Instruction.parse("1REDUCE@1")):
             found["the plugin's own sum"] = calls.extreme(calls.op.SUM)
         found["in a thread"] = in_a_thread(dist.barrier)
         session.group_sums = "scale"

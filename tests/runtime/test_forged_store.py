@@ -36,7 +36,7 @@ def own_keys(store: dist.TCPStore) -> list[str]:
 
 def loads(script: Script) -> Any:
     """A script that loads a checkpoint; a newcomer has what its predecessor got."""
-    startup, total, found = script.session.startup, script.value(), {"epoch": 3}
+    startup, total, found = script.session.hooks.startup, script.value(), {"epoch": 3}
     if script.session.newcomer:
         found = startup.recall(LOADED)
     else:
@@ -63,7 +63,7 @@ def cut_off(script: Script) -> Any:
     """Ranks 0 and 1 add up once more, after the loss of rank 2; rank 1 hears of it first."""
     rank, session = script.rank, script.session
     dist.barrier()
-    script.session.startup.begin_training([])
+    script.session.hooks.startup.begin_training([])
     if rank == 2:
         script.die()
     if rank == 0:

@@ -49,7 +49,7 @@ def worker(rank: int, port: int, store_port: int, results, between_steps: bool) 
         os.kill(os.getpid(), signal.SIGKILL)
     contribution = torch.tensor([float(rank + 1)])
     if between_steps:
-        session.between_steps = lambda: session.adopt(session.pending)
+        session.hooks.between_steps = lambda: session.adopt(session.pending)
         dist.all_reduce(contribution)
         results.put((rank, "interrupted", contribution.item()))
     else:
@@ -177,7 +177,7 @@ def overtaken(rank: int, port: int, store_port: int, results, last: str) -> None
         GlooLink.start = start
         session.adopt(session.pending)
 
-    session.between_steps = recover
+    session.hooks.between_steps = recover
     dist.barrier()
     start = GlooLink.start
 

@@ -128,7 +128,7 @@ def sums_between(script: Script) -> tuple[float, float]:
     """
     asked, own, later = script.value(), 10 * script.value(), script.rank == 1
     work = None if later else dist.all_reduce(asked, async_op=True)
-    with script.session.at_work(Instruction.parse("1REDUCE@1")):
+    with script.session.thread.at_work(Instruction.parse("1REDUCE@1")):
         dist.all_reduce(own)
     (dist.all_reduce(asked, async_op=True) if later else work).wait()
     return asked.item(), own.item()
@@ -227,15 +227,15 @@ def broken_off(script: Script) -> Any:
     dist.barrier()
     contribution, seen = script.value(LARGE), []
     asked = script.value(LARGE)
-    with script.session.at_work(Instruction.parse("1REDUCE@1")):
+    with script.session.thread.at_work(Instruction.parse("1REDUCE@1")):
         dist.all_reduce(contribution.clone())
     if script.rank == 2:
         script.hear("started", 0, 1)
         script.die()
     work = dist.all_reduce(asked, async_op=True)
     script.say("started")
-    script.session.between_steps = None
-    with script.session.at_work(Instruction.parse("1REDUCE@1")):
+    script.session.hooks.between_steps = None
+    with script.session.thread.at_work(Instruction.parse("1REDUCE@1")):
         for wait in (lambda: dist.all_reduce(contribution.clone()), work.wait):
             try:
                 wait()
@@ -244,7 +244,7 @@ def broken_off(script: Script) -> Any:
         script.recover()
         total = contribution.clone()
         dist.all_reduce(total)
-    script.session.between_steps = script.recover
+    script.session.hooks.between_steps = script.recover
     work.wait()
     return seen, total.unique().tolist(), asked.unique().tolist()
 

@@ -59,7 +59,7 @@ def begins(script: Script) -> list[Any]:
     alone = torch.tensor([7.0])
     dist.all_reduce(alone, group=own)
     work.wait()
-    script.session.startup.begin_training([])
+    script.session.hooks.startup.begin_training([])
     mine["reduced"] = total.item() if rank == 1 else None  # elsewhere a script has its own
     kept = [seed.item(), objects, everybodys, part.tolist(), given, mine, mean.item(), gathered.tolist(), later.item()]
     return [*kept, received.item(), source, alone.item()]
@@ -79,23 +79,23 @@ def other_order(script: Script) -> Any:
     if script.session.newcomer:
         dist.broadcast(held, 0)
     dist.all_reduce(held)
-    script.session.startup.begin_training([])
+    script.session.hooks.startup.begin_training([])
 
 
 def other_shape(script: Script) -> Any:
     dist.all_reduce(torch.zeros(3 if script.session.newcomer else 2))
-    script.session.startup.begin_training([])
+    script.session.hooks.startup.begin_training([])
 
 
 def one_more(script: Script) -> Any:
     for _ in range(2 if script.session.newcomer else 1):
         dist.all_reduce(torch.zeros(2))
-    script.session.startup.begin_training([])
+    script.session.hooks.startup.begin_training([])
 
 
 def much(script: Script) -> Any:
     dist.all_reduce(torch.full((LARGE,), script.rank + 1.0))
-    script.session.startup.begin_training([])
+    script.session.hooks.startup.begin_training([])
 
 
 def under_way(script: Script) -> Any:
@@ -103,24 +103,24 @@ def under_way(script: Script) -> Any:
     dist.barrier()
     if script.rank == 0:
         work = dist.irecv(held, 1)
-        script.session.startup.begin_training([])
+        script.session.hooks.startup.begin_training([])
         script.say("asked")
         work.wait()
     elif script.rank == 1:
         script.hear("asked", 0)
         dist.send(held, 0)
-        script.session.startup.begin_training([])
+        script.session.hooks.startup.begin_training([])
 
 
 def between_steps(script: Script) -> Any:
-    script.session.startup.begin_training([])
+    script.session.hooks.startup.begin_training([])
     dist.barrier(dist.new_group([script.rank]))
     dist.barrier()
 
 
 def not_trained(script: Script) -> Any:
     dist.broadcast(torch.nn.Parameter(torch.zeros(2)), 0)
-    script.session.startup.begin_training([torch.nn.Parameter(torch.zeros(2))])
+    script.session.hooks.startup.begin_training([torch.nn.Parameter(torch.zeros(2))])
 
 
 REFUSED = {
@@ -164,13 +164,13 @@ def builds(script: Script) -> list[float]:
     weight = torch.nn.Parameter(torch.full((LARGE,), drawn))
     frozen, small = torch.randn(LARGE), torch.full((2,), drawn)
     dist.broadcast(tied, 0)
-    with script.session.startup.building([weight]):
+    with script.session.hooks.startup.building([weight]):
         dist.broadcast(weight.data.view(torch.uint8), 0)
         dist.broadcast(frozen, 0)
         dist.broadcast(small, 0)
     late = torch.tensor([drawn])
     dist.broadcast(late, 0)
-    script.session.startup.begin_training([weight, tied])
+    script.session.hooks.startup.begin_training([weight, tied])
     assert not newcomer or tied[0] == weight[0] == drawn  # its own, until the state comes
     return [frozen.sum().item(), small.tolist(), late.item()]
 
@@ -184,7 +184,7 @@ def test_a_model_of_any_size_leaves_room_for_the_scripts_own(job):
 
 def many(script: Script) -> Any:
     """First more than there is room for, of small ones, while a model is built; then one of the script's."""
-    startup = script.session.startup
+    startup = script.session.hooks.startup
     with startup.building([]):
         for _ in range(24):
             dist.broadcast(torch.full((OF_MODELS // 64,), script.rank + 1.0), 1)
@@ -248,7 +248,7 @@ def stays(script: Script) -> Any:
     else:
         for source in (1, 2):
             dist.recv(torch.zeros(1), source)
-    script.session.startup.begin_training([])
+    script.session.hooks.startup.begin_training([])
     if rank == 2:
         script.die()
     script.recover()
@@ -275,7 +275,7 @@ def stays(script: Script) -> Any:
 def comes_back(script: Script) -> Any:
     dist.barrier()
     dist.send(script.value(), 0)
-    script.session.startup.begin_training([])
+    script.session.hooks.startup.begin_training([])
     script.say("has come")
     let_in(script)
     found = [*goes_on(script), *after_another(script)]
@@ -312,7 +312,7 @@ def test_who_is_let_in_counts_on_where_the_others_are(job):
 
 def is_refused(script: Script) -> Any:
     """Rank 0 is refused before rank 2 is let in, and rank 1 makes the same call behind that."""
-    script.session.startup.begin_training([])
+    script.session.hooks.startup.begin_training([])
     if script.rank == 2:
         script.die()
     script.recover()
@@ -333,7 +333,7 @@ def gathers(script: Script) -> str:
 
 
 def sums(script: Script) -> list[float]:
-    script.session.startup.begin_training([])
+    script.session.hooks.startup.begin_training([])
     script.say("has come")
     let_in(script)
     dist.all_reduce(total := script.value(2))
@@ -356,7 +356,7 @@ def test_a_call_that_is_refused_before_somebody_is_let_in_is_no_other_behind_tha
 
 def receives(script: Script) -> Any:
     """Rank 1 has asked for a message before rank 2 is let in, and rank 0 sends it after that."""
-    script.session.startup.begin_training([])
+    script.session.hooks.startup.begin_training([])
     if script.rank == 2:
         script.die()
     script.recover()
@@ -371,7 +371,7 @@ def receives(script: Script) -> Any:
 
 
 def calls_nothing(script: Script) -> None:
-    script.session.startup.begin_training([])
+    script.session.hooks.startup.begin_training([])
     script.say("has come")
     let_in(script)
     script.hear("has all", 0, 1)

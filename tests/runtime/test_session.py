@@ -38,7 +38,7 @@ def test_a_deadline_names_what_was_waited_for(coordinator):
 
 def test_a_newcomer_is_served_in_a_wait_that_nothing_else_wakes(coordinator):
     session, served = coordinator.session(0, wait_timeout_s=1.0), []
-    session.trainer, session.idle = threading.get_ident(), lambda waiting: bool(served.append(waiting))
+    session.thread.ident, session.thread.idle = threading.get_ident(), lambda waiting: bool(served.append(waiting))
     session.wait("what a newcomer is given in two goes", lambda: len(served) > 1 or None)
 
 

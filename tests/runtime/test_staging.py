@@ -44,7 +44,7 @@ class Watch:
 def summed(script: Script) -> tuple[bool, int, int, int]:
     dist.all_reduce(script.value())
     watch, own = Watch(), torch.arange(float(NUMBERS)) + script.rank
-    with script.session.at_work(REDUCE):
+    with script.session.thread.at_work(REDUCE):
         dist.all_reduce(own)
     return torch.equal(own, 2 * torch.arange(float(NUMBERS)) + 1), watch.started, watch.most, watch.now
 
@@ -78,8 +78,8 @@ def test_each_piece_of_a_sum_is_on_its_way_before_the_next_is_copied():
 def torn(script: Script) -> list[float]:
     """Rank 2 dies when it has begun four of eleven pieces; the others sum what they have once more."""
     Watch()
-    contribution, script.session.between_steps = script.value(NUMBERS), None  # which is so in a step
-    with script.session.at_work(REDUCE):
+    contribution, script.session.hooks.between_steps = script.value(NUMBERS), None  # which is so in a step
+    with script.session.thread.at_work(REDUCE):
         dist.all_reduce(contribution.clone())
         if script.rank == 2:
             staging.Flight.finish = lambda *given: script.die()

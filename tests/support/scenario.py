@@ -63,7 +63,7 @@ def follower(
     session = Session(connect(way(coordinator), LONG_S), rank, SECRET, wait_timeout_s=WAIT_S)
     Plugin(session).install()
     script = Script(rank, session, _client(port))
-    session.between_steps = script.recover
+    session.hooks.between_steps = script.recover
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there
     if first:
@@ -148,7 +148,7 @@ def member(
     stores = _client(port), _client(port)
     dist.init_process_group("recycle", store=stores[0], rank=rank, world_size=RANKS)
     script = Script(rank, session, stores[1])
-    session.between_steps = script.recover
+    session.hooks.between_steps = script.recover
     _send(scenario, script, result)
 
 

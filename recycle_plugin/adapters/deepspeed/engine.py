@@ -109,7 +109,7 @@ class RecycleEngine(PipelineEngine):
         )
         self._trainer = Trainer(session, settings, self._framework(topology, tied_weights))
         self._feeding = Feeding(self, self._trainer.feed, self._dataset, bool(settings.exact), self._next_batch)
-        session.at_end = self.finish
+        session.hooks.at_end = self.finish
         if self._config.zero_enabled and session.rank == 0:
             mib = whole_state_mib(trained(self.module))
             session.note(
@@ -388,7 +388,7 @@ class RecycleEngine(PipelineEngine):
 
     def _broadcast_model(self) -> None:
         """DeepSpeed's call to give all replicas the same weights; a newcomer gets those that are trained later."""
-        startup = self._job.session.startup
+        startup = self._job.session.hooks.startup
         assert startup is not None, "groups are made before"
         with startup.building(trained(self.module)):
             super()._broadcast_model()

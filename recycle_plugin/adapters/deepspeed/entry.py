@@ -177,7 +177,7 @@ class Plugin:
             module.DeepSpeedEngine = stock
 
     def _check_once(self) -> None:
-        if self._made or self.session.trains:
+        if self._made or self.session.hooks.trains:
             raise RecycleError(
                 "deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet"
             )

@@ -103,8 +103,8 @@ class PlainJob:
         if not clip >= 0:
             raise RecycleError(f"clip is {clip}: write the largest norm that gradients may have, or 0 for any")
         stage, peers = self.seat.stage, place.peers
-        assert line.startup is not None, "there are groups"
-        with line.startup.building(trained(module)):
+        assert line.hooks.startup is not None, "there are groups"
+        with line.hooks.startup.building(trained(module)):
             make_alike((*module.parameters(), *module.buffers()), peers)
         kinds = {what: type(which).__name__ for what, which in (("optimizer", optimizer), ("scheduler", scheduler))}
         self._files = StageFiles(line, self.seat, topology.stages, module, kinds, place.shards, place.shard)
@@ -140,7 +140,7 @@ class PlainJob:
             make=None if make is None else made,
         )
         self._trainer = Trainer(line, settings, framework)
-        line.at_end = self._trainer.finish
+        line.hooks.at_end = self._trainer.finish
 
     def step(self) -> float:
         """Train one optimizer step; returns the mean loss over all micro-batches of all replicas, on every worker.

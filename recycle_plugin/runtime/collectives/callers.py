@@ -51,7 +51,7 @@ class Callers:
         """
         if len(ranks) == 1 or self.is_own:
             return
-        work, trainer = self._session.work, self._session.trainer
+        work, trainer = self._session.thread.work, self._session.thread.ident
         elsewhere = trainer is not None and not self._trains_here
         if work is None and not elsewhere:
             return
@@ -107,7 +107,7 @@ class Callers:
         """Whether what is called now is called by a layer, or a framework's step, in what all workers of a seat do
         together.
         """
-        work = self._session.work
+        work = self._session.thread.work
         return isinstance(work, Instruction) and work.op in JOINT and self._trains_here
 
     @property
@@ -115,8 +115,8 @@ class Callers:
         """Whether the collective that is called now is one of the plugin's own sums, a REDUCE or TIE instruction:
         rerouting has put the lost members' part into it.
         """
-        work = self._session.work
-        return isinstance(work, Instruction) and work.op in SUMS and self._session.trainer == threading.get_ident()
+        work = self._session.thread.work
+        return isinstance(work, Instruction) and work.op in SUMS and self._session.thread.ident == threading.get_ident()
 
     @property
     def _trains_here(self) -> bool:
@@ -124,8 +124,8 @@ class Callers:
         tensors are on an accelerator their hooks are called in autograd's own thread, and the other one waits for that.
         """
         session = self._session
-        return session.trainer == threading.get_ident() or (
-            session.backward and torch._C._current_graph_task_id() != NO_BACKWARD
+        return session.thread.ident == threading.get_ident() or (
+            session.thread.backward and torch._C._current_graph_task_id() != NO_BACKWARD
         )
 
 

@@ -93,7 +93,7 @@ def _received_again(session: Session, stock: Stock, arguments: tuple, given: dic
     """Call ``stock`` from another root than a newcomer, whose own objects may be of other sizes than were sent."""
     bound = _bound(stock, arguments, given)
     group = bound.arguments.get("group")
-    if session.startup is not None and session.startup.alone and dist.get_rank(group) >= 0:
+    if session.hooks.startup is not None and session.hooks.startup.alone and dist.get_rank(group) >= 0:
         others = set(dist.get_process_group_ranks(group)) - {session.rank}
         if others and dist.get_backend(group) == BACKEND:
             bound.arguments.pop("group_src", None)

@@ -337,7 +337,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         """Start what the script or stock code asks for, if it can be right where it is called
         (runtime/collectives/callers.py).
         """
-        if self._session.seat_group is self and self._callers.in_layer:
+        if self._session.hooks.seat_group is self and self._callers.in_layer:
             self._seat_link.run(asked)
             return Finished()
         self._callers.admit(asked.called, self._ranks)

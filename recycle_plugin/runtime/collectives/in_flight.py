@@ -75,7 +75,7 @@ class Flight:
 
         Raises the error of a call that fails at once, and RecycleError where its check refuses it.
         """
-        outside = self._session.between_steps is not None or self._session.generation is None
+        outside = self._session.hooks.between_steps is not None or self._session.generation is None
         lasts, startup = link == SCRIPT and outside and len(self._ranks) > 1, self._outcomes.startup
         if link == SCRIPT:
             self._hand_over_finished()
@@ -127,9 +127,9 @@ class Flight:
             try:
                 self._session.run_interruptibly(f"where the others are in {self._name}", hear)
             except Interrupted:
-                if self._session.between_steps is None:
+                if self._session.hooks.between_steps is None:
                     raise
-                self._session.between_steps()
+                self._session.hooks.between_steps()
 
     def finish(self, call: Call, timeout_s: float = 0) -> None:
         """Return when it is over and its caller has the result; raises its error.
@@ -164,10 +164,10 @@ class Flight:
             if broken is not None:
                 self._await_news(call, broken)
         except Interrupted:
-            if self._session.between_steps is None:
+            if self._session.hooks.between_steps is None:
                 self.break_off(call)
                 raise
-            self._session.between_steps()
+            self._session.hooks.between_steps()
 
     def break_off(self, call: Call) -> None:
         """Leave a call inside a step, which begins it anew; what the script has asked for between steps stays."""

@@ -145,7 +145,7 @@ class Outcomes:
         self._room = KEPT_BYTES  # for results that others ask for, in this generation
         self._asked: list[str] = []  # boards, of results
         self._counted_on: set[str] = set()  # groups
-        self.startup = session.startup = Startup(session)
+        self.startup = session.hooks.startup = Startup(session)
         session.when_adopted = self._tell
         session.wanted = self._give
 

@@ -44,7 +44,7 @@ def meet(line: Session, topology: Topology, shards: int = 1) -> Place:
     }
     if shards > 1:
         first = [dist.new_group(range(at, at + shards)) for at in range(0, topology.stages * of_stage, shards)]
-        line.seat_group = first[line.rank // shards]
+        line.hooks.seat_group = first[line.rank // shards]
     return Place(Seat(replica, stage), peers[stage, shard], shards, shard)
 
 

@@ -26,7 +26,7 @@ from recycle_plugin.runtime.devices.kinds import fetch, write
 
 def seat_group() -> dist.ProcessGroup:
     """The group of this process's seat; see recycle_plugin.seat_group."""
-    group = session.of_this_process().seat_group
+    group = session.of_this_process().hooks.seat_group
     if group is None:
         raise RecycleError(
             "recycle_plugin.seat_group(): each worker of this job holds its seat alone; give Pipeline(shards=2), and "

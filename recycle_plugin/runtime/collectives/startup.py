@@ -76,7 +76,7 @@ class Startup:
         """Whether the script runs by itself: it is a newcomer's, and that is no member yet, or is one whose script has
         not come to its first step yet, but for what it does apart.
         """
-        return self.outside or (self._begins and not self._apart and self._session.between_steps is not None)
+        return self.outside or (self._begins and not self._apart and self._session.hooks.between_steps is not None)
 
     @property
     def outside(self) -> bool:
@@ -139,7 +139,7 @@ class Startup:
         """Note that this worker is a member from now on: its script runs with the others', or from its first step on
         where scripts push.
         """
-        self._member, self._begins = True, self._session.pushed
+        self._member, self._begins = True, self._session.hooks.pushed
         if not self._begins:
             self._training = True
             self._calls, self._remembered = {}, {}

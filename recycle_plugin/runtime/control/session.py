@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from recycle_plugin.authentication.secret import AT, Secret, SecretFile
 from recycle_plugin.core.messages.activity import WAITS
@@ -38,9 +38,7 @@ from recycle_plugin.errors import CutOff, RecycleError, WaitTimeout
 from recycle_plugin.runtime.control.boards import Boards
 from recycle_plugin.runtime.control.connections import Control, Way, connect
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
-
-if TYPE_CHECKING:  # it takes torch, which the script imports when it likes
-    from torch.distributed import ProcessGroup
+from recycle_plugin.runtime.control.script import ScriptHooks, TrainingThread
 
 T = TypeVar("T")
 CONNECT_S = 60.0  # how long the coordinator may take to answer
@@ -59,23 +57,13 @@ class Session(ControlView):
     When the connection breaks, the job is over here: the others go on without this worker.  What the coordinator says
     is read under :attr:`changed`.
 
-    * ``between_steps`` recovers from a membership change that the training script meets outside a step, in a collective
-      of its own.
-    * ``work`` is what of a program is being carried out, None between steps, and ``trainer`` the thread that does so
-      (runtime/collectives/callers.py), ``backward`` whether a script's own is what it runs; ``group_sums`` is the
-      setting; ``trains``: this process has its trainer.
-    * ``idle(waiting=True)`` is called while the thread that trains waits: it serves newcomers, and returns whether
-      there was anything to do, None where there are none.
+    * ``hooks``: what is called at the turns of the training script; ``thread``: what the thread that trains is at.
+    * ``group_sums`` is the setting.
     * ``boards``: what workers post for each other.  ``wanted`` is called when another one asks for a result
       (runtime/collectives/outcomes.py), in the thread that listens.
-    * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py), ``through`` when the
-      script is through, to go when nobody needs this worker, and ``at_end`` then, or when the job has come to its
-      planned end.
+    * ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py).
     * ``newcomer``: the process has come into a job that had started, in the place of a lost one, and runs its script
-      from the top; ``startup``: what that one's collectives gave before its first step, once there are groups.
-    * ``seat_group``: of the workers that hold this one's seat with it, None where it does so alone.
-    * ``pushed``: scripts push their micro-batches (core/worker/pushed.py), so that one which comes back is at the
-      others' step only once it is given work.
+      from the top.
     * ``forked``: this process is not the worker, but was forked from it.
     * ``incarnation``: which process of its rank this one was started as; the coordinator says which one it is.
     * ``secret`` is the job's, by which workers know each other too.
@@ -98,21 +86,11 @@ class Session(ControlView):
         self.host = socket.gethostname()
         self.wait_timeout_s = wait_timeout_s
         self.changed = threading.Condition()
-        self.between_steps: Callable[[], None] | None = None
+        self.hooks, self.thread = ScriptHooks(), TrainingThread()
         self.cut_off_s = 120.0
         self.group_sums = "warn"
-        self.work: object | None = None
-        self.trainer: int | None = None
         self.waited_us = 0
-        self.backward = False
         self.when_adopted: Callable[[], None] = lambda: None
-        self.through: Callable[[], None] = lambda: None
-        self.at_end: Callable[[], None] = lambda: None
-        self.trains = False
-        self.idle: Callable[..., bool | None] = lambda waiting: None
-        self.startup: Any = None  # collectives' Startup, which stands above
-        self.seat_group: ProcessGroup | None = None
-        self.pushed = False
         self.heartbeats = Heartbeats(rank, self.send)
         self.boards = Boards(self)
         self.wanted: Callable[[WantResult], object] = lambda message: None
@@ -188,8 +166,8 @@ class Session(ControlView):
     @property
     def between_two_steps(self) -> bool:
         """Whether the script trains, and this thread is in none of its steps; false once goodbye is said."""
-        mine = self.work is None and self.trainer == threading.get_ident()
-        return self.trains and mine and self.end is None and not (self._closed or self.outside)
+        mine = self.thread.work is None and self.thread.is_current
+        return self.hooks.trains and mine and self.end is None and not (self._closed or self.outside)
 
     # --- forks of this process -----------------------------------------------------------------------
 
@@ -297,7 +275,7 @@ class Session(ControlView):
                     if not served:
                         left = min(deadline, cut_off) - now
                         self.changed.wait(left if served is None else min(left, SERVE_S))
-                served = self._serve_newcomers()
+                served = self.thread.serve_newcomers()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -307,23 +285,6 @@ class Session(ControlView):
             yield
         finally:
             self.waited_us += time.monotonic_ns() // 1000 - began_us
-
-    def _serve_newcomers(self) -> bool | None:
-        """Do what newcomers ask for, since the thread that trains waits anyway; whether there was something to do now,
-        None where nobody asks for anything.
-        """
-        if self.trainer != threading.get_ident():
-            return None
-        return self.idle(waiting=True)
-
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """A context in which newcomers are served nothing, wherever it waits: the state is between two steps'."""
-        idle, self.idle = self.idle, lambda waiting: None
-        try:
-            yield
-        finally:
-            self.idle = idle
 
     def await_lease(self, what: object, interruptible: bool = True) -> None:
         """Return once the lease holds, so that nobody goes on without this worker; call it before ``what``, which
@@ -348,24 +309,6 @@ class Session(ControlView):
     def wait_committed(self, step: int, interruptible: bool = True) -> None:
         """Wait until ``step`` is committed; raises as :meth:`wait` does."""
         self.wait(f"the commit of step {step}", lambda: self.is_committed(step), interruptible)
-
-    @contextmanager
-    def at_work(self, work: object) -> Iterator[None]:
-        """Note that this thread carries out ``work`` of a program inside of this context."""
-        before, self.work, self.trainer = self.work, work, threading.get_ident()
-        try:
-            yield
-        finally:
-            self.work = before
-
-    @contextmanager
-    def in_backward(self) -> Iterator[None]:
-        """Note that the thread that trains is in a backward of a script's inside of this context."""
-        self.backward = True
-        try:
-            yield
-        finally:
-            self.backward = False
 
     def rewind(self, step: int) -> None:
         """Go back to ``step`` as the last one that was begun, here and in heartbeats."""

@@ -64,7 +64,7 @@ def assembled(
         assert scripted is not None, "in a job that logs it is kept what scripts set"
         replays = Replays(parts, scripted, apart)
         replay = _help_to_replay(parts, worker, machine, replays)
-    session.idle = worker.serve_now
+    session.thread.idle = worker.serve_now
     own_planner = WorkerPlanner(costs, policy, settings.unit == "replica")
     training = TrainingLoop(world, worker, own_planner, shape, worker.seat, machine, lockstep)
     worker.applied = training.applied

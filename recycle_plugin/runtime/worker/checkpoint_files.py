@@ -144,8 +144,8 @@ class _Folder:
 @contextmanager
 def unwatched(session: Session) -> Iterator[None]:
     """Inside of this context a membership change breaks a collective instead of being recovered from in it."""
-    between, session.between_steps = session.between_steps, None
+    between, session.hooks.between_steps = session.hooks.between_steps, None
     try:
         yield
     finally:
-        session.between_steps = between
+        session.hooks.between_steps = between

@@ -87,7 +87,10 @@ class ScriptsIterator:
             raise RecycleError(str(ended)) from None
 
     def _read(self, what: str) -> Any:
-        with self._session.heartbeats.at(ELSEWHERE, "the data iterator"), self._session.at_work(f"the data {what}"):
+        with (
+            self._session.heartbeats.at(ELSEWHERE, "the data iterator"),
+            self._session.thread.at_work(f"the data {what}"),
+        ):
             return self._next_batch(what)
 
     def draw_of(self, batch: Tensors) -> Draw:

@@ -20,9 +20,9 @@ class LoadingRecord:
         """What loading a checkpoint, by the call ``place``, gave the predecessor of this newcomer's script, whose
         counters and rates are taken over.  Raises RecycleError where it is not kept.
         """
-        assert self._session.startup is not None, "groups are made first"
+        assert self._session.hooks.startup is not None, "groups are made first"
         self._count += 1
-        found, small = self._session.startup.recall(f"{place}, number {self._count}")
+        found, small = self._session.hooks.startup.recall(f"{place}, number {self._count}")
         self._state.put(small)
         return found
 
@@ -32,5 +32,5 @@ class LoadingRecord:
         small = self._state.small()
         small["optimizer"] |= {"state": {}}  # comes with the tensors, as what else the optimizer holds
         del small["attributes"]
-        if self._session.startup is not None:
-            self._session.startup.remember(f"{place}, number {self._count}", (found, small))
+        if self._session.hooks.startup is not None:
+            self._session.hooks.startup.remember(f"{place}, number {self._count}", (found, small))

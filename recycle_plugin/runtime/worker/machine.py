@@ -230,13 +230,13 @@ class TorchMachine:
     @contextmanager
     def running(self, program: StepProgram) -> Iterator[Iterable[Instruction]]:
         """A context for a step's program: a membership change interrupts it, and is not dealt with in a collective."""
-        between, self._session.between_steps = self._session.between_steps, None
+        between, self._session.hooks.between_steps = self._session.hooks.between_steps, None
         self._session.heartbeats.step = max(self._session.heartbeats.step, program.step)
         try:
             yield program.instructions
             self.reach(f"step.end@{program.step}")
         finally:
-            self._session.between_steps = between
+            self._session.hooks.between_steps = between
 
     @contextmanager
     def performing(self, instruction: Instruction) -> Iterator[None]:
@@ -249,7 +249,7 @@ class TorchMachine:
         if instruction.op in COMPUTE and instruction.step > 0 and self._session.is_committed(instruction.step - 1):
             self._prepare(instruction.step)
         at = ELSEWHERE if instruction.op is Op.LOAD else COMPUTES
-        with self._session.heartbeats.at(at, instruction), self._session.at_work(instruction):
+        with self._session.heartbeats.at(at, instruction), self._session.thread.at_work(instruction):
             yield
         self._session.heartbeats.finished()
 

@@ -115,7 +115,7 @@ class Parts:
         )
         if framework.pushed is not None:
             assert isinstance(world, PushedMachine), "of a script that pushes"
-            world.script, session.pushed = framework.pushed.script, True
+            world.script, session.hooks.pushed = framework.pushed.script, True
         return world
 
     def _make_stage(self, blocks: BlockSums | None) -> Stage | ScriptedStage | PushedStage:

@@ -53,12 +53,12 @@ class Trainer:
     """
 
     def __init__(self, session: Session, settings: Settings, framework: Framework) -> None:
-        if session.trains:
+        if session.hooks.trains:
             raise RecycleError(
                 "a second engine, pipeline or set of replicas in this process: one for each process is supported yet; "
                 "make one, and give it all layers"
             )
-        session.trains, session.through = True, self.await_others
+        session.hooks.trains, session.hooks.through = True, self.await_others
         self._session, self._settings, self._framework = session, settings, framework
         self._parts = parts = Parts(session, settings, framework)
         self.seat, self.feed, self.state = parts.seat, parts.feed, parts.state
@@ -185,11 +185,11 @@ class Trainer:
             self._parts.as_started.check()
             self.start()
             self.feed.begin()
-            self._session.between_steps = None
+            self._session.hooks.between_steps = None
             try:
                 yield
             finally:
-                self._session.between_steps = hear
+                self._session.hooks.between_steps = hear
 
     def drop_step(self) -> None:
         """Note that the script ends in the middle of a step, without which the others' have to end too."""
@@ -290,7 +290,7 @@ class Trainer:
             lambda: self._made.worker.valid_from,
             self._log_choice(),
         )
-        session.between_steps = self.between_steps
+        session.hooks.between_steps = self.between_steps
 
     def _log_choice(self) -> LogChoice | None:
         """The choice of what is logged, where anything is."""
@@ -304,7 +304,7 @@ class Trainer:
 
     def _begin_training(self) -> None:
         """Note that the first step begins, once."""
-        startup, begun, self._trains = self._session.startup, self._trains, True
+        startup, begun, self._trains = self._session.hooks.startup, self._trains, True
         if startup is not None and not begun:
             startup.begin_training(trained(self._framework.model.module))
 
@@ -478,7 +478,7 @@ class Trainer:
 
     def apart(self) -> AbstractContextManager:
         """A context for something that a newcomer's script does not do over again."""
-        return nullcontext() if self._session.startup is None else self._session.startup.apart()
+        return nullcontext() if self._session.hooks.startup is None else self._session.hooks.startup.apart()
 
     def on_join(self, callback: Callback, state: Give | None) -> None:
         """Have ``callback(step, state)`` called in a newcomer before its first step, with what ``state()`` gives at a

@@ -40,7 +40,7 @@ def small_pieces(seat: str, step: int, after: int) -> None:
     staging.SUM_PIECE = block_sums.SUM_PIECE = 100
 
     def changed(self: Flight, asked: Asked, link: str = SCRIPT) -> Call:
-        now = self._session.work
+        now = self._session.thread.work
         if link == SUMS and str(TRAINERS[0].seat) == seat and now.step == step:
             begun[now.step] += 1
             if begun[now.step] > after:

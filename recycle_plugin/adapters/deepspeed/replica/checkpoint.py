@@ -67,7 +67,7 @@ class ReplicaFiles:
         engine.checkpoint_engine = files
         try:
             stand_in = first_for_stock(engine, self.shard == 0)
-            with self.session.undisturbed(), engine.shards.as_stock(), _partitioned(engine), stand_in:
+            with self.session.thread.undisturbed(), engine.shards.as_stock(), _partitioned(engine), stand_in:
                 engine._create_checkpoint_file(str(folder), tag, False)
                 engine._save_checkpoint(str(folder), tag, dict(self.client_state), self.exclude_frozen_parameters)
                 if engine.save_zero_checkpoint:
@@ -100,7 +100,7 @@ class WeightsFile(ReplicaFiles):
         engine = self.engine
         if self.session.roster.first_of(0, self.shard).worker != self.session.worker:
             return
-        with self.session.undisturbed(), first_for_stock(engine, self.shard == 0):
+        with self.session.thread.undisturbed(), first_for_stock(engine, self.shard == 0):
             if engine.zero_optimization_partition_weights():
                 weights = DeepSpeedEngine._zero3_consolidated_16bit_state_dict(engine, self.exclude_frozen_parameters)
             else:

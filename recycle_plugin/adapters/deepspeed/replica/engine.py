@@ -113,27 +113,27 @@ class ReplicaEngine(DeepSpeedEngine):
         shards = world // self._job.replicas
         topology = Topology(self._job.replicas, 1, int(named["config_class"].gradient_accumulation_steps))
         self._place = meet(session, topology, shards)
-        group = session.seat_group if session.seat_group is not None else _alone(world)
+        group = session.hooks.seat_group if session.hooks.seat_group is not None else _alone(world)
         if named["config_class"].zero_optimization_stage == ZeroStageEnum.weights:
             deepspeed_zero3.apply()
-        assert session.startup is not None, "there are groups"
-        with session.startup.building(trained(named["model"])):
+        assert session.hooks.startup is not None, "there are groups"
+        with session.hooks.startup.building(trained(named["model"])):
             super().__init__(*arguments, **named | {"mpu": ReplicaGroups(group)})
-        session.startup.built()
+        session.hooks.startup.built()
         self.shards = shards_of(self)
         device = device_of(self.device)
         stage = PushedStage(self.shards.gradients, device, self.shards)
         self._trainer = Trainer(session, self._job.settings, self._framework(topology, self._place, stage))
         self._trainer.feed.source = lambda step, micro_batch: None  # LOAD waits for the script, who has the data
         self._steps = PushedCalls(self._trainer, stage)
-        session.at_end = self._steps.end
+        session.hooks.at_end = self._steps.end
         self.monitor = FirstLive(self.monitor, lambda: session.is_first, session.note)
         self._loaded = 0  # checkpoints, before the first step
         self._recalled: list[Any] = []  # what loading them has given this rank's predecessor
         if session.newcomer:
             self._recalled = [*_recalled(session)]
             self._steps.join()
-            with session.startup.apart():
+            with session.hooks.startup.apart():
                 self.shards.refresh_model()  # following has stepped the shards alone
 
     # --- what scripts call -----------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class ReplicaEngine(DeepSpeedEngine):
         """Stock's backward of the loss of the last micro-batch."""
         if not self._steps.runs:
             raise RecycleError("engine.backward(loss) without a forward: call engine(…) for each micro-batch before it")
-        with self._told(True), self._job.session.in_backward(), self.shards.backward() as made:
+        with self._told(True), self._job.session.thread.in_backward(), self.shards.backward() as made:
             scaled = super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         self._steps.run((made, loss.detach()))
         return scaled
@@ -238,7 +238,7 @@ class ReplicaEngine(DeepSpeedEngine):
             self._trainer.loaded(whole=True)
             self._steps.loaded()
         self._loaded += 1
-        startup = self._job.session.startup
+        startup = self._job.session.hooks.startup
         assert startup is not None, "there are groups"
         startup.remember(_loading(self._loaded), found)
         return found
@@ -316,7 +316,7 @@ class ReplicaEngine(DeepSpeedEngine):
     def _step_as_stock(self) -> None:
         """Apply a step: by stock code, or, where this rank follows others before it is one of them, as they have."""
         given = self._trainer.stepping.norm()
-        with self._job.session.undisturbed(), self._told(True):
+        with self._job.session.thread.undisturbed(), self._told(True):
             if given is not None:
                 self._judged = None
                 self.shards.follow(given)
@@ -397,7 +397,7 @@ def _loading(number: int) -> str:
 
 def _recalled(session: Session) -> Iterator[Any]:
     """What loading checkpoints has given the predecessor of this rank's script, in order."""
-    startup = session.startup
+    startup = session.hooks.startup
     assert startup is not None, "there are groups"
     number = 1
     while startup.remembered(_loading(number)):
