@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from recycle_plugin.core.vocabulary.dataflow import Datum, consumes, provides
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import STAGE_WIDE, Instruction, Op
-from recycle_plugin.core.worker.step_store import Retention, StepStore
+from recycle_plugin.core.worker.step_store import StepStore
 
 STAGES, STAGE, STEP = 3, 1, 7
 ONE, OTHER = MicroBatch(0, 0), MicroBatch(1, 2)
@@ -161,20 +161,6 @@ def test_an_earlier_commit_said_late_changes_nothing():
     assert here.committed == STEP and not here.arrive(datum("act", step=STEP, stage=0), "late", 0)
 
 
-def test_what_is_logged_stays_until_a_checkpoint_is_durable_and_is_not_what_recovery_plans_with():
-    here = store(retention=Retention(logged=frozenset({"act"})))
-    run(here, Op.F, Op.B, Op.REDUCE, Op.STEP)
-    here.commit(STEP)
-    assert datum("act") in here and datum("grad") not in here and here.held() == {params(STEP + 1)}
-    here.checkpointed(STEP - 1)
-    assert datum("act") in here
-    here.checkpointed(STEP)
-    assert set(here) == {params(STEP + 1)}
-    here.put(datum("act", step=STEP + 1))
-    here.checkpointed(STEP + 5)
-    assert datum("act", step=STEP + 1) in here, "it is not committed yet"
-
-
 def test_a_step_that_is_taken_back_takes_the_later_stashes_with_it():
     here = store()
     run(here, Op.F, Op.I, Op.W, Op.REDUCE, Op.STEP)
@@ -275,7 +261,7 @@ def act(index: int, step: int = STEP) -> Datum:
 
 def filled(budget: int | None, sent: int, waiting: int = 0) -> StepStore:
     """``sent`` tensors of 10 bytes that have been sent, then ``waiting`` ones that have not."""
-    here = store(retention=Retention(budget=budget), tiers=(Bytes(), Bytes(" on the host")))
+    here = store(budget=budget, tiers=(Bytes(), Bytes(" on the host")))
     for index in range(sent + waiting):
         here.put(act(index), index)
         if index < sent:

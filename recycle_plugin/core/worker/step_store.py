@@ -5,8 +5,7 @@ What an instruction needs, uses up and leaves behind follows from ``core.vocabul
 tensors in a real worker and numbers in a simulated one.  A datum goes
 
 * when the instruction that needs it has run (:func:`core.vocabulary.dataflow.consumes`);
-* when its step is *committed*, or, where :class:`Retention` says so of its kind, once a checkpoint of that step is
-  durable;
+* when its step is *committed*;
 * when it is *discarded*: computed with weights that were rejected (core/coordinator/step_validation.py).  Data carry
   the generation from which their maker's data is valid (``valid_from``), the one in which that worker last went on from
   other weights, and what comes from an earlier one is not taken;
@@ -23,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, consumes, goes_to, requires
@@ -64,19 +62,6 @@ class AsItIs:
         return 1
 
 
-@dataclass(frozen=True)
-class Retention:
-    """The rules for how long data stays.  ``logged``: kinds that stay after the commit, until a checkpoint of their
-    step is durable (:meth:`StepStore.checkpointed`).
-
-    ``budget``: what boundary tensors of one's own may weigh before those that were sent are let go; None: there is no
-    limit.
-    """
-
-    logged: frozenset[str] = frozenset()
-    budget: int | None = None
-
-
 class _Entry(NamedTuple):
     value: Any
     valid_from: int
@@ -88,7 +73,8 @@ class StepStore:
 
     ``tied``: its stage shares weights; ``reads_iterator``: its data is read from an iterator.
 
-    ``tiers``: where values may be, what is made in the first.  Read-only: ``committed``, ``valid_from``;
+    ``budget``: what boundary tensors of one's own may weigh before those that were sent are let go; None: there is no
+    limit.  ``tiers``: where values may be, what is made in the first.  Read-only: ``committed``, ``valid_from``;
     ``peak_weight``, the most that boundary tensors of its own have weighed; ``peak``, the most micro-batches that had a
     stash or a pending weight gradient at once; ``let_go``, how many went for want of room.
     """
@@ -98,11 +84,11 @@ class StepStore:
         seat: Seat,
         stages: int,
         tied: bool = False,
-        retention: Retention = Retention(),
+        budget: int | None = None,
         tiers: Sequence[Tier] = (AsItIs(),),
         committed: int = 0,
     ) -> None:
-        self.seat, self._stages, self.tied, self._retention, self._tiers = seat, stages, tied, retention, tiers
+        self.seat, self._stages, self.tied, self._budget, self._tiers = seat, stages, tied, budget, tiers
         self.reads_iterator = False
         self.committed, self.valid_from = committed, 0
         self.peak = self.peak_weight = self.let_go = 0
@@ -237,8 +223,8 @@ class StepStore:
         now.
         """
         self._sent[datum] = None
-        budget, before = self._retention.budget, self.let_go
-        while budget is not None and self._weight > budget and self._sent:
+        before = self.let_go
+        while self._budget is not None and self._weight > self._budget and self._sent:
             self._remove(next(iter(self._sent)))
             self.let_go += 1
         return self.let_go - before
@@ -246,15 +232,11 @@ class StepStore:
     # --- how it goes -------------------------------------------------------------------------------
 
     def commit(self, step: int) -> None:
-        """Drops what is of no use any more, since all stages have applied ``step``: everything of it but what is
-        logged, and the weights behind it.
+        """Drops what is of no use any more, since all stages have applied ``step``: everything of it, and the weights
+        behind it.
         """
         self.committed = max(self.committed, step)
-        self._remove_all(
-            lambda datum: 0 <= datum.step <= step
-            and datum.kind != "params"
-            and datum.kind not in self._retention.logged
-        )
+        self._remove_all(lambda datum: 0 <= datum.step <= step and datum.kind != "params")
         if self._before is not None and self._before[0].step <= step:
             self._before = None
 
@@ -266,10 +248,6 @@ class StepStore:
         """
         for datum in [datum for datum in self._sums if datum.step <= step]:
             self._remove(datum)
-
-    def checkpointed(self, step: int) -> None:
-        """Drops what is logged up to ``step``: a checkpoint of it is durable, and nobody will replay what led to it."""
-        self._remove_all(lambda datum: 0 <= datum.step <= min(step, self.committed) and datum.kind != "params")
 
     def undo(self, step: int) -> None:
         """Takes ``step``, the last one, back: the weights are those before it, and what was begun with the later ones

@@ -36,7 +36,7 @@ from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.shares import Call
 from recycle_plugin.core.worker.step_log import StepLog
-from recycle_plugin.core.worker.step_store import Retention, StepStore
+from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
 from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.core.worker.worker import Judging, Worker
@@ -86,7 +86,7 @@ class SimulatedMachine(Replaying):
         self.control_view = SimulatedView(rank, incarnation, self._say_at_once)
         self.control_view.newcomer, self.control_view.shard = incarnation > 0, shard
         self.numbers = Numbers(scenario, seat, shard)
-        self.store = StepStore(seat, scenario.shape.stages, bool(self.numbers.tie), Retention(budget=scenario.budget))
+        self.store = StepStore(seat, scenario.shape.stages, bool(self.numbers.tie), scenario.budget)
         self.store.put(Datum("params", seat.stage, None, 1), weight)
         self.steps = StepMachine(0)
         self.store.reads_iterator = scenario.iterators

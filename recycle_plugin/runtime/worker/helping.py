@@ -24,7 +24,7 @@ from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.helper import CantHelp
 from recycle_plugin.core.worker.replay import CantReplay
 from recycle_plugin.core.worker.shares import Call, Word
-from recycle_plugin.core.worker.step_store import Retention, StepStore
+from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import COPY_S
 from recycle_plugin.runtime.movers.shares import SentWeights, Sums
@@ -111,8 +111,8 @@ class HelpedStage(LoggedWork):
         deferred = DeferredWeights(module) if how.splits else None
         self._stage = Stage(made.model, deferred, how.randomness(made, call.stage), blocks, made.masters)
         self._contributions = Contributions(where, blocks, made.model.device)
-        kept = Retention(), (AsMade(), Host(device))
-        self.store = StepStore(seat, how.topology.stages, False, *kept)
+        tiers = AsMade(), Host(device)
+        self.store = StepStore(seat, how.topology.stages, False, tiers=tiers)
         module.train()
 
     def begin(self, step: int, weights: SentWeights) -> None:

@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.core.worker.step_store import Retention, StepStore
+from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.observability.trace import TraceFile
 from recycle_plugin.runtime.catch_up.transfers import Transfers
@@ -96,8 +96,8 @@ class Parts:
     def _make_store(self) -> StepStore:
         settings, tied = self.settings, bool(self.topology.tie(self.seat.stage))
         assert not isinstance(settings.keep_bytes, str), "a checked size is a number"
-        kept = Retention(budget=settings.keep_bytes), (AsMade(), Host(self.framework.model.device))
-        return StepStore(self.seat, self.topology.stages, tied, *kept)
+        tiers = AsMade(), Host(self.framework.model.device)
+        return StepStore(self.seat, self.topology.stages, tied, settings.keep_bytes, tiers)
 
     def _make_world(self, first: bool) -> TorchMachine:
         session, framework = self.session, self.framework
