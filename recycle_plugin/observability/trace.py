@@ -7,10 +7,11 @@ from pathlib import Path
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.worker.observer import Observer
 from recycle_plugin.observability.telemetry import LineFile, Say
 
 
-class TraceFile:
+class TraceFile(Observer):
     """One worker's trace ``<folder>/<seat>.txt``: instruction, start and end in microseconds since the epoch.
 
     ``say`` is told of what can't be written.
@@ -19,7 +20,7 @@ class TraceFile:
     def __init__(self, folder: Path, seat: Seat, say: Say) -> None:
         self._lines = LineFile(folder / f"{seat}.txt", say)
 
-    def add(self, span: Span) -> None:
+    def ran(self, span: Span) -> None:
         """Append a span."""
         self._lines.add(f"{span.instruction} {span.start_us} {span.end_us}")
 

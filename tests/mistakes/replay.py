@@ -198,7 +198,7 @@ def scripted(monkeypatch) -> None:
 instead("nobody replays along where a boundary is not logged", Logs, "along", seen=67)(lambda self, committed, lost: {})
 
 
-@around("stages that replay together log no more than they are told to", StepLog, "keep", seen=67)
+@around("stages that replay together log no more than they are told to", StepLog, "kept", seen=67)
 def told_only(self, before, datum, value, valid_from):
     self._all = False
     before(self, datum, value, valid_from)

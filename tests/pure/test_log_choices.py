@@ -152,13 +152,14 @@ def sent(kind: str, stage: int, step: int = 1) -> Datum:
 def test_a_worker_keeps_what_crosses_the_boundaries_that_it_was_told():
     """Of stage 1, whose activations go down over boundary 1, and gradients up over boundary 0."""
     kept = Kept()
-    log = StepLog(kept, range(3))
+    log, view = StepLog(kept, range(3)), ControlView(0)
     for step, told in ((1, None), (2, (1,)), (3, (0,)), (4, ())):
         if told is not None:
-            log.log_only(told)
-        log.keep(sent("act", 1, step), "act", 0)
-        log.keep(sent("grad", 1, step), "grad", 0)
-        log.keep(Datum("drawn", 1, MicroBatch(0, 0), step), "drawn", 0)
+            view.logged = frozenset(told)
+            log.committed(view, 0)
+        log.kept(sent("act", 1, step), "act", 0)
+        log.kept(sent("grad", 1, step), "grad", 0)
+        log.kept(Datum("drawn", 1, MicroBatch(0, 0), step), "drawn", 0)
     found = " ".join(f"{datum.step}{datum.kind}" for _, datum, *_ in kept.calls)
     assert found == "1act 1grad 1drawn 2act 2drawn 3grad 3drawn 4drawn"
 
@@ -166,8 +167,8 @@ def test_a_worker_keeps_what_crosses_the_boundaries_that_it_was_told():
 def test_it_measures_what_it_does_not_log_too_and_once():
     log = StepLog(Kept(), [1], weigh=len)
     for _ in range(2):
-        log.keep(sent("act", 1), "12345", 0)
-        log.keep(sent("grad", 1), "123", 0)
+        log.kept(sent("act", 1), "12345", 0)
+        log.kept(sent("grad", 1), "123", 0)
     for text, took in (("1F0.0@1", 300_000), ("1STEP@1", 50_000), ("1REDUCE@1", 9), ("1F0.0@-1", 9)):
         log.meter.ran(Span(Seat(0, 1), Instruction.parse(text), 1000, 1000 + took))
     log.applied(1, None)

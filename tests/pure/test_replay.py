@@ -340,8 +340,8 @@ def test_a_datum_is_kept_once_for_each_attempt_that_it_is_valid_in():
     kept = Kept()
     log = StepLog(kept, boundaries=[0])
     for valid_from in (0, 0, 3, 3):
-        log.keep(act(1), "a value", valid_from)
-    log.keep(act(1, stage=1), "behind a boundary that is not logged", 0)
+        log.kept(act(1), "a value", valid_from)
+    log.kept(act(1, stage=1), "behind a boundary that is not logged", 0)
     assert kept.calls == [("keep", act(1), "a value", 0), ("keep", act(1), "a value", 3)]
 
 
@@ -349,7 +349,7 @@ def test_nothing_is_kept_of_committed_steps():
     kept = Kept()
     log = StepLog(kept, boundaries=[0])
     log.begin(4)
-    log.keep(act(4), "a value", 0)
+    log.kept(act(4), "a value", 0)
     assert kept.calls == []
 
 

@@ -17,52 +17,79 @@ def program(text: str, resumed: bool = False) -> StepProgram:
     return StepProgram(1, tuple(map(Instruction.parse, text.split())), resumed=resumed)
 
 
+class Clock:
+    """What the next message is said at, and the last one."""
+
+    def now_us(self) -> int:
+        return self.now
+
+    def waited_us(self) -> int:
+        return self.waited
+
+    def send(self, message: object) -> None:
+        self.said = message
+
+
+CLOCK = Clock()
+
+
+def timed() -> Stopwatch:
+    return Stopwatch(CostModel.uniform(1, 7, 7, 7), CLOCK, 0)
+
+
+def told_of(stopwatch: Stopwatch, step: int, now_us: int, waited_us: int) -> ComputeTime:
+    """What is said once ``step`` is applied, at ``now_us``."""
+    CLOCK.now, CLOCK.waited = now_us, waited_us
+    stopwatch.applied(step, None)
+    return CLOCK.said
+
+
 def run(stopwatch: Stopwatch, text: str) -> None:
     for one in map(Instruction.parse, text.split()):
-        stopwatch.add(Span(Seat(0, 0), one, 1000, 1010))
+        stopwatch.ran(Span(Seat(0, 0), one, 1000, 1010))
 
 
 def test_another_s_work_and_what_was_done_before_are_again():
-    stopwatch = Stopwatch(CostModel.uniform(1, 7, 7, 7))
-    stopwatch.begin(program(OWN))
+    stopwatch = timed()
+    stopwatch.begins(program(OWN))
     run(stopwatch, "0F0.0@1")
-    stopwatch.begin(program(REST, resumed=True))
+    stopwatch.begins(program(REST, resumed=True))
     run(stopwatch, REST)
     # of 0F0.0, 0F0.1, 0F1.0, 0F0.0 the last two
-    assert stopwatch.compute_time(3, 1, 0, 0) == ComputeTime(3, 1, spent_us=40, nominal_us=28, again_us=20)
+    assert told_of(stopwatch, 1, 0, 0) == ComputeTime(0, 1, spent_us=40, nominal_us=28, again_us=20)
 
 
 def test_a_step_that_is_applied_twice_is_told_of_twice_and_a_committed_one_is_forgotten():
-    stopwatch = Stopwatch(CostModel.uniform(1, 7, 7, 7))
-    stopwatch.begin(program(OWN))
+    stopwatch = timed()
+    stopwatch.begins(program(OWN))
     run(stopwatch, "0F0.0@1")
-    assert stopwatch.compute_time(0, 1, 0, 0) == ComputeTime(0, 1, 10, 7, 0)
+    assert told_of(stopwatch, 1, 0, 0) == ComputeTime(0, 1, 10, 7, 0)
     run(stopwatch, "0F0.0@1 0F0.1@1")
-    assert stopwatch.compute_time(0, 1, 0, 0) == ComputeTime(0, 1, 20, 14, 10)
-    stopwatch.begin(StepProgram(3, ()))  # so that step 1 is committed
-    stopwatch.begin(program(REST))
+    assert told_of(stopwatch, 1, 0, 0) == ComputeTime(0, 1, 20, 14, 10)
+    stopwatch.begins(StepProgram(3, ()))  # so that step 1 is committed
+    stopwatch.begins(program(REST))
     run(stopwatch, "0F0.0@1 0F1.0@1")
-    assert stopwatch.compute_time(0, 1, 0, 0) == ComputeTime(0, 1, 20, 14, 0)
+    assert told_of(stopwatch, 1, 0, 0) == ComputeTime(0, 1, 20, 14, 0)
 
 
 def test_a_sum_and_what_was_spent_waiting_for_nobody_are_told_by_the_worker_s_own_clock():
-    stopwatch = Stopwatch(CostModel.uniform(1, 7, 7, 7))
+    stopwatch = timed()
     told = []
     for step, (now_us, waited_us, sum_us) in enumerate(((1000, 300, 50), (2000, 900, 60), (3500, 1000, 70)), 1):
-        stopwatch.begin(StepProgram(step, ()))
-        stopwatch.exchanged(step, sum_us)
-        told.append(stopwatch.compute_time(0, step, now_us, waited_us))
+        stopwatch.begins(StepProgram(step, ()))
+        stopwatch.summed(Instruction.parse(f"0REDUCE@{step}"), sum_us)
+        told.append(told_of(stopwatch, step, now_us, waited_us))
     assert [(each.exchange_us, each.own_us) for each in told] == [(50, None), (60, 400), (70, 1400)]
 
 
 def test_of_an_interrupted_step_neither_is_known():
-    stopwatch = Stopwatch(CostModel.uniform(1, 7, 7, 7))
-    stopwatch.compute_time(0, 1, 1000, 0)
-    stopwatch.begin(StepProgram(2, ()))
-    stopwatch.begin(StepProgram(2, (), resumed=True))
-    stopwatch.exchanged(2, 60)
-    told = stopwatch.compute_time(0, 2, 2000, 0)
+    stopwatch = timed()
+    told_of(stopwatch, 1, 1000, 0)
+    stopwatch.begins(StepProgram(2, ()))
+    stopwatch.begins(StepProgram(2, (), resumed=True))
+    stopwatch.summed(Instruction.parse("0REDUCE@2"), 60)
+    told = told_of(stopwatch, 2, 2000, 0)
     assert told.exchange_us is None and told.own_us is None
-    stopwatch.begin(StepProgram(3, ()))
-    stopwatch.exchanged(3, 70)
-    assert stopwatch.compute_time(0, 3, 2600, 100).own_us == 500
+    stopwatch.begins(StepProgram(3, ()))
+    stopwatch.summed(Instruction.parse("0REDUCE@3"), 70)
+    assert told_of(stopwatch, 3, 2600, 100).own_us == 500

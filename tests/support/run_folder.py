@@ -22,7 +22,7 @@ VOID = {"meta", "img"}
 def trace(folder: Path) -> None:
     files = {seat: TraceFile(folder / "trace", seat, print) for seat in {span.seat for span in spans()}}
     for span in spans():
-        files[span.seat].add(span)
+        files[span.seat].ran(span)
     for file in files.values():
         file.close()
 

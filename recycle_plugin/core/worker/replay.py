@@ -325,7 +325,7 @@ class StageReplay:
                 self._machine.send(Replaying(self._machine.control_view.rank, step))
         finally:
             work.logs.close()
-        self._log.flush()
+        self._log.parks()
 
     def _step(self, work: StageWork, record: StepRecord, times: Times) -> Iterator[Any]:
         store, step = self._store, record.step
@@ -350,7 +350,7 @@ class StageReplay:
             sent = work.logs.get(datum)
             if sent is not None and (how := self._machine.differs(value, sent)):
                 raise CantReplay(f"{datum} is not what was sent of it: {how}; {OTHERWISE}")
-        self._log.keep(datum, value, self._store.valid_from)
+        self._log.kept(datum, value, self._store.valid_from)
 
 
 class Times:

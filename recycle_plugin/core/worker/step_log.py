@@ -17,7 +17,10 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.log_meter import LogMeter
+from recycle_plugin.core.worker.observer import Observer
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,9 @@ class LogReader(Protocol):
         """Lets go of what was fetched to be read."""
 
 
-class StepLog:
+class StepLog(Observer):
     """What one worker logs, on ``log``.  ``boundaries``: the stages behind which what crosses is logged, until
-    :meth:`log_only` says which; ``weigh(value)``: its bytes, for the ``meter``.
+    :meth:`committed` says which; ``weigh(value)``: its bytes, for the ``meter``.
     """
 
     def __init__(
@@ -154,7 +157,7 @@ class StepLog:
         """Why what comes is not kept, in words; empty where it is."""
         return self._log.refuses()
 
-    def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
+    def kept(self, datum: Datum, value: Any, valid_from: int) -> None:
         """Keeps a boundary tensor, what was drawn, or a sum over a tie, once."""
         if datum.step <= self._committed or self._kept.get(datum, -1) >= valid_from:
             return
@@ -165,10 +168,6 @@ class StepLog:
             self.meter.crossed(down, self._weigh(value), logged)
         if logged:
             self._log.keep(datum, value, valid_from)
-
-    def log_only(self, boundaries: Collection[int]) -> None:
-        """Keeps from now on what crosses these boundaries only."""
-        self.boundaries = frozenset(boundaries)
 
     def rejected(self, after: int, valid_from: int) -> None:
         """Notes that a step was rejected, and what was made of the steps after ``after`` counts from generation
@@ -205,10 +204,27 @@ class StepLog:
             self._discarded = [each for each in self._discarded if each[0] >= step] or self._discarded[-1:]
             self._log.checkpointed(step)
 
-    def interrupted(self, step: int, why: str) -> None:
+    def committed(self, view: ControlView, valid_from: int) -> None:
+        """Keeps the records of steps that are committed now, drops what is behind a durable checkpoint, and logs the
+        boundaries that are to be logged now.
+        """
+        self.commit(view.committed, valid_from)
+        self.checkpointed(view.durable)
+        self.boundaries = self.boundaries if view.logged is None else view.logged
+
+    def ran(self, span: Span) -> None:
+        """Measures what a replay would run again."""
+        self.meter.ran(span)
+
+    def broke_off(self, step: int, why: str) -> None:
         """Notes that no log leads over ``step``, before the next checkpoint."""
         self._log.interrupted(step, why)
 
-    def flush(self) -> None:
+    def loaded(self, step: int) -> None:
+        """Notes that no log leads to ``step``, whose state was loaded, and begins behind it."""
+        self.broke_off(step + 1, "a checkpoint was loaded while the job trained")
+        self.begin(step)
+
+    def parks(self) -> None:
         """Returns when all that was kept can be read by others."""
         self._log.flush()

@@ -7,28 +7,43 @@ All by its own clock, so that clocks of different hosts are never compared.
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any, Protocol
 
 from recycle_plugin.core.messages.from_workers import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.loop_ports import StepProgram
+from recycle_plugin.core.worker.observer import Observer
 
 
-class Stopwatch:
-    """A count of the microseconds that a worker computes in each step.  ``costs``: those of the stage, whoever
-    computes.
+class Clock(Protocol):
+    """The clock of a worker, and its way to the coordinator."""
+
+    def now_us(self) -> int:
+        """The time, in integer microseconds."""
+
+    def waited_us(self) -> int:
+        """How long this worker has waited for others so far."""
+
+    def send(self, message: object) -> None:
+        """Sends ``message`` to the coordinator."""
+
+
+class Stopwatch(Observer):
+    """A count of the microseconds that the worker of ``rank`` computes in each step, which it says by ``clock``.
+    ``costs``: those of the stage, whoever computes.
     """
 
-    def __init__(self, costs: CostModel) -> None:
-        self._costs = costs
+    def __init__(self, costs: CostModel, clock: Clock, rank: int) -> None:
+        self._costs, self._clock, self._rank = costs, clock, rank
         self._spent: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._meant: dict[int, frozenset[Instruction]] = {}
         self._done: dict[int, set[Instruction]] = defaultdict(set)
         self._exchanged: dict[int, int | None] = {}  # by step, what its sum took; None: it was interrupted
         self._since: tuple[int, int] | None = None  # the clock at the last step, and what had been waited by then
 
-    def begin(self, program: StepProgram) -> None:
+    def begins(self, program: StepProgram) -> None:
         """Notes that ``program`` is run next.
 
         The first of a step says what was meant to be computed here; a later one is of recovery.
@@ -42,28 +57,28 @@ class Stopwatch:
         if program.resumed:
             self._exchanged[program.step] = None
 
-    def add(self, span: Span) -> None:
-        """Counts the time of an instruction that has run, if it computes."""
+    def ran(self, span: Span) -> None:
+        """Counts the time of an instruction that has run, if it computes for a step."""
         one, took = span.instruction, span.end_us - span.start_us
-        if one.op in COMPUTE:
+        if one.op in COMPUTE and one.step > 0:
             spent, done = self._spent[one.step], self._done[one.step]
             spent[0] += took
             spent[1] += self._costs.of(one.op, one.stage)
             spent[2] += took if one in done or one not in self._meant[one.step] else 0
             done.add(one)
 
-    def exchanged(self, step: int, took_us: int) -> None:
-        """Counts what the sum of ``step`` with the other replicas took."""
-        self._exchanged.setdefault(step, took_us)
+    def summed(self, instruction: Instruction, took_us: int) -> None:
+        """Counts what the sum of a step with the other replicas took."""
+        if instruction.op is Op.REDUCE:
+            self._exchanged.setdefault(instruction.step, took_us)
 
-    def compute_time(self, rank: int, step: int, now_us: int, waited_us: int) -> ComputeTime:
-        """The message that says how long ``step``, which has been applied, was computed on here; the count is
-        dropped.  ``now_us``: the clock; ``waited_us``: how long this worker has waited for others so far.
-        """
+    def applied(self, step: int, norm: Any) -> None:
+        """Says how long ``step``, which has been applied, was computed on here; the count is dropped."""
+        now_us, waited_us = self._clock.now_us(), self._clock.waited_us()
         exchange, since = self._exchanged.pop(step, None), self._since
         self._since = now_us, waited_us
         own = None
         if exchange is not None and since is not None:
             own = max(0, now_us - since[0] - (waited_us - since[1]))
         spent, nominal, again = self._spent.pop(step, (0, 0, 0))
-        return ComputeTime(rank, step, spent, nominal, again, exchange, own)
+        self._clock.send(ComputeTime(self._rank, step, spent, nominal, again, exchange, own))

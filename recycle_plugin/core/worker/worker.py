@@ -8,7 +8,7 @@ It says losses and shares of the norm, judges, and gives on what it draws from a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -34,10 +34,9 @@ from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.lockstep import JOINT, LEFT_OUT, Lockstep
 from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.machine import Machine
+from recycle_plugin.core.worker.observer import Observer
 from recycle_plugin.core.worker.serving import Applied, Serving, Servings
-from recycle_plugin.core.worker.step_log import StepLog
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.core.worker.stopwatch import Stopwatch
 
 T = TypeVar("T")
 
@@ -55,10 +54,10 @@ class Judging:
 class Worker:
     """The worker at ``store.seat``: it runs programs on its machine, and keeps what it makes in its store.
 
-    ``stopwatch``: if given, it says how fast it computes; ``log``: if given, what it sends, draws and applies is kept
-    there; ``lockstep``: with the others that hold the seat, where there are some.  ``applied(step)``: called for each
-    step that is (core.worker.training_loop.TrainingLoop.applied).  ``called``: the script trains a step in one call, in
-    which it changes nothing of the state.
+    ``observers``: who watches its steps, in the order in which they are told; ``lockstep``: with the others that hold
+    the seat, where there are some.  ``applied(step)``: called for each step that is
+    (core.worker.training_loop.TrainingLoop.applied).  ``called``: the script trains a step in one call, in which it
+    changes nothing of the state.
     """
 
     called = True
@@ -71,8 +70,7 @@ class Worker:
         steps: StepMachine,
         judging: Judging,
         iterator_data: IteratorData | None = None,
-        stopwatch: Stopwatch | None = None,
-        log: StepLog | None = None,
+        observers: Sequence[Observer] = (),
         lockstep: Lockstep | None = None,
     ) -> None:
         self.store, self.seat = store, store.seat
@@ -84,7 +82,7 @@ class Worker:
             judging,
             iterator_data,
         )
-        self._stopwatch, self._log, self._lockstep = stopwatch, log, lockstep
+        self._observers, self._lockstep = observers, lockstep
         self._left_out: Instruction | None = None  # which the furthest shard of the seat may have run
         self.applied: Callable[[int], None] = lambda step: None
         self.helper: Helper | None = None  # of other stages' replays, in a job that logs
@@ -104,8 +102,8 @@ class Worker:
     def resize(self, shape: Topology) -> None:
         """Goes on with steps of another number of micro-batches from now on."""
         self._shape = shape
-        if self._log is not None:
-            self._log.interrupted(self._steps.stepped + 1, "another number of micro-batches")
+        for each in self._observers:
+            each.broke_off(self._steps.stepped + 1, "another number of micro-batches")
 
     def rewind(self, step: int) -> None:
         """Goes on from the state of ``step``, which all load, in place of the last one.
@@ -117,9 +115,8 @@ class Worker:
         self.store.rewind(step, self._control_view.number + 1)
         if self.iterator_data is not None:
             self.iterator_data.rewind()
-        if self._log is not None:
-            self._log.interrupted(step + 1, "a checkpoint was loaded while the job trained")
-            self._log.begin(step)
+        for each in self._observers:
+            each.loaded(step)
 
     # core.worker.loop_ports.StepRunner
 
@@ -141,8 +138,8 @@ class Worker:
             yield from execute(self.seat, instructions, self)
 
     def _begin(self, program: StepProgram) -> Iterator[Any]:
-        if self._stopwatch is not None:
-            self._stopwatch.begin(program)
+        for each in self._observers:
+            each.begins(program)
         if self.iterator_data is None:
             return
         try:
@@ -231,8 +228,8 @@ class Worker:
         """Discards what is here of the steps after ``after``, which was computed with rejected weights; data is valid
         from generation ``valid_from`` now.
         """
-        if self._log is not None:
-            self._log.rejected(after, valid_from)
+        for each in self._observers:
+            each.rejected(after, valid_from)
         if any(datum.kind in SUMMED for datum in self.store.discard_after(after, valid_from)):
             self._machine.operations.forget_sums(after)
 
@@ -395,10 +392,8 @@ class Worker:
         if self._lockstep is not None:
             self._lockstep.finished += 1
         for over in self._machine.record(span):
-            if self._log is not None:
-                self._log.meter.ran(over)
-            if self._stopwatch is not None and over.instruction.step > 0:
-                self._stopwatch.add(over)
+            for each in self._observers:
+                each.ran(over)
 
     # instructions
 
@@ -408,26 +403,29 @@ class Worker:
         self.store.run(instruction, lambda one, have: compute(one, have, boundary_only), boundary_only)
         if instruction == self._last_forward and instruction.step > 0:
             self._say_losses(instruction.step)
-        if self._log is not None and instruction.step > 0:
-            self._keep(instruction, self._log)
+        if self._observers and instruction.step > 0:
+            self._tell_made(instruction)
 
-    def _keep(self, instruction: Instruction, log: StepLog) -> None:
-        """Logs what was drawn, and what a failure has had made again: whoever made it first may not have had it on its
-        disk, and nobody may ask for it any more, so that it is not sent.
+    def _tell_made(self, instruction: Instruction) -> None:
+        """Tells of what was drawn, and what a failure has had made again: whoever made it first may not have had it on
+        its disk, and nobody may ask for it any more, so that it is not sent.
         """
         for drawn in self.store.requires(instruction) if instruction.op is Op.LOAD else ():
-            log.keep(drawn, self.store[drawn], self.store.valid_from)
+            self._tell_kept(drawn, self.store[drawn])
         for datum in provides(instruction) if self.running.resumed else ():
             if datum.kind in TRAVELS and datum in self.store:
-                log.keep(datum, self.store.move(datum, -1), self.store.valid_from)
+                self._tell_kept(datum, self.store.move(datum, -1))
+
+    def _tell_kept(self, datum: Datum, value: Any) -> None:
+        for each in self._observers:
+            each.kept(datum, value, self.store.valid_from)
 
     def _send(self, instruction: Instruction) -> None:
         (datum,) = self.store.requires(instruction)
         assert instruction.peer is not None, f"{instruction} has no peer"
         value = self.store.move(datum, -1)
         self._machine.transfer(datum, value, instruction.peer, self.store.valid_from)
-        if self._log is not None:
-            self._log.keep(datum, value, self.store.valid_from)
+        self._tell_kept(datum, value)
         self.store.sent(datum)
 
     def _add_up(self, instruction: Instruction) -> Iterator[Any]:
@@ -437,12 +435,12 @@ class Worker:
         (datum,) = provides(instruction)
         holder, began_us = self.running.holder if instruction.op is Op.REDUCE else None, self._machine.now_us()
         total = yield from self._machine.add_up(instruction, self.store, holder)
-        if self._stopwatch is not None and instruction.op is Op.REDUCE:
-            self._stopwatch.exchanged(instruction.step, self._machine.now_us() - began_us)
+        for each in self._observers:
+            each.summed(instruction, self._machine.now_us() - began_us)
         if datum not in self.store:
             self.store.conclude(instruction, {datum: total})
-            if self._log is not None and instruction.op is Op.TIE:
-                self._log.keep(datum, self._machine.operations.tied_in_order(total), self.store.valid_from)
+            if self._observers and instruction.op is Op.TIE:
+                self._tell_kept(datum, self._machine.operations.tied_in_order(total))
             if datum == self._last_sum(datum.step):
                 self._summed(datum.step)
 
@@ -467,11 +465,8 @@ class Worker:
         self.store.run(instruction, lambda one, have: self._machine.operations.compute(one, have, False))
         norm = self.store.get(self._norm(step))  # which STEP itself may have found
         self.servings.stepped(step, Applied(norm, settings, self.running.share))
-        if self._log is not None:
-            self._log.applied(step, self.store.get(self._norm(step)))
-        if self._stopwatch is not None:
-            now_us, waited_us = self._machine.now_us(), self._machine.waited_us()
-            self._machine.send(self._stopwatch.compute_time(self._control_view.rank, step, now_us, waited_us))
+        for each in self._observers:
+            each.applied(step, self.store.get(self._norm(step)))
         self.applied(step)
         if self.servings:
             self._machine.watch_state()
@@ -496,18 +491,15 @@ class Worker:
     def forget_committed(self) -> None:
         """Takes in what has come, and drops what belongs to committed steps: nobody will ask for it again."""
         self._take_arrivals()
-        if self._log is not None:
-            self._log.commit(self._control_view.committed, self.store.valid_from)
-            self._log.checkpointed(self._control_view.durable)
-            if self._control_view.logged is not None:
-                self._log.log_only(self._control_view.logged)
+        for each in self._observers:
+            each.committed(self._control_view, self.store.valid_from)
         self.store.commit(self._control_view.committed)
 
     def park(self) -> None:
         """Gets ready to wait long for others, who read what this worker has logged."""
         self.forget_committed()
-        if self._log is not None:
-            self._log.flush()
+        for each in self._observers:
+            each.parks()
 
     def accompany(self, replay: Replay) -> Iterator[Any]:
         """Replays this worker's stage beside its state (core/worker/companion.py)."""

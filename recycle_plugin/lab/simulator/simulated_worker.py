@@ -32,6 +32,7 @@ from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.lockstep import Lockstep, Word
 from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.newcomer import Newcomer
+from recycle_plugin.core.worker.observer import Observer
 from recycle_plugin.core.worker.replay import StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.shares import Call
@@ -135,9 +136,11 @@ class SimulatedMachine(Replaying):
         scenario = self.cluster.scenario
         clips = scenario.clip > 0 and not scenario.pushes  # else a script's own step does, which waits for nobody
         judging = Judging(clips and scenario.policy.together, clips and not scenario.policy.together)
-        stopwatch = Stopwatch(scenario.costs) if scenario.rebalances or scenario.slow else None
+        observers: list[Observer] = [] if self.log is None else [self.log]
+        if scenario.rebalances or scenario.slow:
+            observers.append(Stopwatch(scenario.costs, self, self.rank))
         shape, data = scenario.shape, self.iterator_data
-        return self.worker_class(self, shape, self.store, self.steps, judging, data, stopwatch, self.log, self.lockstep)
+        return self.worker_class(self, shape, self.store, self.steps, judging, data, observers, self.lockstep)
 
     def _newcomer(self, replay: StageReplay | None) -> Newcomer:
         filled = FilledStage(self, self.store, self.steps)

@@ -9,6 +9,7 @@ from typing import Any
 
 from recycle_plugin import planner
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.worker.companion import Companion
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.filled_stage import FilledStage
@@ -58,7 +59,7 @@ def assembled(
     parts.store.rewind(machine.stepped, valid_from=0)
     waits, costs, policy = planning(settings, parts.framework, shape)
     lockstep = _lockstep(parts)
-    worker = _worker(parts, machine, Judging(waits, settings.clip == "validate"), Stopwatch(costs), lockstep)
+    worker = _worker(parts, machine, Judging(waits, settings.clip == "validate"), costs, lockstep)
     replays = replay = None
     if parts.log is not None:
         assert scripted is not None, "in a job that logs it is kept what scripts set"
@@ -80,11 +81,13 @@ def assembled(
 
 
 def _worker(
-    parts: Parts, machine: StepMachine, judging: Judging, stopwatch: Stopwatch, lockstep: Lockstep | None
+    parts: Parts, machine: StepMachine, judging: Judging, costs: CostModel, lockstep: Lockstep | None
 ) -> Worker:
-    pushed, log = parts.framework.pushed, None if parts.log is None else parts.log.steps
+    pushed, stopwatch = parts.framework.pushed, Stopwatch(costs, parts.world, parts.session.rank)
+    log = None if parts.log is None else parts.log.steps
+    observers = [each for each in (log, stopwatch, parts.trace) if each is not None]  # the log first
     worker = (Worker if pushed is None else PushedWorker)(
-        parts.world, parts.topology, parts.store, machine, judging, parts.feed.iterator_data, stopwatch, log, lockstep
+        parts.world, parts.topology, parts.store, machine, judging, parts.feed.iterator_data, observers, lockstep
     )
     if pushed is not None:
         assert isinstance(worker, PushedWorker), "of a script that pushes"

@@ -51,7 +51,7 @@ OUTWARD = SENDS | STAGE_WIDE  # what a worker that the others have given up must
 class TorchMachine:
     """A real worker's machine: ``operations`` compute, ``mover`` moves tensors, ``session`` is with the coordinator.
 
-    ``faults`` strike at their instructions and points; ``trace`` is called with each instruction that is over.
+    ``faults`` strike at their instructions and points.
     ``prepare(step)`` is called where a step is computed whose predecessor is committed.  ``transfers`` have the lines
     to newcomers, ``hashing`` makes hashes of the state; ``units`` are this worker's own, which a newcomer fills;
     ``script_state()`` is what the script hands over to a newcomer's.
@@ -66,7 +66,6 @@ class TorchMachine:
         transfers: Transfers,
         hashing: BackgroundHash,
         units: Units,
-        trace: Callable[[Span], None] = lambda span: None,
         prepare: Callable[[int], None] = lambda step: None,
         script_state: Callable[[], bytes] = lambda: b"",
     ) -> None:
@@ -76,7 +75,7 @@ class TorchMachine:
         self._words: dict[int, Word] = {}  # the last of each other worker of the seat
         self._of_replays: list[Tensors] = []
         self._come: deque[tuple[Datum, Any, int]] = deque()  # beside words
-        self._trace, self._prepare, self.script_state = trace, prepare, script_state
+        self._prepare, self.script_state = prepare, script_state
         self._transfers, self.hashing, self.units = transfers, hashing, units
 
     def watch_state(self) -> None:
@@ -266,10 +265,7 @@ class TorchMachine:
         """Take the time span of an instruction that the host has been through; returns the spans of what is over on
         the device, in its time.
         """
-        over = list(self.operations.timeline.spans(span))
-        for each in over:
-            self._trace(each)
-        return over
+        return list(self.operations.timeline.spans(span))
 
     def number(self, loss: Any) -> float:
         """A loss as a Python number."""

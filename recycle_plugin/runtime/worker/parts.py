@@ -109,7 +109,6 @@ class Parts:
             self.transfers,
             self.hash,
             stage_units(framework, self.state, self.gradients),
-            self.trace.add if self.trace is not None else lambda span: None,
             self.stepping.prepare,
             self.on_join.state,
         )
