@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from recycle_plugin.adapters.deepspeed import Plugin
+from recycle_plugin.adapters.megatron_lm import entry as megatron_lm
 from recycle_plugin.core.messages.from_workers import Crashed, Fatal
 from recycle_plugin.core.vocabulary.iterator_draws import Gone
 from recycle_plugin.core.vocabulary.recovery_plan import Torn
@@ -59,7 +60,7 @@ def main(command: list[str]) -> int:
     os._exit = functools.partial(_exit, session, os._exit)  # type: ignore[assignment]
     Plugin(session).install()
     try:
-        code = run_script(command)
+        code = run_script(megatron_lm.install(session, command))
         if code == 0 and not session.forked:
             session.hooks.through()
             session.hooks.at_end()

@@ -9,13 +9,14 @@ checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$checkout/.venv
 constraints=$checkout/scripts/constraints.txt
 pins=(${RECYCLE_PINS:-})
+megatron_lm=0.19.2  # with its training loop, in a folder of its own: the tests' jobs of Megatron-LM
 
 say() { echo "$(basename "$0"): $*" >&2; }
 
 fail() { say "$*"; exit 1; }
 
 _wanted() {  # what .venv has to have been installed from
-    { "$venv/bin/python" --version; echo "$checkout" "${pins[@]}"; cat "$checkout/setup.cfg" "$checkout/pyproject.toml" "$constraints"; } 2> /dev/null | sha256sum | cut -d' ' -f1
+    { "$venv/bin/python" --version; echo "$checkout" "$megatron_lm" "${pins[@]}"; cat "$checkout/setup.cfg" "$checkout/pyproject.toml" "$constraints"; } 2> /dev/null | sha256sum | cut -d' ' -f1
 }
 
 _pinned() {  # constraints.txt with RECYCLE_PINS in it
@@ -44,10 +45,27 @@ _install() {
     _pip $(grep -E '^(setuptools|torch)==' "$venv/constraints.txt")
     say "installing this package and its dependencies"
     _pip --editable ".[deepspeed,megatron,report,test,exact,docs,tools]"
+    _install_megatron_lm
     say "compiling the planner's inner loops (once)"
     "$venv/bin/python" -c "from recycle_plugin import planner; planner.warm()" || fail "the planner's loops could not be compiled"
     _wanted > "$venv/recycle-installed"
     say "installed into .venv"
+}
+
+_install_megatron_lm() {  # its wheel says Python 3.12; tests/support/megatron_lm.py has what 3.11 lacks
+    local folder=$venv/megatron_lm target=3.12
+    "$venv/bin/python" -c "import sys; sys.exit(sys.version_info < (3, 12))" && target=$("$venv/bin/python" -c "import sys; print('%d.%d' % sys.version_info[:2])")
+    rm -rf "$folder"
+    say "putting Megatron-LM $megatron_lm into $folder"
+    if ! timeout "${RECYCLE_INSTALL_TIMEOUT:-1800}" "$venv/bin/python" -m pip install --disable-pip-version-check --quiet \
+        --no-deps --no-compile --ignore-requires-python --only-binary :all: --python-version "$target" \
+        --target "$folder" "megatron-core==$megatron_lm" >&2; then
+        rm -rf "$folder"
+        say "Megatron-LM $megatron_lm could not be had: its jobs are not tried (tests/cluster/test_megatron_lm.py)"
+        return
+    fi
+    # the compiled index of datasets is for one Python: that of the release whose layers are installed
+    cp "$venv"/lib/python*/site-packages/megatron/core/datasets/helpers_cpp*.so "$folder/megatron/core/datasets/"
 }
 
 _current() { [ "$(cat "$venv/recycle-installed" 2>/dev/null)" = "$(_wanted)" ]; }

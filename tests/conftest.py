@@ -83,6 +83,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     chosen = "all" if config.option.all_kills else f"some, by --kill-seed {config.option.kill_seed}"
+    from tests.support import megatron_lm  # whose asserts are to be rewritten before
+
+    if megatron_lm.home() is None:
+        terminalreporter.write_line(megatron_lm.MISSING)
     terminalreporter.write_line(f"kills with DeepSpeed, under its launcher, and cases of many: {chosen}")
 
 

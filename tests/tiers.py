@@ -135,6 +135,9 @@ cluster/test_strangers.py::test_no_strangers_tensor_is_trained_on_or_kept
 cluster/test_tls.py::test_a_killed_worker_comes_back_and_the_weights_are_those_without_tls
 cluster/test_metrics.py::test_the_url_is_said_and_gone_with_the_job
 
+cluster/test_megatron_lm.py::test_without_a_failure_it_has_the_bits_of_stock 1
+cluster/test_megatron_lm.py::test_whoever_dies_the_others_train_the_bits_of_stock 1
+
 cluster/test_plain.py::test_a_checkpoint_goes_on_as_if_nothing_was
 cluster/test_plain.py::test_a_scripts_own_backward_survives_its_peers
 cluster/test_plain.py::test_it_trains_what_one_process_trains_without_it

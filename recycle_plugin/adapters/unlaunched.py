@@ -65,7 +65,9 @@ class AfterImport(importlib.abc.MetaPathFinder):
         wrap = self._wrappers.pop(name, None)
         if wrap is None:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]  # among which may be another one of these
+        found = (each.find_spec(name, path, target) for each in others if hasattr(each, "find_spec"))
+        spec = next((each for each in found if each is not None), None)
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module

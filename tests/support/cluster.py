@@ -37,14 +37,16 @@ DEEPSPEED = "deepspeed.launcher.launch"  # its launcher's module on a host
 
 
 class ForkServer:
-    """A warm fork server in its own process; ``kind`` "deepspeed", or "plain" without DeepSpeed and Megatron."""
+    """A warm fork server in its own process; ``kind`` "deepspeed", "plain" without DeepSpeed and Megatron, or
+    "megatron_lm"; ``more``: environment variables.
+    """
 
-    def __init__(self, folder: Path, kind: str = "deepspeed") -> None:
+    def __init__(self, folder: Path, kind: str = "deepspeed", **more: str) -> None:
         self.path = str(folder / "fork.sock")
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "tests.support.fork_server", self.path, kind],
             cwd=ROOT,
-            env=environment(),
+            env=environment(**more),
             stdout=subprocess.PIPE,
             start_new_session=True,
             text=True,

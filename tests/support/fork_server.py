@@ -1,8 +1,8 @@
 """The tests' fork servers: recycle_plugin.runtime.processes.fork_server, of which launchers come as well
 (cluster.WarmLauncher), and whose forks may be on other hosts.
 
-``python -u -m tests.support.fork_server PATH deepspeed|plain``: with DeepSpeed and Megatron imported and a job
-composed, or with what a plain launcher imports.
+``python -u -m tests.support.fork_server PATH deepspeed|plain|megatron_lm``: with DeepSpeed and Megatron imported and a
+job composed; with what a plain launcher imports; or with Megatron-LM's training loop, for the CPU.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ FRAMEWORKS = [
 ]
 
 
+MEGATRON_LM = ["megatron.training.training", "recycle_plugin.adapters.megatron_lm.job"]
+
+
 def enter_host() -> None:
     """Go on the host of the process that RECYCLE_TEST_HOST names, if it does (tests/support/hosts.py)."""
     pid = os.environ.get("RECYCLE_TEST_HOST")
@@ -65,4 +68,11 @@ if __name__ == "__main__":
         megatron_cpu.apply()
         modules += FRAMEWORKS
         compose_once()
+    elif kind == "megatron_lm":
+        from recycle_plugin.patches import megatron_lm_cpu
+        from tests.support.megatron_lm import on_python_3_11
+
+        on_python_3_11()
+        megatron_lm_cpu.apply()
+        modules += MEGATRON_LM
     fork_server.main(path, modules, enter_host)

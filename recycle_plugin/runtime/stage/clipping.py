@@ -91,8 +91,10 @@ def squared_norm(gradients: Iterable[torch.Tensor]) -> float:
 
 
 def coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """min(1, limit / norm) in fp32, as DeepSpeed computes it: a scalar on the host, which goes to kernels by itself."""
-    return torch.min(torch.tensor(1.0), torch.tensor(float(limit)) / (norm + 1e-6))
+    """min(1, limit / norm) in the dtype of ``norm``, in fp32 as DeepSpeed does: a scalar on the host, which goes to
+    kernels by itself.
+    """
+    return torch.min(torch.tensor(1.0), torch.tensor(float(limit), dtype=norm.dtype) / (norm + 1e-6))
 
 
 def scaled(gradient: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

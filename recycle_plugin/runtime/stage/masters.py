@@ -15,11 +15,18 @@ from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 
 
 class Masters:
-    """fp32 copies of ``weights``, in their order, which the optimizer steps; ``gradients``: theirs."""
+    """fp32 copies of ``weights``, in their order, which the optimizer steps; ``gradients``: theirs.
 
-    def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
+    ``made``: the copies, where the framework's optimizer has made them.
+    """
+
+    def __init__(self, weights: Iterable[torch.nn.Parameter], made: Sequence[torch.nn.Parameter] | None = None) -> None:
         self.weights = list(weights)
-        self.parameters = [torch.nn.Parameter(weight.detach().to(torch.float32, copy=True)) for weight in self.weights]
+        self.parameters = (
+            list(made)
+            if made is not None
+            else [torch.nn.Parameter(weight.detach().to(torch.float32, copy=True)) for weight in self.weights]
+        )
         self._of = dict(zip(self.weights, self.parameters))
         self.gradients, self._made = TorchGradients(self.parameters), TorchGradients(self.weights)
 

@@ -1,0 +1,63 @@
+"""What of Megatron-LM's own start and loop a worker does by itself, whoever is lost: timers, and loading."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from recycle_plugin.runtime.control.session import Session
+
+LOADED = "what Megatron-LM's start has loaded"
+COUNTS = ("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples",
+          "num_floating_point_operations_so_far")  # fmt: skip
+
+
+def without_collectives() -> None:
+    """Have Megatron's timers wait for nobody: a timer's line has this worker's times in the place of all workers'."""
+    from megatron.core import timers
+
+    if hasattr(timers.Timer, "recycle"):
+        return
+    for name in ("start", "stop"):
+        _without_barrier(timers.Timer, name)
+    timers.Timer.recycle = True
+    timers.dist_all_gather_func = lambda whole, own: whole.copy_(own.repeat(whole.numel() // own.numel()))
+    stock = timers.Timers._get_elapsed_time_all_ranks
+    timers.Timers._get_elapsed_time_all_ranks = lambda self, names, reset, barrier: stock(self, names, reset, False)
+
+
+def _without_barrier(owner: type, name: str) -> None:
+    stock = getattr(owner, name)
+    setattr(owner, name, lambda self, barrier=False: stock(self, barrier=False))
+
+
+@contextmanager
+def loading(session: Session, args: Namespace) -> Iterator[Callable[[Any], None]]:
+    """A context in which Megatron-LM builds the model, and loads a checkpoint if there is one.
+
+    A newcomer loads none: what is on the disk may be newer than what its predecessor began with, and the state comes
+    from its peers.  It gets its predecessor's counts.  Call what is yielded with the scheduler when all is built.
+    """
+    startup, path = session.hooks.startup, args.load
+    if not session.newcomer:
+
+        def remember(scheduler: Any) -> None:
+            counts = {name: getattr(args, name) for name in COUNTS if hasattr(args, name)}
+            startup.remember(LOADED, (counts, scheduler.num_steps))
+
+        yield remember
+        return
+
+    def recall(scheduler: Any) -> None:
+        counts, steps = startup.recall(LOADED)
+        vars(args).update(counts, load=path)
+        scheduler.num_steps = 0
+        scheduler.step(increment=steps)
+
+    args.load = None
+    with torch.random.fork_rng(devices=[]):
+        yield recall

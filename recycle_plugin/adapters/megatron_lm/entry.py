@@ -1,0 +1,173 @@
+"""The entry of the plugin into an unmodified Megatron-LM script.
+
+The section ``recycle`` comes from ``--recycle-config FILE``, which Megatron's own parser does not see, or from the
+environment variable RECYCLE_CONFIG.  Without it, or with ``enabled: false``, Megatron-LM stays as it is.  Otherwise an
+import hook puts functions of the plugin in the place of a few globals of ``megatron.training.training``, which that
+module looks up when it calls them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from recycle_plugin.adapters.unlaunched import AfterImport
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.settings.schema import Settings
+from recycle_plugin.settings.wording import SECTION
+
+FLAG, VARIABLE = "--recycle-config", "RECYCLE_CONFIG"
+RELEASES = ">=0.16.1,<0.20"
+"""The releases of Megatron-LM whose training loop this adapter knows."""
+
+
+def install(session: Session, command: list[str]) -> list[str]:
+    """Prepare for a Megatron-LM script, if settings for one are given; returns ``command`` without the plugin's flag.
+
+    Raises RecycleError for a file that can't be read, and SettingsError for what is wrong in it.
+    """
+    command, path = without_flag(command)
+    path = path or os.environ.get(VARIABLE)
+    settings = Settings.from_section(read_section(path)) if path else None
+    if settings is not None and settings.enabled:
+        MegatronPlugin(session, settings).install()
+    return command
+
+
+def without_flag(command: list[str]) -> tuple[list[str], str | None]:
+    """A script's ``command`` without ``--recycle-config FILE``, and the file."""
+    rest, found = list(command), None
+    for place, argument in enumerate(command):
+        name, given, value = argument.partition("=")
+        if place and name == FLAG:
+            if not given and place + 1 == len(command):
+                raise RecycleError(f"{FLAG} has no file behind it: write {FLAG} FILE, a JSON file with the settings")
+            found = value if given else command[place + 1]
+            del rest[place : place + (1 if given else 2)]
+            break
+    return rest, found
+
+
+def read_section(path: str) -> dict[str, Any]:
+    """The section in the JSON file ``path``: all of it, or what stands there under "recycle"."""
+    try:
+        section = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise RecycleError(f"{FLAG} {path}: {error}; name a JSON file such as {{'enabled': true}}") from None
+    if not isinstance(section, dict):
+        raise RecycleError(f"{FLAG} {path} is no JSON object: write one such as {{'enabled': true}}")
+    return section.get(SECTION, section)
+
+
+class MegatronPlugin:
+    """The plugin in a process that runs a Megatron-LM script."""
+
+    def __init__(self, session: Session, settings: Settings) -> None:
+        self._session, self._settings = session, settings
+        self._job: Any = None  # once its model is built
+
+    def install(self) -> None:
+        """Have Megatron-LM's loop call the plugin, as soon as it is imported; call it before the script runs."""
+        from recycle_plugin.patches import megatron_lm_cpu
+
+        if megatron_lm_cpu.wanted():
+            megatron_lm_cpu.apply()
+        AfterImport({"megatron.training.training": self._wrap}).install()
+
+    def _wrap(self, module: ModuleType) -> None:
+        check_release()
+        for name in ("setup_model_and_optimizer", "train_step", "evaluate", "save_checkpoint", "print_rank_last"):
+            setattr(module, name, self._instead(name, getattr(module, name)))
+        # of what every stage knows there is no need to ask the others
+        module.reduce_max_stat_across_model_parallel_group = lambda stat, group=None: stat  # type: ignore[attr-defined]
+
+    def _instead(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        ours = getattr(self, f"_{name}")
+
+        @functools.wraps(stock)
+        def called(*arguments: Any, **named: Any) -> Any:
+            return ours(stock, *arguments, **named)
+
+        return called
+
+    # --- in the place of Megatron's ------------------------------------------------------------------
+
+    def _setup_model_and_optimizer(self, stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        from megatron.training import get_args
+
+        from recycle_plugin.adapters.megatron_lm import alone
+        from recycle_plugin.adapters.megatron_lm.job import Job
+        from recycle_plugin.adapters.megatron_lm.refusals import check, prepare
+
+        args = get_args()
+        check(args, self._settings)
+        prepare(args, named.get("cfg_container"), self._session)
+        alone.without_collectives()
+        with alone.loading(self._session, args) as loaded:
+            made = stock(*arguments, **named)
+            loaded(made[2])
+        self._job = Job(self._session, self._settings, args, *made)
+        return made
+
+    def _train_step(
+        self, stock: Callable[..., Any], forward_step: Any, data_iterator: Any, *rest: Any, **_: Any
+    ) -> Any:
+        return self._job.train_step(forward_step, data_iterator)
+
+    def _evaluate(
+        self,
+        stock: Callable[..., Any],
+        forward_step: Any,
+        data_iterator: Any,
+        model: Any,
+        process_non_loss_data_func: Any,
+        config: Any,
+        verbose: bool = False,
+        non_loss_data_func: Any = None,
+        eval_iters: int | None = None,
+        **_: Any,
+    ) -> Any:
+        if process_non_loss_data_func is not None or non_loss_data_func is not None:
+            raise RecycleError(
+                "pretrain(process_non_loss_data_func=… or non_loss_data_func=…): data other than losses is not "
+                "gathered from a pipeline that can lose workers; leave it out"
+            )
+        return self._job.evaluate(forward_step, data_iterator, eval_iters), None, False
+
+    def _save_checkpoint(
+        self,
+        stock: Callable[..., Any],
+        iteration: int,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        operations: Any,
+        *rest: Any,
+        **_: Any,
+    ) -> None:
+        self._job.save(iteration, operations)
+
+    def _print_rank_last(self, stock: Callable[..., Any], message: str) -> None:
+        if self._job is None:
+            stock(message)
+        elif self._job.prints:
+            print(message, flush=True)
+
+
+def check_release() -> None:
+    """Raise RecycleError for a release of Megatron-LM that the adapter does not know."""
+    from megatron.core import __version__
+
+    if not SpecifierSet(RELEASES).contains(__version__, prereleases=True):
+        raise RecycleError(
+            f"this is Megatron-LM {__version__}, and the plugin knows {RELEASES}: use one of these, or set "
+            "recycle.enabled to false"
+        )

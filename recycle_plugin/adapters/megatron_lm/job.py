@@ -1,0 +1,163 @@
+"""A Megatron-LM job on one worker: its steps, evaluations and checkpoints, run by the worker runtime's trainer.
+
+Megatron's own loop calls it in the place of ``train_step``, ``evaluate`` and ``save_checkpoint``.  No algorithm lives
+here, and none of the collectives of Megatron's step is called: gradients, norms and losses are summed by the runtime,
+among whoever is alive.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+from megatron.core.utils import unwrap_model
+
+import recycle_plugin.adapters.megatron.layers  # noqa: F401  registers the converters of its layers
+from recycle_plugin.adapters.megatron_lm.checkpoint import StageFiles, mark_latest
+from recycle_plugin.adapters.megatron_lm.data import IndexedData
+from recycle_plugin.adapters.megatron_lm.model import Batches, StageModule, detach_from_ddp
+from recycle_plugin.adapters.megatron_lm.ports import MegatronNorm, MegatronOptimizer, masters_of, tied_weights
+from recycle_plugin.adapters.megatron_lm.refusals import check_built
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.topology import Topology, tied
+from recycle_plugin.core.worker.data_cursor import DataCursor
+from recycle_plugin.runtime.collectives.group import check_backend
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.devices.kinds import device_of
+from recycle_plugin.runtime.movers.batches import packed
+from recycle_plugin.runtime.stage.buckets import MeanBuckets
+from recycle_plugin.runtime.stage.ports import Framework, StageModel, trained
+from recycle_plugin.runtime.stage.randomness import keyed
+from recycle_plugin.runtime.worker.trainer import Trainer
+from recycle_plugin.settings.schema import Settings
+
+
+class Job:
+    """The training of one worker's stage, ``model``, by ``optimizer`` and its learning-rate ``scheduler``."""
+
+    def __init__(
+        self, session: Session, settings: Settings, args: Namespace, model: list[Any], optimizer: Any, scheduler: Any
+    ) -> None:
+        check_backend(torch.distributed.get_backend())
+        inner = check_built(model, optimizer)
+        session.configure(settings.deadlines, settings.group_sums)
+        get_rerun_state_machine().set_mode(RerunMode.DISABLED)
+        detach_from_ddp(model[0])
+        self._session, self._args = session, args
+        self.seat = Seat(mpu.get_data_parallel_rank(), mpu.get_pipeline_model_parallel_rank())
+        shape = mpu.get_data_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
+        self._batches = Batches()
+        self._module = StageModule(model[0], self._batches, self.seat.stage == 0, self.seat.stage == shape[1] - 1)
+        self._cursor = DataCursor(get_num_microbatches())
+        self._steps = MegatronOptimizer(
+            inner,
+            scheduler,
+            args.iteration,
+            self._samples,
+            lambda: self._trainer.stepping.clip(),
+            lambda: self._trainer.stepping.norm(),
+        )
+        self._files = StageFiles(session, self.seat, args, model, optimizer, scheduler)
+        self._trainer = Trainer(session, settings, self._framework(settings, inner, *shape))
+        self._data = IndexedData(
+            self._batches, self._cursor, shape[0], args.micro_batch_size, args.consumed_train_samples, args.iteration
+        )
+        self._trainer.feed.source = self._data
+        session.hooks.at_end = self._trainer.finish
+
+    # --- what Megatron's loop calls --------------------------------------------------------------------
+
+    def train_step(self, forward_step: Any, data_iterator: Any) -> tuple[Any, ...]:
+        """Train a step; returns what Megatron's ``train_step`` does."""
+        self._module.forward_step = forward_step
+        self._data.take(data_iterator)
+        skipped = self._steps.skipped
+        loss = self._trainer.train()
+        went = self._steps.skipped == skipped
+        norm = self._steps.last_norm if went and not self._trainer.behind else None
+        return self._reported(loss), int(not went), False, False, 0, norm, None, 0
+
+    def evaluate(self, forward_step: Any, data_iterator: Any, iterations: int | None) -> dict[str, torch.Tensor]:
+        """The mean losses of an evaluation, by name, on the last stage."""
+        self._module.forward_step = forward_step
+        args = self._args
+        size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
+        each = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
+        count = size // (each * args.data_parallel_size)
+        losses = []
+        for _ in range(args.eval_iters if iterations is None else iterations):
+            losses.append(self._evaluated(data_iterator, count))
+            args.consumed_valid_samples += size
+        return self._reported(sum(losses) / len(losses)) if losses else {}
+
+    def _evaluated(self, data_iterator: Any, count: int) -> float:
+        ours = [self._batches.packed(next(data_iterator)) for _ in range(count)] if self._trainer.feed.reads else []
+        if (past := self._trainer.recorded_evaluation()) is not None:
+            return past
+        return self._trainer.evaluate([packed((values, values)) for values in ours], count)
+
+    def save(self, iteration: int, operations: Any) -> None:
+        """Save a checkpoint of all steps so far where Megatron would, complete whoever is missing."""
+        folder, tag = Path(self._args.save), f"iter_{iteration:07d}"
+        files = self._files.at(iteration, operations)
+        self._trainer.save(folder, tag, False, files)
+        mark_latest(folder, iteration, self._session.rank)
+
+    @property
+    def prints(self) -> bool:
+        """Whether this worker prints what Megatron's last rank would: the highest live rank does, and no newcomer that
+        is behind.
+        """
+        if self._session.generation is None:
+            return self._session.rank == self._args.world_size - 1
+        return not self._trainer.behind and self._session.rank == max(each.rank for each in self._session.roster)
+
+    def _reported(self, loss: float) -> dict[str, torch.Tensor]:
+        if not self._module._last:
+            return {}
+        return {name: torch.tensor(loss) for name in self._module.reports}
+
+    # --- what the trainer is lent ----------------------------------------------------------------------
+
+    def _samples(self) -> int:
+        return get_num_microbatches() * self._args.micro_batch_size * self._args.data_parallel_size
+
+    def _framework(self, settings: Settings, inner: Any, replicas: int, stages: int) -> Framework:
+        module, args = self._module, self._args
+        layers = unwrap_model(module.layers)
+        shares, masters = not args.untie_embeddings_and_output_weights, masters_of(module, inner)
+        ties = tied([(0, stages - 1)]) if shares and stages > 1 else ()
+        weights = tied_weights(layers, shares, stages, replicas, self._session, masters)
+        device = device_of(trained(module)[0].device)
+        first, last = self.seat.stage == 0, self.seat.stage == stages - 1
+        elsewhere = {weight.parameter for weight in weights if self.seat.stage != weight.stages[0]}
+        return Framework(
+            seat=self.seat,
+            topology=Topology(replicas, stages, get_num_microbatches(), ties),
+            model=StageModel(
+                module, module.loss, get_num_microbatches(), first, last, device, keyed=settings.rng == "keyed"
+            ),
+            optimizer=self._steps,
+            buckets=MeanBuckets(mpu.get_data_parallel_group()),
+            checkpoints=self._files,
+            cursor=self._cursor,
+            micro_batch_size=args.micro_batch_size,
+            batch=self._samples,
+            next_batch=_no_iterator,
+            forward=lambda seed, place: keyed(seed, device),
+            clipping=float(args.clip_grad),
+            state=(self._steps.state,),
+            masters=masters,
+            tied=weights,
+            norm=MegatronNorm(self._steps.wrapped, elsewhere),
+            layers=[layers],
+        )
+
+
+def _no_iterator(what: str) -> Any:
+    raise AssertionError(f"{what}: Megatron's data comes by index")

@@ -1,0 +1,101 @@
+"""A stage of Megatron-LM's model, as the runtime runs it: one micro-batch by Megatron's own forward step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
+from torch import nn
+
+from recycle_plugin.errors import RecycleError
+
+
+class Batches:
+    """Megatron's batches, dicts by name, as tuples that can travel; ``names`` in the order of the tuple's members."""
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ()
+
+    def packed(self, batch: Any) -> tuple[Any, ...]:
+        """The values of ``batch``.  Raises RecycleError for something else than tensors by name."""
+        if not isinstance(batch, dict):
+            raise RecycleError(f"the data iterator gives a {type(batch).__name__}: a dict of tensors is supported")
+        names = tuple(batch)
+        if strange := next((name for name in names if not (batch[name] is None or torch.is_tensor(batch[name]))), None):
+            raise RecycleError(
+                f"{strange!r} in a batch is a {type(batch[strange]).__name__}: a dict of tensors is supported"
+            )
+        if self.names and names != self.names:
+            raise RecycleError(f"a batch has {', '.join(names)}, and the ones before had {', '.join(self.names)}")
+        self.names = names
+        return tuple(batch[name] for name in names)
+
+    def unpacked(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        """The batch, by the names of this worker's own data."""
+        return dict(zip(self.names, values, strict=True))
+
+
+class StageModule(nn.Module):
+    """The layers of a stage behind Megatron's ``forward_step_func``, ``forward_step`` here.
+
+    ``chunk``: what Megatron has built, DDP around the layers.  On the last stage a forward hands on what comes in, and
+    :meth:`loss` computes, since only there the labels are.
+    """
+
+    def __init__(self, chunk: nn.Module, batches: Batches, first: bool, last: bool) -> None:
+        super().__init__()
+        self.layers = chunk.module
+        self._chunk, self._batches = [chunk], batches  # a list: no part of this module
+        self._first, self._last = first, last
+        self._config = get_model_config(chunk)
+        self.forward_step: Callable[..., Any] | None = None
+        self.reports: dict[str, Any] = {"lm loss": None}  # of the last micro-batch, by the name in log lines
+
+    def forward(self, given: Any) -> Any:
+        """The stage's output, or on the last stage ``given``."""
+        if self._last:
+            return given
+        return self._run(None, given) if self._first else self._run(given, None)
+
+    def loss(self, given: Any, batch: tuple[Any, ...]) -> torch.Tensor:
+        """The mean loss of a micro-batch, whose activations the last stage is ``given``."""
+        return self._run(None if self._first else given, batch)
+
+    def _run(self, activations: torch.Tensor | None, batch: tuple[Any, ...] | None) -> torch.Tensor:
+        assert self.forward_step is not None, "the script has given it"
+        found: list[Any] = []
+        data = None if batch is None else iter([self._batches.unpacked(batch)])
+        output, _ = schedules.forward_step(
+            self.forward_step,
+            data,
+            self._chunk[0],
+            1,  # by how many micro-batches the loss is divided: the runtime does so
+            activations,
+            found,
+            self._config,
+            cp_group_size=1,
+            is_last_stage=self._last,
+        )
+        if self._last:
+            self._take_report(found)
+        return output
+
+    def _take_report(self, found: list[Any]) -> None:
+        if not found or not isinstance(found[0], dict):
+            raise RecycleError(
+                "the loss function gives no dict of what is logged: return (loss, tokens, {'lm loss': …}), as "
+                "pretrain_gpt.py does"
+            )
+        self.reports = found[0]
+
+
+def detach_from_ddp(chunk: nn.Module) -> None:
+    """Leave gradients where autograd puts them: Megatron's hooks, which add them to buffers of its own, go, and so does
+    those buffers' memory.
+    """
+    chunk.grad_accs = []  # which kept the hooked nodes alive
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        buffer.grad_data.untyped_storage().resize_(0)

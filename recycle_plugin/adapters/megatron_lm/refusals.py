@@ -1,0 +1,193 @@
+"""What of Megatron-LM's flags the plugin does not support: one line each, by the flag, before a model is built."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.settings.schema import Settings
+
+
+class Row(NamedTuple):
+    """A flag that is refused where the attribute ``name`` of Megatron's arguments ``is_set``; ``instead``: what to
+    write.
+    """
+
+    flag: str
+    name: str
+    is_set: Callable[[Any], bool]
+    instead: str
+
+
+def _many(value: Any) -> bool:
+    return value is not None and value > 1
+
+
+def _besides(*allowed: Any) -> Callable[[Any], bool]:
+    return lambda value: value is not None and value not in allowed
+
+
+LEAVE = "leave it out"
+ROWS = (
+    Row("--tensor-model-parallel-size", "tensor_model_parallel_size", _many, "write 1"),
+    Row("--context-parallel-size", "context_parallel_size", _many, "write 1"),
+    Row("--expert-model-parallel-size", "expert_model_parallel_size", _many, "write 1"),
+    Row("--num-experts", "num_experts", bool, LEAVE),
+    Row("--num-layers-per-virtual-pipeline-stage", "num_layers_per_virtual_pipeline_stage", bool, LEAVE),
+    Row("--num-virtual-stages-per-pipeline-rank", "num_virtual_stages_per_pipeline_rank", bool, LEAVE),
+    Row(
+        "--pipeline-model-parallel-layout", "pipeline_model_parallel_layout",
+        lambda value: value is not None and getattr(value, "virtual_pipeline_model_parallel_size", 1) > 1,
+        "write a layout with one chunk for each stage",
+    ),
+    Row("--use-tp-pp-dp-mapping", "use_tp_pp_dp_mapping", bool, LEAVE),
+    Row("--use-torch-fsdp2", "use_torch_fsdp2", bool, LEAVE),
+    Row("--use-megatron-fsdp", "use_megatron_fsdp", bool, LEAVE),
+    Row("--use-custom-fsdp", "use_custom_fsdp", bool, LEAVE),
+    Row("--gtp-weight-remat-size", "gtp_weight_remat_size", _many, "write 1"),
+    Row("--enable-cuda-graph", "enable_cuda_graph", bool, LEAVE),
+    Row("--external-cuda-graph", "external_cuda_graph", bool, LEAVE),
+    Row("--cuda-graph-impl", "cuda_graph_impl", _besides("none"), 'write "none"'),
+    Row("--optimizer-cuda-graph", "optimizer_cuda_graph", bool, LEAVE),
+    Row("--use-nccl-ub", "nccl_ub", bool, LEAVE),
+    Row("--fp16", "fp16", bool, "write --bf16"),
+    Row("--fp8-format", "fp8", bool, LEAVE),
+    Row("--fp4-format", "fp4", bool, LEAVE),
+    Row("--fp8-param-gather", "fp8_param_gather", bool, LEAVE),
+    Row("--mtp-num-layers", "mtp_num_layers", bool, LEAVE),
+    Row("--calculate-per-token-loss", "calculate_per_token_loss", bool, LEAVE),
+    Row("--gradient-accumulation-fusion", "gradient_accumulation_fusion", bool,
+        "write --no-gradient-accumulation-fusion"),
+    Row("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute", bool, LEAVE),
+    Row("--optimizer", "optimizer", _besides("adam", "sgd"), 'write "adam" or "sgd"'),
+    Row("--optimizer-cpu-offload", "optimizer_cpu_offload", bool, LEAVE),
+    Row("--use-precision-aware-optimizer", "use_precision_aware_optimizer", bool, LEAVE),
+    Row("--rampup-batch-size", "rampup_batch_size", bool, LEAVE),
+    Row("--step-batch-size-schedule", "step_batch_size_schedule", bool, LEAVE),
+    Row("--decrease-batch-size-if-needed", "decrease_batch_size_if_needed", bool, LEAVE),
+    Row("--phase-transition-iterations", "phase_transition_iterations", bool, LEAVE),
+    Row("--iterations-to-skip", "iterations_to_skip", bool, LEAVE),
+    Row("--dataloader-type", "dataloader_type", _besides("single"), 'write "single"'),
+    Row("--data-parallel-random-init", "data_parallel_random_init", bool, LEAVE),
+    Row("--sft", "sft", bool, LEAVE),
+    Row("--dataloader-inter-document-masking", "dataloader_inter_document_masking", bool, LEAVE),
+    Row("--full-validation", "full_validation", bool, "write --eval-iters"),
+    Row("--perform-rl-step", "perform_rl_step", bool, LEAVE),
+    Row("--inprocess-restart", "inprocess_restart", bool, LEAVE),
+    Row("--async-save", "async_save", bool, LEAVE),
+    Row("--non-persistent-save-interval", "non_persistent_save_interval", bool, LEAVE),
+    Row("--tensorboard-dir", "tensorboard_dir", bool, "leave it out, and read the log lines or recycle report"),
+    Row("--wandb-project", "wandb_project", bool, "leave it out, and read the log lines or recycle report"),
+    Row("--log-num-zeros-in-grad", "log_num_zeros_in_grad", bool, LEAVE),
+    Row("--log-params-norm", "log_params_norm", bool, LEAVE),
+    Row("--log-energy", "log_energy", bool, LEAVE),
+    Row("--log-straggler", "log_straggler", bool, "leave it out: the plugin finds slow replicas by itself"),
+    Row("--log-max-attention-logit", "log_max_attention_logit", bool, LEAVE),
+    Row("--qk-clip", "qk_clip", bool, LEAVE),
+    Row("--save-params-interval", "save_params_interval", bool, LEAVE),
+    Row("--save-wgrads-interval", "save_wgrads_interval", bool, LEAVE),
+    Row("--save-dgrads-interval", "save_dgrads_interval", bool, LEAVE),
+    Row("--save-activations-interval", "save_activations_interval", bool, LEAVE),
+    Row("--check-weight-hash-across-dp-replicas-interval", "check_weight_hash_across_dp_replicas_interval", bool,
+        "set recycle.check_replicas"),
+    Row("--exit-signal-handler", "exit_signal_handler", bool, "leave it out: SIGTERM makes a worker leave by plan"),
+    Row("--exit-duration-in-mins", "exit_duration_in_mins", bool, "write --exit-interval"),
+    Row("--adlr-autoresume", "adlr_autoresume", bool, LEAVE),
+)  # fmt: skip
+"""All flags that are refused."""
+
+
+WHOLE = {
+    "use_distributed_optimizer": False,
+    "num_distributed_optimizer_instances": 1,
+    "overlap_param_gather": False,
+    "overlap_grad_reduce": False,
+}
+"""What makes every worker of a stage keep the optimizer's state whole."""
+
+
+def refusals(args: Namespace) -> Iterator[str]:
+    """A line for each flag among Megatron's parsed arguments that is not supported."""
+    for row in ROWS:
+        value = getattr(args, row.name, None)
+        if row.is_set(value):
+            shown = "" if value is True else f" {value}"
+            yield f"{row.flag}{shown} is not supported with recycle.enabled: {row.instead}"
+    saved = [flag for flag in ("save", "load") if getattr(args, flag, None)]
+    if getattr(args, "save", None) and getattr(args, "ckpt_format", "torch") != "torch":
+        yield (
+            f"--ckpt-format {args.ckpt_format} is not supported with recycle.enabled: write --ckpt-format torch, which "
+            "stock Megatron-LM loads as well"
+        )
+    if saved and getattr(args, "use_distributed_optimizer", False):
+        yield (
+            f"--use-distributed-optimizer with --{saved[0]} is not supported with recycle.enabled: its state is whole "
+            "on each worker, and a checkpoint of it is one of a job without that flag; leave the flag out"
+        )
+
+
+def check(args: Namespace, settings: Settings) -> None:
+    """Raise RecycleError for the first flag, or setting, that is not supported."""
+    if (first := next(chain(refusals(args), of_settings(settings)), None)) is not None:
+        raise RecycleError(first)
+
+
+def of_settings(settings: Settings) -> Iterator[str]:
+    """A line for each setting that is not supported with Megatron-LM."""
+    defaults = Settings()
+    for name in ("log", "unit", "batch", "replicas", "checkpoint", "norm", "loss_scaling"):
+        if getattr(settings, name) != getattr(defaults, name):
+            yield f"recycle.{name} is not supported with Megatron-LM yet: leave it out"
+
+
+def prepare(args: Namespace, config: Any, session: Session) -> None:
+    """Change what the plugin does in its own way, and say so once; ``config``: from 0.19 on, what was made of ``args``
+    before; else None.
+    """
+    said = []
+    if args.use_distributed_optimizer:
+        said.append(
+            "--use-distributed-optimizer: each worker of a stage keeps the optimizer's state whole, since a lost "
+            f"worker's part would be lost with it; that takes {args.data_parallel_size} times the memory of parts"
+        )
+    for each in (args, getattr(config, "ddp", None), getattr(config, "optimizer", None)):
+        for name, value in WHOLE.items():
+            if hasattr(each, name):
+                setattr(each, name, value)
+    if getattr(args, "rerun_mode", "disabled") != "disabled":
+        args.rerun_mode = "disabled"
+        said.append("--rerun-mode disabled, since a step that is run again may be committed")
+    if session.rank == 0:
+        for text in said:
+            session.note("zero" if text.startswith("--use-dist") else "warning", text)
+
+
+def check_built(model: list[Any], optimizer: Any) -> Any:
+    """The one optimizer in what Megatron has built.  Raises RecycleError for what the plugin can't train."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.utils import unwrap_model
+
+    layers = unwrap_model(model)[0]
+    if len(model) != 1 or not isinstance(layers, GPTModel) or type(model[0]) is not DistributedDataParallel:
+        raise RecycleError(
+            f"the model is {len(model)} x {type(layers).__name__} in {type(model[0]).__name__}: a GPTModel in "
+            "DistributedDataParallel is supported"
+        )
+    found = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(found) != 1 or not isinstance(getattr(found[0], "optimizer", None), _torchs()):
+        raise RecycleError(
+            f"the optimizer is {len(found)} x {type(found[0]).__name__}: one over torch's Adam, AdamW or SGD, or "
+            "their fused forms, is supported"
+        )
+    return found[0]
+
+
+def _torchs() -> type:
+    from torch.optim import Optimizer
+
+    return Optimizer

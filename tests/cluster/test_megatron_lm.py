@@ -1,0 +1,244 @@
+"""Megatron-LM, unmodified, under the plugin: the bits of stock over Gloo, and whoever dies."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import megatron_lm
+from tests.support.cluster import ForkServer, Result, Run
+from tests.support.jobs import held
+from tests.support.returns import HELD
+
+pytestmark = pytest.mark.skipif(megatron_lm.home() is None, reason=megatron_lm.MISSING)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished job: its ``result``, and what each rank has left."""
+
+    result: Result
+    ranks: dict[int, dict]
+
+    @property
+    def losses(self) -> list[float]:
+        return next(each["losses"] for each in self.ranks.values() if each["losses"])
+
+
+OURS = {"launcher": "plain", "script": megatron_lm.SCRIPT}
+STOCK = {"launcher": "tasks", "plugin": "runpy", "script": "tests.jobs.megatron_lm"}  # a process for each rank
+
+
+class Jobs:
+    """Jobs from the server ``warm`` in folders below ``folder``."""
+
+    def __init__(self, warm: ForkServer, folder: Path, references: dict[tuple[str, ...], Trained]) -> None:
+        self._warm, self._folder, self._references = warm, folder, references
+        self.runs: list[Run] = []
+
+    def stock(self, flags: Flags) -> Trained:
+        """What Megatron-LM trains without the plugin; run once for all tests."""
+        if (key := tuple(flags.words)) not in self._references:
+            self._references[key] = self(flags)
+        return self._references[key]
+
+    def start(self, flags: Flags, recycle: dict | None = None, *wraps: dict) -> Run:
+        """Start Megatron-LM; without a section it is stock, and the plugin no part of it."""
+        folder = self._folder / f"job{len(self.runs)}"
+        folder.mkdir()
+        arguments = [str(folder / "out"), *flags.words]
+        if recycle is not None:
+            section = {"enabled": True, "report": False, "run_dir": str(folder), **recycle}
+            (folder / "recycle.json").write_text(json.dumps({"recycle": section}))
+            arguments += ["--recycle-config", str(folder / "recycle.json")]
+        more = {"PYTHONPATH": str(megatron_lm.home()), "RECYCLE_TEST_WRAP": json.dumps(wraps)}
+        how = STOCK if recycle is None else OURS
+        run = Run(self._warm, folder, flags.ranks, arguments=arguments, **how, **more)
+        self.runs.append(run)
+        return run
+
+    def __call__(self, flags: Flags, recycle: dict | None = None, *wraps: dict) -> Trained:
+        return trained(self.start(flags, recycle, *wraps))
+
+
+def trained(run: Run) -> Trained:
+    """What a run has left that ends well."""
+    result = run.ended_well()
+    return Trained(result, {int(file.stem[4:]): torch.load(file) for file in (run.folder / "out").glob("rank*.pt")})
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Megatron-LM is imported once for all jobs here."""
+    made = ForkServer(tmp_path_factory.mktemp("server"), "megatron_lm", PYTHONPATH=str(megatron_lm.home()))
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[tuple[str, ...], Trained]:
+    return {}
+
+
+@pytest.fixture
+def job(warm: ForkServer, references: dict, tmp_path: Path) -> Iterator[Jobs]:
+    jobs = Jobs(warm, tmp_path, references)
+    yield jobs
+    left = [thing for run in jobs.runs for thing in run.clean()]
+    assert not left, left
+
+
+@dataclass(frozen=True)
+class Flags:
+    """A command line, and how many workers it is for."""
+
+    ranks: int
+    words: list[str]
+
+
+def gpt(stages: int, replicas: int, *more: str, micro_batches: int = 4) -> Flags:
+    """The flags of a small GPT on so many stages and replicas."""
+    return Flags(stages * replicas, megatron_lm.flags(stages, replicas, micro_batches, *more))
+
+
+def later_half(of: Trained) -> Trained:
+    """What a job has left, with the losses and norms of the later half of its steps."""
+
+    def half(values: list) -> list:
+        return values[len(values) // 2 :]
+
+    ranks = {
+        rank: {**each, "losses": half(each["losses"]), "norms": half(each["norms"])} for rank, each in of.ranks.items()
+    }
+    return Trained(of.result, ranks)
+
+
+def assert_same_bits(one: Trained, other: Trained) -> None:
+    """All survivors of both have the same weights, and say the same norms."""
+    both = one.ranks.keys() & other.ranks.keys()
+    assert both
+    for rank in both:
+        mine, theirs = one.ranks[rank]["weights"], other.ranks[rank]["weights"]
+        assert mine.keys() == theirs.keys() and len(mine) > 5
+        differ = [name for name in mine if not torch.equal(mine[name], theirs[name])]
+        assert not differ, f"rank {rank}: {differ}"
+        assert None in other.ranks[rank]["norms"] or one.ranks[rank]["norms"] == other.ranks[rank]["norms"]
+    assert one.losses == pytest.approx(other.losses, abs=2e-6) and len(set(one.losses)) > 2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(gpt(2, 2), id="2 x 2"),
+        pytest.param(gpt(4, 2), id="4 stages x 2"),
+        pytest.param(gpt(2, 2, "--bf16"), id="bf16"),
+        pytest.param(gpt(2, 2, "--untie-embeddings-and-output-weights", "--clip-grad", "0"), id="untied, not clipped"),
+        pytest.param(
+            gpt(2, 2, "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+            id="distributed optimizer",
+        ),
+    ],
+)
+def test_without_a_failure_it_has_the_bits_of_stock(job: Jobs, flags: Flags) -> None:
+    stock, ours = job.stock(flags), job(flags, {})
+    assert {each["backend"] for each in stock.ranks.values()} == {"gloo"}
+    assert {each["backend"] for each in ours.ranks.values()} == {"recycle"}
+    assert_same_bits(stock, ours)
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        ("kill 1.1 before 1F1.2@3",),
+        ("kill 0.0 before 0W0.1@4",),
+        ("kill 0.1 before 1STEP@3",),
+        ("kill 1.0 before 0REDUCE@2",),
+        ("kill 0.1 before 1I0.1@3", "kill 1.0 before 0F1.3@3"),
+    ],
+    ids=" and ".join,
+)
+def test_whoever_dies_the_others_train_the_bits_of_stock(job: Jobs, kills: tuple[str, ...]) -> None:
+    stock = job.stock(gpt(2, 2))
+    ours = job(gpt(2, 2), {"exact": True, "rejoin": "never", "faults": list(kills)})
+    assert len(ours.ranks) == 4 - len(kills) and len(ours.result.of("lost")) == len(kills)
+    assert_same_bits(stock, ours)
+
+
+@pytest.mark.parametrize("more", [(), ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")], ids=("", "dropout"))
+def test_three_replicas_train_the_same_bits_whoever_dies(job: Jobs, more: tuple[str, ...]) -> None:
+    whole = job(gpt(2, 3, *more, micro_batches=2), {"exact": True})
+    kills = ["kill 1.1 before 1F1.1@3", "kill 2.0 before 0W2.1@4"]
+    ours = job(gpt(2, 3, *more, micro_batches=2), {"exact": True, "rejoin": "never", "faults": kills})
+    assert len(ours.ranks) == 4
+    assert_same_bits(whole, ours)
+    if not more:
+        assert job(gpt(2, 3, micro_batches=2)).losses == pytest.approx(whole.losses, abs=5e-6)
+
+
+def test_who_comes_back_trains_the_bits_of_stock(job: Jobs, tmp_path: Path) -> None:
+    """A newcomer passes Megatron-LM's start by itself, and goes on with the others."""
+    flags = gpt(2, 2, "--train-iters", "40")
+    stock, kill = job.stock(flags), {"exact": True, "rejoin": "always", "faults": ["kill 1.1 before 1F1.2@3"]}
+    run = job.start(flags, kill, held(tmp_path, HELD, "go"))
+    run.hear("newcomer")
+    (tmp_path / "go").touch()
+    ours = trained(run)
+    assert [event["seat"] for event in ours.result.of("rejoined")] == ["1.1"], ours.result.output[-6000:]
+    assert ours.ranks.keys() == stock.ranks.keys()
+    assert_same_bits(later_half(stock), later_half(ours))  # it knows no norms of steps that were over
+
+
+EVALUATES = "--eval-iters", "2", "--eval-interval", "2"
+
+
+@pytest.mark.parametrize("kills", [(), ("kill 1.1 before 1F1.2@3",), ("kill 0.0 before 0F0.1@-3",)], ids=str)
+def test_evaluations_say_what_stock_says_whoever_dies(job: Jobs, kills: tuple[str, ...]) -> None:
+    stock = job.stock(gpt(2, 2, *EVALUATES))
+    ours = job(gpt(2, 2, *EVALUATES), {"rejoin": "never", "faults": list(kills)})
+    said, mine = _evaluations(stock), _evaluations(ours)
+    assert len(said) == 5 and [place for place, _ in mine] == [place for place, _ in said]
+    assert [loss for _, loss in mine] == pytest.approx([loss for _, loss in said], abs=5e-6)
+
+
+def _evaluations(of: Trained) -> list[tuple[str, float]]:
+    found = re.findall(r"validation loss at (.*?) \| lm loss value: (\S+)", of.result.output)
+    return [(place, float(loss)) for place, loss in found]
+
+
+@pytest.mark.parametrize(
+    "kill", ["kill 0.1 before 1F0.2@2", "kill 1.0 at checkpoint.file", "kill 0.0 at checkpoint.start"]
+)
+def test_stock_and_plugin_go_on_from_a_degraded_checkpoint(job: Jobs, tmp_path: Path, kill: str) -> None:
+    whole = later_half(job.stock(gpt(2, 2)))
+    saving = "--save", str(tmp_path / "saved"), "--save-interval", "3", "--exit-interval", "3", "--ckpt-format", "torch"
+    job(gpt(2, 2, *saving), {"exact": True, "rejoin": "never", "faults": [kill]})
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    loading = gpt(2, 2, "--load", str(tmp_path / "saved"), "--ckpt-format", "torch")
+    for recycle in (None, {"exact": True}):
+        later = job(loading, recycle)
+        assert {len(each["norms"]) for each in later.ranks.values()} == {3}
+        assert_same_bits(whole, later)
+
+
+def test_a_flag_that_is_not_supported_is_refused_in_one_line(job: Jobs) -> None:
+    refused = job.start(gpt(2, 2, "--log-params-norm"), {}).finish()
+    assert refused.code == 1
+    assert "--log-params-norm is not supported with recycle.enabled: leave it out" in refused.output
+
+
+def test_overlapped_communication_is_taken_and_not_done(job: Jobs) -> None:
+    flags = "--bf16", "--clip-grad", "0", "--use-distributed-optimizer"
+    ours = job(gpt(2, 2, *flags, "--overlap-grad-reduce", "--overlap-param-gather"), {})
+    assert_same_bits(job.stock(gpt(2, 2, *flags)), ours)
+
+
+def test_a_switched_off_section_leaves_stock_megatron(job: Jobs) -> None:
+    off = job(gpt(2, 2), {"enabled": False})
+    assert_same_bits(job.stock(gpt(2, 2)), off)
+    assert not off.result.of("start")

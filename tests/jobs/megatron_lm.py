@@ -1,0 +1,124 @@
+"""A GPT that Megatron-LM trains, by the flags of its own command line: ``megatron_lm.py FOLDER FLAGS…``.
+
+Each rank leaves in FOLDER its losses, norms and weights.  RECYCLE_PRETRAIN: the path of a real pretrain_gpt.py, which
+runs in the place of the script here.  RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+from recycle_plugin.patches import megatron_lm_cpu
+from tests.support.megatron_lm import on_python_3_11
+
+on_python_3_11()
+megatron_lm_cpu.apply()  # stock jobs need it as well
+
+from megatron.training import training  # noqa: E402
+
+for change in json.loads(os.environ.get("RECYCLE_TEST_WRAP", "[]")):
+    import wrappers
+
+    getattr(wrappers, change.pop("name"))(**change)
+
+folder, kept = Path(sys.argv.pop(1)), {"losses": [], "norms": [], "pid": os.getpid()}
+stock = training.train_step
+
+
+def train_step(forward_step_func, data_iterator, model, *rest, **named):
+    result = stock(forward_step_func, data_iterator, model, *rest, **named)
+    kept["losses"] += [float(value) for value in result[0].values()]
+    kept["norms"].append(None if result[5] is None else float(result[5]))
+    kept["backend"], kept["skipped"] = torch.distributed.get_backend(), result[1]
+    return result
+
+
+training.train_step = train_step
+
+
+def provide(sizes, vp_stage=None):
+    """Megatron's mock data, on the stages that read any."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training import get_args
+    from megatron.training.utils import is_first_or_last_pipeline_stage
+
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        split="969,30,1",
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=True,
+    )
+    reads = lambda: is_first_or_last_pipeline_stage(vp_stage)
+    return BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, reads, config).build()
+
+
+provide.is_distributed = True
+
+
+def forward_step(data_iterator, model):
+    """As Megatron's own: the sum of the losses of tokens, their number, and what is logged."""
+    from megatron.training.utils import is_first_or_last_pipeline_stage
+
+    names = "tokens", "position_ids", "attention_mask", "labels", "loss_mask"
+    reads = is_first_or_last_pipeline_stage(None)
+    batch = next(data_iterator) if reads else dict.fromkeys(names)
+
+    def loss(output):
+        mask = batch["loss_mask"].view(-1).float()
+        total = torch.sum(output.view(-1).float() * mask)
+        tokens = mask.sum().to(torch.int)
+        return total, tokens, {"lm loss": torch.cat([total.detach().view(1), tokens.view(1)])}
+
+    return model(*(batch[name] for name in names[:3]), labels=batch["labels"]), loss
+
+
+def main():
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    args = parse_and_validate_args()
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, provide, ModelType.encoder_or_decoder, forward_step)
+
+
+def leave(models):
+    """Leave what came of it; where the plugin trains, reading weights waits for the last commit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept["weights"] = {name: one.detach().clone() for name, one in models[0].module.named_parameters()}
+    torch.save(kept, folder / f"rank{torch.distributed.get_rank()}.pt")
+
+
+setup, built = training.setup_model_and_optimizer, []
+
+
+def setup_model_and_optimizer(*given, **named):
+    built.append(setup(*given, **named))
+    return built[-1]
+
+
+training.setup_model_and_optimizer = setup_model_and_optimizer
+try:
+    if script := os.environ.get("RECYCLE_PRETRAIN"):
+        sys.path.insert(0, str(Path(script).resolve().parent))
+        runpy.run_path(script, run_name="__main__")
+    else:
+        main()
+except SystemExit as end:  # --exit-interval
+    if end.code:
+        raise
+leave(built[-1][0])
