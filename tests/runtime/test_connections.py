@@ -366,62 +366,50 @@ def test_where_nobody_answers_it_stays_broken(ends):
 # --- in an event loop --------------------------------------------------------------------------------------
 
 
-def test_in_a_loop_who_waits_is_woken_by_a_message_a_deadline_and_the_end(ends):
-    async def play() -> None:
-        near, far = InLoop(ends.near), InLoop(ends.far)
-        waiting = asyncio.create_task(near.receive(PATIENCE_S))
-        await asyncio.sleep(0)
-        far.send(Lease(1, 2.0))
-        assert await waiting == Lease(1, 2.0)
-        assert await near.receive(0.05) is None and near.broken is None
-        waiting = asyncio.create_task(near.receive(PATIENCE_S))
-        await asyncio.sleep(0)
-        far.close()
-        assert await waiting is None and near.broken is not None
-        near.close()
-
-    asyncio.run(asyncio.wait_for(play(), PATIENCE_S))
+async def test_in_a_loop_who_waits_is_woken_by_a_message_a_deadline_and_the_end(ends):
+    near, far = InLoop(ends.near), InLoop(ends.far)
+    waiting = asyncio.create_task(near.receive(PATIENCE_S))
+    await asyncio.sleep(0)
+    far.send(Lease(1, 2.0))
+    assert await waiting == Lease(1, 2.0)
+    assert await near.receive(0.05) is None and near.broken is None
+    waiting = asyncio.create_task(near.receive(PATIENCE_S))
+    await asyncio.sleep(0)
+    far.close()
+    assert await waiting is None and near.broken is not None
+    near.close()
 
 
-def test_in_a_loop_a_close_wakes_who_waits(ends):
-    async def play() -> None:
-        near = InLoop(ends.near)
-        waiting = asyncio.create_task(near.receive(PATIENCE_S))
-        await asyncio.sleep(0)
-        near.close()
-        assert await waiting is None and near.broken == Disconnected("it was closed on this side")
-
-    asyncio.run(asyncio.wait_for(play(), PATIENCE_S))
+async def test_in_a_loop_a_close_wakes_who_waits(ends):
+    near = InLoop(ends.near)
+    waiting = asyncio.create_task(near.receive(PATIENCE_S))
+    await asyncio.sleep(0)
+    near.close()
+    assert await waiting is None and near.broken == Disconnected("it was closed on this side")
 
 
-def test_in_a_loop_what_is_not_taken_at_once_goes_on_its_way(ends):
+async def test_in_a_loop_what_is_not_taken_at_once_goes_on_its_way(ends):
     """... while the loop does other things, and in its order."""
 
-    async def play() -> None:
-        near, far = InLoop(ends.near), InLoop(ends.far)
-        for message in (LARGE, Over(1), LARGE, Over(2)):
-            near.send(message)
-        assert [await far.receive(PATIENCE_S) for _ in range(4)] == [LARGE, Over(1), LARGE, Over(2)]
-        near.close()
-        far.close()
-
-    asyncio.run(asyncio.wait_for(play(), PATIENCE_S))
+    near, far = InLoop(ends.near), InLoop(ends.far)
+    for message in (LARGE, Over(1), LARGE, Over(2)):
+        near.send(message)
+    assert [await far.receive(PATIENCE_S) for _ in range(4)] == [LARGE, Over(1), LARGE, Over(2)]
+    near.close()
+    far.close()
 
 
-def test_in_a_loop_it_is_made_again_while_others_go_on(ends):
-    async def play() -> None:
-        near = InLoop(ends.near)
-        ends.far.close()
-        assert await near.receive(PATIENCE_S) is None
-        assert await near.resume(HELLO, PATIENCE_S)
-        again = InLoop(ends.answered.get(timeout=PATIENCE_S))
-        assert await again.receive(PATIENCE_S) == HELLO
-        again.send(Over(1))
-        assert await near.receive(PATIENCE_S) == Over(1)
-        near.close()
-        again.close()
-
-    asyncio.run(asyncio.wait_for(play(), PATIENCE_S))
+async def test_in_a_loop_it_is_made_again_while_others_go_on(ends):
+    near = InLoop(ends.near)
+    ends.far.close()
+    assert await near.receive(PATIENCE_S) is None
+    assert await near.resume(HELLO, PATIENCE_S)
+    again = InLoop(ends.answered.get(timeout=PATIENCE_S))
+    assert await again.receive(PATIENCE_S) == HELLO
+    again.send(Over(1))
+    assert await near.receive(PATIENCE_S) == Over(1)
+    near.close()
+    again.close()
 
 
 # --- only over sockets, which take no more than they have room for -----------------------------------------

@@ -352,21 +352,18 @@ async def test_a_worker_ends_as_a_process_of_its_own_would(imported, capfd, endi
     assert capfd.readouterr().err == said
 
 
-def test_a_signal_reaches_a_worker_that_has_only_just_been_forked(imported):
+async def test_a_signal_reaches_a_worker_that_has_only_just_been_forked(imported):
     """The server holds such signals back for itself; were they ignored there, a worker would lose one that comes before
     it is set up.
     """
 
-    async def play() -> None:
-        server = await ServerProcess.start(["json"])
-        module = imported("import signal; signal.pause()")
-        for _ in range(40):
-            worker = await ForkedProcess.start(server.address, module, [], dict(os.environ))
-            os.kill(worker.pid, signal.SIGTERM)
-            assert await worker.wait() == -signal.SIGTERM
-        assert await server.stop() == ""
-
-    asyncio.run(asyncio.wait_for(play(), 100))
+    server = await ServerProcess.start(["json"])
+    module = imported("import signal; signal.pause()")
+    for _ in range(40):
+        worker = await ForkedProcess.start(server.address, module, [], dict(os.environ))
+        os.kill(worker.pid, signal.SIGTERM)
+        assert await worker.wait() == -signal.SIGTERM
+    assert await server.stop() == ""
 
 
 def test_a_moment_without_descriptors_ends_no_worker_and_the_next_is_forked_after_it(imported, capfd):
