@@ -45,7 +45,10 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 class Mistakes(dict[str, Patch]):
-    """What switches each on, by its name; ``seen``: a seed that has shown it, to be tried first."""
+    """What switches each on, by its name; ``seen``: a seed that has shown it, to be tried first.
+
+    ``also``: another mistake, without which this one would be found sooner.
+    """
 
     def __init__(self) -> None:
         self.seen: dict[str, int] = {}
@@ -57,20 +60,22 @@ class Mistakes(dict[str, Patch]):
 
         return register
 
-    def instead(self, name: str, owner: object, attribute: str, seen: int = 0) -> Callable:
+    def instead(
+        self, name: str, owner: object, attribute: str, seen: int = 0, also: Patch = lambda _: None
+    ) -> Callable:
         """A mistake that stands in the place of an attribute."""
 
         def register(wrong):
-            self.mistake(name, seen)(lambda monkeypatch: monkeypatch.setattr(owner, attribute, wrong))
+            self.mistake(name, seen)(lambda patch: (also(patch), patch.setattr(owner, attribute, wrong)))
             return wrong
 
         return register
 
-    def around(self, name: str, owner: type, method: str, seen: int = 0) -> Callable:
+    def around(self, name: str, owner: type, method: str, seen: int = 0, also: Patch = lambda _: None) -> Callable:
         """A mistake ``change(self, before, …)`` in the place of a method."""
 
         def register(change):
-            self.mistake(name, seen)(lambda monkeypatch: changed(monkeypatch, owner, method, change))
+            self.mistake(name, seen)(lambda patch: (also(patch), changed(patch, owner, method, change)))
             return change
 
         return register

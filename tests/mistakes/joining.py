@@ -6,6 +6,7 @@ hash for equal: else the comparison finds it, and nothing wrong gets in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from recycle_plugin.core.coordinator import returns
@@ -24,23 +25,33 @@ from recycle_plugin.core.worker.whereabouts import Whereabouts
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.lab.simulator.simulated_state import Pipe, SimulatedState
 from recycle_plugin.lab.simulator.simulated_worker import SimulatedMachine
-from tests.mistakes import around, instead, mistake
+from tests.mistakes import around, changed, instead, mistake
 
 
 def all_hashes_are_equal(monkeypatch) -> None:
-    add_hash = Joining.add_hash
-    monkeypatch.setattr(
-        Joining, "add_hash", lambda self, message, stage: add_hash(self, replace(message, digest="equal"), stage)
+    changed(
+        monkeypatch,
+        Joining,
+        "add_hash",
+        lambda self, before, message, stage: before(self, replace(message, digest="equal"), stage),
     )
 
 
 def wrong_weights(monkeypatch) -> None:
-    send = Pipe.send
+    def send(self, before, item):
+        before(self, replace(item, value=item.value + 1) if getattr(item, "name", "") == "weight" else item)
 
-    def changed(self, item):
-        send(self, replace(item, value=item.value + 1) if getattr(item, "name", "") == "weight" else item)
+    changed(monkeypatch, Pipe, "send", send)
 
-    monkeypatch.setattr(Pipe, "send", changed)
+
+def not_asked_again(monkeypatch) -> None:
+    all_hashes_are_equal(monkeypatch)
+    monkeypatch.setattr(CatchingUp, "_ask_again", lambda self, names: None)
+
+
+def followed_with(**wrong: object) -> Callable:
+    """What a source says of a step is something else to the newcomer."""
+    return lambda self, before, marker, sums: before(self, replace(marker, **wrong), sums)
 
 
 @around("a newcomer enters a step too early", Newcomer, "_followed")
@@ -51,16 +62,10 @@ def too_early(self, before, step):
     return before(self, step)
 
 
-@mistake("a newcomer misses an update")
-def missed(monkeypatch) -> None:
-    all_hashes_are_equal(monkeypatch)
-    follow = FilledStage.follow
-
-    def without_one(self, marker, sums):
-        first = min(sums, default=None)
-        follow(self, marker, {name: value for name, value in sums.items() if name != first or marker.step % 3})
-
-    monkeypatch.setattr(FilledStage, "follow", without_one)
+@around("a newcomer misses an update", FilledStage, "follow", also=all_hashes_are_equal)
+def missed(self, before, marker, sums):
+    first = min(sums, default=None)
+    before(self, marker, {name: value for name, value in sums.items() if name != first or marker.step % 3})
 
 
 @mistake("a damaged unit is taken as it is")
@@ -69,56 +74,28 @@ def damaged(monkeypatch) -> None:
     wrong_weights(monkeypatch)
 
 
-@mistake("what may be taken back is served", seen=91)
-def uncommitted(monkeypatch) -> None:
-    all_hashes_are_equal(monkeypatch)
-    between = Servings.between
-    monkeypatch.setattr(
-        Servings,
-        "between",
-        lambda self, stepped, committed, *more: between(self, stepped, max(stepped, committed), *more),
-    )
+around("what may be taken back is served", Servings, "between", seen=91, also=all_hashes_are_equal)(
+    lambda self, before, stepped, committed, *more: before(self, stepped, max(stepped, committed), *more)
+)
+around(
+    "a newcomer applies steps without regard to their norm", FilledStage, "follow", seen=9, also=all_hashes_are_equal
+)(followed_with(norm=None))
+around("the sum of a unit that is read after it goes nowhere", Serving, "between", seen=31, also=not_asked_again)(
+    lambda self, before, stepped, valid_from, summed, *more: before(self, stepped, valid_from, False, *more)
+)
 
 
-@mistake("a newcomer applies steps without regard to their norm", seen=9)
-def without_norm(monkeypatch) -> None:
-    all_hashes_are_equal(monkeypatch)
-    follow = FilledStage.follow
-    monkeypatch.setattr(
-        FilledStage, "follow", lambda self, marker, sums: follow(self, replace(marker, norm=None), sums)
-    )
+@instead("what a lost source has given is kept as it was", CatchingUp, "_drop", seen=653, also=not_asked_again)
+def source_lost(self, source):
+    self._streams.pop(source).inlet.close()
+    for name in [name for name, whom in self._from.items() if whom == source and name not in self._here]:
+        del self._from[name]
+    self._share_out()
 
 
-@mistake("the sum of a unit that is read after it goes nowhere", seen=31)
-def sum_lost(monkeypatch) -> None:
-    all_hashes_are_equal(monkeypatch)
-    between = Serving.between
-    monkeypatch.setattr(
-        Serving,
-        "between",
-        lambda self, stepped, valid_from, summed, *more: between(self, stepped, valid_from, False, *more),
-    )
-    monkeypatch.setattr(CatchingUp, "_ask_again", lambda self, names: None)
-
-
-@mistake("what a lost source has given is kept as it was", seen=653)
-def source_lost(monkeypatch) -> None:
-    all_hashes_are_equal(monkeypatch)
-
-    def drop(self, source):
-        self._streams.pop(source).inlet.close()
-        for name in [name for name, whom in self._from.items() if whom == source and name not in self._here]:
-            del self._from[name]
-        self._share_out()
-
-    monkeypatch.setattr(CatchingUp, "_drop", drop)
-    monkeypatch.setattr(CatchingUp, "_ask_again", lambda self, names: None)
-
-
-@mistake("a newcomer has work before its state is compared", seen=69)
-def work_at_once(monkeypatch) -> None:
-    wrong_weights(monkeypatch)
-    monkeypatch.setattr(Joining, "unproven", lambda self, roster: [])
+instead("a newcomer has work before its state is compared", Joining, "unproven", seen=69, also=wrong_weights)(
+    lambda self, roster: []
+)
 
 
 def deserted(monkeypatch) -> None:
@@ -131,7 +108,7 @@ around("a rejected step calls off who was announced", Course, "regroup", seen=92
 )
 instead("a newcomer begins its iterator anew", IteratorData, "skip_to", seen=622)(lambda self, place: None)
 around("a newcomer takes what was computed with rejected weights", FilledStage, "follow", seen=9)(
-    lambda self, before, marker, sums: before(self, replace(marker, valid_from=0), sums)
+    followed_with(valid_from=0)
 )
 instead("a newcomer that has gone stays in the generation to come", returns, "_call_off", seen=83)(
     lambda course, newcomer, now, out: None
@@ -186,7 +163,7 @@ instead(
     seen=43,
 )(lambda self: iter(()))
 around("a step is followed with what the script here has set, and not there", FilledStage, "follow", seen=43)(
-    lambda self, before, marker, sums: before(self, replace(marker, settings=None), sums)
+    followed_with(settings=None)
 )
 around("what comes on a board later is told to nobody", Boards, "post", seen=31)(
     lambda self, before, message, gone, out: before(self, message, gone, CoordinatorOutput())

@@ -18,8 +18,8 @@ from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.lab.simulator import numbers
 from recycle_plugin.lab.simulator.arithmetic import scaled
 from recycle_plugin.lab.simulator.simulated_state import SimulatedState
-from tests.mistakes import around, instead, mistake
-from tests.mistakes.joining import all_hashes_are_equal
+from tests.mistakes import around, instead
+from tests.mistakes.joining import all_hashes_are_equal, followed_with
 
 instead("a sum is divided for replicas that have contributed nothing", numbers, "divided", seen=78)(
     lambda total, share: total
@@ -27,27 +27,20 @@ instead("a sum is divided for replicas that have contributed nothing", numbers, 
 instead("the learning rate of a step that lacks replicas is scaled twice", numbers, "scaled", seen=78)(
     lambda rate, share: scaled(scaled(rate, share), share)
 )
-
-
-@mistake("the rate that a newcomer is told of is scaled already", seen=78)
-def scaled_settings(monkeypatch) -> None:
-    all_hashes_are_equal(monkeypatch)
-    monkeypatch.setattr(
-        SimulatedState,
-        "settings",
-        lambda self: scaled(self._machine.numbers.rate, self._machine.numbers.contributing),
-    )
-
-
-@mistake("a newcomer follows steps that lack replicas as if they had all", seen=78)
-def followed_as_whole(monkeypatch) -> None:
-    all_hashes_are_equal(monkeypatch)
-    follow = FilledStage.follow
-    monkeypatch.setattr(
-        FilledStage, "follow", lambda self, marker, sums: follow(self, replace(marker, share=LiveShare()), sums)
-    )
-
-
+instead(
+    "the rate that a newcomer is told of is scaled already",
+    SimulatedState,
+    "settings",
+    seen=78,
+    also=all_hashes_are_equal,
+)(lambda self: scaled(self._machine.numbers.rate, self._machine.numbers.contributing))
+around(
+    "a newcomer follows steps that lack replicas as if they had all",
+    FilledStage,
+    "follow",
+    seen=78,
+    also=all_hashes_are_equal,
+)(followed_with(share=LiveShare()))
 instead("what is left of a torn replica steps on", Attendance, "together", seen=13)(lambda self, member: (member,))
 around("a replica takes part before all of it is there", Joining, "__init__", seen=1405)(
     lambda self, before, size=1, domain=FailureDomain.SEAT: before(self)
