@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,15 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def read(folder: Path) -> LogReader:
+def begun(folder: Path, disk: Disk, room: int = 1 << 20) -> tuple[Any, News, LogWriter]:
+    news = News()
+    return disk, news, LogWriter(folder, stream(), room, news, disk=disk)
+
+
+def read(folder: Path, writer: LogWriter | None = None) -> LogReader:
+    """The log, which has no fault, once its writer is closed."""
+    if writer is not None:
+        writer.close()
     reader = LogReader(folder, RUN)
     assert not reader.verify()
     return reader
@@ -64,8 +73,7 @@ def test_who_writes_stands_back_behind_who_trains(tmp_path) -> None:
 
 
 def test_a_full_ring_stops_the_log_and_nobody_waits(tmp_path) -> None:
-    disk, news = StuckDisk(), News()
-    writer = LogWriter(tmp_path, stream(), 8 * (24 + OVERHEAD), news, disk=disk)
+    disk, news, writer = begun(tmp_path, StuckDisk(), 8 * (24 + OVERHEAD))
     assert put_step(writer, 1) and put_step(writer, 2)  # five of the eight places, and commits take none
     assert put(writer, act(3))
     assert not put_step(writer, 4, micro_batches=3)
@@ -74,37 +82,32 @@ def test_a_full_ring_stops_the_log_and_nobody_waits(tmp_path) -> None:
     assert not put(writer, act(4)) and not writer.commit(5, 0), "what is after the gap's beginning is not tried"
     assert news == [Stopped(4, why)]
     disk.go.set()
-    writer.close()
-    reader = read(tmp_path)
+    reader = read(tmp_path, writer)
     assert reader.whole == (1, 2)
     assert reader.gaps == {ME: (Gap(4, None, why),)}
 
 
 def test_a_step_before_the_gap_is_still_kept(tmp_path) -> None:
     """Stages are staggered: the end of step 1 comes when step 2 has begun."""
-    disk, news = StuckDisk(), News()
-    writer = LogWriter(tmp_path, stream(), 3 * (24 + OVERHEAD), news, disk=disk)
+    disk, news, writer = begun(tmp_path, StuckDisk(), 3 * (24 + OVERHEAD))
     assert put(writer, act(1))
     assert not put(writer, act(2), size=3 * OVERHEAD)
     assert put_step(writer, 1, micro_batches=1)
     disk.go.set()
-    writer.close()
-    reader = read(tmp_path)
+    reader = read(tmp_path, writer)
     assert reader.whole == (1,)
     assert [each.step for each in news] == [2]
 
 
 def test_a_gap_moves_back_where_an_earlier_step_has_no_room_either(tmp_path) -> None:
-    disk, news = StuckDisk(), News()
-    writer = LogWriter(tmp_path, stream(), 2 * (24 + OVERHEAD), news, disk=disk)
+    disk, news, writer = begun(tmp_path, StuckDisk(), 2 * (24 + OVERHEAD))
     assert put(writer, act(1, 0))
     assert not put(writer, act(2), size=3 * OVERHEAD)
     assert not put(writer, act(1, 1), size=3 * OVERHEAD)
     assert not writer.commit(1, 0)
     assert [each.step for each in news] == [2, 1]
     disk.go.set()
-    writer.close()
-    reader = read(tmp_path)
+    reader = read(tmp_path, writer)
     assert not reader.committed
     assert [gap.first for gap in reader.gaps[ME]] == [2, 1]
 
@@ -115,13 +118,11 @@ def test_the_ring_is_emptied_as_it_is_written(tmp_path) -> None:
     for step in range(1, 20):
         assert put_step(writer, step)
         assert writer.durable(step)
-    writer.close()
-    assert read(tmp_path).whole == tuple(range(1, 20)) and not news
+    assert read(tmp_path, writer).whole == tuple(range(1, 20)) and not news
 
 
 def test_a_checkpoint_begins_again_after_what_was_refused(tmp_path) -> None:
-    disk, news = StuckDisk(), News()
-    writer = LogWriter(tmp_path, stream(), 4 * (24 + OVERHEAD), news, disk=disk)
+    disk, news, writer = begun(tmp_path, StuckDisk(), 4 * (24 + OVERHEAD))
     assert put_step(writer, 1)
     assert not put_step(writer, 2)
     assert not put(writer, act(4))
@@ -131,8 +132,7 @@ def test_a_checkpoint_begins_again_after_what_was_refused(tmp_path) -> None:
     assert stopped.step == 2 and resumed == Resumed(5)
     assert not put(writer, act(4, 1)), "a step of which something is lost is lost"
     assert put_step(writer, 5)
-    writer.close()
-    reader = read(tmp_path)
+    reader = read(tmp_path, writer)
     assert reader.whole == (1, 5)
     assert reader.gaps == {ME: (Gap(2, 4, stopped.why),)}
     assert reader.why_not(3) == ["step 3 is not committed"]
@@ -149,8 +149,7 @@ def test_a_log_may_be_told_to_stop(tmp_path) -> None:
     writer.checkpointed(1)
     assert news.wait(2)[1] == Resumed(4)
     assert put_step(writer, 4)
-    writer.close()
-    reader = read(tmp_path)
+    reader = read(tmp_path, writer)
     assert reader.whole == (1, 4)
     assert reader.gaps == {ME: (Gap(2, 3, "another number of micro-batches"),)}
 
@@ -167,8 +166,7 @@ def test_what_is_refused_of_steps_that_are_taken_back_is_not_in_the_gap(tmp_path
     writer.checkpointed(5)
     assert news.wait(2)[1] == Resumed(6)
     assert put_step(writer, 6, valid_from=2)
-    writer.close()
-    assert read(tmp_path).whole == (6,)
+    assert read(tmp_path, writer).whole == (6,)
 
 
 # --- the disk --------------------------------------------------------------------------------------------------
@@ -180,8 +178,7 @@ WORDS = {errno.ENOSPC: "disk full", errno.EDQUOT: "disk quota used up", errno.EI
 @pytest.mark.parametrize("room", [0, 30, 300, 700, 1_000])
 def test_a_disk_that_refuses_stops_the_log(tmp_path, number, room) -> None:
     """... wherever in a record, or in the beginning of the file."""
-    disk, news = RefusingDisk(room, number), News()
-    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    disk, news, writer = begun(tmp_path, RefusingDisk(room, number))
     for step in range(1, 9):
         put_step(writer, step)
     (stopped,) = news.wait(1)
@@ -204,8 +201,7 @@ def test_a_disk_that_refuses_stops_the_log(tmp_path, number, room) -> None:
 
 
 def test_a_disk_that_is_still_full_at_the_checkpoint_stays_off(tmp_path) -> None:
-    disk, news = RefusingDisk(700), News()
-    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    disk, news, writer = begun(tmp_path, RefusingDisk(700))
     for step in range(1, 5):
         put_step(writer, step)
     news.wait(1)
@@ -238,15 +234,13 @@ def test_all_that_waits_behind_a_refusal_is_lost(tmp_path, monkeypatch) -> None:
     disk.go.clear()
     assert put(writer, act(4), size=1_900) and put_step(writer, 4)
     disk.go.set()
-    writer.close()
-    reader = read(tmp_path)
+    reader = read(tmp_path, writer)
     assert reader.whole == (4,) and [(gap.first, gap.last) for gap in reader.gaps[ME]] == [(1, 3)]
     assert len(news) == 2
 
 
 def test_what_is_taken_back_while_the_log_is_off_is_in_the_gap_and_said_afterwards(tmp_path) -> None:
-    disk, news = RefusingDisk(), News()
-    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    disk, news, writer = begun(tmp_path, RefusingDisk())
     assert put_step(writer, 1) and put_step(writer, 2) and put_step(writer, 3) and writer.durable(3)
     disk.room = 0
     put_step(writer, 4)
@@ -258,15 +252,13 @@ def test_what_is_taken_back_while_the_log_is_off_is_in_the_gap_and_said_afterwar
     writer.checkpointed(0)
     assert news.wait(3)[2] == Resumed(3)
     assert put_step(writer, 3, valid_from=6)
-    writer.close()
-    reader = read(tmp_path)
+    reader = read(tmp_path, writer)
     assert reader.whole == (1, 3)
     assert [(gap.first, gap.last) for gap in reader.gaps[ME]] == [(2, 2)]
 
 
 def test_a_log_that_can_not_begin_again_keeps_its_gap(tmp_path) -> None:
-    disk, news = RefusingDisk(), News()
-    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    disk, news, writer = begun(tmp_path, RefusingDisk())
     assert put_step(writer, 1) and writer.durable(1)
     disk.room = 0
     put_step(writer, 2)
@@ -279,16 +271,14 @@ def test_a_log_that_can_not_begin_again_keeps_its_gap(tmp_path) -> None:
     writer.checkpointed(0)
     assert news.wait(2)[1] == Resumed(4)
     assert put_step(writer, 4)
-    writer.close()
-    reader = read(tmp_path)
+    reader = read(tmp_path, writer)
     assert reader.whole == (1, 4) and [(gap.first, gap.last) for gap in reader.gaps[ME]] == [(2, 3)]
     assert [each.step for each in news] == [2, 4]
 
 
 def test_a_checkpoint_makes_room_first(tmp_path) -> None:
     """... for the index of the segment that was full."""
-    disk, news = RefusingDisk(), News()
-    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    disk, news, writer = begun(tmp_path, RefusingDisk())
     assert put_step(writer, 1)
     writer.checkpointed(0)
     assert put_step(writer, 2) and writer.durable(2)
@@ -297,14 +287,12 @@ def test_a_checkpoint_makes_room_first(tmp_path) -> None:
     assert news.wait(1)[0].step == 3
     writer.checkpointed(1)
     assert news.wait(2)[1] == Resumed(4)
-    writer.close()
-    assert read(tmp_path).whole == (2,)
+    assert read(tmp_path, writer).whole == (2,)
 
 
 def test_what_waits_is_lost_where_the_disk_refuses(tmp_path) -> None:
     """The gap begins with the earliest step that waits."""
-    disk, news = RefusingDisk(), News()
-    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    disk, news, writer = begun(tmp_path, RefusingDisk())
     assert put_step(writer, 1)
     assert writer.durable(1)
     disk.room = 0
@@ -317,8 +305,7 @@ def test_what_waits_is_lost_where_the_disk_refuses(tmp_path) -> None:
 
 
 def test_an_index_that_finds_no_room_costs_the_next_steps_only(tmp_path) -> None:
-    disk, news = RefusingDisk(), News()
-    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    disk, news, writer = begun(tmp_path, RefusingDisk())
     assert put_step(writer, 1)
     assert writer.durable(1)
     disk.room = 10
@@ -333,8 +320,7 @@ def test_an_index_that_finds_no_room_costs_the_next_steps_only(tmp_path) -> None
 
 
 def test_a_commit_alone_that_is_refused_is_a_gap_too(tmp_path) -> None:
-    disk, news = RefusingDisk(), News()
-    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    disk, news, writer = begun(tmp_path, RefusingDisk())
     assert put(writer, act(1))
     assert writer.durable(1)
     disk.room = 10
@@ -346,8 +332,7 @@ def test_a_commit_alone_that_is_refused_is_a_gap_too(tmp_path) -> None:
 
 
 def test_what_can_not_be_synced_may_be_lost(tmp_path) -> None:
-    disk, news = RefusingDisk(), News()
-    writer = LogWriter(tmp_path, stream(), 1 << 20, news, disk=disk)
+    disk, news, writer = begun(tmp_path, RefusingDisk())
     assert put_step(writer, 1)
     assert writer.durable(1)
     assert put_step(writer, 2)
