@@ -93,9 +93,10 @@ def test_random_models_have_the_same_bits_as_with_stock_autograd(request):
     assert tried["equal"] > 5 * (tried["refused by stock"] + tried["refused by name"])
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", sorted(set(PIECES) - {OWN_NUMBERS}))
-def test_each_piece_has_the_same_bits_as_with_stock_autograd(name):
-    model, course = Model((("linear", name, "linear"), ("linear",)), ("a tensor",)), Course("split", 1, 3)
+def test_each_piece_has_the_same_bits_as_with_stock_autograd(name, mode):
+    model, course = Model((("linear", name, "linear"), ("linear",)), ("a tensor",)), Course(mode, 1, 3)
     assert compare(model, course) == []
 
 
@@ -105,8 +106,9 @@ def test_each_piece_has_the_same_bits_as_with_stock_autograd(name):
     [{"boundaries": (name, name)} for name in BOUNDARIES]
     + [{"data": name} for name in DATA]
     + [{"loss": name} for name in LOSSES]
-    + [{"habit": name} for name in HABITS],
-    ids=lambda more: str(*more.values()),
+    + [{"habit": name} for name in HABITS]
+    + [{"frozen": stage} for stage in range(3)],
+    ids=lambda more: " ".join(map(str, *more.items())),
 )
 def test_whatever_travels_goes_in_and_comes_out(more, mode):
     pieces = ("linear",), ("linear", "perceptron with dropout"), ("linear",)

@@ -36,6 +36,7 @@ class Model:
     habit: str = "none"
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    frozen: int | None = None  # a stage that is not trained
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,10 @@ class Stretch(nn.Module):
 
 def build(model: Model, journal: Journal) -> list[Stretch]:
     torch.manual_seed(model.seed)
-    return [converted(Stretch(model, number, journal), model.dtype) for number in range(len(model.stages))]
+    made = [converted(Stretch(model, number, journal), model.dtype) for number in range(len(model.stages))]
+    if model.frozen is not None:
+        made[model.frozen].requires_grad_(False)
+    return made
 
 
 def converted(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -124,7 +128,7 @@ def converted(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 def typed(value: Any, dtype: torch.dtype) -> Any:
     if torch.is_tensor(value):
         return value.to(dtype) if value.is_floating_point() else value
-    return tuple(typed(item, dtype) for item in value) if isinstance(value, tuple) else value
+    return type(value)(typed(item, dtype) for item in value) if isinstance(value, (tuple, list)) else value
 
 
 def batches(model: Model, step: int) -> dict[MicroBatch, tuple[Any, Tensor]]:

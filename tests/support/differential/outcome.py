@@ -30,12 +30,11 @@ class Trained:
 
     def __init__(self, model: Model, module: nn.Module) -> None:
         self.module, self._habit, self._memory = module, HABITS[model.habit], {}
-        self.names, weights = zip(
-            *((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
-        )
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.names, weights = tuple(trained), tuple(trained.values())
         self.masters = Masters(weights) if model.dtype in HALVES else None
         self.parameters = list(weights) if self.masters is None else self.masters.parameters
-        self._optimizer = OPTIMIZERS[model.optimizer](self.parameters)
+        self._optimizer = OPTIMIZERS[model.optimizer](self.parameters or [torch.zeros(1)])
 
     def step(self, total: list[Tensor], step: int) -> None:
         for parameter, each in zip(self.parameters, total):

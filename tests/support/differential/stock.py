@@ -120,7 +120,7 @@ class Uncut:
 def cloned(value: Any) -> Any:
     if torch.is_tensor(value):
         return value.clone()
-    return tuple(cloned(item) for item in value) if isinstance(value, tuple) else value
+    return type(value)(cloned(item) for item in value) if isinstance(value, (tuple, list)) else value
 
 
 def passes(orders: Orders, stages: int) -> list[tuple[tuple[int, ...], list[MicroBatch]]]:

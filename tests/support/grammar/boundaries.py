@@ -110,6 +110,7 @@ DATA: dict[str, Data] = {
     "nothing": Data(lambda g, n: vectors(g, 0, n), lambda a, given: a(given)),
     "not contiguous": Data(lambda g, n: vectors(g, n, 2).transpose(0, 1), lambda a, given: a(given)),
     "expanded": Data(lambda g, n: vectors(g, 1, n).expand(2, n, WIDTH), lambda a, given: a(given)),
+    "a list": Data(lambda g, n: [vectors(g, 2, n), vectors(g, 2, n)], lambda a, given: a(given[0]) + given[1]),
     "tuple in a tuple": Data(
         lambda g, n: (vectors(g, 2, n), (vectors(g, 2, n), None)), lambda a, given: a(given[0]) + given[1][0]
     ),
