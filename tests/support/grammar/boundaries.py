@@ -47,6 +47,10 @@ BOUNDARIES: dict[str, tuple[Give, Take]] = {
     "not contiguous": (lambda a, h, x: a(h).transpose(0, -1).contiguous().transpose(0, -1), lambda a, given: a(given)),
     "expanded": (lambda a, h, x: (h, h.mean().expand(2, 3)), lambda a, given: given[0] + given[1].sum()),
     "nothing in it": (lambda a, h, x: (h, h.reshape(-1)[:0]), lambda a, given: given[0] + given[1].sum()),
+    "an empty mask": (
+        lambda a, h, x: (h, torch.empty(0, 0, dtype=torch.bool)),  # as the mark of a tuple of one
+        lambda a, given: given[0] * (1 + given[1].numel()),
+    ),
     "bf16": (lambda a, h, x: (h.bfloat16(), h), lambda a, given: given[0].to(given[1].dtype) + given[1]),
 }
 """A tuple's members are views, weights, of other types, used twice or not at all: ``a`` is a layer of the stage's
