@@ -69,54 +69,6 @@ def test_bitwise_linear_whatever_the_memory_layout(inner, outer, rows, batch, bi
     assert all(torch.equal(stock, mine) for stock, mine in zip(*results))
 
 
-@pytest.mark.parametrize("kind", ("none", "torch non-reentrant"))
-def test_first_stage_gets_all_its_gradients_from_ids(assert_bitwise, kind):
-    """Token ids require no gradient; torch's own reentrant checkpointing loses these gradients, fused or split."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Checkpointed(nn.Sequential(nn.Embedding(11, 16), block()), kind))
-    assert_bitwise(model, ids(3, 5))
-
-
-def test_a_linear_on_data_that_requires_no_gradient(assert_bitwise):
-    assert_bitwise(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), [x.detach() for x in activations(5, 16)])
-
-
-def test_in_place_activation_behind_a_layer(assert_bitwise):
-    assert_bitwise(nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16)), activations(5, 3, 16))
-
-
-class Reused(nn.Module):
-    """One weight three times in a stage, with its own bias in between."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.layer = Checkpointed(nn.Linear(16, 16), kind)
-
-    def forward(self, x):
-        return self.layer(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
-
-
-class Tied(nn.Module):
-    """Embedding and head share one Parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(11, 16), nn.Linear(16, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.embedding(x)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bitwise_when_a_weight_is_used_several_times(assert_bitwise, kind):
-    assert_bitwise(Reused(kind), activations(5, 3, 16))
-
-
-def test_bitwise_with_tied_weights(assert_bitwise):
-    assert_bitwise(Tied(), ids(3, 5))
-
-
 def test_a_parameter_shared_with_a_fused_layer_stays_fused(assert_bitwise):
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16, bias=False), nn.Linear(16, 16))
     model[1].bias = model[0].bias  # fuses 0 ...
@@ -162,26 +114,6 @@ def test_i_delivers_no_weight_gradient_and_w_all():
     assert all(torch.equal(old, p.grad) for old, p in zip(before, model.parameters())), "a second W must do nothing"
 
 
-def test_two_micro_batches_pending_at_once_keep_their_order(gradients):
-    """1F1B holds several pending W: FIFO, they equal fused backward bit for bit."""
-    torch.manual_seed(0)
-    model, inputs = block(), activations(5, 3, 16)
-    stock = gradients(model, inputs, "stock")[1]
-    model = copy.deepcopy(model)
-    deferred, waiting = DeferredWeights(model), []
-    for index, x in enumerate(inputs):
-        torch.manual_seed(index)
-        with deferred.forward():
-            output = model(x)
-        gradient = torch.randn_like(output)
-        with deferred.hold() as pending:
-            output.backward(gradient)
-        waiting.append(pending)
-    for pending in waiting:
-        pending.run()
-    assert all(torch.equal(stock[name], p.grad) for name, p in model.named_parameters())
-
-
 def test_hooks_fire_once_in_w():
     model, seen, nodes = nn.Linear(16, 16), [], []
     for name, parameter in model.named_parameters():
@@ -202,15 +134,6 @@ def test_hooks_fire_once_in_w():
     seen.clear()
     model(x).sum().backward()
     assert len(seen) == 6, "each hook fires once where nothing is split, too"
-
-
-def test_a_hook_that_changes_the_gradient_is_obeyed():
-    model = nn.Linear(4, 4, bias=False)
-    model.weight.register_hook(lambda gradient: gradient * 2)
-    deferred, x = DeferredWeights(model), torch.ones(1, 4)
-    pending = in_i(deferred, lambda: model(x).sum().backward())
-    pending.run()
-    assert torch.equal(model.weight.grad, torch.full((4, 4), 2.0))
 
 
 def test_engines_in_one_process_share_nothing():
