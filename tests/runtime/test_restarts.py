@@ -302,6 +302,8 @@ async def test_a_host_that_is_gone_without_a_word_leaves_a_seat(job):
         theirs.suspend()  # it must not see what becomes of its guard
         os.kill(job.guards[1], signal.SIGKILL)
         theirs.kill()
+        await job.hear("joined")
+        job.vacancies._absent_s = PATIENCE_S  # the new supervisor may be slow
         await job.hear("newcomer", rank=1, incarnation=1)
         assert job.child(spare, "recycle-super")
         assert await job.over() == [0, -signal.SIGKILL, 0]
