@@ -538,7 +538,7 @@ class Watcher:
             }
             lost -= {seat for seat in lost if seat.replica in {each.replica for each in deaf}}
         lost -= {cluster.workers[rank].seat for rank in cluster.confusion.ranks}
-        lost -= {seat for each in cluster.scenario.troubles if each.kind == "vanish" for seat in each.seats}
+        lost -= {seat for each in cluster.scenario.troubles if each.kind in ("kill", "vanish") for seat in each.seats}
         healthy = list(map(str, sorted(lost - deaf)))
         if cluster.deafened and len(healthy) > (not all(cluster.deafened.values())):
             self.say(f"seats {', '.join(healthy)} were given up, since another hears nobody")
