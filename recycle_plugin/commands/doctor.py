@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from recycle_plugin.commands.config_job import COUNT, ConfiguredJob, job_of
 from recycle_plugin.commands.doctor_losses import slowdown, survival
+from recycle_plugin.commands.doctor_megatron import megatron
 from recycle_plugin.commands.doctor_memory import memory
 from recycle_plugin.commands.doctor_recovery import recovery
 from recycle_plugin.commands.doctor_section import WIDTH
@@ -20,6 +21,9 @@ Say which failures a job survives, how much slower each makes it, what its setti
 it fits into memory.  Nothing is started, and neither torch nor DeepSpeed is imported.
 
 recycle doctor ds_config.json --pp 4 --dp 3 --hostfile hosts.txt --profile profile.json
+recycle doctor --megatron --num-layers 24 --pipeline-model-parallel-size 4 ...
+
+With --megatron it says which of a Megatron-LM command line's flags are refused, and nothing else.
 
 Ranks sit as DeepSpeed puts them: hosts in the hostfile's order, and PipeDataParallelTopology, so that the replicas of a
 stage have neighbouring ranks; or dealt out over the hosts, with recycle.placement "spread".  Slowdowns are the
@@ -44,9 +48,15 @@ def add(commands: argparse._SubParsersAction) -> None:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("config", metavar="CONFIG", help='DeepSpeed\'s JSON, with its "recycle" section')
-    made.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline stages")
-    made.add_argument("--dp", type=int, required=True, metavar="D", help="replicas of the pipeline (data parallelism)")
+    made.add_argument("config", nargs="?", metavar="CONFIG", help='DeepSpeed\'s JSON, with its "recycle" section')
+    made.add_argument("--pp", type=int, metavar="P", help="pipeline stages")
+    made.add_argument("--dp", type=int, metavar="D", help="replicas of the pipeline (data parallelism)")
+    made.add_argument(
+        "--megatron",
+        nargs=argparse.REMAINDER,
+        metavar="FLAGS",
+        help="in the place of all that: Megatron-LM's own flags",
+    )
     made.add_argument(
         "--micro-batches", type=int, metavar="M", help=f"micro-batches of each replica in a step (default: {COUNT})"
     )
@@ -78,6 +88,10 @@ def run(found: argparse.Namespace) -> int:
     """
     from recycle_plugin.planner import PlanError
 
+    if found.megatron is not None:
+        return megatron(found.megatron)
+    if missing := [name for name in ("config", "pp", "dp") if getattr(found, name) is None]:
+        raise ValueError(f"{', '.join(missing)} missing: write CONFIG --pp P --dp D, or --megatron FLAGS")
     job = job_of(found)
     try:
         logs = [recovery(job)] if job.settings.log is not None else []

@@ -9,6 +9,7 @@ import pytest
 
 from recycle_plugin.adapters.megatron_lm import entry
 from recycle_plugin.adapters.megatron_lm.refusals import ROWS, check, refusals
+from recycle_plugin.cli import main
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.settings.schema import Settings
 
@@ -79,3 +80,30 @@ def test_a_file_that_has_no_section_is_refused_in_a_line(tmp_path: Path, text: s
     with pytest.raises(RecycleError) as refused:
         entry.read_section(str(tmp_path / "r.json"))
     assert str(tmp_path / "r.json") in str(refused.value) and "\n" not in str(refused.value)
+
+
+UNFUSED = "--no-gradient-accumulation-fusion"
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--num-layers", "4", UNFUSED], None),
+        ([UNFUSED, "--save", "there", "--ckpt-format=torch"], None),
+        ([UNFUSED, "--save", "there"], "! --ckpt-format torch_dist"),
+        (["--num-layers", "4"], "! --gradient-accumulation-fusion"),
+        (
+            [UNFUSED, "--tensor-model-parallel-size", "2"],
+            "! --tensor-model-parallel-size 2",
+        ),
+        ([UNFUSED, "--tensor-model-parallel-size=1"], None),
+        (
+            [UNFUSED, "--use-distributed-optimizer", "--load", "x"],
+            "! --use-distributed-opt",
+        ),
+    ],
+)
+def test_the_doctor_says_so_before(flags: list[str], said: str | None, capsys) -> None:
+    assert main(["doctor", "--megatron", *flags]) == int(said is not None)
+    printed = capsys.readouterr().out
+    assert printed.startswith(said or "Nothing has to change") and printed.count("\n") == 1

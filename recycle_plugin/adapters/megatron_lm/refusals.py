@@ -5,11 +5,13 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.settings.schema import Settings
+
+if TYPE_CHECKING:
+    from recycle_plugin.runtime.control.session import Session
 
 
 class Row(NamedTuple):
