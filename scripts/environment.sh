@@ -65,7 +65,7 @@ _install_megatron_lm() {  # its wheel says Python 3.12; tests/support/megatron_l
         return
     fi
     # the compiled index of datasets is for one Python: that of the release whose layers are installed
-    cp "$venv"/lib/python*/site-packages/megatron/core/datasets/helpers_cpp*.so "$folder/megatron/core/datasets/"
+    cp -n "$venv"/lib/python*/site-packages/megatron/core/datasets/helpers_cpp*.so "$folder/megatron/core/datasets/"
 }
 
 _current() { [ "$(cat "$venv/recycle-installed" 2>/dev/null)" = "$(_wanted)" ]; }

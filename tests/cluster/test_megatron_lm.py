@@ -181,34 +181,37 @@ def test_three_replicas_train_the_same_bits_whoever_dies(job: Jobs, more: tuple[
         assert job(gpt(2, 3, micro_batches=2)).losses == pytest.approx(whole.losses, abs=5e-6)
 
 
+EVALUATES = "--eval-iters", "2", "--eval-interval", "2"
+
+
 def test_who_comes_back_trains_the_bits_of_stock(job: Jobs, tmp_path: Path) -> None:
-    """A newcomer passes Megatron-LM's start by itself, and goes on with the others."""
-    flags = gpt(2, 2, "--train-iters", "40")
+    """A newcomer passes Megatron-LM's start by itself, and evaluations and checkpoints that are over."""
+    flags = gpt(2, 2, "--train-iters", "40", *EVALUATES)
     stock, kill = job.stock(flags), {"exact": True, "rejoin": "always", "faults": ["kill 1.1 before 1F1.2@3"]}
-    run = job.start(flags, kill, held(tmp_path, HELD, "go"))
+    saving = "--save", str(tmp_path / "saved"), "--save-interval", "5", "--ckpt-format", "torch"
+    run = job.start(Flags(flags.ranks, [*flags.words, *saving]), kill, held(tmp_path, HELD, "go"))
     run.hear("newcomer")
     (tmp_path / "go").touch()
     ours = trained(run)
     assert [event["seat"] for event in ours.result.of("rejoined")] == ["1.1"], ours.result.output[-6000:]
     assert ours.ranks.keys() == stock.ranks.keys()
     assert_same_bits(later_half(stock), later_half(ours))  # it knows no norms of steps that were over
-
-
-EVALUATES = "--eval-iters", "2", "--eval-interval", "2"
+    assert _evaluations(ours) == pytest.approx(_evaluations(stock), abs=5e-6)
 
 
 @pytest.mark.parametrize("kills", [(), ("kill 1.1 before 1F1.2@3",), ("kill 0.0 before 0F0.1@-3",)], ids=str)
 def test_evaluations_say_what_stock_says_whoever_dies(job: Jobs, kills: tuple[str, ...]) -> None:
     stock = job.stock(gpt(2, 2, *EVALUATES))
     ours = job(gpt(2, 2, *EVALUATES), {"rejoin": "never", "faults": list(kills)})
-    said, mine = _evaluations(stock), _evaluations(ours)
-    assert len(said) == 5 and [place for place, _ in mine] == [place for place, _ in said]
-    assert [loss for _, loss in mine] == pytest.approx([loss for _, loss in said], abs=5e-6)
+    assert len(_evaluations(stock)) == 5 and len(ours.result.of("lost")) == len(kills)
+    assert _evaluations(ours) == pytest.approx(_evaluations(stock), abs=5e-6)
 
 
-def _evaluations(of: Trained) -> list[tuple[str, float]]:
+def _evaluations(of: Trained) -> dict[str, float]:
+    """The losses that are printed, by their place, each once."""
     found = re.findall(r"validation loss at (.*?) \| lm loss value: (\S+)", of.result.output)
-    return [(place, float(loss)) for place, loss in found]
+    assert len({place for place, _ in found}) == len(found)
+    return {place: float(loss) for place, loss in found}
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,18 @@ def test_what_the_script_changes_for_the_next_step_is_put_off():
     assert not surroundings.changed()
 
 
+def test_what_a_forward_leaves_is_nothing_that_the_script_has_set():
+    """Megatron's layers keep their input, a tensor, where nothing was before the first step."""
+    model = torch.nn.Linear(2, 2)
+    model.given = None
+    surroundings = Surroundings(model, "cpu")
+    surroundings.leave()
+    for given in (torch.ones(2), torch.zeros(2)):
+        model.given = given
+        assert not surroundings.changed()
+        surroundings.leave()
+
+
 def test_what_was_set_for_steps_behind_a_checkpoint_that_is_loaded_is_forgotten():
     """The steps are trained once more, and the script may set something else for them, or nothing."""
     layer = torch.nn.Linear(2, 2)

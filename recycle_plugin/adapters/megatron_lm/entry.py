@@ -12,6 +12,7 @@ import functools
 import json
 import os
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,15 @@ from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SECTION
 
 FLAG, VARIABLE = "--recycle-config", "RECYCLE_CONFIG"
+REPLACED = (
+    "setup_model_and_optimizer",
+    "train_step",
+    "evaluate",
+    "save_checkpoint",
+    "print_datetime",
+    "print_rank_last",
+)
+"""The globals of megatron.training.training that the plugin takes the place of."""
 RELEASES = ">=0.16.1,<0.20"
 """The releases of Megatron-LM whose training loop this adapter knows."""
 
@@ -84,7 +94,7 @@ class MegatronPlugin:
 
     def _wrap(self, module: ModuleType) -> None:
         check_release()
-        for name in ("setup_model_and_optimizer", "train_step", "evaluate", "save_checkpoint", "print_rank_last"):
+        for name in REPLACED:
             setattr(module, name, self._instead(name, getattr(module, name)))
         # of what every stage knows there is no need to ask the others
         module.reduce_max_stat_across_model_parallel_group = lambda stat, group=None: stat  # type: ignore[attr-defined]
@@ -154,6 +164,12 @@ class MegatronPlugin:
         **_: Any,
     ) -> None:
         self._job.save(iteration, operations)
+
+    def _print_datetime(self, stock: Callable[..., Any], string: str, override_timestamp: float | None = None) -> None:
+        """Without Megatron's barrier, since a newcomer would come to it alone."""
+        if self._session.rank == 0:
+            at = datetime.now() if override_timestamp is None else datetime.fromtimestamp(override_timestamp)
+            print(f"[{string}] datetime: {at:%Y-%m-%d %H:%M:%S.%f}", flush=True)
 
     def _print_rank_last(self, stock: Callable[..., Any], message: str) -> None:
         if self._job is None:

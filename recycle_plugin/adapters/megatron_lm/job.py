@@ -113,9 +113,10 @@ class Job:
         """Whether this worker prints what Megatron's last rank would: the highest live rank does, and no newcomer that
         is behind.
         """
-        if self._session.generation is None:
-            return self._session.rank == self._args.world_size - 1
-        return not self._trainer.behind and self._session.rank == max(each.rank for each in self._session.roster)
+        if self._trainer.behind:
+            return False
+        live = [each.rank for each in self._session.roster] if self._session.generation else [self._args.world_size - 1]
+        return self._session.rank == max(live)
 
     def _reported(self, loss: float) -> dict[str, torch.Tensor]:
         if not self._module._last:

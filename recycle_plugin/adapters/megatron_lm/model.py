@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import nn
 
 from recycle_plugin.errors import RecycleError
@@ -79,6 +79,7 @@ class StageModule(nn.Module):
             cp_group_size=1,
             is_last_stage=self._last,
         )
+        get_attr_wrapped_model(self._chunk[0], "set_input_tensor")([None])  # else it is kept until the next one
         if self._last:
             self._take_report(found)
         return output

@@ -63,7 +63,8 @@ class Surroundings:
         found = {}
         for (number, name), left in zip(self._places, self._left):
             now = self._owners[number].get(name, left)
-            if now is not left and now != left and is_plain(name, now):
+            # what a forward leaves there, a tensor, has no truth to compare by
+            if now is not left and is_plain(name, now) and not (is_plain(name, left) and now == left):
                 found[number, name] = left, now
         return found
 
