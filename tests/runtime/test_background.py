@@ -187,7 +187,7 @@ def test_who_wants_none_to_be_written_waits_until_all_have(begun, coordinator):
     all_have_written(coordinator, step)
     background.conclude()
     assert folders.published == [f"automatic_step{step - 1}"]
-    assert written == [f".incomplete-1-automatic_step{step - 1}"]
+    assert written == [Path("checkpoints") / f".incomplete-1-automatic_step{step - 1}"]
     (reached,) = coordinator.hear(BarrierReached)
     assert reached.place == f"the end of checkpoint automatic_step{step - 1}" and list(reached.values) == ["0"]
 

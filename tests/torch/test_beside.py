@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,6 @@ import torch
 pytest.importorskip("deepspeed")
 
 from recycle_plugin.adapters.deepspeed.checkpoint import (
-    Copied,
     Inventory,
     beside,
     file_beside,
@@ -19,37 +20,33 @@ from recycle_plugin.adapters.deepspeed.checkpoint import (
 )
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.stage_state import StatePart
+from recycle_plugin.runtime.worker.checkpoint_files import Share
 from tests.jobs.odd_optimizers import Lookahead, adamw
 from tests.support.optimizers import same, stage_state
 from tests.support.whole_stage import Worker, without
 
 
 class Files:
-    def __init__(self) -> None:
-        self.paths: list[str] = []
+    copies = False
 
-    def save(self, state_dict: object, path: str) -> None:
+    def __init__(self) -> None:
+        self.paths: list[Path] = []
+
+    def save(self, path: Path, contents: object) -> None:
         self.paths.append(path)
 
 
-def test_what_is_written_later_is_what_was_to_be_saved_whatever_becomes_of_it_meanwhile():
-    written, weight, moment = [], torch.nn.Parameter(torch.arange(3.0)), torch.arange(4.0).reshape(2, 2).t()
-    copied = Copied(
-        type(
-            "Durable",
-            (),
-            {"save": lambda self, state_dict, path: written.append((state_dict, path)), "conclude": lambda self: None},
-        )()
-    )
-    copied.save(
-        OrderedDict(module={"weight": weight}, state=[{"moments": (moment, 3)}, None], name="x"), "saved/tag/file.pt"
-    )
+def test_what_is_written_later_is_what_was_to_be_saved_whatever_becomes_of_it_meanwhile(tmp_path):
+    weight, moment = torch.nn.Parameter(torch.arange(3.0)), torch.arange(4.0).reshape(2, 2).t()
+    path, points = tmp_path / "saved" / "file.pt", []
+    share = Share(SimpleNamespace(dump=torch.save), 0, 1, points.append, copies=True)
+    share.save(path, OrderedDict(module={"weight": weight}, state=[{"moments": (moment, 3)}, None], name="x"))
     with torch.no_grad():
         weight.fill_(7), moment.fill_(7)
-    assert not written
-    copied.write()
-    ((found, path),) = written
-    assert path == "saved/tag/file.pt" and type(found) is OrderedDict and list(found) == ["module", "state", "name"]
+    assert not path.exists() and not points
+    share.write()
+    found = torch.load(path, weights_only=False)
+    assert points == ["checkpoint.file"] and type(found) is OrderedDict and list(found) == ["module", "state", "name"]
     assert found["name"] == "x"
     assert found["module"]["weight"].tolist() == [0, 1, 2] and not found["module"]["weight"].requires_grad
     assert found["state"][0]["moments"][0].tolist() == [[0, 2], [1, 3]] and found["state"][0]["moments"][1:] == (3,)
@@ -59,7 +56,7 @@ def test_what_is_written_later_is_what_was_to_be_saved_whatever_becomes_of_it_me
 def left(worker: Worker, layers: dict[int, torch.nn.Module], optimizer: dict | None) -> dict:
     """After files of ``layers`` and one with the state ``optimizer``, as stock writes them."""
     files = Files()
-    inventory = Inventory(files, str, list(worker.state.optimizer.parameters()), {"weights/0.bias"})
+    inventory = Inventory(None, files, str, list(worker.state.optimizer.parameters()), {"weights/0.bias"})
     for number, layer in layers.items():
         inventory.save(layer.state_dict(), f"saved/tag/layer_{number:02d}-model_states.pt")
     inventory.save({"module": None, "optimizer": optimizer}, "saved/tag/mp_rank_00_model_states.pt")
@@ -119,7 +116,7 @@ def test_what_an_optimizer_has_as_attributes_is_read_again(tmp_path):
     for _ in range(3):
         parameters[0][0].grad = torch.ones(2)
         optimizers[0].step()
-    inventory = Inventory(Files(), str, ["0"], {"weights/0"})
+    inventory = Inventory(None, Files(), str, ["0"], {"weights/0"})
     inventory.save({"module": None, "optimizer": optimizers[0].state_dict()}, "saved/tag/mp_rank_00_model_states.pt")
     found = inventory.left(source)
     assert found["small"].keys() == {"attributes"} and set(found["tensors"]) == {"attributes/slow/0/0"}

@@ -30,13 +30,10 @@ from recycle_plugin.adapters.deepspeed.fp16 import is_half
 from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock
 from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.messages.activity import ELSEWHERE
-from recycle_plugin.core.messages.from_coordinator import Generation
-from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.errors import NotSaved, RecycleError
+from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import HOST
-from recycle_plugin.runtime.devices.kinds import fetch
-from recycle_plugin.runtime.stage.ports import Reach, Scaler
+from recycle_plugin.runtime.stage.ports import Scaler, Share
 from recycle_plugin.runtime.state.stage_state import StageState
 
 STOCKS = frozenset(("optimizer", "scheduler", "counters"))  # small parts that stock's files have
@@ -46,14 +43,15 @@ FOLLOWING = frozenset(("places",))  # small parts that the step and the batch si
 
 @dataclass(frozen=True)
 class EngineFiles:
-    """What a worker writes and reads of a checkpoint (runtime/stage/ports.py), by stock code of ``engine`` and beside
-    it.
+    """DeepSpeed's CheckpointFormat (runtime/stage/ports.py), by stock code of ``engine`` and beside it.
 
-    ``parts``: files of the optimizer's state, where it is not in stock's model file; ``scaler``: its state has to be in
-    the checkpoint; ``client_state``, ``exclude_frozen_parameters``: as scripts give them to ``save_checkpoint``.
+    ``stock``: its own checkpoint engine; ``parts``: files of the optimizer's state, where it is not in stock's model
+    file; ``scaler``: its state has to be in the checkpoint; ``client_state``, ``exclude_frozen_parameters``: as scripts
+    give them to ``save_checkpoint``.
     """
 
     engine: PipelineEngine
+    stock: Any
     session: Session
     ties: Ties
     parts: StateFiles | None
@@ -61,41 +59,30 @@ class EngineFiles:
     client_state: Mapping[str, Any] = field(default_factory=dict)
     exclude_frozen_parameters: bool = False
 
-    def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
-        """Write this worker's files to ``folder``/``tag``; they are on the disk when this returns.  Raises NotSaved."""
-        files = Durable(self.engine.checkpoint_engine, reach)
-        self._write(state, files, folder, tag)
-        files.conclude()
-
-    def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
-        """Copy this worker's share of the state now; the result writes it to ``folder``/``tag``, and raises
-        NotSaved.
-        """
-        files = Copied(Durable(self.engine.checkpoint_engine, reach))
-        self._write(state, files, folder, tag)
-        return files.write
-
-    def _write(self, state: StageState, files: Durable | Copied, folder: Path, tag: str) -> None:
-        engine, seat, generation = self.engine, self.engine.seat, self.session.generation
-        inventory = Inventory(
-            files, self.ties.place, list(state.optimizer.parameters()), self.ties.saved() | self._own(state)
-        )
-        with stand_in(engine, seat, generation, inventory), self._without_optimizer():
+    def gather(self, state: StageState, path: Path, share: Share) -> None:
+        """Hand over what stock code saves here, and what it leaves out."""
+        engine, first = self.engine, self.session.is_first
+        known = self.ties.saved() | self._own(state)
+        inventory = Inventory(self.stock, share, self.ties.place, list(state.optimizer.parameters()), known)
+        with stand_in(engine, share.turn == 0, first, inventory), self._without_optimizer():
             PipelineEngine.save_checkpoint(
-                engine, str(folder), tag, self.client_state, False, self.exclude_frozen_parameters
+                engine, str(path.parent), path.name, self.client_state, False, self.exclude_frozen_parameters
             )
         there = STOCKS | (SCALE if engine.fp16_enabled() else frozenset())
         if not type(engine.lr_scheduler).__module__.startswith(("torch.", "deepspeed.", "builtins")):
             there -= {"scheduler"}  # nobody knows what its state_dict leaves out
-        if is_writer(seat, generation) and (left := inventory.left(state, there)):
-            files.save(left, str(file_beside(folder / tag, engine.stage_id)))
+        if share.turn == 0 and (left := inventory.left(state, there)):
+            share.save(file_beside(path, engine.stage_id), left)
         if self.parts is not None:
             count = engine.grid.data_parallel_size
-            for number in parts_of(seat, generation, count):
-                files.save(
-                    {**self.parts.part(number, count), "ds_config": engine.config},
-                    str(folder / tag / self.parts.name(number)),
+            for number in range(share.turn, count, share.turns):
+                share.save(
+                    path / self.parts.name(number), {**self.parts.part(number, count), "ds_config": engine.config}
                 )
+
+    def dump(self, contents: Any, file: Any) -> None:
+        """Write a file's contents as stock does."""
+        self.stock.save(state_dict=contents, path=file)
 
     def _own(self, state: StageState) -> set[str]:
         """Tensors of the state that are in a checkpoint in a form of their own (bf16.py, fp16.py)."""
@@ -144,8 +131,7 @@ class EngineFiles:
         collectives are its own.  Raises RecycleError where it can't be had.
         """
         self.check_whole(folder)
-        stock = self.engine.checkpoint_engine
-        self.engine.checkpoint_engine = Verified(stock)
+        self.engine.checkpoint_engine = Verified(self.stock)
         try:
             with self.loading(folder):
                 found = PipelineEngine.load_checkpoint(self.engine, str(folder.parent), folder.name)
@@ -153,7 +139,7 @@ class EngineFiles:
                 raise RecycleError(f"{folder} has no file of stage {self.engine.stage_id}")
             self.load_rest(state, Path(found[0]).parent, True)
         finally:
-            self.engine.checkpoint_engine = stock
+            self.engine.checkpoint_engine = self.stock
 
     def load_rest(self, state: StageState, path: Path, with_optimizer: bool) -> None:
         """Load what stock code leaves to the plugin, from the checkpoint at ``path``.  Raises RecycleError where it
@@ -200,12 +186,10 @@ def in_words(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def stand_in(engine: Any, seat: Seat, generation: Generation, files: Durable | Copied | Inventory) -> Iterator[None]:
-    """Inside of this context ``engine`` writes, through ``files``, what its stage's and the job's lowest live member
-    has to write.
+def stand_in(engine: Any, writer: bool, first: bool, files: Handed) -> Iterator[None]:
+    """Inside of this context ``engine`` hands to ``files`` what its stage's (``writer``) and the job's (``first``)
+    lowest live member has to write.
     """
-    writer = is_writer(seat, generation)
-    first = generation.roster.first.rank == engine.global_rank
     grid, module = engine.grid, engine.module
     kept = (
         grid.data_parallel_id,
@@ -213,7 +197,7 @@ def stand_in(engine: Any, seat: Seat, generation: Generation, files: Durable | C
         module.checkpoint_parallel_write_pipeline,
         engine.checkpoint_engine,
     )
-    grid.data_parallel_id = 0 if writer else seat.replica + grid.data_parallel_size
+    grid.data_parallel_id = 0 if writer else engine.seat.replica + grid.data_parallel_size
     engine.save_non_zero_checkpoint = writer
     module.checkpoint_parallel_write_pipeline = False
     engine.checkpoint_engine = files
@@ -229,19 +213,47 @@ def stand_in(engine: Any, seat: Seat, generation: Generation, files: Durable | C
         ) = kept
 
 
-class Inventory:
-    """Stands in a checkpoint engine's place: hands what it is to save on to ``files``, and notes what that has of the
-    state.
+class Handed:
+    """Stands in the place of DeepSpeed's own checkpoint engine, ``stock``: hands what it is to save over to ``share``.
+
+    Nothing raises here: others wait in stock code for whoever does.
+    """
+
+    def __init__(self, stock: Any, share: Share) -> None:
+        self._stock, self._share = stock, share
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """DeepSpeed's call to save a file."""
+        self._share.save(Path(path), state_dict)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """DeepSpeed's call to make a folder: nothing, since each file makes its own."""
+
+    def preserves_storage_sharing(self) -> bool:
+        """Whether DeepSpeed is to copy a layer's tensors, lest what shares memory with them goes into its file too."""
+        return not self._share.copies and bool(self._stock.preserves_storage_sharing())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+
+class Inventory(Handed):
+    """Notes what is handed over of the state.
 
     ``places``: the names in the module of the layers that files are named by; ``parameters``: the optimizer's, in its
     order; ``known``: what else is in files.
     """
 
     def __init__(
-        self, files: Durable | Copied, places: Callable[[int], str], parameters: list[str], known: AbstractSet[str]
+        self,
+        stock: Any,
+        share: Share,
+        places: Callable[[int], str],
+        parameters: list[str],
+        known: AbstractSet[str],
     ) -> None:
-        self._files, self._places, self._parameters = files, places, parameters
-        self._saved = set(known)
+        super().__init__(stock, share)
+        self._places, self._parameters, self._saved = places, parameters, set(known)
 
     def save(self, state_dict: Any, path: str) -> None:
         """DeepSpeed's call to save a file: note what is in it, and hand it on."""
@@ -256,7 +268,7 @@ class Inventory:
                 for place, parameter in enumerate(self._parameters)
                 for kind in states.get(place, ())
             }
-        self._files.save(state_dict, path)
+        super().save(state_dict, path)
 
     def left(self, state: StageState, there: AbstractSet[str] = STOCKS) -> dict[str, Any]:
         """What of the state is in no file yet, beside the small parts ``there``; empty where nothing is left."""
@@ -265,9 +277,6 @@ class Inventory:
             there = there - {"optimizer"}  # which tells of the room for them
         small = {name: value for name, value in state.small().items() if value and name not in there | FOLLOWING}
         return {"step": state.step, "small": small, "tensors": tensors} if small or tensors else {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._files, name)
 
 
 def file_beside(folder: Path, stage: int) -> Path:
@@ -306,64 +315,6 @@ def take_beside(state: StageState, saved: Mapping[str, Any], optimizer: bool) ->
     state.fill({name: value for name, value in saved["tensors"].items() if optimizer or name.startswith("weights/")})
 
 
-def parts_of(seat: Seat, generation: Generation, parts: int) -> range:
-    """Which of so many parts the worker at ``seat`` writes: each is written by one of the stage's workers."""
-    at_work = replicas_at_work(seat.stage, generation)
-    first = at_work.index(seat.replica) if seat.replica in at_work else parts
-    return range(first, parts, len(at_work))
-
-
-def is_writer(seat: Seat, generation: Generation) -> bool:
-    """Whether the worker at ``seat`` writes what its stage writes once: it is the stage's lowest replica at work."""
-    return replicas_at_work(seat.stage, generation)[0] == seat.replica
-
-
-def replicas_at_work(stage: int, generation: Generation) -> list[int]:
-    """The replicas whose worker of ``stage`` is given work, in order: the state of one that joins is not compared
-    yet.
-    """
-    return sorted(seat.replica for seat in generation.roster.working if seat.stage == stage)
-
-
-class Durable:
-    """DeepSpeed's own checkpoint engine, whose files are on the disk when they are said to be written.
-
-    What can't be written is said by ``conclude``, and nothing is written after it: others wait in stock code for
-    whoever raises there.
-    """
-
-    def __init__(self, stock: Any, reach: Reach) -> None:
-        self._stock, self._reach = stock, reach
-        self._refused: NotSaved | None = None
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """DeepSpeed's call to save a file: write it, unless something could not be written before."""
-        if self._done(
-            lambda: folders.write(Path(path), lambda file: self._stock.save(state_dict=state_dict, path=file))
-        ):
-            self._reach("checkpoint.file")
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """DeepSpeed's call to make a folder."""
-        self._done(lambda: folders.make(Path(path)))
-
-    def conclude(self) -> None:
-        """Raise NotSaved where something could not be written."""
-        if self._refused is not None:
-            raise self._refused
-
-    def _done(self, write: Callable[[], None]) -> bool:
-        if self._refused is None:
-            try:
-                write()
-            except NotSaved as error:
-                self._refused = error
-        return self._refused is None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
-
-
 class Verified:
     """DeepSpeed's own checkpoint engine, which reads no file that is damaged."""
 
@@ -377,42 +328,6 @@ class Verified:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
-
-
-class Copied:
-    """Stands in a checkpoint engine's place: what it is to save is copied to host memory, and saved by ``write``."""
-
-    def __init__(self, durable: Durable) -> None:
-        self._durable = durable
-        self._copies: list[tuple[Any, str]] = []
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """DeepSpeed's call to save a file: copy what is to be in it."""
-        self._copies.append((_copied(state_dict, path), path))
-
-    def preserves_storage_sharing(self) -> bool:
-        """False, so that DeepSpeed makes no copies of its own."""
-        return False  # so nobody else makes copies
-
-    def write(self) -> None:
-        """Write all copies; raises NotSaved where something could not be written."""
-        while self._copies:
-            self._durable.save(*self._copies.pop(0))
-        self._durable.conclude()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._durable, name)
-
-
-def _copied(value: Any, path: str) -> Any:
-    """With tensors of its own, in host memory."""
-    if torch.is_tensor(value):
-        return fetch(value, f"a copy for {path}", shared=False)
-    if isinstance(value, dict):
-        return type(value)({key: _copied(each, path) for key, each in value.items()})
-    if isinstance(value, (list, tuple)):
-        return (list if isinstance(value, list) else tuple)(_copied(each, path) for each in value)
-    return value
 
 
 def chosen(folder: Path, tag: str | None) -> Path:

@@ -102,7 +102,7 @@ class RecycleEngine(PipelineEngine):
         if parts is not None:
             here = self.seat.replica, self.grid.data_parallel_size
             self.optimizer.part = lambda: parts.part(*here)[OPTIMIZER_STATE_DICT]
-        self._files = EngineFiles(self, session, tied_weights, parts, self.scaler)
+        self._files = EngineFiles(self, self.checkpoint_engine, session, tied_weights, parts, self.scaler)
         self._may_skip = self.scaler is not None or settings.nonfinite == "skip"
         topology = Topology(
             self.grid.data_parallel_size, self.num_stages, int(self.micro_batches), tied(shared.values())

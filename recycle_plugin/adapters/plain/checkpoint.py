@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,8 @@ import torch
 from recycle_plugin import folders
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import HOST
-from recycle_plugin.runtime.stage.ports import Reach
+from recycle_plugin.runtime.stage.ports import Share
 from recycle_plugin.runtime.state.stage_state import StageState
 
 WHOLE = frozenset(("step", "stages", "kinds", "layers", "small", "tensors"))  # what each file has
@@ -24,13 +21,12 @@ WHOLE = frozenset(("step", "stages", "kinds", "layers", "small", "tensors"))  # 
 
 @dataclass(frozen=True)
 class StageFiles:
-    """Writes and reads the file of one worker's stage, whose layers are in ``module`` (runtime/stage/ports.py).
+    """The file of one worker's stage, whose layers are in ``module`` (a CheckpointFormat of runtime/stage/ports.py).
 
     ``kinds``: the names of the classes of what else has a state, which says nothing to others; ``shards``: workers that
     hold a seat together, each of which has a file of its own, and which of them this one is.
     """
 
-    session: Session
     seat: Seat
     stages: int
     module: torch.nn.Module
@@ -38,17 +34,14 @@ class StageFiles:
     shards: int = 1
     shard: int = 0
 
-    def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
-        """Write the stage's file, if this worker does so; it is on the disk when this returns.  Raises NotSaved."""
-        if self._writes:
-            self._save(self._contents(state), folder / tag, reach)
+    def gather(self, state: StageState, path: Path, share: Share) -> None:
+        """Hand over the stage's file, if this worker writes it."""
+        if share.turn == 0:
+            share.save(path / self._name, self._contents(state))
 
-    def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
-        """Copy the state now, if this worker writes the stage's file; the result writes it, and raises NotSaved."""
-        if not self._writes:
-            return lambda: None
-        contents = copy.deepcopy(self._contents(state))
-        return lambda: self._save(contents, folder / tag, reach)
+    def dump(self, contents: Any, file: Any) -> None:
+        """Write a file's contents."""
+        torch.save(contents, file)
 
     def read(self, state: StageState, folder: Path) -> None:
         """Load everything from the checkpoint ``folder``.  Raises RecycleError where it is not one of this job."""
@@ -87,11 +80,6 @@ class StageFiles:
         state.fill(contents["tensors"])
 
     @property
-    def _writes(self) -> bool:
-        """Whether this worker writes the file of its stage: one does."""
-        return self.session.roster.first_of(self.seat.stage, self.shard).worker == self.session.worker
-
-    @property
     def _name(self) -> str:
         return f"stage_{self.seat.stage:02d}" + f"_shard_{self.shard}" * (self.shard > 0) + ".pt"
 
@@ -111,11 +99,6 @@ class StageFiles:
             "small": state.small(),
             "tensors": rest,
         }
-
-    def _save(self, contents: dict[str, Any], folder: Path, reach: Reach) -> None:
-        folders.make(folder)
-        folders.write(folder / self._name, partial(torch.save, contents))
-        reach("checkpoint.file")
 
 
 def chosen(folder: Path, tag: str | None) -> Path:

@@ -110,23 +110,38 @@ class Scaler(Protocol):
         """
 
 
-class Checkpoints(Protocol):
-    """Writes a worker's share of a checkpoint of ``state``, as it is now, in the framework's own files.
+class Share(Protocol):
+    """What one worker writes of a checkpoint, of whatever format.
 
-    ``reach(point)``: where injected faults strike, at ``checkpoint.file`` once a file is on the disk.  Both methods
-    raise NotSaved where something can't be written, but never while others wait for this worker, in a barrier for
-    instance.
+    ``turn``: this worker's place among the ``turns`` workers that hold the same part of its stage; the first writes
+    what the stage writes once.  ``copies``: contents are copied before :meth:`save` returns, so that nobody else needs
+    to.
     """
 
-    def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
-        """Write the files to ``folder``/``tag``; they are on the disk when this returns."""
+    turn: int
+    turns: int
+    copies: bool
 
-    def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
-        """Copy the state now; the result writes it to ``folder``/``tag`` in another thread, while training changes the
-        state.
-
-        It raises NotSaved too.
+    def save(self, path: Path, contents: Any) -> None:
+        """Write a file, at once or while training goes on.  What can't be written raises nothing here, where others may
+        wait for this worker.
         """
+
+    def check(self) -> None:
+        """Raise NotSaved where something could not be written."""
+
+
+class CheckpointFormat(Protocol):
+    """A framework's own files of a checkpoint: how state is gathered, written, and read.
+
+    Who writes when, and where to, is alike for all (runtime/worker/checkpoint_files.py).
+    """
+
+    def gather(self, state: StageState, path: Path, share: Share) -> None:
+        """Hand over this worker's files of the checkpoint ``path``, of the ``state`` as it is now."""
+
+    def dump(self, contents: Any, file: Any) -> None:
+        """Write ``contents`` to an open file, in any thread."""
 
     def read(self, state: StageState, folder: Path) -> None:
         """Take the state of this worker's stage, the optimizer's too, from the checkpoint ``folder``, by itself: the
@@ -207,7 +222,7 @@ class Framework:
     model: StageModel
     optimizer: Optimizer
     buckets: Buckets
-    checkpoints: Checkpoints
+    checkpoints: CheckpointFormat
     cursor: DataCursor
     micro_batch_size: int
     batch: Callable[[], int]

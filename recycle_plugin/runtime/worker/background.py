@@ -59,7 +59,7 @@ class _Begun:
 class Background:
     """Makes automatic checkpoints, of which the last ``keep`` stay in ``folder``.
 
-    ``copy(tag)`` copies this worker's share of the state and returns what writes it under that tag; ``recover()`` is
+    ``copy(path)`` copies this worker's share of the state and returns what writes it to that folder; ``recover()`` is
     called after a membership change between steps.  ``valid_from()``: the generation from which this worker's data is
     valid, where there are logs that reach back to checkpoints; None where there are not.  ``choice``: which boundaries
     these logs have.
@@ -73,7 +73,7 @@ class Background:
         interval: CheckpointInterval,
         folder: Path,
         keep: int,
-        copy: Callable[[str], Write],
+        copy: Callable[[Path], Write],
         recover: Callable[[], None],
         valid_from: Callable[[], int] | None = None,
         choice: LogChoice | None = None,
@@ -154,7 +154,7 @@ class Background:
                     self._writing.join()
                 session.await_lease("a checkpoint")
                 begun = _Begun(step, tag, self._saving.unfinished(tag, session.number), self._live())
-                write = self._copy(begun.unfinished)
+                write = self._copy(self._folder / begun.unfinished)
             self._loop.barrier(f"checkpoint {tag}", {})  # all have a copy of the same step, or nobody writes
         except Interrupted:
             self._recover()

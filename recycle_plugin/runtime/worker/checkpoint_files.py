@@ -11,20 +11,88 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.stage.ports import Reach
+from recycle_plugin.runtime.devices.kinds import fetch
+from recycle_plugin.runtime.stage.ports import CheckpointFormat, Reach
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 
 UNFINISHED = ".incomplete-"
 # after which nobody writes to what another job has left: each file is minutes' work, and all are written at once
 STALE_S = 3600.0
+
+
+class Share:
+    """A worker's files of one checkpoint (ports.Share), written at once or, where it ``copies``, by :meth:`write`.
+
+    ``format``: whose they are; ``turn``: this worker's among the so many ``turns`` of its stage; ``reach(point)``:
+    where injected faults strike, at ``checkpoint.file`` once a file of the framework's is on the disk.
+    """
+
+    def __init__(self, format: CheckpointFormat, turn: int, turns: int, reach: Reach, copies: bool) -> None:
+        self._format, self._reach, self.turn, self.turns, self.copies = format, reach, turn, turns, copies
+        self._left: list[Callable[[], None]] = []  # to be written
+        self._refused: NotSaved | None = None
+
+    def save(self, path: Path, contents: Any) -> None:
+        """Write ``contents`` as the file ``path``, or copy them to host memory."""
+        held = copied(contents, path) if self.copies else contents
+        self.add(path, partial(self._format.dump, held), self._reach)
+
+    def add(self, path: Path, into: Callable[[Any], object], reach: Reach = lambda point: None) -> None:
+        """Write what ``into(file)`` writes as the file ``path``."""
+        self._left.append(partial(self._write, path, into, reach))
+        if not self.copies:
+            self.write_left()
+
+    def write_left(self) -> None:
+        """Write what was copied, file by file, of which each goes once it is on the disk."""
+        while self._left:
+            self._left.pop(0)()
+
+    def check(self) -> None:
+        """Raise NotSaved where something could not be written."""
+        if self._refused is not None:
+            raise self._refused
+
+    def write(self) -> None:
+        """Write what is left, in any thread.  Raises NotSaved where something could not be written."""
+        self.write_left()
+        self.check()
+
+    def _write(self, path: Path, into: Callable[[Any], object], reach: Reach) -> None:
+        """Write a file, unless something could not be written before; what refuses is kept, since others may wait for
+        this worker in a collective of the framework's.
+        """
+        if self._refused is not None:
+            return
+        try:
+            folders.make(path.parent)
+            folders.write(path, into)
+        except NotSaved as error:
+            self._refused = error
+        else:
+            reach("checkpoint.file")
+
+
+def copied(value: Any, path: Path) -> Any:
+    """``value`` with tensors of its own, in host memory; ``path``: what they are for."""
+    if torch.is_tensor(value):
+        return fetch(value, f"a copy for {path}", shared=False)
+    if isinstance(value, dict):
+        return type(value)({key: copied(each, path) for key, each in value.items()})
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(copied(each, path) for each in value)
+    return value
 
 
 def saving_place(folder: Path, tag: str) -> str:

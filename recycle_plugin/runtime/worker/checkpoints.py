@@ -6,16 +6,15 @@ There are those that the script asks for, automatic ones, and the one that a job
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.errors import NotSaved
-from recycle_plugin.runtime.stage.ports import Checkpoints
+from recycle_plugin.runtime.stage.ports import CheckpointFormat
 from recycle_plugin.runtime.worker import iterator_places
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
-from recycle_plugin.runtime.worker.checkpoint_files import Saving
+from recycle_plugin.runtime.worker.checkpoint_files import Saving, Share
 from recycle_plugin.runtime.worker.log_choice import LogChoice
 from recycle_plugin.runtime.worker.parts import Parts
 
@@ -37,7 +36,7 @@ class JobCheckpoints:
         valid_from: Callable[[], int],
         choice: LogChoice | None,
     ) -> None:
-        settings, self._session, self._files = parts.settings, parts.session, parts.framework.checkpoints
+        settings, self._session, self._format = parts.settings, parts.session, parts.framework.checkpoints
         self._state, self._seat, self._place, self._reach = parts.state, parts.seat, place, parts.world.reach
         self._saving = Saving(parts.session, loop, self._reach)
         self._folder = Path(settings.checkpoint_dir) if settings.checkpoint_dir else None
@@ -57,18 +56,17 @@ class JobCheckpoints:
                 interval,
                 self.folder,
                 settings.checkpoint.keep,
-                partial(self._copy, self.folder),
+                lambda path: self._gathered(self._format, path, copies=True).write,
                 recover,
                 valid_from if logs else None,
                 choice,
             )
 
-    def save(self, folder: Path, tag: str, latest: bool, files: Checkpoints | None, step: int) -> None:
+    def save(self, folder: Path, tag: str, latest: bool, files: CheckpointFormat | None, step: int) -> None:
         """Save the checkpoint of ``step``; see Trainer.save.  Raises NotSaved."""
 
         def write(unfinished: str) -> None:
-            (files or self._files).write(self._state, folder, unfinished, self._reach)
-            self._write_place(folder / unfinished, self._place())
+            self._gathered(files or self._format, folder / unfinished, copies=False).write()
 
         self._saved_to = folder
         try:
@@ -77,18 +75,15 @@ class JobCheckpoints:
             self._unsaved = str(error)
             raise
 
-    def _copy(self, folder: Path, unfinished: str) -> Callable[[], None]:
-        write, place = self._files.copy(self._state, folder, unfinished, self._reach), self._place()
-
-        def write_both() -> None:
-            write()
-            self._write_place(folder / unfinished, place)
-
-        return write_both
-
-    def _write_place(self, folder: Path, place: iterator_places.IteratorPlace | None) -> None:
-        if place is not None:
-            iterator_places.write(folder, self._seat, place)
+    def _gathered(self, format: CheckpointFormat, path: Path, copies: bool) -> Share:
+        """This worker's files of the checkpoint ``path``, of the state as it is now."""
+        session = self._session
+        peers = [member.worker for member in session.roster.peers(self._seat.stage, session.shard)]
+        share = Share(format, peers.index(session.worker), len(peers), self._reach, copies)
+        format.gather(self._state, path, share)
+        if (place := self._place()) is not None:
+            iterator_places.write(share.add, path, self._seat, place)
+        return share
 
     @property
     def folder(self) -> Path:

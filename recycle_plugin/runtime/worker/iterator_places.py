@@ -9,10 +9,11 @@ missing: then the others' iterators have given more, and that is said.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from recycle_plugin import folders
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.errors import RecycleError
 
@@ -33,11 +34,10 @@ class IteratorPlace:
     iterators: int
 
 
-def write(folder: Path, seat: Seat, place: IteratorPlace) -> None:
-    """Write the file of the end at ``seat`` to a checkpoint's folder.  Raises NotSaved."""
-    folders.make(folder)
+def write(add: Callable[[Path, Callable[[Any], object]], None], folder: Path, seat: Seat, place: IteratorPlace) -> None:
+    """Have the file of the end at ``seat`` written to a checkpoint's folder, by ``add(path, into)``."""
     text = json.dumps(asdict(place)).encode()
-    folders.write(folder / f"{PREFIX}{seat}.json", lambda file: file.write(text))
+    add(folder / f"{PREFIX}{seat}.json", lambda file: file.write(text))
 
 
 def read(folder: Path) -> dict[int, IteratorPlace]:

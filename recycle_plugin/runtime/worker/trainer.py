@@ -27,7 +27,7 @@ from recycle_plugin.core.worker.loop_ports import DataEnded, StepProgram
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
-from recycle_plugin.runtime.stage.ports import Checkpoints, Framework, described, trained
+from recycle_plugin.runtime.stage.ports import CheckpointFormat, Framework, described, trained
 from recycle_plugin.runtime.state.surroundings import SetByScript, Surroundings
 from recycle_plugin.runtime.state.touch import FirstTouch
 from recycle_plugin.runtime.worker.assembly import Assembled, assembled
@@ -380,7 +380,9 @@ class Trainer:
             self._made.worker.resize(self.topology)
             self._loop.resize(self.topology, self._framework.batch())
 
-    def save(self, folder: Path, tag: str | None = None, latest: bool = True, files: Checkpoints | None = None) -> None:
+    def save(
+        self, folder: Path, tag: str | None = None, latest: bool = True, files: CheckpointFormat | None = None
+    ) -> None:
         """Save the checkpoint ``folder``/``tag`` of the last step, in place on return, complete also while workers are
         missing.
 

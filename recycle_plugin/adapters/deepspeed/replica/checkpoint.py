@@ -6,7 +6,7 @@ ZeRO, all of the state is in stock's own files.  Stock DeepSpeed reads them on a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +15,11 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from recycle_plugin import folders
-from recycle_plugin.adapters.deepspeed.checkpoint import Durable
+from recycle_plugin.adapters.deepspeed.checkpoint import Handed
 from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock
 from recycle_plugin.errors import NotSaved, RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.stage.ports import Reach
+from recycle_plugin.runtime.stage.ports import Share
 from recycle_plugin.runtime.state.stage_state import StageState
 
 
@@ -45,42 +45,41 @@ def _add_scripts(engine: Any, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class ReplicaFiles:
-    """What a rank writes of a checkpoint (runtime/stage/ports.py), by stock code of ``engine``.
+    """What a rank writes of a checkpoint (a CheckpointFormat of runtime/stage/ports.py), by stock code of ``engine``.
 
-    ``client_state``, ``exclude_frozen_parameters``: as scripts give them to ``save_checkpoint``.
+    ``stock``: its own checkpoint engine; ``client_state``, ``exclude_frozen_parameters``: as scripts give them to
+    ``save_checkpoint``.
     """
 
     engine: Any
+    stock: Any
     session: Session
     shard: int
     client_state: Mapping[str, Any] = field(default_factory=dict)
     exclude_frozen_parameters: bool = False
 
-    def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
-        """Write the rank's files, if it is one that does so; they are on the disk when this returns.  Raises
-        NotSaved.
-        """
-        engine = self.engine
-        if self.session.roster.first_of(0, self.shard).worker != self.session.worker:
+    def gather(self, state: StageState, path: Path, share: Share) -> None:
+        """Hand over the rank's files, if it is of the first replica.  Raises NotSaved."""
+        engine, folder = self.engine, str(path.parent)
+        if share.turn:
             return
-        stock, files = engine.checkpoint_engine, Durable(engine.checkpoint_engine, reach)
-        engine.checkpoint_engine = files
+        engine.checkpoint_engine = Handed(self.stock, share)
         try:
             stand_in = first_for_stock(engine, self.shard == 0)
             with self.session.thread.undisturbed(), engine.shards.as_stock(), _partitioned(engine), stand_in:
-                engine._create_checkpoint_file(str(folder), tag, False)
-                engine._save_checkpoint(str(folder), tag, dict(self.client_state), self.exclude_frozen_parameters)
+                engine._create_checkpoint_file(folder, path.name, False)
+                engine._save_checkpoint(folder, path.name, dict(self.client_state), self.exclude_frozen_parameters)
                 if engine.save_zero_checkpoint:
-                    engine._save_zero_checkpoint(str(folder), tag)
-            files.conclude()
+                    engine._save_zero_checkpoint(folder, path.name)
         finally:
-            engine.checkpoint_engine = stock
+            engine.checkpoint_engine = self.stock
+        share.check()
         if self.shard == 0 and engine.save_zero_checkpoint:
-            _add_scripts(engine, folder)
+            _add_scripts(engine, path.parent)
 
-    def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
-        """Raise RecycleError: nobody asks for automatic checkpoints, which are refused."""
-        raise RecycleError("recycle.checkpoint with recycle.replicas is not supported yet; leave it out")
+    def dump(self, contents: Any, file: Any) -> None:
+        """Write a file's contents as stock does."""
+        self.stock.save(contents, file)
 
     def read(self, state: StageState, folder: Path) -> None:
         """Raise RecycleError: nobody replays a stage of such a job, whose log is refused."""
@@ -93,12 +92,10 @@ class WeightsFile(ReplicaFiles):
     and the lowest of them writes.
     """
 
-    def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
-        """Write the file ``folder``/``tag``, if this rank does so; it is on the disk when this returns.  Raises
-        NotSaved.
-        """
+    def gather(self, state: StageState, path: Path, share: Share) -> None:
+        """Hand over the file ``path``, if this rank does so."""
         engine = self.engine
-        if self.session.roster.first_of(0, self.shard).worker != self.session.worker:
+        if share.turn:
             return
         with self.session.thread.undisturbed(), first_for_stock(engine, self.shard == 0):
             if engine.zero_optimization_partition_weights():
@@ -106,6 +103,4 @@ class WeightsFile(ReplicaFiles):
             else:
                 weights = engine.module_state_dict(exclude_frozen_parameters=self.exclude_frozen_parameters)
         if self.shard == 0:
-            folders.make(folder)
-            folders.write(folder / tag, lambda file: engine.checkpoint_engine.save(weights, file))
-            reach("checkpoint.file")
+            share.save(path, weights)

@@ -205,8 +205,10 @@ class ReplicaEngine(DeepSpeedEngine):
         """
         if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)  # stock says why not
-        file = WeightsFile(self, self._job.session, self._place.shard, {}, exclude_frozen_parameters)
-        self._trainer.save(Path(save_dir), save_filename, False, file)
+        files = WeightsFile(
+            self, self.checkpoint_engine, self._job.session, self._place.shard, {}, exclude_frozen_parameters
+        )
+        self._trainer.save(Path(save_dir), save_filename, False, files)
         return True
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
@@ -330,7 +332,7 @@ class ReplicaEngine(DeepSpeedEngine):
         model = StageModel(
             self.shards.module, None, topology.micro_batches, True, True, device, gradients=self.shards.gradients
         )
-        self._files = ReplicaFiles(self, self._job.session, place.shard)
+        self._files = ReplicaFiles(self, self.checkpoint_engine, self._job.session, place.shard)
         self._optimizer_port = ReplicaOptimizer(self, self._step_as_stock)
         return Framework(
             seat=place.seat,
