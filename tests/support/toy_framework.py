@@ -1,0 +1,130 @@
+"""A toy framework, and the adapter that lends its parts to the trainer: gradients in buffers of its own (not
+``parameter.grad``), an optimizer of its own that reads them there, and checkpoints of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.data_cursor import DataCursor
+from recycle_plugin.runtime.collectives.place import make_alike, meet
+from recycle_plugin.runtime.control import session
+from recycle_plugin.runtime.devices.host import CPU
+from recycle_plugin.runtime.stage.buckets import MeanBuckets
+from recycle_plugin.runtime.stage.ports import Framework, Share, StageModel
+from recycle_plugin.runtime.stage.randomness import keyed
+from recycle_plugin.runtime.state.stage_state import StageState, StatePart
+from recycle_plugin.runtime.worker.trainer import Trainer
+from recycle_plugin.settings.schema import Settings
+from tests.support.buffered_gradients import BufferedGradients
+
+# --- the framework ------------------------------------------------------------------------------------------------
+
+
+class Momentum(torch.optim.Optimizer):
+    """Steps parameters by their ``main_grad``, with momentum; it never looks at ``parameter.grad``."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                moment = state.setdefault("moment", torch.zeros_like(parameter))
+                moment.mul_(0.9).add_(parameter.main_grad)
+                parameter.sub_(moment, alpha=group["lr"])
+
+
+# --- its adapter --------------------------------------------------------------------------------------------------
+
+
+class ToyStep:
+    """ports.Optimizer: ``clip()`` scales what the optimizer will read."""
+
+    def __init__(self, wrapped: Momentum, clip: Callable[[], None]) -> None:
+        self.wrapped, self._clip, self.steps = wrapped, clip, 0
+
+    def apply(self) -> None:
+        self._clip()
+        self.wrapped.step()
+        self.steps += 1
+
+    def skip(self) -> None:
+        self.steps += 1
+
+    pass_over = skip
+
+    @property
+    def counters(self) -> StatePart:
+        return StatePart("counters", get=lambda: self.steps, set=lambda steps: setattr(self, "steps", steps))
+
+
+class ToyFormat:
+    """ports.CheckpointFormat: a file for each ``stage``."""
+
+    def __init__(self, stage: int) -> None:
+        self._name = f"toy{stage}"
+
+    def gather(self, state: StageState, path: Path, share: Share) -> None:
+        if share.turn == 0:
+            tensors = {name: tensor.detach() for name, tensor in state.tensors().items()}
+            share.save(path / self._name, {"small": state.small(), "tensors": tensors})
+
+    def dump(self, contents: Any, file: Any) -> None:
+        torch.save(contents, file)
+
+    def read(self, state: StageState, folder: Path) -> None:
+        found = torch.load(folder / self._name, weights_only=False)
+        state.put(found["small"])
+        state.fill(found["tensors"])
+
+
+def toy_trainer(
+    layers: Sequence[Callable[[], nn.Module]],
+    loss: Callable[[Any, Any], torch.Tensor],
+    data: Callable[[int, int, int], Any],
+    topology: Topology,
+    clip: float,
+    section: dict[str, Any],
+) -> Trainer:
+    """The trainer of this worker's stage of ``layers``, cut evenly."""
+    settings, line = Settings.from_section({"enabled": True, **section}), session.of_this_process()
+    line.configure(settings.deadlines, settings.group_sums)
+    place = meet(line, topology)
+    stage, each = place.seat.stage, len(layers) // topology.stages
+    with keyed(stage, CPU):
+        module = nn.Sequential(*(make() for make in layers[stage * each : (stage + 1) * each]))
+    with line.hooks.startup.building(list(module.parameters())):
+        make_alike(module.parameters(), place.peers)
+    gradients = BufferedGradients(module.parameters())
+    step = ToyStep(Momentum(gradients.parameters, 0.05), lambda: trainer.stepping.clip())
+    first, last = stage == 0, stage == topology.stages - 1
+    model = StageModel(module, loss, topology.micro_batches, first, last, CPU, gradients=gradients)
+    framework = Framework(
+        seat=place.seat,
+        topology=topology,
+        model=model,
+        optimizer=step,
+        buckets=MeanBuckets(place.peers),
+        checkpoints=ToyFormat(stage),
+        cursor=DataCursor(topology.micro_batches),
+        micro_batch_size=1,
+        batch=lambda: len(topology.batch),
+        next_batch=lambda what: NotImplemented,
+        forward=lambda seed, place: keyed(seed, CPU),
+        clipping=clip,
+        state=(step.counters,),
+    )
+    trainer = Trainer(line, settings, framework)
+    trainer.feed.source = lambda step, micro_batch: data(step, *MicroBatch(*micro_batch))
+    line.hooks.at_end = trainer.finish
+    return trainer
