@@ -151,9 +151,10 @@ def record_norms(folder: str) -> None:
         framework, stepping = inside().framework, inside().stepping
         squares = sum(each.double().pow(2).sum().item() for each in framework.gradients.view())
         tied = sum(weight.parameter.grad.double().pow(2).sum().item() for weight in framework.tied)
-        if stepping.norm() is not None:
+        norm = stepping._clipping.norm(stepping._applying)
+        if norm is not None:
             with path.open("a") as file:
-                file.write(f"{stepping.norm().item()!r} {squares!r} {tied!r}\n")
+                file.write(f"{norm.item()!r} {squares!r} {tied!r}\n")
         clip(self)
 
     RecycleEngine.clip_fp32_gradients = changed

@@ -72,7 +72,7 @@ class SteppedWorker:
             inner.register_step_post_hook(lambda *_: masters.round_off())
         scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9) if scheduler is None else scheduler(inner)
         self.scale, self.cursor = LossScale(Scaler() if scaled else None), DataCursor(2)
-        self.optimizer = PlainOptimizer(inner, scheduler, lambda: self.stepping.clip())
+        self.optimizer = PlainOptimizer(inner, scheduler)
         self.framework = SimpleNamespace(
             pushed=None,
             seat=Seat(0, 1),

@@ -18,7 +18,7 @@ from recycle_plugin.runtime.collectives.place import make_alike, meet
 from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.stage.buckets import MeanBuckets
-from recycle_plugin.runtime.stage.ports import Framework, Share, StageModel
+from recycle_plugin.runtime.stage.ports import Clip, Framework, Share, StageModel
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.state.stage_state import StageState, StatePart
 from recycle_plugin.runtime.worker.trainer import Trainer
@@ -48,13 +48,13 @@ class Momentum(torch.optim.Optimizer):
 
 
 class ToyStep:
-    """ports.Optimizer: ``clip()`` scales what the optimizer will read."""
+    """ports.OptimizerStep: ``clip()`` scales what the optimizer will read."""
 
-    def __init__(self, wrapped: Momentum, clip: Callable[[], None]) -> None:
-        self.wrapped, self._clip, self.steps = wrapped, clip, 0
+    def __init__(self, wrapped: Momentum) -> None:
+        self.wrapped, self.steps = wrapped, 0
 
-    def apply(self) -> None:
-        self._clip()
+    def apply(self, clip: Clip) -> None:
+        clip()
         self.wrapped.step()
         self.steps += 1
 
@@ -106,7 +106,7 @@ def toy_trainer(
     with line.hooks.startup.building(list(module.parameters())):
         make_alike(module.parameters(), place.peers)
     gradients = BufferedGradients(module.parameters())
-    step = ToyStep(Momentum(gradients.parameters, 0.05), lambda: trainer.stepping.clip())
+    step = ToyStep(Momentum(gradients.parameters, 0.05))
     first, last = stage == 0, stage == topology.stages - 1
     model = StageModel(module, loss, topology.micro_batches, first, last, CPU, gradients=gradients)
     framework = Framework(

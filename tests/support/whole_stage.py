@@ -58,7 +58,7 @@ class Worker:
             pushed=None,
             seat=seat,
             model=SimpleNamespace(module=self.module),
-            optimizer=StockOptimizer(self.engine, self.stock.step),
+            optimizer=StockOptimizer(self.engine, lambda clip: self.stock.step()),
             masters=masters,
             cursor=self.cursor,
             state=(scheduler_part(lambda: self.engine.lr_scheduler, lambda: optimizer), counters_part(self.engine)),

@@ -55,7 +55,7 @@ class Worker:
         model = StageModel(self.module, nn.functional.mse_loss, 1, first=True, last=True, device=CPU)
         stage, scale = Stage(model, None, lambda micro_batch, step, half: nullcontext()), LossScale(None)
         self._stage = StoredStage(stage)
-        applied = StockOptimizer(engine, optimizer.step)
+        applied = StockOptimizer(engine, lambda clip: optimizer.step())
         framework = SimpleNamespace(
             pushed=None, seat=Seat(0, 0), model=model, optimizer=applied, masters=None, cursor=DataCursor(1), state=()
         )

@@ -15,6 +15,7 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
 from recycle_plugin.runtime.stage.gradient_store import TorchGradients
 from recycle_plugin.runtime.stage.gradients import Gradients
+from recycle_plugin.runtime.stage.ports import Clip
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
 from tests.support.optimizers import INVERTIBLE, Make, stage_state
@@ -57,8 +58,8 @@ class Worker:
             SimpleNamespace(is_first=False),
         )
 
-    def _apply(self) -> None:
-        self.stepping.clip()
+    def _apply(self, clip: Clip) -> None:
+        clip()
         self.optimizer.step()
         self.count += 1
 

@@ -41,7 +41,7 @@ from recycle_plugin.runtime.devices.kinds import device_of, put
 from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.movers.batches import packed
 from recycle_plugin.runtime.stage.masters import Masters
-from recycle_plugin.runtime.stage.ports import Framework, MadeStage, Scaler, Source, StageModel, trained
+from recycle_plugin.runtime.stage.ports import Clip, Framework, MadeStage, Scaler, Source, StageModel, trained
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
 from recycle_plugin.runtime.worker.data import DatasetSource
 from recycle_plugin.runtime.worker.trainer import Trainer
@@ -76,6 +76,8 @@ class RecycleEngine(PipelineEngine):
     _reporting: Reporting
     _may_skip = False  # steps, and a newcomer does not know which
     _applies = False  # a step, by stock code
+    _clip: Clip  # of that step
+    _clipped_by: torch.Tensor | None = None
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -380,11 +382,11 @@ class RecycleEngine(PipelineEngine):
 
     def clip_fp32_gradients(self) -> None:
         """DeepSpeed's call inside the optimizer step, where clipping is on; in bf16 and fp16 the optimizer calls it."""
-        self._trainer.stepping.clip()
+        self._clipped_by = self._clip()
 
-    def _clip(self) -> torch.Tensor | None:
+    def _clip_masters(self) -> torch.Tensor | None:
         self.clip_fp32_gradients()
-        return self._trainer.stepping.norm()
+        return self._clipped_by
 
     def _broadcast_model(self) -> None:
         """DeepSpeed's call to give all replicas the same weights; a newcomer gets those that are trained later."""
@@ -413,7 +415,7 @@ class RecycleEngine(PipelineEngine):
             )
         self.communication_data_type = torch.float32
         self.masters = Masters(trained(self.module))
-        return MasterOptimizer(optimizer, self.masters, self._clip)
+        return MasterOptimizer(optimizer, self.masters, self._clip_masters)
 
     def _configure_fp16_optimizer(
         self, optimizer: torch.optim.Optimizer, low_precision_dtype: torch.dtype
@@ -425,7 +427,7 @@ class RecycleEngine(PipelineEngine):
         """
         self.communication_data_type = torch.float32
         self.masters, self.scaler = Masters(trained(self.module)), loss_scaler(self._config.float16_config)
-        return HalfOptimizer(optimizer, self.masters, self._clip, self.scaler, self.gradient_clipping())
+        return HalfOptimizer(optimizer, self.masters, self._clip_masters, self.scaler, self.gradient_clipping())
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str | None:
         """Stock code sums gradients of bf16 and fp16 in these at ZeRO stage 0, and refuses to do so in fp32."""
@@ -453,9 +455,11 @@ class RecycleEngine(PipelineEngine):
         state = self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping()
         return ZeroFiles(*state, scaler=self.scaler) if self.fp16_enabled() else StateFiles(*state)
 
-    def _step_as_stock(self) -> None:
-        """Apply a step by stock code, whose reports ask for rates: also in a replay, while the script is behind."""
-        self._applies = True
+    def _step_as_stock(self, clip: Clip) -> None:
+        """Apply a step by stock code, which clips by ``clip``, and whose reports ask for rates: also in a replay, while
+        the script is behind.
+        """
+        self._applies, self._clip = True, clip
         try:
             super()._exec_optimizer_step()
         finally:

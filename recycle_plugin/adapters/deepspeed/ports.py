@@ -15,7 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from recycle_plugin.runtime.stage.clipping import squared_norm
-from recycle_plugin.runtime.stage.ports import Scaler
+from recycle_plugin.runtime.stage.ports import Clip, Scaler
 from recycle_plugin.runtime.state.stage_state import StatePart
 
 
@@ -56,7 +56,7 @@ class StockBuckets:
 class StockOptimizer:
     """The optimizer step of a DeepSpeed ``engine``; ``apply`` is stock code's, which also counts."""
 
-    def __init__(self, engine: Any, apply: Callable[[], None]) -> None:
+    def __init__(self, engine: Any, apply: Callable[[Clip], None]) -> None:
         self._engine, self.apply = engine, apply
 
     @property
@@ -88,7 +88,7 @@ class StockOptimizer:
         optimizer = self._engine.optimizer
         self._engine.optimizer = Skipped(optimizer)
         try:
-            self.apply()
+            self.apply(lambda: None)
         finally:
             self._engine.optimizer = optimizer
 

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from recycle_plugin.runtime.stage.ports import Clip
 from recycle_plugin.runtime.state.stage_state import StatePart
 
 
 class PlainOptimizer:
-    """Steps the torch optimizer ``wrapped``, with its learning-rate ``scheduler``, if it has one.
+    """Steps the torch optimizer ``wrapped``, with its learning-rate ``scheduler``, if it has one."""
 
-    ``clip()`` clips what is in ``parameter.grad``.
-    """
-
-    def __init__(self, wrapped: torch.optim.Optimizer, scheduler: Any, clip: Callable[[], None]) -> None:
-        self.wrapped, self.scheduler, self._clip = wrapped, scheduler, clip
+    def __init__(self, wrapped: torch.optim.Optimizer, scheduler: Any) -> None:
+        self.wrapped, self.scheduler = wrapped, scheduler
         self.steps, self.skipped = 0, 0
 
-    def apply(self) -> None:
+    def apply(self, clip: Clip) -> None:
         """Clip, step optimizer and scheduler, and count."""
-        self._clip()
+        clip()
         self.wrapped.step()
         if self.scheduler is not None:
             self.scheduler.step()

@@ -110,7 +110,7 @@ class PlainJob:
         self._files = StageFiles(self.seat, topology.stages, module, kinds, place.shards, place.shard)
         first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
         model = StageModel(module, loss, topology.micro_batches, first, last, device, keyed=keyed_forwards)
-        steps = PlainOptimizer(optimizer, scheduler, lambda: self._trainer.stepping.clip())
+        steps = PlainOptimizer(optimizer, scheduler)
         self._cursor = DataCursor(topology.micro_batches)
         batch = len(topology.batch) * micro_batch_size
 

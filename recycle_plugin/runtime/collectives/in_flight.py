@@ -30,10 +30,10 @@ from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.whereabouts import Reading
 from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.collectives.asked import EACH, SCRIPT, SUMS, Asked, Call, Channel
-from recycle_plugin.runtime.collectives.gloo import GlooLink, Rendezvous
 from recycle_plugin.runtime.collectives.link import Broken, Handle, Link
 from recycle_plugin.runtime.collectives.outcomes import LARGEST, Outcomes, Said, lines_of
 from recycle_plugin.runtime.collectives.startup import Startup
+from recycle_plugin.runtime.collectives.transports import open_link
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import on_host
 from recycle_plugin.runtime.devices.kinds import fetch, order_of, write
@@ -494,15 +494,14 @@ class Flight:
 
     # --- links ----------------------------------------------------------------------------------------
 
-    def apart(self, called: str) -> GlooLink:
+    def apart(self, called: str) -> Link:
         """A link of all members, named ``called``, that no change of the membership breaks."""
-        return self._gloo(0, called, range(len(self._ranks)))
+        return self._open(0, called, range(len(self._ranks)))
 
-    def _gloo(self, generation: int, called: str, members: Sequence[int]) -> GlooLink:
+    def _open(self, generation: int, called: str, members: Sequence[int]) -> Link:
         """A link of these logical members, which is called so in this group."""
-        ranks, session = [self._ranks[logical] for logical in members], self._session
-        meeting = Rendezvous(session, f"{called} of {self._name}", ranks)
-        return GlooLink(generation, meeting, f"ranks {_listed(ranks)}", session.own_address, self._timeout)
+        ranks = [self._ranks[logical] for logical in members]
+        return open_link(self._session, generation, f"{called} of {self._name}", ranks, self._timeout)
 
     def _link(self, which: str, members: Sequence[int]) -> tuple[Link, Handle]:
         """The link of the present membership among these logical members, and the handle of its connecting.
@@ -512,7 +511,7 @@ class Flight:
         some = "" if len(members) == len(self._live) else f" of {_listed(members)}"
         last, _ = self._links.get(which + some, (None, None))
         if last is None or last.generation != self._generation:
-            link = self._gloo(self._generation, f"generation{self._generation}{which}{some}", members)
+            link = self._open(self._generation, f"generation{self._generation}{which}{some}", members)
             self._links[which + some] = link, link.connect()
             if last is not None:
                 self._links[which + some][1].when_over(last.abort)

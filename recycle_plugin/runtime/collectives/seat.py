@@ -9,15 +9,15 @@ it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.asked import Asked
-from recycle_plugin.runtime.collectives.gloo import GlooLink
 from recycle_plugin.runtime.collectives.in_flight import NEWS_TIMEOUT_S
+from recycle_plugin.runtime.collectives.link import Link
 from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import on_host
@@ -40,9 +40,9 @@ class SeatLink:
     name.
     """
 
-    def __init__(self, session: Session, ranks: tuple[int, ...], open: Any) -> None:
+    def __init__(self, session: Session, ranks: tuple[int, ...], open: Callable[[str], Link]) -> None:
         self._session, self._ranks, self._open = session, ranks, open
-        self._link: GlooLink | None = None
+        self._link: Link | None = None
 
     def run(self, asked: Asked) -> None:
         """Do what a layer asks for, and write the result to its tensors.
@@ -63,7 +63,7 @@ class SeatLink:
                     asked.adjust(value, len(self._ranks))
                 write(tensor, value, asked.called)
 
-    def _connected(self) -> GlooLink:
+    def _connected(self) -> Link:
         """The link, which the processes that hold the seat now make once."""
         if self._link is None:
             workers = [f"{one.rank}.{one.incarnation}" for one in self._session.roster.of_ranks(self._ranks)]

@@ -31,14 +31,21 @@ if TYPE_CHECKING:  # which reads this module
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 Parameters = list[torch.nn.Parameter]
 Reach = Callable[[str], None]
+Clip = Callable[[], torch.Tensor | None]
+"""Clips the gradients of the step that is being applied; gives the norm with regard to which, None where nobody knows
+it.
+"""
 Compute = Callable[[int, int, int], torch.Tensor]
 """Of (step, replica, micro-batch): its loss, after the script has called ``backward()`` on it."""
 Source = Callable[[int, MicroBatch], Any]
 """Of (step, micro-batch): the batch of inputs and labels."""
 
 
-class Optimizer(Protocol):
-    """A framework's optimizer: applies a step once, or only counts it."""
+class OptimizerStep(Protocol):
+    """A framework's optimizer step: applied once, or only counted.
+
+    What takes it back is around ``wrapped`` (runtime/state/undo), prepared before and recorded as that steps.
+    """
 
     @property
     def wrapped(self) -> torch.optim.Optimizer:
@@ -48,8 +55,10 @@ class Optimizer(Protocol):
     def steps(self) -> int:
         """How many steps it has applied or skipped; those of a checkpoint's job included."""
 
-    def apply(self) -> None:
-        """Step by the framework's gradients, clipped where it clips; schedulers and counters go on."""
+    def apply(self, clip: Clip) -> None:
+        """Step by the framework's gradients; schedulers and counters go on.  ``clip()`` is called before, where the
+        framework's own step clips.
+        """
 
     def skip(self) -> None:
         """Let schedulers and counters go on as after a step that overflowed; no weight and no state of the optimizer
@@ -220,7 +229,7 @@ class Framework:
     seat: Seat
     topology: Topology
     model: StageModel
-    optimizer: Optimizer
+    optimizer: OptimizerStep
     buckets: Buckets
     checkpoints: CheckpointFormat
     cursor: DataCursor

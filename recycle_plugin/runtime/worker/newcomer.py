@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from recycle_plugin.core.worker.loop_ports import DataEnded
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.stage.ports import Optimizer
+from recycle_plugin.runtime.stage.ports import OptimizerStep
 from recycle_plugin.runtime.worker.script_replay import ScriptReplay
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Newcomer:
     def __init__(
         self,
         session: Session,
-        optimizer: Optimizer,
+        optimizer: OptimizerStep,
         counts: Counts,
         ask: Callable[[], None],
         follow: Callable[[int], bool],

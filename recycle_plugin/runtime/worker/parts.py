@@ -23,9 +23,9 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.observability.trace import TraceFile
 from recycle_plugin.runtime.catch_up.transfers import Transfers
+from recycle_plugin.runtime.collectives.transports import open_mover
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
-from recycle_plugin.runtime.movers.tcp import Transport
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
 from recycle_plugin.runtime.stage.gradients import Contributions, Gradients
@@ -72,7 +72,7 @@ class Parts:
         self.as_started = AsStarted(model.module)
         blocks = BlockSums(framework.gradients, self.blocks()) if settings.exact else None
         self.stage = self._make_stage(blocks)
-        self.transport = Transport(session, model.device)
+        self.transport = open_mover(session, model.device)
         self.store = self._make_store()
         rests = settings.batch == "shrink"
         self.feed = Feed(session, self.store, model.first or model.last, framework.next_batch, self._hand_on, rests)

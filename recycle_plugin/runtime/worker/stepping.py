@@ -17,7 +17,7 @@ from recycle_plugin.core.vocabulary.step_batches import LiveShare
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.clipping import Clipping, scaled
 from recycle_plugin.runtime.stage.gradients import Gradients
-from recycle_plugin.runtime.stage.ports import Optimizer
+from recycle_plugin.runtime.stage.ports import OptimizerStep
 from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 from recycle_plugin.runtime.stage.rates import ScaledRates, around_steps
 from recycle_plugin.runtime.stage.stage import Stage
@@ -36,7 +36,7 @@ class Stepping:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: OptimizerStep,
         stage: Stage | ScriptedStage | PushedStage,
         gradients: Gradients,
         clipping: Clipping,
@@ -101,7 +101,7 @@ class Stepping:
         self._await_readers()
         self._applying = step
         skips, scaled = self._clipping.skips(step), self._scale.value != 1.0
-        once = self._skip if skips else self._unscale_and_apply if scaled else self._optimizer.apply
+        once = self._skip if skips else self._unscale_and_apply if scaled else partial(self._optimizer.apply, self.clip)
         if not skips and not self._gradients.any(step):  # at a newcomer, of whose optimizer nothing is here yet
             once = self._optimizer.pass_over
         self._gradients.apply(step, self._optimizer.wrapped, once, scaled or self._clipping.clips(step))
@@ -117,14 +117,11 @@ class Stepping:
             self._prepared = step
             self._undo.prepare()
 
-    def clip(self) -> None:
-        """Clip the gradients of the step that stock code is applying."""
+    def clip(self) -> torch.Tensor | None:
+        """Clip the gradients of the step that is being applied; returns its norm, None where it is not known yet."""
         by = self._clipping.coefficient(self._applying)
         if by is not None:
             self._gradients.scale(partial(scaled, by=by))
-
-    def norm(self) -> torch.Tensor | None:
-        """The norm of the step that stock code is applying; None where it is not known yet."""
         return self._clipping.norm(self._applying)
 
     def share(self, step: int) -> float:
@@ -134,7 +131,7 @@ class Stepping:
 
     def _unscale_and_apply(self) -> None:
         self._gradients.scale(partial(unscaled, scale=self._scale.value))  # which the step may change
-        self._optimizer.apply()
+        self._optimizer.apply(self.clip)
 
     def _skip(self) -> None:
         """Count the step, and change no weight: to take that back there is nothing but counts."""

@@ -47,9 +47,8 @@ from recycle_plugin.settings.schema import Settings
 class Trainer:
     """Trains one worker's stage, which ``framework`` has built; all workers build theirs alike, before anybody trains.
 
-    ``feed``: where micro-batches come from; ``state``: all that a step changes; ``stepping``: for the framework's own
-    step; ``loading``: what the checkpoints that the script loads give it.  Raises RecycleError for a second trainer in
-    a process.
+    ``feed``: where micro-batches come from; ``state``: all that a step changes; ``loading``: what the checkpoints that
+    the script loads give it.  Raises RecycleError for a second trainer in a process.
     """
 
     def __init__(self, session: Session, settings: Settings, framework: Framework) -> None:
@@ -62,7 +61,7 @@ class Trainer:
         self._session, self._settings, self._framework = session, settings, framework
         self._parts = parts = Parts(session, settings, framework)
         self.seat, self.feed, self.state = parts.seat, parts.feed, parts.state
-        self.stepping, self.loading = parts.stepping, LoadingRecord(session, parts.state)
+        self.loading = LoadingRecord(session, parts.state)
         self._touch = FirstTouch(
             self._changed,
             lambda: self.settled and self._caught_up and not self.state.watches,

@@ -40,7 +40,7 @@ from recycle_plugin.runtime.collectives.place import Place, make_alike, meet
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.stage.buckets import MeanBuckets
-from recycle_plugin.runtime.stage.ports import Framework, StageModel, trained
+from recycle_plugin.runtime.stage.ports import Clip, Framework, StageModel, trained
 from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 from recycle_plugin.runtime.state.stage_state import StatePart
 from recycle_plugin.runtime.worker.changed_state import scheduler_part
@@ -315,9 +315,9 @@ class ReplicaEngine(DeepSpeedEngine):
         finally:
             self._boundary = before
 
-    def _step_as_stock(self) -> None:
+    def _step_as_stock(self, clip: Clip) -> None:
         """Apply a step: by stock code, or, where this rank follows others before it is one of them, as they have."""
-        given = self._trainer.stepping.norm()
+        given = clip()  # stock clips by itself: there is no limit here
         with self._job.session.thread.undisturbed(), self._told(True):
             if given is not None:
                 self._judged = None
