@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,24 +14,36 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.worker.background import Background
-from recycle_plugin.runtime.worker.checkpoint_files import Saving
+from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint
 from tests.support.coordinator import generation
 
 
 class Folders:
-    """As runtime.worker.checkpoint_files.Saving, without files."""
+    """Makes checkpoints as runtime.worker.checkpoint_files.Checkpoint, without files."""
+
+    folder = Path("checkpoints")
 
     def __init__(self) -> None:
         self.published: list[str] = []
+        self.written: list[Path] = []
 
-    def unfinished(self, tag: str, number: int) -> str:
-        return f".incomplete-{number}-{tag}"
+    def __call__(self, tag: str) -> Folders:
+        made = copy.copy(self)
+        made.tag = tag
+        return made
 
-    def publish(self, folder: Path, tag: str, unfinished: str, latest: bool, said: str, **details: object) -> str:
-        self.published.append(tag)
+    def path(self, number: int) -> Path:
+        return self.folder / f".incomplete-{number}-{self.tag}"
+
+    def gather(self, path: Path, copies: bool) -> SimpleNamespace:
+        assert copies, "training goes on while it is written"
+        return SimpleNamespace(write=lambda: self.written.append(path))
+
+    def named(self, made: Path, said: str, **details: object) -> str:
+        self.published.append(self.tag)
         return ""
 
-    def discard(self, folder: Path, unfinished: str) -> None:
+    def remove(self, made: Path) -> None:
         pass
 
 
@@ -54,20 +67,11 @@ def session(coordinator) -> Session:
 @pytest.fixture
 def begun(session, interval):
     """A checkpoint that the worker has begun before the step that is due, and what that says of it."""
-    folders, written = Folders(), []
-    background = Background(
-        session,
-        LOOP,
-        folders,
-        interval,
-        Path("checkpoints"),
-        1,
-        lambda tag: lambda: written.append(tag),
-        lambda: pytest.fail("nobody is lost"),
-    )
+    folders = Folders()
+    background = Background(session, LOOP, folders, interval, 1, lambda: pytest.fail("nobody is lost"))
     step = interval.due
     background.before(step)
-    return background, session, folders, written, step
+    return background, session, folders, folders.written, step
 
 
 def test_where_somebody_comes_while_the_steps_before_it_settle_all_begin_anew(session, interval):
@@ -80,9 +84,7 @@ def test_where_somebody_comes_while_the_steps_before_it_settle_all_begin_anew(se
         session.generation = generation(2, [0, 2])
 
     loop = SimpleNamespace(settle=settle, barrier=lambda place, values: barriers.append(place))
-    background = Background(
-        session, loop, Folders(), interval, Path("checkpoints"), 1, lambda tag: lambda: None, lambda: None, lambda: 0
-    )
+    background = Background(session, loop, Folders(), interval, 1, lambda: None, lambda: 0)
     background.before(step)
     assert not barriers and interval.due == unstarted(step - 2) == step + 1
     background.before(step + 1)
@@ -137,18 +139,7 @@ class Choice:
 def choosing(session, interval):
     """A worker that logs, and has begun a checkpoint behind the one before its first step, at which all wait."""
     choice, session.newcomer = Choice(), True
-    background = Background(
-        session,
-        LOOP,
-        Folders(),
-        interval,
-        Path("checkpoints"),
-        1,
-        lambda tag: lambda: None,
-        lambda: None,
-        lambda: 4,
-        choice,
-    )
+    background = Background(session, LOOP, Folders(), interval, 1, lambda: None, lambda: 4, choice)
     step = interval.due
     background.before(step)
     return background, session, choice, step
@@ -197,13 +188,13 @@ def test_a_checkpoint_that_gets_its_name_leaves_the_next_one_alone_which_others_
     session = coordinator.session(0)
     session.await_lease = lambda what, interruptible=True: None
     session.adopt(generation(1, [0]))
-    saving = Saving(session, SimpleNamespace(), lambda point: None)
     automatic, before, other = (
-        saving.unfinished(*of) for of in (("automatic_step3", 1), ("automatic_step2", 0), ("global_step4", 1))
+        Checkpoint(session, lambda point: None, lambda path, copies: pytest.fail("it is written"), tmp_path, tag)
+        for tag in ("automatic_step3", "automatic_step2", "global_step4")
     )
-    for name in (automatic, before, other):
-        (tmp_path / name).mkdir()
-    assert saving.publish(tmp_path, "automatic_step3", automatic, True, "a checkpoint") == ""
-    assert {path.name for path in tmp_path.iterdir()} == {"automatic_step3", other, "latest"}
-    saving.discard(tmp_path, other)
+    for path in (automatic.path(1), before.path(0), other.path(1)):
+        path.mkdir()
+    assert automatic.named(automatic.path(1), "a checkpoint") == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"automatic_step3", other.path(1).name, "latest"}
+    other.remove(other.path(1))
     assert {path.name for path in tmp_path.iterdir()} == {"automatic_step3", "latest"}

@@ -26,7 +26,7 @@ from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
-from recycle_plugin.runtime.worker.checkpoint_files import Saving, unwatched
+from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint, unwatched
 from recycle_plugin.runtime.worker.log_choice import LogChoice
 
 Write = Callable[[], None]
@@ -34,15 +34,15 @@ Write = Callable[[], None]
 
 @dataclass
 class _Begun:
-    """A checkpoint under way, of the state before ``step``, which ``members`` write.
+    """A ``checkpoint`` under way, of the state before ``step``, which ``members`` write as ``made``.
 
     ``arrived``: the generation in which this worker has said that it has written its share, which took ``write_s``;
     ``brought``: what it brings along for the choice of what is logged.
     """
 
     step: int
-    tag: str
-    unfinished: str
+    checkpoint: Checkpoint
+    made: Path
     members: frozenset[WorkerId]
     thread: threading.Thread = field(init=False)
     cost: Cost | None = None
@@ -53,41 +53,37 @@ class _Begun:
 
     @property
     def place(self) -> str:
-        return f"the end of checkpoint {self.tag}"
+        return f"the end of checkpoint {self.checkpoint.tag}"
 
 
 class Background:
-    """Makes automatic checkpoints, of which the last ``keep`` stay in ``folder``.
+    """Makes automatic checkpoints, ``make(tag)``, of which the last ``keep`` stay.
 
-    ``copy(path)`` copies this worker's share of the state and returns what writes it to that folder; ``recover()`` is
-    called after a membership change between steps.  ``valid_from()``: the generation from which this worker's data is
-    valid, where there are logs that reach back to checkpoints; None where there are not.  ``choice``: which boundaries
-    these logs have.
+    ``recover()`` is called after a membership change between steps.  ``valid_from()``: the generation from which this
+    worker's data is valid, where there are logs that reach back to checkpoints; None where there are not.  ``choice``:
+    which boundaries these logs have.
     """
 
     def __init__(
         self,
         session: Session,
         loop: BlockingLoop,
-        saving: Saving,
+        make: Callable[[str], Checkpoint],
         interval: CheckpointInterval,
-        folder: Path,
         keep: int,
-        copy: Callable[[Path], Write],
         recover: Callable[[], None],
         valid_from: Callable[[], int] | None = None,
         choice: LogChoice | None = None,
     ) -> None:
-        self._session, self._loop, self._saving, self._interval = session, loop, saving, interval
+        self._session, self._loop, self._make, self._interval = session, loop, make, interval
         self._valid_from, self._choice = valid_from, choice
         self._first = valid_from is not None and not session.newcomer  # there is to be one to replay from at all times
         # stages may be replayed from the last but one: while that goes on, nobody is told of the last one
-        self._folder, self._keep = folder, keep if valid_from is None else max(keep, 2)
-        self._copy, self._recover = copy, recover
+        self._keep, self._recover = keep if valid_from is None else max(keep, 2), recover
         self._meter = Meter()
         self._begun: _Begun | None = None
         self._writing: threading.Thread | None = None
-        self._made: list[str] = []
+        self._made: list[Path] = []
         self._members = self._live()
 
     def before(self, step: int) -> None:
@@ -147,15 +143,15 @@ class Background:
         self._interval.loaded(step)
 
     def _begin(self, step: int) -> None:
-        session, tag = self._session, f"automatic_step{step - 1}"
+        session, checkpoint = self._session, self._make(f"automatic_step{step - 1}")
         try:
             with session.heartbeats.at(ELSEWHERE, "a checkpoint"), unwatched(session):
                 if self._writing is not None:  # of one that was dropped
                     self._writing.join()
                 session.await_lease("a checkpoint")
-                begun = _Begun(step, tag, self._saving.unfinished(tag, session.number), self._live())
-                write = self._copy(self._folder / begun.unfinished)
-            self._loop.barrier(f"checkpoint {tag}", {})  # all have a copy of the same step, or nobody writes
+                begun = _Begun(step, checkpoint, checkpoint.path(session.number), self._live())
+                write = checkpoint.gather(begun.made, True).write
+            self._loop.barrier(f"checkpoint {checkpoint.tag}", {})  # all have a copy of the same step, or nobody writes
         except Interrupted:
             self._recover()
             self._drop()
@@ -173,7 +169,7 @@ class Background:
         try:
             write()
         except NotSaved as error:
-            begun.error = self._saving.said(error)
+            begun.error = begun.checkpoint.why(error)
         begun.write_s = time.monotonic() - began
 
     def _follow(self, begun: _Begun) -> None:
@@ -205,17 +201,18 @@ class Background:
         if error:
             self._interval.failed(begun.step, met.from_step)
             if first:
-                self._saving.discard(self._folder, begun.unfinished)
+                begun.checkpoint.remove(begun.made)
                 self._say_failed(begun, error)
             return
         self._interval.made(begun.step, costs, met.from_step)
-        self._made.append(begun.tag)
+        place = begun.checkpoint.folder / begun.checkpoint.tag
+        self._made.append(place)
         write_s = max(each for _, _, each, *_ in met.values.values())
         if self._choice is not None:
             self._choice.made()
         brought = [brought for *_, brought in met.values.values()]
         if first and (error := self._publish(begun, max(costs), write_s, brought)):
-            self._made.remove(begun.tag)
+            self._made.remove(place)
             self._say_failed(begun, error)
         del self._made[: -self._keep]
 
@@ -236,16 +233,14 @@ class Background:
             f"{cost.step_s:.3f} s, the next one before step {self._interval.due},"
         )
         details = {"cost_s": round(cost.seconds, 4), "step_s": round(cost.step_s, 4), "every": self._interval.every}
-        if error := self._saving.publish(self._folder, begun.tag, begun.unfinished, True, said, **details):
+        if error := begun.checkpoint.named(begun.made, said, **details):
             return error
         if self._valid_from is not None:
-            path = str((self._folder / begun.tag).absolute())
+            path = str(self._made[-1].absolute())
             logged = None if self._choice is None else self._choice.choose(brought, self._interval.every)
             self._session.send(Durable(self._session.rank, begun.step - 1, path, self._valid_from(), write_s, logged))
-        for tag in self._made[: -self._keep]:
-            threading.Thread(
-                target=folders.remove, args=(self._folder / tag,), name="recycle: old checkpoint", daemon=True
-            ).start()
+        for old in self._made[: -self._keep]:
+            threading.Thread(target=folders.remove, args=(old,), name="recycle: old checkpoint", daemon=True).start()
         return ""
 
     def _live(self) -> frozenset[WorkerId]:

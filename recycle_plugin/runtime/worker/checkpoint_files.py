@@ -24,7 +24,6 @@ from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.stage.ports import CheckpointFormat, Reach
-from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 
 UNFINISHED = ".incomplete-"
 # after which nobody writes to what another job has left: each file is minutes' work, and all are written at once
@@ -100,113 +99,89 @@ def saving_place(folder: Path, tag: str) -> str:
     return f"save_checkpoint({str(folder)!r}, {tag!r})"
 
 
-class Saving:
-    """Saves a job's checkpoints as folders, at one worker.  ``reach(point)`` is where injected faults strike."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint of this job on its way to be ``folder``/``tag``, as core.worker.checkpoint_saving.CheckpointFiles.
 
-    def __init__(self, session: Session, loop: BlockingLoop, reach: Reach) -> None:
-        self._session, self._loop, self._reach = session, loop, reach
+    ``gather(path, copies)``: this worker's share of it; ``reach(point)``: where injected faults strike; ``latest``: a
+    file of that name gets the tag; ``said``: what the event calls it.
+    """
 
-    def save(self, folder: Path, tag: str, latest: bool, write: Callable[[str], None], said: str) -> None:
-        """Save the checkpoint ``folder``/``tag``, in place on return.  ``write(tag)`` writes this worker's files under
-        another tag.
+    session: Session
+    reach: Reach
+    gather: Callable[[Path, bool], Share]
+    folder: Path
+    tag: str
+    latest: bool = True
+    said: str = ""
 
-        Raises NotSaved, on all workers, where it can't be written.
-        """
-        place = saving_place(folder, tag)
-        why = self._loop.save(place, _Folder(self, folder, tag, latest, write, said))
-        if why:
-            raise NotSaved(f"{place} has failed: {why}")
+    def path(self, number: int) -> Path:
+        """Where it is written in the membership ``number``: another place in each, and in each job."""
+        return self.folder / f"{self.tag}{UNFINISHED}{self.session.job_id}-{number}"
 
-    def write(self, unfinished: str, write: Callable[[str], None]) -> str:
-        """Write this worker's files; returns why that can't be, or "" where it is done."""
-        session = self._session
+    def write(self, number: int) -> Waits[str]:
+        """Write this worker's files; the value is why that can't be, or "" where it is done."""
+        session = self.session
         session.await_lease("a checkpoint")
         with session.heartbeats.at(ELSEWHERE, "a checkpoint"), unwatched(session):
-            self._reach("checkpoint.start")
+            self.reach("checkpoint.start")
             try:
-                write(unfinished)
+                self.gather(self.path(number), False).write()
             except NotSaved as error:
-                return self.said(error)
-            self._reach("checkpoint.written")
+                return self.why(error)
+            self.reach("checkpoint.written")
             return ""
+        yield
 
-    def said(self, error: NotSaved) -> str:
+    def why(self, error: NotSaved) -> str:
         """An error in this worker's words, with its seat, for all workers."""
-        session = self._session
+        session = self.session
         text = re.sub(rf"{re.escape(UNFINISHED)}[^/]*", "", str(error))  # a name that will be gone by then
         member = session.roster.member(session.worker)
         assert member is not None, "who saves is a member"
         return f"seat {member.seat} (rank {session.rank}): {text}"
 
-    def publish(self, folder: Path, tag: str, unfinished: str, latest: bool, said: str, **details: object) -> str:
-        """Give the checkpoint, whose files are all there, its name; returns why that can't be, or "" where it is
-        done.
-        """
-        session = self._session
+    def publish(self, number: int) -> Waits[str]:
+        """Give it its name; the value is why that can't be, or "" where it is done."""
+        return self.named(self.path(number), self.said)
+        yield
+
+    def named(self, made: Path, said: str, **details: object) -> str:
+        """Give ``made``, whose files are all there, its name; returns why that can't be, or "" where it is done."""
+        session, place = self.session, self.folder / self.tag
         with session.heartbeats.at(ELSEWHERE, "a checkpoint"):
             session.await_lease("a checkpoint", interruptible=False)
-            self._reach("checkpoint.publish")
+            self.reach("checkpoint.publish")
             try:
-                ready = folders.prepared(folder / "latest", tag) if latest else None
-                folders.put_in_place(folder / unfinished, folder / tag)
-                self._reach("checkpoint.named")
+                ready = folders.prepared(self.folder / "latest", self.tag) if self.latest else None
+                folders.put_in_place(made, place)
+                self.reach("checkpoint.named")
                 if ready is not None:
-                    folders.replace(ready, folder / "latest")
+                    folders.replace(ready, self.folder / "latest")
             except OSError as error:
-                self._tidy(folder, unfinished)
-                return self.said(
-                    error if isinstance(error, NotSaved) else NotSaved(folders.refusal(folder / tag, error))
-                )
-            session.note("checkpoint", f"{said} in {folder / tag}", path=str((folder / tag).absolute()), **details)
-            self._reach("checkpoint.latest")
-            self._tidy(folder, unfinished)
+                self.remove(made)
+                return self.why(error if isinstance(error, NotSaved) else NotSaved(folders.refusal(place, error)))
+            session.note("checkpoint", f"{said} in {place}", path=str(place.absolute()), **details)
+            self.reach("checkpoint.latest")
+            self.remove(made)
             return ""
 
-    def discard(self, folder: Path, unfinished: str) -> None:
-        """Remove the checkpoint ``unfinished`` in ``folder``, and what is left of others, where nobody writes any
-        more.
-        """
-        with self._session.heartbeats.at(ELSEWHERE, "a checkpoint"):
-            self._tidy(folder, unfinished)
-
-    def _tidy(self, folder: Path, unfinished: str) -> None:
-        """Remove what nobody writes to any more: in this membership others may be at the next checkpoint already."""
-        now = self.unfinished("", self._session.number)
-        for left in folder.glob(f"*{UNFINISHED}*"):
-            own = f"{UNFINISHED}{self._session.job_id}-" in left.name
-            over = left.name == unfinished or not left.name.endswith(now)
-            if (own and over) or time.time() - folders.written_last(left) > STALE_S:
-                folders.remove(left)
-
-    def unfinished(self, tag: str, number: int) -> str:
-        """The name of an unfinished checkpoint, another one in each membership, ``number``, and in each job."""
-        return f"{tag}{UNFINISHED}{self._session.job_id}-{number}"
-
-
-@dataclass(frozen=True)
-class _Folder:
-    """One checkpoint to save, as core.worker.checkpoint_saving.CheckpointFiles."""
-
-    saving: Saving
-    folder: Path
-    tag: str
-    latest: bool
-    write_files: Callable[[str], None]
-    said: str
-
-    def write(self, number: int) -> Waits[str]:
-        yield from ()
-        return self.saving.write(self.saving.unfinished(self.tag, number), self.write_files)
-
-    def publish(self, number: int) -> Waits[str]:
-        yield from ()
-        return self.saving.publish(
-            self.folder, self.tag, self.saving.unfinished(self.tag, number), self.latest, self.said
-        )
-
     def discard(self, number: int) -> Iterator[Any]:
-        self.saving.discard(self.folder, self.saving.unfinished(self.tag, number))
-        yield from ()
+        """Remove what was written of it, and what is left of others, where nobody writes any more."""
+        self.remove(self.path(number))
+        return iter(())
+
+    def remove(self, made: Path) -> None:
+        """Remove ``made``, and what else nobody writes to any more: in this membership others may be at the next
+        checkpoint already.
+        """
+        session = self.session
+        with session.heartbeats.at(ELSEWHERE, "a checkpoint"):
+            for left in self.folder.glob(f"*{UNFINISHED}*"):
+                own = f"{UNFINISHED}{session.job_id}-" in left.name
+                over = left == made or not left.name.endswith(f"{UNFINISHED}{session.job_id}-{session.number}")
+                if (own and over) or time.time() - folders.written_last(left) > STALE_S:
+                    folders.remove(left)
 
 
 @contextmanager

@@ -6,7 +6,9 @@ There are those that the script asks for, automatic ones, and the one that a job
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.errors import NotSaved
@@ -14,7 +16,7 @@ from recycle_plugin.runtime.stage.ports import CheckpointFormat
 from recycle_plugin.runtime.worker import iterator_places
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
-from recycle_plugin.runtime.worker.checkpoint_files import Saving, Share
+from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint, Share, saving_place
 from recycle_plugin.runtime.worker.log_choice import LogChoice
 from recycle_plugin.runtime.worker.parts import Parts
 
@@ -38,7 +40,7 @@ class JobCheckpoints:
     ) -> None:
         settings, self._session, self._format = parts.settings, parts.session, parts.framework.checkpoints
         self._state, self._seat, self._place, self._reach = parts.state, parts.seat, place, parts.world.reach
-        self._saving = Saving(parts.session, loop, self._reach)
+        self._loop = loop
         self._folder = Path(settings.checkpoint_dir) if settings.checkpoint_dir else None
         self._saved_to = Path(parts.run_dir) / "checkpoint"  # the last time; nothing yet
         self._unsaved = ""  # why the script's last one is not there, until it has gone on without
@@ -49,31 +51,20 @@ class JobCheckpoints:
             interval = CheckpointInterval(settings.checkpoint.overhead, loop.machine.stepped, first)
             if parts.session.newcomer:
                 interval.joined(parts.session.changed_behind)
-            self._background = Background(
-                parts.session,
-                loop,
-                self._saving,
-                interval,
-                self.folder,
-                settings.checkpoint.keep,
-                lambda path: self._gathered(self._format, path, copies=True).write,
-                recover,
-                valid_from if logs else None,
-                choice,
-            )
+            made, keep = partial(self._checkpoint, self._format, self.folder), settings.checkpoint.keep
+            since = valid_from if logs else None
+            self._background = Background(parts.session, loop, made, interval, keep, recover, since, choice)
 
     def save(self, folder: Path, tag: str, latest: bool, files: CheckpointFormat | None, step: int) -> None:
         """Save the checkpoint of ``step``; see Trainer.save.  Raises NotSaved."""
+        self._saved_to, place = folder, saving_place(folder, tag)
+        made = self._checkpoint(files or self._format, folder, tag, latest, f"checkpoint of step {step}")
+        if why := self._loop.save(place, made):
+            self._unsaved = f"{place} has failed: {why}"
+            raise NotSaved(self._unsaved)
 
-        def write(unfinished: str) -> None:
-            self._gathered(files or self._format, folder / unfinished, copies=False).write()
-
-        self._saved_to = folder
-        try:
-            self._saving.save(folder, tag, latest, write, f"checkpoint of step {step}")
-        except NotSaved as error:
-            self._unsaved = str(error)
-            raise
+    def _checkpoint(self, format: CheckpointFormat, folder: Path, tag: str, *more: Any) -> Checkpoint:
+        return Checkpoint(self._session, self._reach, partial(self._gathered, format), folder, tag, *more)
 
     def _gathered(self, format: CheckpointFormat, path: Path, copies: bool) -> Share:
         """This worker's files of the checkpoint ``path``, of the state as it is now."""
