@@ -200,6 +200,12 @@ class Roster:
         """The members that hold ``shard`` of ``stage``, which have one state, in the order of the ranks."""
         return self._by_shard.get((stage, shard), ())
 
+    def alike(self, member: Member) -> Group:
+        """The members at ``member``'s place in the pipeline, itself too, whatever layers that has: they have one state,
+        in the order of the ranks.
+        """
+        return self.peers(member.seat.stage, member.shard)
+
     def working_peers(self, stage: int, shard: int = 0) -> dict[int, Member]:
         """By replica, the members with ``shard`` of ``stage`` whose seat is given work.  Costs time in proportion to
         these.

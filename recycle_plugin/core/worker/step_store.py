@@ -101,6 +101,10 @@ class StepStore:
 
     # --- what is here ------------------------------------------------------------------------------
 
+    def of_layers(self, kind: str, step: int) -> Datum:
+        """The name of what there is once in ``step`` for all the layers that this worker holds."""
+        return Datum(kind, self.seat.stage, None, step)
+
     def __contains__(self, datum: Datum) -> bool:
         return datum in self._data
 
@@ -287,7 +291,7 @@ class StepStore:
         """
         self._remove_all(lambda datum: True)
         self.committed, self.valid_from, self._before = step, valid_from, None
-        self.put(Datum("params", self.seat.stage, None, step + 1))
+        self.put(self.of_layers("params", step + 1))
 
     def forget_evaluation(self, step: int) -> None:
         """Drops what belongs to the evaluation ``step`` (negative) and all before it, which are through, or given

@@ -11,7 +11,6 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.stage.gradient_store import GradientStore
@@ -26,8 +25,7 @@ class Clipping:
     """
 
     def __init__(self, store: StepStore, gradients: GradientStore, norm: Norm, limit: float) -> None:
-        self._store, self._stage = store, store.seat.stage
-        self._gradients, self._norm, self._limit = gradients, norm, limit
+        self._store, self._gradients, self._norm, self._limit = store, gradients, norm, limit
 
     def share(self) -> float:
         """This stage's share of the squared norm, of which its workers hold the same gradients and find the same."""
@@ -40,7 +38,7 @@ class Clipping:
 
     def norm(self, step: int) -> torch.Tensor | None:
         """The norm of ``step``; None where it is not known, or not yet."""
-        found = self._store.get(Datum("norm", self._stage, None, step))
+        found = self._store.get(self._store.of_layers("norm", step))
         return None if found is None else torch.as_tensor(found)
 
     def skips(self, step: int) -> bool:

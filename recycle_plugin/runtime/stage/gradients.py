@@ -249,9 +249,9 @@ class Gradients:
         ``sums``, and does not have the others; by datum.
         """
         whole = [sums.get(parameter) for parameter in self._gradients.parameters]
-        found: dict[Datum, Any] = {Datum("reduced", self._store.seat.stage, None, step): whole}
+        found: dict[Datum, Any] = {self._store.of_layers("reduced", step): whole}
         if self._store.tied:  # also if all that the stages share is frozen
-            found[Datum("tied", self._store.seat.stage, None, step)] = {place: whole[place] for place in self._tied}
+            found[self._store.of_layers("tied", step)] = {place: whole[place] for place in self._tied}
         return found
 
     def _applied(self, step: int) -> list[torch.Tensor | None]:
@@ -270,7 +270,7 @@ class Gradients:
         return whole
 
     def _of(self, kind: str, step: int) -> Any:
-        return self._store.get(Datum(kind, self._store.seat.stage, None, step))
+        return self._store.get(self._store.of_layers(kind, step))
 
     def _sum(self, bucket: Bucket, step: int, holder: int | None, owners: list[list[Block]] | None) -> torch.Tensor:
         if holder is not None:

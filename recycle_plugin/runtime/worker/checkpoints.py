@@ -69,8 +69,10 @@ class JobCheckpoints:
     def _gathered(self, format: CheckpointFormat, path: Path, copies: bool) -> Share:
         """This worker's files of the checkpoint ``path``, of the state as it is now."""
         session = self._session
-        peers = [member.worker for member in session.roster.peers(self._seat.stage, session.shard)]
-        share = Share(format, peers.index(session.worker), len(peers), self._reach, copies)
+        own = session.roster.member(session.worker)
+        assert own is not None, "who saves is a member"
+        alike = session.roster.alike(own)
+        share = Share(format, alike.index(own), len(alike), self._reach, copies)
         format.gather(self._state, path, share)
         if (place := self._place()) is not None:
             iterator_places.write(share.add, path, self._seat, place)

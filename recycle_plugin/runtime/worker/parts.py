@@ -211,7 +211,7 @@ class Parts:
 
     def _applied(self, step: int) -> None:
         if (norm := self.framework.judged()) is not None:
-            self.store.put(Datum("norm", self.seat.stage, None, step), norm)
+            self.store.put(self.store.of_layers("norm", step), norm)
         if not self._checked:  # what the optimizer's first step has made
             self.state.check()
             self._checked = True
