@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from wrappers import inside
 
 from recycle_plugin.core.vocabulary.instruction import Instruction
-from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.worker.operations import TorchOperations
 from recycle_plugin.runtime.worker.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -163,7 +163,7 @@ def measure(step: int, folder: str, script: str) -> None:
         return loss
 
     def noted(function: Callable) -> Callable:
-        def changed(self: Operations, instruction: Instruction, *given: Any) -> Any:
+        def changed(self: TorchOperations, instruction: Instruction, *given: Any) -> Any:
             with peaks[0].during(instruction.op.name):
                 return function(self, instruction, *given)
 
@@ -181,7 +181,7 @@ def measure(step: int, folder: str, script: str) -> None:
         path.write_text(json.dumps(record | {"between": between, "settled": by_kind(trainer), "peaks": found}))
 
     Trainer.train = changed
-    Operations.compute, Operations.add_up = noted(Operations.compute), noted(Operations.add_up)
+    TorchOperations.compute, TorchOperations.add_up = noted(TorchOperations.compute), noted(TorchOperations.add_up)
 
 
 plan = json.loads(os.environ["RECYCLE_TEST_MEMORY"])

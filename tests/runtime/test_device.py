@@ -26,7 +26,7 @@ from recycle_plugin.runtime.movers.tcp import Transport
 from recycle_plugin.runtime.stage.randomness import keyed, keyed_torch
 from recycle_plugin.runtime.state.stage_state import raw
 from recycle_plugin.runtime.worker.machine import TorchMachine
-from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.worker.operations import TorchOperations
 from recycle_plugin.runtime.worker.tiers import AsMade, Host
 from tests.support.coordinator import NO_STATE, generation
 from tests.support.device_port import *  # noqa: F403  tests
@@ -327,7 +327,7 @@ class Computing:
 
 def test_the_host_is_at_most_one_instruction_ahead_of_the_device(coordinator, late):
     session, ran = coordinator.session(0, wait_timeout_s=0.05), []
-    operations = Operations(session, Computing(late), None, None, None)
+    operations = TorchOperations(session, Computing(late), None, None, None)
     first, second, third = (Instruction(Op.F, 0, MicroBatch(0, index), 3) for index in range(3))
     for one in (first, second):
         assert operations.compute(one, None, False) == {}
@@ -345,7 +345,7 @@ def test_the_host_is_at_most_one_instruction_ahead_of_the_device(coordinator, la
 
 
 def test_spans_are_of_the_device_and_all_are_over_behind_a_step(coordinator, device):
-    operations = Operations(coordinator.session(0), Computing(device), Stepping(), None, lambda step: None)
+    operations = TorchOperations(coordinator.session(0), Computing(device), Stepping(), None, lambda step: None)
     program = [*(Instruction(Op.F, 0, MicroBatch(0, index), 3) for index in range(3)), Instruction(Op.STEP, 0, None, 3)]
     spans = []
     for one in program:
@@ -357,7 +357,7 @@ def test_spans_are_of_the_device_and_all_are_over_behind_a_step(coordinator, dev
 
 
 def test_what_does_not_compute_is_over_at_once(coordinator, late):
-    operations = Operations(coordinator.session(0), Computing(late), None, None, None)
+    operations = TorchOperations(coordinator.session(0), Computing(late), None, None, None)
     operations.compute(Instruction(Op.F, 0, MicroBatch(0, 0), 3), None, False)
     span = Span(Seat(0, 0), Instruction(Op.RECV_ACT, 1, MicroBatch(0, 0), 3, Seat(0, 0)), 1, 2)
     assert list(operations.timeline.spans(span)) == [span]
@@ -366,7 +366,7 @@ def test_what_does_not_compute_is_over_at_once(coordinator, late):
 def test_what_a_device_fails_with_is_raised_where_the_host_would_go_on(coordinator):
     device = LateDevice()
     device.breaks = RuntimeError("an illegal memory access")
-    operations = Operations(coordinator.session(0), Computing(device), None, None, None)
+    operations = TorchOperations(coordinator.session(0), Computing(device), None, None, None)
     with pytest.raises(RuntimeError, match="an illegal memory access"):
         for index in range(3):
             operations.compute(Instruction(Op.W, 0, MicroBatch(0, index), 3), None, False)

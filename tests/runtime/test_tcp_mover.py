@@ -35,7 +35,7 @@ from recycle_plugin.runtime.movers.tcp import Transport
 from recycle_plugin.runtime.movers.wire import FRAMES, LANGUAGE, Header, Sender
 from recycle_plugin.runtime.system.accepting import PAUSE_S
 from recycle_plugin.runtime.worker.machine import TorchMachine
-from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.worker.operations import TorchOperations
 from recycle_plugin.runtime.worker.tiers import Host
 from tests.support.coordinator import NO_STATE, generation
 from tests.support.descriptors import none_left
@@ -98,7 +98,7 @@ def test_who_cannot_come_to_its_own_door_hears_out_who_is_in(coordinator, pair, 
 def test_the_coordinator_hears_what_does_not_come(pair, coordinator):
     session = coordinator.sessions[1]
     session.wait_timeout_s = 0.05
-    operations = Operations(session, Nothing(), None, None, None)
+    operations = TorchOperations(session, Nothing(), None, None, None)
     machine = TorchMachine(session, pair[1], operations, FaultScript((), Seat(0, 1)), *NO_STATE)
     with pytest.raises(WaitTimeout, match=r"act of stage 0, micro-batch 0\.0, step 1 from seat 0\.0, once more"):
         next(machine.wait_for(act(0), Seat(0, 0), lambda: None))
@@ -213,7 +213,7 @@ def test_who_lets_nobody_in_says_so_when_something_does_not_come_and_when_all_me
     session.adopt(Generation(3, (Member(1, Seat(0, 1), receiver.address, "h"),), 0, "start", 0.0))
     session.wait_timeout_s = 0.05
     machine = TorchMachine(
-        session, receiver, Operations(session, Nothing(), None, None, None), FaultScript((), Seat(0, 1)), *NO_STATE
+        session, receiver, TorchOperations(session, Nothing(), None, None, None), FaultScript((), Seat(0, 1)), *NO_STATE
     )
     for name in ("CONNECT_S", "DEATH_S"):
         monkeypatch.setattr(tcp, name, 0.2)

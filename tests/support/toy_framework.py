@@ -18,7 +18,7 @@ from recycle_plugin.runtime.collectives.place import make_alike, meet
 from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.stage.buckets import MeanBuckets
-from recycle_plugin.runtime.stage.ports import Clip, Framework, Share, StageModel
+from recycle_plugin.runtime.stage.ports import CheckpointShare, Clip, Framework, StageModel
 from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.state.stage_state import StageState, StatePart
 from recycle_plugin.runtime.worker.trainer import Trainer
@@ -74,7 +74,7 @@ class ToyFormat:
     def __init__(self, stage: int) -> None:
         self._name = f"toy{stage}"
 
-    def gather(self, state: StageState, path: Path, share: Share) -> None:
+    def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
         if share.turn == 0:
             tensors = {name: tensor.detach() for name, tensor in state.tensors().items()}
             share.save(path / self._name, {"small": state.small(), "tensors": tensors})

@@ -20,7 +20,7 @@ from recycle_plugin.adapters.deepspeed.checkpoint import (
 )
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.stage_state import StatePart
-from recycle_plugin.runtime.worker.checkpoint_files import Share
+from recycle_plugin.runtime.worker.checkpoint_files import WrittenShare
 from tests.jobs.odd_optimizers import Lookahead, adamw
 from tests.support.optimizers import same, stage_state
 from tests.support.whole_stage import Worker, without
@@ -39,7 +39,7 @@ class Files:
 def test_what_is_written_later_is_what_was_to_be_saved_whatever_becomes_of_it_meanwhile(tmp_path):
     weight, moment = torch.nn.Parameter(torch.arange(3.0)), torch.arange(4.0).reshape(2, 2).t()
     path, points = tmp_path / "saved" / "file.pt", []
-    share = Share(SimpleNamespace(dump=torch.save), 0, 1, points.append, copies=True)
+    share = WrittenShare(SimpleNamespace(dump=torch.save), 0, 1, points.append, copies=True)
     share.save(path, OrderedDict(module={"weight": weight}, state=[{"moments": (moment, 3)}, None], name="x"))
     with torch.no_grad():
         weight.fill_(7), moment.fill_(7)

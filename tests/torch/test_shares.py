@@ -29,11 +29,11 @@ from recycle_plugin.runtime.devices.host import CPU, There
 from recycle_plugin.runtime.movers.shares import SentWeights, carried, word_of
 from recycle_plugin.runtime.stage.block_sums import ALONE, BlockSums
 from recycle_plugin.runtime.stage.gradient_store import TorchGradients
-from recycle_plugin.runtime.stage.gradients import Contributions
+from recycle_plugin.runtime.stage.gradients import WorkerContributions
 from recycle_plugin.runtime.stage.ports import MadeStage, StageModel
 from recycle_plugin.runtime.stage.randomness import key, keyed, keyed_torch
 from recycle_plugin.runtime.state.surroundings import layers_digest
-from recycle_plugin.runtime.worker.helping import HelpedStage, Helping, HowToMake
+from recycle_plugin.runtime.worker.helping import Helping, HowToMake, TorchHelpedStage
 
 SHAPE, WIDTH = Topology(1, 3, 4), 6
 BACK, ME = WorkerId(1, 1), WorkerId(2)
@@ -94,7 +94,7 @@ class Bench:
         seed = key(5, step, micro_batch, stage, half)
         return keyed_torch(seed, CPU) if half else made.forward(seed, micro_batch.index)
 
-    def ready(self, stage: int = 1, size: int = 100) -> HelpedStage:
+    def ready(self, stage: int = 1, size: int = 100) -> TorchHelpedStage:
         try:
             next(self.helping.make_stage(Call(BACK, "there", stage, size)))
         except StopIteration as end:
@@ -107,7 +107,7 @@ def weights() -> SentWeights:
     return SentWeights(tuple(each.detach().clone() for each in module.parameters()), 1.0, layers_digest(module))
 
 
-def make(stage: HelpedStage, sent: SentWeights, blocks: list[Block], size: int = 1) -> dict:
+def make(stage: TorchHelpedStage, sent: SentWeights, blocks: list[Block], size: int = 1) -> dict:
     """The sums of these blocks in step 5."""
     stage.begin(5, sent)
     for block in blocks:
@@ -136,7 +136,7 @@ def test_sums_of_shares_have_the_bits_of_one_workers(tmp_path, size):
     def total(sums: list[dict]) -> torch.Tensor:
         parameters = [nn.Parameter(torch.zeros_like(each)) for each in sent.tensors]
         there = BlockSums(TorchGradients(parameters), Blocks(SHAPE, size))
-        contributions = Contributions(TorchGradients(parameters), there, CPU)
+        contributions = WorkerContributions(TorchGradients(parameters), there, CPU)
         for each in sums:
             contributions.add(each)
         return there.total([*range(len(parameters))], there.owners(ALONE), ALONE)
@@ -150,7 +150,7 @@ def test_outside_exact_mode_a_share_is_one_sum(tmp_path):
     sent, blocks = weights(), all_blocks(1)
     alone = make(Bench(tmp_path).ready(), sent, blocks)
     parameters = [nn.Parameter(torch.zeros_like(each)) for each in sent.tensors]
-    contributions = Contributions(TorchGradients(parameters), None, CPU)
+    contributions = WorkerContributions(TorchGradients(parameters), None, CPU)
     for at in (0, 1):
         part = make(Bench(tmp_path).ready(), sent, blocks[at::2])
         assert list(part) == [None]

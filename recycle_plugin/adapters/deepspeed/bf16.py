@@ -86,7 +86,7 @@ class MasterOptimizer:
         )
 
     def __getattr__(self, name: str) -> Any:
-        raise NotThere(
+        raise NotInOptimizer(
             f"engine.optimizer.{name} is of DeepSpeed's own optimizer, which keeps shards, and the plugin's has the "
             "state whole: engine.optimizer.optimizer is torch's, and of its masters"
         )
@@ -109,7 +109,7 @@ def _check_wrapped(optimizer: torch.optim.Optimizer, weights: AbstractSet[torch.
             _check_wrapped(inner, weights)
 
 
-class NotThere(RecycleError, AttributeError):
+class NotInOptimizer(RecycleError, AttributeError):
     """Something of DeepSpeed's optimizer that the plugin's has not."""
 
 

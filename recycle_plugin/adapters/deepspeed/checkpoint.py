@@ -33,7 +33,7 @@ from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import HOST
-from recycle_plugin.runtime.stage.ports import Scaler, Share
+from recycle_plugin.runtime.stage.ports import CheckpointShare, Scaler
 from recycle_plugin.runtime.state.stage_state import StageState
 
 STOCKS = frozenset(("optimizer", "scheduler", "counters"))  # small parts that stock's files have
@@ -59,7 +59,7 @@ class EngineFiles:
     client_state: Mapping[str, Any] = field(default_factory=dict)
     exclude_frozen_parameters: bool = False
 
-    def gather(self, state: StageState, path: Path, share: Share) -> None:
+    def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
         """Hand over what stock code saves here, and what it leaves out."""
         engine, first = self.engine, self.session.is_first
         known = self.ties.saved() | self._own(state)
@@ -186,7 +186,7 @@ def in_words(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def stand_in(engine: Any, writer: bool, first: bool, files: Handed) -> Iterator[None]:
+def stand_in(engine: Any, writer: bool, first: bool, files: ShareEngine) -> Iterator[None]:
     """Inside of this context ``engine`` hands to ``files`` what its stage's (``writer``) and the job's (``first``)
     lowest live member has to write.
     """
@@ -213,13 +213,13 @@ def stand_in(engine: Any, writer: bool, first: bool, files: Handed) -> Iterator[
         ) = kept
 
 
-class Handed:
+class ShareEngine:
     """Stands in the place of DeepSpeed's own checkpoint engine, ``stock``: hands what it is to save over to ``share``.
 
     Nothing raises here: others wait in stock code for whoever does.
     """
 
-    def __init__(self, stock: Any, share: Share) -> None:
+    def __init__(self, stock: Any, share: CheckpointShare) -> None:
         self._stock, self._share = stock, share
 
     def save(self, state_dict: Any, path: str) -> None:
@@ -237,7 +237,7 @@ class Handed:
         return getattr(self._stock, name)
 
 
-class Inventory(Handed):
+class Inventory(ShareEngine):
     """Notes what is handed over of the state.
 
     ``places``: the names in the module of the layers that files are named by; ``parameters``: the optimizer's, in its
@@ -247,7 +247,7 @@ class Inventory(Handed):
     def __init__(
         self,
         stock: Any,
-        share: Share,
+        share: CheckpointShare,
         places: Callable[[int], str],
         parameters: list[str],
         known: AbstractSet[str],

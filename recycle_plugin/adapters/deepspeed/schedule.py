@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe import schedule as stock
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
 from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.worker import Worker
-from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.worker.operations import TorchOperations
 
 NAMES = {
     Op.LOAD: "Load",
@@ -36,9 +36,9 @@ COMMANDS = {
 }
 
 INSTRUCTION_MAP = {
-    COMMANDS[op]: Operations.compute
+    COMMANDS[op]: TorchOperations.compute
     if op in COMPUTE or op in (Op.LOAD, Op.STEP)
-    else Operations.add_up
+    else TorchOperations.add_up
     if op in (Op.REDUCE, Op.TIE)
     else Worker.perform
     for op in Op

@@ -13,7 +13,7 @@ from recycle_plugin import folders
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.devices.host import HOST
-from recycle_plugin.runtime.stage.ports import Share
+from recycle_plugin.runtime.stage.ports import CheckpointShare
 from recycle_plugin.runtime.state.stage_state import StageState
 
 WHOLE = frozenset(("step", "stages", "kinds", "layers", "small", "tensors"))  # what each file has
@@ -34,7 +34,7 @@ class StageFiles:
     shards: int = 1
     shard: int = 0
 
-    def gather(self, state: StageState, path: Path, share: Share) -> None:
+    def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
         """Hand over the stage's file, if this worker writes it."""
         if share.turn == 0:
             share.save(path / self._name, self._contents(state))

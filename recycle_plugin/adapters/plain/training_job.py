@@ -15,7 +15,7 @@ from recycle_plugin.adapters.plain.ports import PlainOptimizer
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.collectives.place import Place, make_alike
+from recycle_plugin.runtime.collectives.place import HeldSeat, make_alike
 from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of
@@ -85,7 +85,7 @@ class PlainJob:
         line: Session,
         settings: Settings,
         topology: Topology,
-        place: Place,
+        place: HeldSeat,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,

@@ -16,7 +16,7 @@ from recycle_plugin.runtime.control.session import Session
 
 
 @dataclass(frozen=True)
-class Place:
+class HeldSeat:
     """The place of a worker: ``shard`` of ``seat``, which so many ``shards`` hold together.  ``peers``: the group of
     those with the same shard of the same stage.
     """
@@ -27,7 +27,7 @@ class Place:
     shard: int = 0
 
 
-def meet(line: Session, topology: Topology, shards: int = 1) -> Place:
+def meet(line: Session, topology: Topology, shards: int = 1) -> HeldSeat:
     """The place of this worker, whose groups all workers make: by its rank, which goes by stage, then by replica, then
     by shard.
     """
@@ -45,7 +45,7 @@ def meet(line: Session, topology: Topology, shards: int = 1) -> Place:
     if shards > 1:
         first = [dist.new_group(range(at, at + shards)) for at in range(0, topology.stages * of_stage, shards)]
         line.hooks.seat_group = first[line.rank // shards]
-    return Place(Seat(replica, stage), peers[stage, shard], shards, shard)
+    return HeldSeat(Seat(replica, stage), peers[stage, shard], shards, shard)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from recycle_plugin.runtime.stage.gradient_store import GradientStore, Slots, em
 Part = TypeVar("Part", Block, int)  # of a sum: a block, or a stage
 
 
-class Group(Protocol):
+class SumGroup(Protocol):
     """The live workers of a stage, or of several (runtime.collectives.group.MemberGroup)."""
 
     def live_position(self) -> tuple[int, int]:
@@ -103,7 +103,7 @@ class BlockSums:
             raise RecycleError(f"the weight gradients of block {block} would be counted twice: a mistake of the plugin")
         self._sums[block], self._counts[block] = gradients, len(self._blocks.members()[block])
 
-    def owners(self, group: Group) -> list[list[Block]]:
+    def owners(self, group: SumGroup) -> list[list[Block]]:
         """The blocks of each live worker, by its position in ``group``, from what each says; costs one exchange.
 
         Raises RecycleError where a block is missing, not whole, or there twice.
@@ -122,7 +122,7 @@ class BlockSums:
                 )
         return [[block for block, count in zip(members, row) if count] for row in counts.tolist()]
 
-    def total(self, places: list[int], owners: list[list[Block]], group: Group) -> torch.Tensor:
+    def total(self, places: list[int], owners: list[list[Block]], group: SumGroup) -> torch.Tensor:
         """The sum of all blocks' gradients of the parameters numbered ``places``, one after the other in one
         dimension.
         """
@@ -142,7 +142,7 @@ class BlockSums:
 
 
 def fixed_order_sum(
-    mine: dict[Part, torch.Tensor], owners: list[list[Part]], result: torch.Tensor, group: Group
+    mine: dict[Part, torch.Tensor], owners: list[list[Part]], result: torch.Tensor, group: SumGroup
 ) -> torch.Tensor:
     """Fill ``result``, a flat tensor, with the sum of everybody's blocks (or stages' sums), added in sorted order.
 
@@ -159,7 +159,7 @@ def fixed_order_sum(
     return result
 
 
-def _sum_piece(mine: dict[Part, torch.Tensor], owners: list[list[Part]], result: torch.Tensor, group: Group) -> None:
+def _sum_piece(mine: dict[Part, torch.Tensor], owners: list[list[Part]], result: torch.Tensor, group: SumGroup) -> None:
     position, live = group.live_position()
     cuts = [result.numel() * part // live for part in range(live + 1)]
     lengths = [end - begin for begin, end in zip(cuts, cuts[1:])]

@@ -39,7 +39,7 @@ def _versions(gradients: Sequence[torch.Tensor | None]) -> list[int | None]:
     return [None if gradient is None else gradient._version for gradient in gradients]
 
 
-class Contributions:
+class WorkerContributions:
     """A worker's contributions to the ``gradients`` of a step on ``device``, by block where there are ``blocks``; for
     another worker, or from one.
     """

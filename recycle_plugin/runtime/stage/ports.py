@@ -119,7 +119,7 @@ class Scaler(Protocol):
         """
 
 
-class Share(Protocol):
+class CheckpointShare(Protocol):
     """What one worker writes of a checkpoint, of whatever format.
 
     ``turn``: this worker's place among the ``turns`` workers that hold the same part of its stage; the first writes
@@ -146,7 +146,7 @@ class CheckpointFormat(Protocol):
     Who writes when, and where to, is alike for all (runtime/worker/checkpoint_files.py).
     """
 
-    def gather(self, state: StageState, path: Path, share: Share) -> None:
+    def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
         """Hand over this worker's files of the checkpoint ``path``, of the ``state`` as it is now."""
 
     def dump(self, contents: Any, file: Any) -> None:

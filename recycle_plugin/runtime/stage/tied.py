@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.stage.block_sums import Group, fixed_order_sum
+from recycle_plugin.runtime.stage.block_sums import SumGroup, fixed_order_sum
 
 
 class TiedWeight:
@@ -20,7 +20,7 @@ class TiedWeight:
     """
 
     def __init__(
-        self, name: str, parameter: nn.Parameter, stages: tuple[int, ...], group: Group, session: Session
+        self, name: str, parameter: nn.Parameter, stages: tuple[int, ...], group: SumGroup, session: Session
     ) -> None:
         self.name, self.parameter, self.stages = name, parameter, stages
         self._group, self._session = group, session

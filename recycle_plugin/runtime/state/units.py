@@ -45,7 +45,7 @@ BY_ITSELF = frozenset(
 BY_GROUP = frozenset({"deepspeed.ops.adam.fused_adam.FusedAdam"})  # the last parameter's count is the group's
 
 
-class Sums(Protocol):
+class StepSums(Protocol):
     """The part of runtime/stage/gradients.py that other workers' units need."""
 
     def applied(self, step: int, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -122,7 +122,7 @@ class Units:
 
     state: StageState
     parameters: Mapping[str, torch.Tensor]
-    gradients: Sums
+    gradients: StepSums
     spent: Callable[[float], None] = lambda seconds: None
     _contents: dict[str, _Content] = field(default_factory=dict)
     _stepped: dict[str, torch.Tensor] = field(default_factory=dict)  # what the optimizer steps, by name

@@ -23,7 +23,7 @@ from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.planner.forwards import forwards
 from recycle_plugin.runtime.state.surroundings import SetByScript
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
-from recycle_plugin.runtime.worker.companion import CompanionMachine
+from recycle_plugin.runtime.worker.companion import TorchCompanion
 from recycle_plugin.runtime.worker.job_record import planning
 from recycle_plugin.runtime.worker.parts import Parts
 from recycle_plugin.runtime.worker.plan_prefetcher import WorkerPlanner
@@ -101,7 +101,7 @@ def _help_to_replay(parts: Parts, worker: Worker, machine: StepMachine, replays:
     alone, None at any other.
     """
     worker.helper = replays.helper()
-    companion = replays.machine(CompanionMachine)
+    companion = replays.machine(TorchCompanion)
     parts.replays_along = lambda: companion.at_work
     along = replays.replay(companion, machine)
     worker.companion = Companion(companion, parts.store, machine, along, worker.undo)

@@ -72,7 +72,7 @@ def summed(framework: Framework) -> dict[str, torch.nn.Parameter]:
     return trained if masters is None else {name: masters.of(weight) for name, weight in trained.items()}
 
 
-class Counts:
+class StateCounts:
     """What goes by value of a ``state`` and belongs to no parameter: counts of steps, schedulers, learning rates."""
 
     def __init__(self, state: StageState) -> None:

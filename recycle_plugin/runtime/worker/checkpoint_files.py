@@ -30,7 +30,7 @@ UNFINISHED = ".incomplete-"
 STALE_S = 3600.0
 
 
-class Share:
+class WrittenShare:
     """A worker's files of one checkpoint (ports.Share), written at once or, where it ``copies``, by :meth:`write`.
 
     ``format``: whose they are; ``turn``: this worker's among the so many ``turns`` of its stage; ``reach(point)``:
@@ -109,7 +109,7 @@ class Checkpoint:
 
     session: Session
     reach: Reach
-    gather: Callable[[Path, bool], Share]
+    gather: Callable[[Path, bool], WrittenShare]
     folder: Path
     tag: str
     latest: bool = True

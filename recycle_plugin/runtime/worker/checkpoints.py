@@ -16,7 +16,7 @@ from recycle_plugin.runtime.stage.ports import CheckpointFormat
 from recycle_plugin.runtime.worker import iterator_places
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
-from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint, Share, saving_place
+from recycle_plugin.runtime.worker.checkpoint_files import Checkpoint, WrittenShare, saving_place
 from recycle_plugin.runtime.worker.log_choice import LogChoice
 from recycle_plugin.runtime.worker.parts import Parts
 
@@ -66,13 +66,13 @@ class JobCheckpoints:
     def _checkpoint(self, format: CheckpointFormat, folder: Path, tag: str, *more: Any) -> Checkpoint:
         return Checkpoint(self._session, self._reach, partial(self._gathered, format), folder, tag, *more)
 
-    def _gathered(self, format: CheckpointFormat, path: Path, copies: bool) -> Share:
+    def _gathered(self, format: CheckpointFormat, path: Path, copies: bool) -> WrittenShare:
         """This worker's files of the checkpoint ``path``, of the state as it is now."""
         session = self._session
         own = session.roster.member(session.worker)
         assert own is not None, "who saves is a member"
         alike = session.roster.alike(own)
-        share = Share(format, alike.index(own), len(alike), self._reach, copies)
+        share = WrittenShare(format, alike.index(own), len(alike), self._reach, copies)
         format.gather(self._state, path, share)
         if (place := self._place()) is not None:
             iterator_places.write(share.add, path, self._seat, place)

@@ -39,7 +39,7 @@ class KeptState:
     scripts: ScriptsValues
 
 
-class CompanionMachine(ReplayMachine):
+class TorchCompanion(ReplayMachine):
     """The machine of a live worker that replays its stage along.  ``at_work``: it does so now."""
 
     at_work = False

@@ -10,7 +10,7 @@ from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.surroundings import SetByScript
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
-from recycle_plugin.runtime.worker.changed_state import Counts
+from recycle_plugin.runtime.worker.changed_state import StateCounts
 from recycle_plugin.runtime.worker.newcomer import Newcomer
 from recycle_plugin.runtime.worker.parts import Parts
 
@@ -31,7 +31,7 @@ class Entry:
         let_in: Callable[[], None],
     ) -> None:
         self._parts, self._scripted, self._ask, self._prepared, self._let_in = parts, scripted, ask, prepared, let_in
-        self._script = Newcomer(parts.session, parts.framework.optimizer, Counts(parts.state), ask, self._follow)
+        self._script = Newcomer(parts.session, parts.framework.optimizer, StateCounts(parts.state), ask, self._follow)
         self._loop: BlockingLoop | None = None
 
     @property

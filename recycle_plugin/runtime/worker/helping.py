@@ -29,7 +29,7 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import COPY_S
 from recycle_plugin.runtime.movers.shares import SentWeights, Sums
 from recycle_plugin.runtime.stage.block_sums import BlockSums
-from recycle_plugin.runtime.stage.gradients import Contributions
+from recycle_plugin.runtime.stage.gradients import WorkerContributions
 from recycle_plugin.runtime.stage.ports import MadeStage, Source
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage.stage import Stage
@@ -76,7 +76,7 @@ class Helping:
         """Say something of a replay to the worker at ``address``."""
         self._world.tell(address, word)
 
-    def make_stage(self, call: Call) -> Waits[HelpedStage]:
+    def make_stage(self, call: Call) -> Waits[TorchHelpedStage]:
         """Make the stage that ``call`` asks for, and return it.  A generator that never yields.  Raises CantHelp."""
         how, stage = self._how, call.stage
         if how.make is None:
@@ -91,11 +91,11 @@ class Helping:
                     f"too little memory: a stage of {call.bytes / 1e6:.1f} MB may need {ROOM} times that, and "
                     f"{(memory.total - memory.used) / 1e6:.1f} MB are free"
                 )
-            return HelpedStage(self._session, self._world, how, call, made, self._folder)
+            return TorchHelpedStage(self._session, self._world, how, call, made, self._folder)
         yield
 
 
-class HelpedStage(LoggedWork):
+class TorchHelpedStage(LoggedWork):
     """A stage that is not its worker's own: that of ``call``, which was ``made`` beside that of the worker on
     ``world``.
     """
@@ -110,7 +110,7 @@ class HelpedStage(LoggedWork):
         blocks = None if how.blocks is None else BlockSums(where, how.blocks)
         deferred = DeferredWeights(module) if how.splits else None
         self._stage = Stage(made.model, deferred, how.randomness(made, call.stage), blocks, made.masters)
-        self._contributions = Contributions(where, blocks, made.model.device)
+        self._contributions = WorkerContributions(where, blocks, made.model.device)
         tiers = AsMade(), Host(device)
         self.store = StepStore(seat, how.topology.stages, False, tiers=tiers)
         module.train()

@@ -41,7 +41,7 @@ from recycle_plugin.runtime.movers.mover import OF_REPLAYS, Mover
 from recycle_plugin.runtime.movers.shares import carried, word_of
 from recycle_plugin.runtime.state.background_hash import BackgroundHash
 from recycle_plugin.runtime.state.units import Units
-from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.worker.operations import TorchOperations
 
 T = TypeVar("T")
 WORD = "word"  # the kind of what workers of one seat say to each other
@@ -61,7 +61,7 @@ class TorchMachine:
         self,
         session: Session,
         mover: Mover,
-        operations: Operations,
+        operations: TorchOperations,
         faults: FaultScript,
         transfers: Transfers,
         hashing: BackgroundHash,

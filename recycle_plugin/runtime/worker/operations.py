@@ -25,7 +25,7 @@ from recycle_plugin.runtime.worker.stepping import Stepping
 Operation = Callable[[Instruction, StepStore, bool], Mapping[Datum, Any]]
 
 
-class Operations:
+class TorchOperations:
     """A worker's computing instructions as core.worker.worker.Machine has them, on a device that may be one behind.
 
     ``timeline``: what the device has run, and when.

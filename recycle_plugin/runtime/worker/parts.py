@@ -28,7 +28,7 @@ from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
-from recycle_plugin.runtime.stage.gradients import Contributions, Gradients
+from recycle_plugin.runtime.stage.gradients import Gradients, WorkerContributions
 from recycle_plugin.runtime.stage.ports import Framework
 from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 from recycle_plugin.runtime.stage.randomness import key, keyed_torch
@@ -42,7 +42,7 @@ from recycle_plugin.runtime.worker.changed_state import stage_state, stage_units
 from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.machine import PushedMachine, TorchMachine
 from recycle_plugin.runtime.worker.on_join import OnJoin
-from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.worker.operations import TorchOperations
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
 from recycle_plugin.runtime.worker.stage_log import StageLog
@@ -80,7 +80,7 @@ class Parts:
         self.state = stage_state(framework, self.stage, scale, self.feed.iterator_data)
         self.hash = BackgroundHash(self.state, self._tell_hash)
         self.stepping = self._make_stepping(blocks, scale)
-        self.operations = Operations(session, self.stage, self.stepping, self.feed.batch, self._applied)
+        self.operations = TorchOperations(session, self.stage, self.stepping, self.feed.batch, self._applied)
         check_heeded(settings.secret_file, settings.tls, os.environ)
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
         self.log = StageLog(session, framework, settings.log, self.run_dir) if settings.log is not None else None
@@ -144,7 +144,7 @@ class Parts:
 
     def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:
         framework, where = self.framework, self.framework.gradients
-        self.contributions = Contributions(where, blocks, framework.model.device)
+        self.contributions = WorkerContributions(where, blocks, framework.model.device)
         gradients = self.gradients = Gradients(framework.buckets, self.store, where, blocks, framework.tied)
         elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.stage}
         clipping = Clipping(self.store, where, framework.norm or TrueNorm(elsewhere), framework.clipping)

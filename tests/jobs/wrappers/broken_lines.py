@@ -11,7 +11,7 @@ from recycle_plugin.runtime.collectives.gloo import GlooLink
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.worker.machine import TorchMachine
-from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.worker.operations import TorchOperations
 from wrappers.trainers import TRAINERS
 
 
@@ -36,9 +36,9 @@ def break_sum(seat: str, step: int, times: int) -> None:
     """The first ``times`` that the worker at ``seat`` begins its stage's sum of ``step``, the connections to the others
     break.
     """
-    add_up, start, left, due = Operations.add_up, GlooLink.start, [True] * times, []
+    add_up, start, left, due = TorchOperations.add_up, GlooLink.start, [True] * times, []
 
-    def changed(self: Operations, instruction, have, *given):
+    def changed(self: TorchOperations, instruction, have, *given):
         if left and (str(have.seat), instruction.op, instruction.step) == (seat, Op.REDUCE, step):
             due.append(left.pop())
         return add_up(self, instruction, have, *given)
@@ -50,7 +50,7 @@ def break_sum(seat: str, step: int, times: int) -> None:
             _shut(self._opened)
         return start(self, operation)
 
-    Operations.add_up, GlooLink.start = changed, broken
+    TorchOperations.add_up, GlooLink.start = changed, broken
 
 
 def _shut(inodes: set[int]) -> None:

@@ -14,7 +14,7 @@ from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.worker import parts
-from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.worker.operations import TorchOperations
 from wrappers.gates import gate
 
 
@@ -38,9 +38,9 @@ def scale_micro_batch(micro_batch: str, step: int, factor: float) -> None:
 
 def divide_by_live() -> None:
     """Gradients are averaged over the stage's live workers instead of its logical ones."""
-    add_up, live = Operations.add_up, []
+    add_up, live = TorchOperations.add_up, []
 
-    def changed(self: Operations, instruction, have, *given) -> list[torch.Tensor] | None:
+    def changed(self: TorchOperations, instruction, have, *given) -> list[torch.Tensor] | None:
         made = add_up(self, instruction, have, *given)
         if instruction.op is Op.REDUCE:
             live.append(len(self._session.roster.stage(instruction.stage)))  # the first time all are
@@ -48,7 +48,7 @@ def divide_by_live() -> None:
                 gradient *= live[0] / live[-1]
         return made
 
-    Operations.add_up = changed
+    TorchOperations.add_up = changed
 
 
 def scale_tied(stage: int, factor: float) -> None:
@@ -66,24 +66,24 @@ def scale_tied(stage: int, factor: float) -> None:
 
 def overflow(at: list[str]) -> None:
     """What the weight gradients ``at`` make, whoever runs them, is not finite."""
-    compute = Operations.compute
+    compute = TorchOperations.compute
 
-    def changed(self: Operations, instruction, have, *given) -> dict:
+    def changed(self: TorchOperations, instruction, have, *given) -> dict:
         made = compute(self, instruction, have, *given)
         if str(instruction) in at:
             self._stepping._gradients._gradients.view()[0].view(-1)[0] = float("inf")
         return made
 
-    Operations.compute = changed
+    TorchOperations.compute = changed
 
 
 def overflow_in_half(at: list[str]) -> None:
     """In the weight gradients ``at``, whoever runs them, one of half precision is infinite; where an I has made them
     all, one of the sum.
     """
-    compute, collect, due = Operations.compute, Masters.collect, []
+    compute, collect, due = TorchOperations.compute, Masters.collect, []
 
-    def changed(self: Operations, instruction, have, *given) -> dict:
+    def changed(self: TorchOperations, instruction, have, *given) -> dict:
         due[:] = [str(instruction)] * (str(instruction) in at)
         return compute(self, instruction, have, *given)
 
@@ -93,7 +93,7 @@ def overflow_in_half(at: list[str]) -> None:
             next(each for each in gradients if each is not None).view(-1)[0] = float("inf")
         collect(self)
 
-    Operations.compute, Masters.collect = changed, infinite
+    TorchOperations.compute, Masters.collect = changed, infinite
 
 
 def keep_rejected(**gated: object) -> None:

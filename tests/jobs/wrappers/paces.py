@@ -14,7 +14,7 @@ import torch
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.runtime.devices.host import Cpu, Done
 from recycle_plugin.runtime.devices.timeline import Timeline
-from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.worker.operations import TorchOperations
 from recycle_plugin.runtime.worker.trainer import Trainer
 from wrappers.trainers import TRAINERS
 
@@ -40,9 +40,9 @@ def linger(seat: str, seconds: float, step: int, only: str = "", computes: bool 
     """The worker at ``seat``, or whoever does it, spends ``seconds`` in each compute instruction of ``step``, or in the
     instruction ``only``: asleep, or computing.
     """
-    compute = Operations.compute
+    compute = TorchOperations.compute
 
-    def changed(self: Operations, instruction, have, *given) -> dict:
+    def changed(self: TorchOperations, instruction, have, *given) -> dict:
         if (
             seat in ("", str(have.seat))
             and instruction.step == step
@@ -55,19 +55,19 @@ def linger(seat: str, seconds: float, step: int, only: str = "", computes: bool 
             time.sleep(max(until - time.monotonic(), 0.0))
         return compute(self, instruction, have, *given)
 
-    Operations.compute = changed
+    TorchOperations.compute = changed
 
 
 def lag(seat: str, seconds: float, last: int) -> None:
     """The worker at ``seat``, whichever process that is, sleeps for ``seconds`` in each forward up to step ``last``."""
-    compute = Operations.compute
+    compute = TorchOperations.compute
 
-    def changed(self: Operations, instruction, have, *given) -> dict:
+    def changed(self: TorchOperations, instruction, have, *given) -> dict:
         if seat == str(have.seat) and instruction.op is Op.F and 0 < instruction.step <= last:
             time.sleep(seconds)
         return compute(self, instruction, have, *given)
 
-    Operations.compute = changed
+    TorchOperations.compute = changed
 
 
 def stop_after(seat: str, step: int) -> None:
@@ -103,17 +103,17 @@ def restless(unit_s: float, times: float, first_s: float, pauses: list[int], pau
     """Every computation takes ``unit_s`` longer, or up to ``times`` that; the first one ``first_s``; before the steps
     ``pauses`` replica 0's data come ``pause_s`` late.
     """
-    compute, random = Operations.compute, Random(int(os.environ["RANK"]))
+    compute, random = TorchOperations.compute, Random(int(os.environ["RANK"]))
     late = {f"0LOAD0.0@{step}" for step in pauses}
 
-    def changed(self: Operations, instruction, have, *given) -> dict:
+    def changed(self: TorchOperations, instruction, have, *given) -> dict:
         if instruction.op in COMPUTE:
             time.sleep(first_s if str(instruction) == "0F0.0@1" else unit_s * random.uniform(1, times))
         elif str(instruction) in late:
             time.sleep(pause_s)
         return compute(self, instruction, have, *given)
 
-    Operations.compute = changed
+    TorchOperations.compute = changed
 
 
 def uneven_end(apart_s: float, steps: int) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from recycle_plugin import folders
-from recycle_plugin.adapters.deepspeed.checkpoint import Handed
+from recycle_plugin.adapters.deepspeed.checkpoint import ShareEngine
 from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock
 from recycle_plugin.errors import NotSaved, RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.stage.ports import Share
+from recycle_plugin.runtime.stage.ports import CheckpointShare
 from recycle_plugin.runtime.state.stage_state import StageState
 
 
@@ -58,12 +58,12 @@ class ReplicaFiles:
     client_state: Mapping[str, Any] = field(default_factory=dict)
     exclude_frozen_parameters: bool = False
 
-    def gather(self, state: StageState, path: Path, share: Share) -> None:
+    def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
         """Hand over the rank's files, if it is of the first replica.  Raises NotSaved."""
         engine, folder = self.engine, str(path.parent)
         if share.turn:
             return
-        engine.checkpoint_engine = Handed(self.stock, share)
+        engine.checkpoint_engine = ShareEngine(self.stock, share)
         try:
             stand_in = first_for_stock(engine, self.shard == 0)
             with self.session.thread.undisturbed(), engine.shards.as_stock(), _partitioned(engine), stand_in:
@@ -92,7 +92,7 @@ class WeightsFile(ReplicaFiles):
     and the lowest of them writes.
     """
 
-    def gather(self, state: StageState, path: Path, share: Share) -> None:
+    def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
         """Hand over the file ``path``, if this rank does so."""
         engine = self.engine
         if share.turn:

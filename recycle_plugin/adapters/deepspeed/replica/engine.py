@@ -36,7 +36,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.patches import deepspeed_zero3
-from recycle_plugin.runtime.collectives.place import Place, make_alike, meet
+from recycle_plugin.runtime.collectives.place import HeldSeat, make_alike, meet
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.stage.buckets import MeanBuckets
@@ -327,7 +327,7 @@ class ReplicaEngine(DeepSpeedEngine):
                 self._judged = self.shards.step(lambda: DeepSpeedEngine.step(self, self._lr_arguments))
                 count_micro_steps(self)
 
-    def _framework(self, topology: Topology, place: Place, stage: PushedStage) -> Framework:
+    def _framework(self, topology: Topology, place: HeldSeat, stage: PushedStage) -> Framework:
         device, scale = device_of(self.device), LossScale(self.shards.scaler)
         model = StageModel(
             self.shards.module, None, topology.micro_batches, True, True, device, gradients=self.shards.gradients

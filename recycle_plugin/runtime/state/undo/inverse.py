@@ -23,7 +23,7 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.putting import Putting
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.state.undo import rules
-from recycle_plugin.runtime.state.undo.kept import Copies, Keeper, Small
+from recycle_plugin.runtime.state.undo.kept import Keeper, KeptCopies, Small
 
 DTYPES = (torch.float32, torch.float64)
 LARGEST_DECAY = 0.5  # of lr × weight decay: what a step shrinks by is divided out again, and rounding grows with it
@@ -47,8 +47,8 @@ class Inverse:
         self._small = Small(state)
         self._keeper = keeper
         self._kept: set[str] = set()  # whose gradients the keeper has
-        self._gradients = Copies()  # the others
-        self._others = Copies()  # state tensors that the rule does not invert: step counts
+        self._gradients = KeptCopies()  # the others
+        self._others = KeptCopies()  # state tensors that the rule does not invert: step counts
         stock = type(self._optimizer).__module__.startswith(("torch.", "deepspeed."))  # its own tensors are scratch
         attributes = {} if stock else self._of.attributes.tensors()
         _check_parameters(self._of.parameters(), {**self._of.beside(), **attributes})
@@ -97,7 +97,7 @@ class Inverse:
         self._others.put_back(self._of.kept())
         self._whole.rewritten()
 
-    def _steps(self, groups: list[dict[str, Any]]) -> Iterator[rules.Step]:
+    def _steps(self, groups: list[dict[str, Any]]) -> Iterator[rules.AppliedStep]:
         """What was applied to each parameter that had a gradient, with the hyper-parameters of that time."""
         named = {parameter: name for name, parameter in self._of.parameters().items()}
         for group, told in zip(self._optimizer.param_groups, groups, strict=True):
@@ -106,7 +106,9 @@ class Inverse:
             counts = self._rule.counts([state for _, state in stepped])
             for (parameter, state), count in zip(stepped, counts, strict=True):
                 gradient = self._gradient(named[parameter], parameter)
-                yield rules.Step(parameter, state, -gradient if saved.get("maximize") else gradient, saved, count)
+                yield rules.AppliedStep(
+                    parameter, state, -gradient if saved.get("maximize") else gradient, saved, count
+                )
 
     def _was_stepped(self, name: str) -> bool:
         return name in self._kept or name in self._gradients
@@ -129,7 +131,7 @@ class Inverse:
             )
         return state
 
-    def _check_finite(self, step: rules.Step) -> None:
+    def _check_finite(self, step: rules.AppliedStep) -> None:
         moments = [step.state[name] for name in self._rule.moments if torch.is_tensor(step.state.get(name))]
         if not all(_is_finite(tensor) for tensor in (step.gradient, step.parameter, *moments)):
             raise _refused(

@@ -25,7 +25,7 @@ class Keeper(Protocol):
         """The gradient that the last step has applied to ``parameter``."""
 
 
-class Copies:
+class KeptCopies:
     """Copies of tensors by key, beside them, in buffers that are allocated once: what a step needs must not be missing
     because something else has taken it meanwhile.
     """

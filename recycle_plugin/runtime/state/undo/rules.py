@@ -20,7 +20,7 @@ from recycle_plugin.errors import RecycleError
 
 
 @dataclass(frozen=True)
-class Step:
+class AppliedStep:
     """One parameter's share of an applied step; ``parameter`` and the moments in ``state`` are inverted in place.
 
     First steps are inverted like others; the moments that they have created are dropped afterwards, whatever is in
@@ -48,7 +48,7 @@ class UpdateRule(Protocol):
     def counts(self, states: list[dict[str, Any]]) -> list[int]:
         """The number of steps, the last one included, of each of a group's stepped parameters, from its state."""
 
-    def invert(self, step: Step) -> None:
+    def invert(self, step: AppliedStep) -> None:
         """Put the parameter and its moments back to what they were before the step, in place."""
 
 
@@ -65,7 +65,7 @@ class Sgd:
         """Zeros: its steps are all alike."""
         return [0] * len(states)  # its steps are all alike
 
-    def invert(self, step: Step) -> None:
+    def invert(self, step: AppliedStep) -> None:
         """Put parameter and momentum back, in place."""
         group, p, g = step.group, step.parameter, step.gradient
         lr, momentum = float(group["lr"]), group["momentum"]
@@ -92,7 +92,7 @@ class Adam:
     def counts(self, states: list[dict[str, Any]]) -> list[int]:
         return [int(state["step"]) for state in states]
 
-    def invert(self, step: Step) -> None:
+    def invert(self, step: AppliedStep) -> None:
         """Put the parameter and both moments back, in place."""
         decoupled = step.group.get("decoupled_weight_decay", False) if self._decoupled is None else self._decoupled
         m, v = (step.state[name] for name in self.moments)
@@ -122,7 +122,7 @@ class Lamb(Adam):
     def __init__(self) -> None:
         super().__init__(decoupled=True)
 
-    def invert(self, step: Step) -> None:
+    def invert(self, step: AppliedStep) -> None:
         """Put the parameter and both moments back, in place."""
         ratio = float(step.state["trust_ratio"])
         m, v = (step.state[name] for name in self.moments)
@@ -167,7 +167,7 @@ def of(optimizer: torch.optim.Optimizer) -> UpdateRule:
     )
 
 
-def _adam(step: Step, v: torch.Tensor) -> tuple[float, torch.Tensor]:
+def _adam(step: AppliedStep, v: torch.Tensor) -> tuple[float, torch.Tensor]:
     """(step size, √v̂ + eps): the parameter has moved by -size · m over that.
 
     In torch's order, so that it is the same number.
@@ -178,7 +178,7 @@ def _adam(step: Step, v: torch.Tensor) -> tuple[float, torch.Tensor]:
     return float(step.group["lr"]) / correction1, v.sqrt().div_(correction2**0.5).add_(step.group["eps"])
 
 
-def _invert_moments(step: Step, gradient: torch.Tensor) -> None:
+def _invert_moments(step: AppliedStep, gradient: torch.Tensor) -> None:
     (beta1, beta2), (m, v) = step.group["betas"], (step.state[name] for name in Adam.moments)
     rounding = v * torch.finfo(v.dtype).eps
     _take_out(m, gradient, beta1, 1 - beta1)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from recycle_plugin.runtime.state.stage_state import StageState
-from recycle_plugin.runtime.state.undo.kept import Copies, HostCopies, Keeper, Small
+from recycle_plugin.runtime.state.undo.kept import HostCopies, Keeper, KeptCopies, Small
 
 
 class Snapshot:
@@ -26,7 +26,10 @@ class Snapshot:
     exact = True
 
     def __init__(
-        self, state: StageState, keeper: Keeper | None = None, copies: Callable[[], Copies | HostCopies] = Copies
+        self,
+        state: StageState,
+        keeper: Keeper | None = None,
+        copies: Callable[[], KeptCopies | HostCopies] = KeptCopies,
     ) -> None:
         self._state = state
         self._small, self._copies = Small(state), copies()
