@@ -70,7 +70,7 @@ def _call(
     gradient_accumulation_fusion: bool,
     allreduce_dgrad: bool,
     sequence_parallel: bool,
-    grad_output_buffer: list | None = None,
+    grad_output_buffer: list[Any] | None = None,
     tp_group: Any = None,
     **_: Any,
 ) -> Call | None:

@@ -60,7 +60,7 @@ class Pipeline(PlainJob):
         layers: Sequence[Layer],
         loss: Callable[[Any, Any], torch.Tensor],
         optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-        data: Data | torch.utils.data.Dataset,
+        data: Data | torch.utils.data.Dataset[Any],
         stages: int,
         micro_batches: int = 1,
         *,
@@ -166,7 +166,8 @@ def _refuse_shared(layers: Sequence[Layer], cut: list[tuple[int, int]]) -> None:
     owner: dict[nn.Parameter, tuple[int, int]] = {}
     for stage, numbers in enumerate(cut):
         for number in range(*numbers):
-            for parameter in layers[number].parameters() if isinstance(layers[number], nn.Module) else ():
+            layer = layers[number]
+            for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
                 other, its_stage = owner.setdefault(parameter, (number, stage))
                 if its_stage != stage:
                     raise RecycleError(

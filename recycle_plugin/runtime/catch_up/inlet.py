@@ -18,7 +18,6 @@ from recycle_plugin.authentication.tls_socket import Connection
 from recycle_plugin.core.vocabulary.state_stream import Asked, Item
 from recycle_plugin.runtime.catch_up.wire import (
     CHUNK_BYTES,
-    DTYPES,
     FRAMES,
     Arrival,
     Begin,
@@ -32,7 +31,7 @@ from recycle_plugin.runtime.catch_up.wire import (
 from recycle_plugin.runtime.devices.host import CPU
 from recycle_plugin.runtime.devices.port import Device
 from recycle_plugin.runtime.lines.frames import Nonsense, end, fill, peer_at, proved
-from recycle_plugin.runtime.movers.wire import raw
+from recycle_plugin.runtime.movers.wire import DTYPES, raw
 from recycle_plugin.runtime.system import forked
 
 CONNECT_S = 10.0  # how long the source may take to answer

@@ -97,7 +97,7 @@ def address_of(interface: str) -> str:
         for family in (socket.AF_INET, socket.AF_INET6):
             for one in found[interface]:
                 if one.family == family:
-                    return one.address
+                    return str(one.address)
         raise RecycleError(f"recycle.transfer_interface: {interface} has no IP address; name another one of this host")
     try:
         return str(ipaddress.ip_address(interface))

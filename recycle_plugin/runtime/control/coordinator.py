@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from recycle_plugin.authentication.door import Door
 from recycle_plugin.authentication.handshake import Port
@@ -89,7 +90,7 @@ class Coordinator:
         self._gone = asyncio.Event()
         self._over = asyncio.Event()
         self._last_word: Over | None = None
-        self._serving: dict[asyncio.Task, InLoop] = {}
+        self._serving: dict[asyncio.Task[Any], InLoop] = {}
         self.membership = Membership(ranks)
         self._ranks = ranks
         self._placing: dict[int, tuple[str, InLoop]] = {}  # by place: the host of a supervisor that asks for its rank
@@ -118,7 +119,7 @@ class Coordinator:
         self._entrance: Entrance | None = None
         self._heartbeats: HeartbeatListener | None = None
         self._ticking: asyncio.TimerHandle | None = None
-        self._watching: asyncio.Task | None = None
+        self._watching: asyncio.Task[Any] | None = None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -399,7 +400,7 @@ class Coordinator:
             for rank, (_, each) in zip(spread([host for host, _ in places]), places):
                 each.send(Placed(rank))
 
-    def _take_of(self, hello: Hello, worker: WorkerId | None, message: object, sender: tuple) -> None:
+    def _take_of(self, hello: Hello, worker: WorkerId | None, message: object, sender: tuple[Any, ...]) -> None:
         """Take a message that has come from ``sender``, host and port, if it is its own to say."""
         if self._speakers.may_say(hello, worker, message):
             self._take(message)
@@ -407,7 +408,7 @@ class Coordinator:
             why = f"the {hello.role} of {named(hello.rank)} says what is another's to say, {str(message)[:80]}"
             self._door.refuses(sender, why)
 
-    def _take_datagram(self, hello: Hello, heartbeat: SupervisorHeartbeat, sender: tuple) -> None:
+    def _take_datagram(self, hello: Hello, heartbeat: SupervisorHeartbeat, sender: tuple[Any, ...]) -> None:
         self._take_of(hello, None, heartbeat, sender)
 
     def _take(self, message: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine
+from typing import Any
 
 from recycle_plugin.authentication.door import Door
 from recycle_plugin.runtime.control.connections import SocketControl
@@ -22,7 +23,7 @@ class Entrance:
         self, host: str, port: int, door: Door, answer: Callable[[SocketControl], None], warn: Callable[[str], None]
     ) -> None:
         self._door, self._answer, self._refusals = door, answer, Refusals(warn)
-        self._tasks: set[asyncio.Task] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -34,7 +35,8 @@ class Entrance:
     @property
     def address(self) -> tuple[str, int]:
         """Its own, with the port that it got if it asked for any."""
-        return self._listener.getsockname()[:2]
+        host, port = self._listener.getsockname()[:2]
+        return host, port
 
     def open(self) -> None:
         """Let who comes in from now on.  Raises OSError when the port is taken."""
@@ -68,7 +70,7 @@ class Entrance:
             self._door.comes(connection)
             self._begin(self._let_in(connection, peer))
 
-    async def _let_in(self, connection: socket.socket, peer: tuple) -> None:
+    async def _let_in(self, connection: socket.socket, peer: tuple[Any, ...]) -> None:
         taken = False
         try:
             if (proved := await self._door.lets_in_loop(connection, peer)) is not None:

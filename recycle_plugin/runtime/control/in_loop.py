@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
 from recycle_plugin.authentication.handshake import Stranger
@@ -31,7 +32,7 @@ class InLoop:
 
     def __init__(self, control: Control) -> None:
         self._control, self._loop = control, asyncio.get_running_loop()
-        self._waiting: asyncio.Future | None = None
+        self._waiting: asyncio.Future[Any] | None = None
         self.there = control.there
 
     @property
@@ -91,6 +92,6 @@ class InLoop:
             self._waiting = None
 
 
-def _wake(waiting: asyncio.Future) -> None:
+def _wake(waiting: asyncio.Future[Any]) -> None:
     if not waiting.done():
         waiting.set_result(None)

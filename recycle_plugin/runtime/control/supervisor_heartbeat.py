@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from recycle_plugin.authentication.datagrams import DatagramDoor, SealedDatagrams
 from recycle_plugin.authentication.handshake import Stranger
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_workers import Hello, SupervisorHeartbeat
 
-Take = Callable[[Hello, SupervisorHeartbeat, tuple], None]
-Refuse = Callable[[tuple, OSError | str], None]
+Take = Callable[[Hello, SupervisorHeartbeat, tuple[Any, ...]], None]
+Refuse = Callable[[tuple[Any, ...], OSError | str], None]
 
 
 class HeartbeatListener(asyncio.DatagramProtocol):
@@ -49,7 +50,7 @@ class HeartbeatListener(asyncio.DatagramProtocol):
         """Listen no more."""
         self.transport.close()
 
-    def datagram_received(self, data: bytes, sender: tuple) -> None:
+    def datagram_received(self, data: bytes, sender: tuple[Any, ...]) -> None:
         """asyncio's callback for a datagram."""
         try:
             opened = self._door.opened(data)

@@ -158,7 +158,7 @@ class StreamEvent:
 
     def since(self, earlier: StreamEvent) -> float:
         """Seconds between two marks that the device has come to, by its own clock."""
-        return earlier._event.elapsed_time(self._event) / 1000
+        return float(earlier._event.elapsed_time(self._event)) / 1000
 
 
 class StreamOrder:
@@ -169,7 +169,8 @@ class StreamOrder:
 
     def kept(self) -> AbstractContextManager[object]:
         """A context in which the calling thread computes on the stream."""
-        return self._module.stream(self._stream)
+        made: AbstractContextManager[object] = self._module.stream(self._stream)
+        return made
 
     def join(self) -> None:
         """Put what the calling thread starts from now on behind all that is on the stream."""
@@ -237,7 +238,7 @@ def await_event(event: Any, what: object, timeout_s: float) -> None:
 
 def _over(event: Any) -> bool:
     try:
-        return event.query()
+        return bool(event.query())
     except RuntimeError:  # the device's, which whoever waits gets
         return True
 

@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -29,8 +30,8 @@ class PinnedMemory:
         self._lock = threading.Lock()
         self._short: Callable[[int], None] | None = None
         self._numbers = itertools.count()
-        self._live: dict[int, weakref.ref] = {}  # no weakref.finalize: the process's end goes through all of those,
-        # and fails where other threads free one meanwhile
+        # no weakref.finalize: the process's end goes through all of those, and fails where other threads free one then
+        self._live: dict[int, weakref.ref[Any]] = {}
         self._freed: deque[int] = deque()  # sizes: what is freed may be so at any line of any thread, also in room()
 
     def limit(self, budget: int, short: Callable[[int], None]) -> None:

@@ -81,7 +81,7 @@ class Pipe:
         except OSError:
             pass  # the other end is gone, which whoever reads sees as well
 
-    def heard(self) -> list[dict] | None:
+    def heard(self) -> list[dict[Any, Any]] | None:
         """All messages that have come, waiting for at least some bytes; None at the end."""
         try:
             data = self.end.recv(PIECE)

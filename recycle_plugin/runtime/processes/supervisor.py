@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from recycle_plugin.authentication.datagrams import SealedDatagrams
 from recycle_plugin.authentication.handshake import Stranger
@@ -63,7 +63,7 @@ NOBODY = -1  # the rank of one that has none yet
 END_S = 15.0  # how long a worker that was told to end may take
 
 
-async def first_of(wanted: Awaitable[T], *ends: asyncio.Future, timeout_s: float | None = None) -> T | None:
+async def first_of(wanted: Awaitable[T], *ends: asyncio.Future[Any], timeout_s: float | None = None) -> T | None:
     """What ``wanted`` gives; None where one of ``ends`` is done by then, or the time is over before."""
     waiting = asyncio.ensure_future(wanted)
     try:
@@ -211,7 +211,7 @@ class Supervisor:
         finally:
             gone.cancel()
 
-    async def _listening(self, gone: asyncio.Task) -> int:
+    async def _listening(self, gone: asyncio.Task[Any]) -> int:
         self._over = asyncio.get_running_loop().create_future()
         self._logs = ServedLogs(self._rank, self._welcome.job_id, self._secret, self._tell)
         listening, serving = asyncio.create_task(self._listen()), asyncio.create_task(self._logs.run())
@@ -279,7 +279,7 @@ class Supervisor:
         if self._fenced >= self._incarnation:  # meanwhile
             self._fence()
 
-    async def _one_after_another(self, gone: asyncio.Task) -> int:
+    async def _one_after_another(self, gone: asyncio.Task[Any]) -> int:
         """Wait for the worker's end, for that of each that comes after it, and then for the job's; and for nothing more
         once the guard is ``gone``.
 
@@ -307,7 +307,7 @@ class Supervisor:
         job_code = self._over.result()
         return job_code if job_code == 0 or code < 0 else code
 
-    async def _until_ended(self, worker: Process, gone: asyncio.Task) -> int:
+    async def _until_ended(self, worker: Process, gone: asyncio.Task[Any]) -> int:
         """The exit code of the worker, which is ended once the job is over."""
         exit_code = asyncio.create_task(worker.wait())
         heartbeats = asyncio.create_task(self._send_heartbeats(worker))
@@ -321,7 +321,7 @@ class Supervisor:
             exit_code.cancel()
             heartbeats.cancel()
 
-    async def _next_has_started(self, gone: asyncio.Task) -> bool:
+    async def _next_has_started(self, gone: asyncio.Task[Any]) -> bool:
         """Start the next worker when the coordinator says so; False where the job is over before, or the guard gone.
 
         One that can't be started has died.
@@ -377,7 +377,7 @@ class Supervisor:
             await self._is_answered()
         return self._leaving >= self._incarnation and not self._over.done()
 
-    async def _end_worker(self, worker: Process, exit_code: asyncio.Task) -> None:
+    async def _end_worker(self, worker: Process, exit_code: asyncio.Task[Any]) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             done, _ = await asyncio.wait({exit_code}, timeout=END_S)
             if done:

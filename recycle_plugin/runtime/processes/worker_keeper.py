@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.spawn import Process, spawn
@@ -78,7 +78,7 @@ class Here:
 class Guarded:
     """Keeps the worker at its guard, over the connection to it; runtime/processes/guard.py has the messages."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, held: dict) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, held: dict[Any, Any]) -> None:
         self._reader, self._writer = reader, writer
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()

@@ -30,8 +30,10 @@ class MeanBuckets:
 
     def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """One flat tensor that has all elements of ``tensors``."""
-        return torch._utils._flatten_dense_tensors(tensors)
+        flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)
+        return flat
 
     def unflatten(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The parts of a flat tensor, in the shapes of ``like``."""
-        return torch._utils._unflatten_dense_tensors(flat, like)
+        parts: Sequence[torch.Tensor] = torch._utils._unflatten_dense_tensors(flat, like)
+        return parts

@@ -30,7 +30,7 @@ class Converter:
     call: Callable[..., Call | None] | None = None
     supports: Callable[[nn.Module], bool] = lambda module: True
 
-    def of(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Call | None:
+    def of(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """What to run instead of the method, or None."""
         if self.call is not None:
             return self.call(module, *args, **kwargs)

@@ -226,7 +226,7 @@ class Gradients:
         more.
         """
         place, over_stages = self._places[parameter], self._of("tied", self._step)
-        gradient = over_stages[place] if place in self._tied else self._sums(self._step)[place]
+        gradient: torch.Tensor = over_stages[place] if place in self._tied else self._sums(self._step)[place]
         for factor in self._factors:
             gradient = factor(gradient)
         return gradient
@@ -262,7 +262,8 @@ class Gradients:
         ]
 
     def _whole(self, step: int) -> list[Any] | None:
-        return self._of("reduced", step)
+        whole: list[Any] | None = self._of("reduced", step)
+        return whole
 
     def _sums(self, step: int) -> list[Any]:
         whole = self._whole(step)

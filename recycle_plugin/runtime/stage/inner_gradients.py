@@ -18,7 +18,7 @@ ENGINE = "_engine_run_backward"  # (outputs, gradients, retain_graph, create_gra
 
 
 @contextmanager
-def engine_runs(heard: Callable[[tuple, bool], None]) -> Iterator[None]:
+def engine_runs(heard: Callable[[tuple[Any, ...], bool], None]) -> Iterator[None]:
     """Inside of this context, call ``heard(inputs, accumulates)`` before each run of autograd's engine.
 
     It is for the gradients of ``inputs`` (none: of all leaves), which are added to their ``.grad`` if it
@@ -49,14 +49,14 @@ class InnerGradients:
         self.asked: list[torch.nn.Parameter] = []
         self.adds = False
 
-    def heard(self, inputs: tuple, accumulates: bool) -> None:
+    def heard(self, inputs: tuple[Any, ...], accumulates: bool) -> None:
         """Record a run of autograd's engine; see :func:`engine_runs`."""
         asked = asked_for(inputs, self._parameters)
         self.asked += asked
         self.adds |= accumulates and (bool(asked) or not inputs)
 
 
-def asked_for(inputs: tuple, known: Mapping[int, torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+def asked_for(inputs: tuple[Any, ...], known: Mapping[int, torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """The parameters, ``known`` by id, among the tensors and GradientEdges that a run of autograd's engine is for."""
     leaves = (getattr(one.node, "variable", None) if isinstance(one, GradientEdge) else one for one in inputs)
     return [known[id(leaf)] for leaf in leaves if id(leaf) in known]

@@ -37,7 +37,8 @@ class Saved:
         return len(self.tensors) - 1
 
     def unpack(self, place: int) -> Tensor:
-        return self.tensors[place]
+        found: Tensor = self.tensors[place]
+        return found
 
 
 class LayerGraph:
@@ -104,7 +105,7 @@ class LayerGraph:
         self.made: Tensor | None = output.detach()
 
 
-def _unseen(function: Callable, *args: Any) -> Any:
+def _unseen(function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function`` so that no mode sees what it calls of torch."""
     if not torch._C._len_torch_function_stack():
         return function(*args)
@@ -135,5 +136,5 @@ def _leads_to_both(root: Any, x: Tensor) -> bool:
 def _custom(kind: Any) -> bool:
     """Whether nodes of a type compute all gradients whatever autograd is asked for; torch's own do not."""
     if issubclass(kind, torch._C._FunctionBase):
-        return not issubclass(kind._forward_cls, Halves)
-    return kind.__name__ == "CppFunction"  # of an extension's
+        return not bool(issubclass(kind._forward_cls, Halves))
+    return str(kind.__name__) == "CppFunction"  # of an extension's

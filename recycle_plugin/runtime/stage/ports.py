@@ -198,7 +198,7 @@ class MadeStage:
     """
 
     model: StageModel
-    forward: Callable[[int, int], AbstractContextManager]
+    forward: Callable[[int, int], AbstractContextManager[Any]]
     masters: Masters | None = None
 
     @property
@@ -236,7 +236,7 @@ class Framework:
     micro_batch_size: int
     batch: Callable[[], int]
     next_batch: Callable[[str], tuple[Any, Any]]
-    forward: Callable[[int, int], AbstractContextManager]
+    forward: Callable[[int, int], AbstractContextManager[Any]]
     clipping: float = 0.0
     state: Sequence[StatePart] = ()
     masters: Masters | None = None

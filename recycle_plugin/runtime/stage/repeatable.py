@@ -18,7 +18,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.stage.boundary import Tensors
+from recycle_plugin.runtime.devices.port import Tensors
 
 ADVICE = "or set recycle.enabled to false"
 ROUNDINGS = {torch.bfloat16: 8, torch.float16: 8}  # of a type's smallest step
@@ -32,7 +32,7 @@ class _TensorSnapshot(NamedTuple):
 
     tensor: torch.Tensor
     version: int | None
-    content: tuple
+    content: tuple[Any, ...]
 
     def changed_in_place(self, since: _TensorSnapshot) -> bool:
         return self.tensor is since.tensor and (self.version, self.content) != (since.version, since.content)
@@ -103,7 +103,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _content(tensor: torch.Tensor) -> tuple:
+def _content(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The content of a tensor, found quickly: type, shape, and the sum of its bits."""
     if (
         tensor.layout is not torch.strided

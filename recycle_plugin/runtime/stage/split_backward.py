@@ -168,7 +168,7 @@ class _Deferral:
         expanded: Any = self.anchor.expand_as(self.anchor).grad_fn
         self.anchored = expanded.next_functions[0][0]
 
-    def __reduce__(self) -> tuple[type, tuple]:
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return _Deferral, ()
 
     def trains(self, module: nn.Module) -> bool:
@@ -189,7 +189,8 @@ class _Deferral:
         graph, fits = LayerGraph(), False
         try:
             if fits := graph.run(function, x, self.known):
-                return _Split.apply(x, self.anchor, graph, self)
+                split: Callable[..., Tensor] = _Split.apply
+                return split(x, self.anchor, graph, self)
             return None
         finally:
             if not fits:
@@ -266,7 +267,8 @@ def _run_seam(deferral: _Deferral, module: nn.Module, converter: Converter, *arg
         call = converter.of(module, args, kwargs)
         if call is not None and _plain(call[1]) and (made := deferral.run(module, *call)) is not None:
             return made
-    return getattr(type(module), converter.seam)(module, *args, **kwargs)
+    own: Tensor = getattr(type(module), converter.seam)(module, *args, **kwargs)
+    return own
 
 
 def _plain(x: Any) -> bool:
@@ -324,7 +326,7 @@ class DeferredWeights:
         self.converted = tuple(self._layers)
         self.fused = tuple(name for name in self._names if name not in self._layers)
 
-    def forward(self) -> AbstractContextManager:
+    def forward(self) -> AbstractContextManager[Any]:
         """A context for a forward whose backward will run in :meth:`hold`; uses of the converted layers inside are
         split.
         """
@@ -369,7 +371,7 @@ class DeferredWeights:
             else:
                 torch.autograd.backward([parameter], [gradient])
 
-    def _refuse(self, inputs: tuple, accumulates: bool) -> None:
+    def _refuse(self, inputs: tuple[Any, ...], accumulates: bool) -> None:
         if asked_for(inputs, self._deferral.known):
             raise RecycleError(_UNSEEN)
 

@@ -26,10 +26,9 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.devices.port import COPY_S, Device
+from recycle_plugin.runtime.devices.port import COPY_S, Device, Tensors
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.boundary import (
-    Tensors,
     batch_part,
     differentiable,
     gradients,
@@ -96,7 +95,7 @@ class Stage:
         self,
         model: StageModel,
         deferred: DeferredWeights | None,
-        randomness: Callable[[MicroBatch, int, str], AbstractContextManager],
+        randomness: Callable[[MicroBatch, int, str], AbstractContextManager[Any]],
         blocks: BlockSums | None = None,
         masters: Masters | None = None,
         fused: Callable[[tuple[str, ...]], None] = lambda names: None,
@@ -309,7 +308,7 @@ class Stage:
 
     # --- parts -------------------------------------------------------------------------------------
 
-    def _drawing(self, key: Key, half: str = "input") -> AbstractContextManager:
+    def _drawing(self, key: Key, half: str = "input") -> AbstractContextManager[Any]:
         """A context in which the backward's hooks and functions draw keyed random numbers, others than the forward."""
         return self._randomness(key[1], key[0], half)
 

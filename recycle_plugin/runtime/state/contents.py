@@ -166,7 +166,7 @@ class Telling:
         return {id(parameter): name for parameter, name in self._around.called.items()}
 
     @cached_property
-    def _known(self) -> dict[tuple, Any]:
+    def _known(self) -> dict[tuple[Any, ...], Any]:
         """What is told of tensors that are told elsewhere, by what they show; of gradients nothing."""
         others = {**{name: each for each, name in self._around.called.items()}, **self._around.others()}
         gradients = (each.grad for each in others.values() if each.is_leaf and each.grad is not None)
@@ -174,11 +174,11 @@ class Telling:
             view_of(each): ("same", name) for name, each in others.items()
         }
 
-    def _tuple(self, value: tuple, where: str) -> Any:
+    def _tuple(self, value: tuple[Any, ...], where: str) -> Any:
         each = [self.of(one, f"{where}/{place}") for place, one in enumerate(value)]
         return ("tuple", each) if type(value) is tuple else ("record", *_named(type(value)), each)
 
-    def _dict(self, value: dict, kind: type, where: str) -> Any:
+    def _dict(self, value: dict[Any, Any], kind: type, where: str) -> Any:
         items = [(self._key(key, where), self.of(one, f"{where}/{self._called(key)}")) for key, one in value.items()]
         if kind is dict and all(type(key) is str for key, _ in items):
             return dict(items)
@@ -261,7 +261,7 @@ def _slots(base: type) -> Iterator[str]:
             yield name
 
 
-def view_of(tensor: torch.Tensor) -> tuple:
+def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The same for tensors that are the same numbers in memory."""
     place = tensor.data_ptr() if tensor.layout == torch.strided else 0
     return (place, tensor.shape, tensor.stride(), tensor.dtype) if place else (id(tensor),)

@@ -71,7 +71,7 @@ class Putting:
             if value is not MISSING and value is not here.get(name, MISSING):
                 object.__setattr__(present, name, value)
 
-    def _list(self, told: list, present: Any) -> Any:
+    def _list(self, told: list[Any], present: Any) -> Any:
         if not isinstance(present, list):
             if present is not MISSING and Telling().of(present, "") == told:
                 return present  # of another class, such as OmegaConf's
@@ -79,7 +79,7 @@ class Putting:
         present[:] = self._each(told, present)
         return present
 
-    def _each(self, told: list, present: Any) -> list:
+    def _each(self, told: list[Any], present: Any) -> list[Any]:
         here = list(present) if isinstance(present, Iterable) else []
         found = (self.back(each, here[place] if place < len(here) else MISSING) for place, each in enumerate(told))
         return [None if each is MISSING else each for each in found]
@@ -94,7 +94,7 @@ class Putting:
                 present[key] = each
         return present
 
-    def _dict(self, present: Any, kind: str, factory: str, items: list) -> Any:
+    def _dict(self, present: Any, kind: str, factory: str, items: list[Any]) -> Any:
         if not isinstance(present, dict) or type(present).__name__ != kind:
             made: dict[str, Callable[[], Any]] = {
                 "OrderedDict": collections.OrderedDict,
@@ -116,14 +116,14 @@ class Putting:
     def _id(self, present: Any, name: str) -> int:
         return id(self._called[name])
 
-    def _tuple(self, present: Any, each: list) -> Any:
+    def _tuple(self, present: Any, each: list[Any]) -> Any:
         return tuple(self._each(each, present))
 
-    def _record(self, present: Any, module: str, name: str, each: list) -> Any:
+    def _record(self, present: Any, module: str, name: str, each: list[Any]) -> Any:
         kind = _class(module, name, tuple)
         return getattr(kind, "_make", kind)(self._each(each, present))
 
-    def _deque(self, present: Any, size: int | None, each: list) -> Any:
+    def _deque(self, present: Any, size: int | None, each: list[Any]) -> Any:
         if not isinstance(present, collections.deque) or present.maxlen != size:
             return collections.deque(self._each(each, ()), size)
         made = self._each(each, present)
@@ -131,16 +131,16 @@ class Putting:
         present.extend(made)
         return present
 
-    def _set(self, present: Any, each: list) -> Any:
+    def _set(self, present: Any, each: list[Any]) -> Any:
         return set(self._each(each, ()))
 
-    def _frozenset(self, present: Any, each: list) -> Any:
+    def _frozenset(self, present: Any, each: list[Any]) -> Any:
         return frozenset(self._each(each, ()))
 
     def _number(self, present: Any, dtype: str, data: str) -> Any:
         return np.frombuffer(bytes.fromhex(data), dtype)[0]
 
-    def _array(self, present: Any, dtype: str, shape: list, data: str) -> Any:
+    def _array(self, present: Any, dtype: str, shape: list[Any], data: str) -> Any:
         made = np.frombuffer(bytes.fromhex(data), dtype).reshape(shape)
         if not isinstance(present, np.ndarray) or (present.dtype, present.shape) != (made.dtype, made.shape):
             return made.copy()

@@ -32,7 +32,7 @@ class Surroundings:
     ``kind``.
     """
 
-    def __init__(self, module: torch.nn.Module, kind: str, groups: Callable[[], list[dict]] = list) -> None:
+    def __init__(self, module: torch.nn.Module, kind: str, groups: Callable[[], list[dict[Any, Any]]] = list) -> None:
         self._module, self._kind, self._groups = module, kind, groups
         self._owners: list[MutableMapping[str, Any]] = []
         self._places: list[Place] = []

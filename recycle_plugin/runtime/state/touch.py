@@ -113,7 +113,9 @@ class FirstTouch(TorchFunctionMode):
         if self._guards and self._thread == threading.get_ident():
             self._wait_for()
 
-    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
         if self._guards:
             self._guarded = self._guarded or self._look_up()
             if not self._guarded.isdisjoint(storages(args, kwargs)) and function not in DESCRIBING:
@@ -122,7 +124,7 @@ class FirstTouch(TorchFunctionMode):
                 self._wait_for(args, kwargs)
         return function(*args, **(kwargs or {}))
 
-    def _beside(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+    def _beside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
         """Call ``function`` as a newcomer's script does, which writes nothing, and sees values only of its own step."""
         written = _written(function, args, kwargs)
         if written is not None and self._guarded & storages(written):
@@ -148,7 +150,7 @@ class FirstTouch(TorchFunctionMode):
             )
 
 
-def _written(function: Callable, args: tuple, kwargs: dict) -> Any:
+def _written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[Any, Any]) -> Any:
     """What ``function`` writes to; None where it does not."""
     name = getattr(function, "__name__", "")
     if "out" in kwargs:

@@ -28,11 +28,11 @@ from recycle_plugin.runtime.devices.host import on_host
 from recycle_plugin.runtime.devices.kinds import device_of, put
 from recycle_plugin.runtime.devices.kinds import write as write_to
 from recycle_plugin.runtime.devices.port import COPY_S, Copy
+from recycle_plugin.runtime.state.contents import form_of
 from recycle_plugin.runtime.state.packing import packed, unpacked
 from recycle_plugin.runtime.state.stage_state import (
     StageState,
     as_text,
-    form_of,
     pieces,
     written,
 )

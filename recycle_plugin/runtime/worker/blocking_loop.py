@@ -14,7 +14,7 @@ from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.movers.batches import Tensors
+from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.worker.plan_prefetcher import WorkerPlanner
 
 

@@ -20,7 +20,7 @@ from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.devices.kinds import fetch
 from recycle_plugin.runtime.devices.port import COPY_S
-from recycle_plugin.runtime.state.stage_state import form_of
+from recycle_plugin.runtime.state.contents import form_of
 from recycle_plugin.runtime.state.surroundings import ScriptsValues
 from recycle_plugin.runtime.worker.replay_machine import ReplayMachine
 

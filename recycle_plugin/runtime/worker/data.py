@@ -18,7 +18,8 @@ from recycle_plugin.core.vocabulary.iterator_draws import Draw, Ended
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.movers.batches import Tensors, described, packed
+from recycle_plugin.runtime.devices.port import Tensors
+from recycle_plugin.runtime.movers.batches import described, packed
 
 
 class DatasetSource:

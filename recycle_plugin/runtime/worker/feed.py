@@ -16,7 +16,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import Batches, Place
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.movers.batches import Tensors
+from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.stage.ports import Source
 from recycle_plugin.runtime.worker import iterator_places
 from recycle_plugin.runtime.worker.data import ScriptsIterator

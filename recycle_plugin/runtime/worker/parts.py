@@ -25,7 +25,7 @@ from recycle_plugin.observability.trace import TraceFile
 from recycle_plugin.runtime.catch_up.transfers import Transfers
 from recycle_plugin.runtime.collectives.transports import open_mover
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.movers.batches import Tensors
+from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.stage.block_sums import BlockSums
 from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
 from recycle_plugin.runtime.stage.gradients import Gradients, WorkerContributions

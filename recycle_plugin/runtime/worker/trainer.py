@@ -26,7 +26,7 @@ from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.loop_ports import DataEnded, StepProgram
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.movers.batches import Tensors
+from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.stage.ports import CheckpointFormat, Framework, described, trained
 from recycle_plugin.runtime.state.surroundings import SetByScript, Surroundings
 from recycle_plugin.runtime.state.touch import FirstTouch

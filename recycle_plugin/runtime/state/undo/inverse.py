@@ -121,7 +121,7 @@ class Inverse:
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The optimizer's state of a parameter that has been stepped.  Raises RecycleError where it lacks something."""
-        state = self._optimizer.state.get(parameter, {})
+        state: dict[str, Any] = self._optimizer.state.get(parameter, {})
         missing = [name for name in self._rule.needs if name not in state]
         if missing:
             name = type(self._optimizer).__name__
