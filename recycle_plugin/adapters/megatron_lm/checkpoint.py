@@ -5,11 +5,8 @@ Stock Megatron-LM loads them, and the plugin's jobs load stock's, by Megatron's 
 
 from __future__ import annotations
 
-import copy
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from recycle_plugin import folders
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.stage.ports import Reach
+from recycle_plugin.runtime.stage.ports import CheckpointShare
 from recycle_plugin.runtime.state.stage_state import StageState
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -28,12 +24,12 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 @dataclass(frozen=True)
 class StageFiles:
-    """Writes the file of one worker's stage (runtime/stage/ports.py), by Megatron's own ``generate_state_dict``.
+    """The file of one worker's stage, by Megatron's own ``generate_state_dict`` (a CheckpointFormat of
+    runtime/stage/ports.py).
 
     ``iteration``, ``operations``: as Megatron's loop counts them.
     """
 
-    session: Session
     seat: Seat
     args: Namespace
     model: list[Any]
@@ -46,25 +42,18 @@ class StageFiles:
         """The files of a checkpoint at this point of the loop."""
         return replace(self, iteration=iteration, operations=operations)
 
-    def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
-        """Write the stage's file, if this worker does so; it is on the disk when this returns.  Raises NotSaved."""
-        if self._writes:
-            self._save(self._contents(state), folder / tag, reach)
+    def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
+        """Hand over the stage's file, if this worker writes it."""
+        if share.turn == 0:
+            share.save(path / self._name / "model_optim_rng.pt", self._contents(state))
 
-    def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
-        """Copy the state now, if this worker writes the stage's file; the result writes it, and raises NotSaved."""
-        if not self._writes:
-            return lambda: None
-        contents = copy.deepcopy(self._contents(state))
-        return lambda: self._save(contents, folder / tag, reach)
+    def dump(self, contents: Any, file: Any) -> None:
+        """Write a file's contents."""
+        torch.save(contents, file)
 
     def read(self, state: StageState, folder: Path) -> None:
         """Raises RecycleError: Megatron-LM loads at its start only."""
         raise RecycleError(f"{folder}: a Megatron-LM job reads checkpoints at its start only; start it with --load")
-
-    @property
-    def _writes(self) -> bool:
-        return self.session.roster.first_of(self.seat.stage).worker == self.session.worker
 
     @property
     def _name(self) -> str:
@@ -86,11 +75,6 @@ class StageFiles:
         ]
         made = generate_state_dict(self.args, self.model, self.optimizer, self.scheduler, rng, iteration=step)
         return made | {"num_floating_point_operations_so_far": self.operations}
-
-    def _save(self, contents: dict[str, Any], folder: Path, reach: Reach) -> None:
-        folders.make(folder / self._name)
-        folders.write(folder / self._name / "model_optim_rng.pt", partial(torch.save, contents))
-        reach("checkpoint.file")
 
 
 def mark_latest(folder: Path, iteration: int, rank: int) -> None:

@@ -54,15 +54,8 @@ class Job:
         self._batches = Batches()
         self._module = StageModule(model[0], self._batches, self.seat.stage == 0, self.seat.stage == shape[1] - 1)
         self._cursor = DataCursor(get_num_microbatches())
-        self._steps = MegatronOptimizer(
-            inner,
-            scheduler,
-            args.iteration,
-            self._samples,
-            lambda: self._trainer.stepping.clip(),
-            lambda: self._trainer.stepping.norm(),
-        )
-        self._files = StageFiles(session, self.seat, args, model, optimizer, scheduler)
+        self._steps = MegatronOptimizer(inner, scheduler, args.iteration, self._samples)
+        self._files = StageFiles(self.seat, args, model, optimizer, scheduler)
         self._trainer = Trainer(session, settings, self._framework(settings, inner, *shape))
         self._data = IndexedData(
             self._batches, self._cursor, shape[0], args.micro_batch_size, args.consumed_train_samples, args.iteration

@@ -14,27 +14,16 @@ from torch import nn
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.clipping import TrueNorm
 from recycle_plugin.runtime.stage.masters import Masters
-from recycle_plugin.runtime.stage.ports import trained
+from recycle_plugin.runtime.stage.ports import Clip, trained
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.state.stage_state import StatePart
 
 
 class MegatronOptimizer:
-    """The step of Megatron's optimizer ``inner``, and of its learning-rate ``scheduler``, by ``samples()`` each.
+    """The step of Megatron's optimizer ``inner``, and of its learning-rate ``scheduler``, by ``samples()`` each."""
 
-    ``clip()`` clips what is in ``parameter.grad``; ``norm()`` is what it clipped by.
-    """
-
-    def __init__(
-        self,
-        inner: Any,
-        scheduler: Any,
-        steps: int,
-        samples: Callable[[], int],
-        clip: Callable[[], None],
-        norm: Callable[[], torch.Tensor | None],
-    ) -> None:
-        self._inner, self._scheduler, self._samples, self._clip, self._norm = inner, scheduler, samples, clip, norm
+    def __init__(self, inner: Any, scheduler: Any, steps: int, samples: Callable[[], int]) -> None:
+        self._inner, self._scheduler, self._samples = inner, scheduler, samples
         self.steps, self.skipped = steps, 0
         self.last_norm: float | None = None  # that the last step was clipped by
 
@@ -43,10 +32,9 @@ class MegatronOptimizer:
         """The torch optimizer that changes the weights, or their masters."""
         return self._inner.optimizer
 
-    def apply(self) -> None:
+    def apply(self, clip: Clip) -> None:
         """Clip, step, and count."""
-        self._clip()
-        norm = self._norm()
+        norm = clip()
         self.last_norm = None if norm is None else float(norm.float())  # as Megatron's log has it
         self._inner.step_with_ready_grads()
         self.pass_over()
