@@ -52,10 +52,7 @@ def test_whoever_waits_for_a_slow_peer_is_not_to_blame():
 
 
 def test_the_deadline_of_slow_steps_is_three_of_them():
-    played = Played()
-    for number in range(1, 6):
-        for rank in range(4):
-            played.membership.receive(Stepped(rank, 0, number), played.now + 4.0 * number)
+    played = Played().steps(range(1, 6), 4.0)
     played.at[2] = (COMPUTES, "1F0.1@6")
     played.live_for(11.5)
     assert played.events == []
@@ -79,10 +76,7 @@ def test_a_stopped_process_is_given_up_whatever_it_was_at(at, first):
     played.live_for(DEADLINE_S)
     (why,) = played.given_up()
     assert why in ("its process is stopped", f"it computes {at[1]}")
-    assert played.fenced() == [
-        (SUPERVISORS, 2),
-        (WorkerId(2), 2),
-    ]
+    assert played.fenced() == [(SUPERVISORS, 2), (WorkerId(2), 2)]
 
 
 def test_who_reports_between_two_stops_was_not_stopped_for_the_sum_of_both():
@@ -97,13 +91,17 @@ def test_who_reports_between_two_stops_was_not_stopped_for_the_sum_of_both():
     assert played.given_up()
 
 
-def test_a_short_stop_is_nothing():
+@pytest.mark.parametrize(
+    "what, ranks, for_s, back_s",
+    [("stopped", {0, 2}, DEADLINE_S - 1, 1.0), ("gone", {1, 3}, HEARTBEAT_S - 2 * TICK_S, TICK_S)],
+)
+def test_a_short_stop_or_silence_is_nothing(what, ranks, for_s, back_s):
     played = Played().first_step()
     for _ in range(5):
-        played.stopped = {0, 2}
-        played.live_for(DEADLINE_S - 1)
-        played.stopped = set()
-        played.live_for(1.0)
+        setattr(played, what, ranks)
+        played.live_for(for_s)
+        setattr(played, what, set())
+        played.live_for(back_s)
     assert played.events == []
 
 
@@ -111,10 +109,7 @@ def test_a_short_stop_is_nothing():
 @pytest.mark.parametrize("heard_late_s", [0.0, 0.1, TICK_S])
 def test_a_host_that_nothing_comes_from_is_found_within_its_deadline(step_s, heard_late_s):
     """... wherever between two ticks it was heard last; slow steps make that no longer."""
-    played = Played()
-    for number in range(1, 6):
-        for rank in range(4):
-            played.membership.receive(Stepped(rank, 0, number), played.now + step_s * number)
+    played = Played().steps(range(1, 6), step_s)
     played.live_for(2.0)
     played.now += heard_late_s
     played.signs(3)
@@ -124,16 +119,6 @@ def test_a_host_that_nothing_comes_from_is_found_within_its_deadline(step_s, hea
     assert played.events == []
     played.live_for(2 * TICK_S)
     assert played.given_up() == ["nothing was heard of it or its supervisor"]
-
-
-def test_a_host_that_is_silent_for_less_is_not_given_up():
-    played = Played().first_step()
-    for _ in range(5):
-        played.gone = {1, 3}
-        played.live_for(HEARTBEAT_S - 2 * TICK_S)
-        played.gone = set()
-        played.live_for(TICK_S)
-    assert played.events == []
 
 
 LONGEST_S = {WAITS: IDLE_S, "gone": HEARTBEAT_S, "stopped": DEADLINE_S, COMPUTES: DEADLINE_S, ELSEWHERE: IDLE_S}
@@ -152,15 +137,12 @@ def test_whatever_is_shorter_than_its_deadline_is_nothing(seed):
             if doing[rank] == "done":
                 # somebody always does something, or else they all stand still
                 doing[rank] = rng.choice(list(LONGEST_S)[rank == 0 :])
-                until[rank] = played.membership.course.attendance.failure_detector.clock + rng.uniform(
-                    0, LONGEST_S[doing[rank]] - LATE_S - 2 * TICK_S
-                )
-            elif played.membership.course.attendance.failure_detector.clock >= until[rank]:
+                until[rank] = played.clock + rng.uniform(0, LONGEST_S[doing[rank]] - LATE_S - 2 * TICK_S)
+            elif played.clock >= until[rank]:
                 doing[rank] = "done"  # one sign of that
                 played.done[rank] += 1
-            played.at[rank] = (
-                (doing[rank], f"what {rank} is at") if doing[rank] in (COMPUTES, ELSEWHERE) else (WAITS, "")
-            )
+            works = doing[rank] in (COMPUTES, ELSEWHERE)
+            played.at[rank] = (doing[rank], f"what {rank} is at") if works else (WAITS, "")
         played.stopped, played.gone = ({rank for rank in range(4) if doing[rank] == of} for of in ("stopped", "gone"))
         for rank in range(4):
             played.signs(rank)
@@ -219,24 +201,18 @@ def test_while_the_coordinator_itself_is_stopped_nobody_is_to_blame():
 @pytest.mark.parametrize("heartbeat_s", [3.0, 100.0])
 def test_the_promise_to_a_worker_ends_before_it_is_given_up_for_silence(heartbeat_s):
     """It may rely on what it was told last, although the deadline has shrunk since."""
-    played = Played(started(heartbeat_timeout_s=heartbeat_s))
-    for number in range(1, 4):
-        for rank in range(4):
-            played.membership.receive(Stepped(rank, 0, number), played.now + 10.0 * number)
+    played = Played(started(heartbeat_timeout_s=heartbeat_s)).steps(range(1, 4), 10.0)
     (heard,) = said(played.membership.receive(Heartbeat(3, 7, 0, WAITS, ""), played.now), Lease)
     assert heard == Lease(7, min(30.0, heartbeat_s - LATE_S - TICK_S))
-    for number in range(4, 14):
-        for rank in range(4):
-            played.membership.receive(Stepped(rank, 0, number), played.now + 30.0 + 0.1 * number)
+    played.steps(range(4, 14), 0.1, after_s=30.0)
     played.stopped = {3}
     if heartbeat_s < 30.0:
         played.gone = {3}
     played.live_for(heard.for_s)
     assert played.events == []
     played.live_for(2 * LATE_S)
-    assert played.given_up() == [
-        "nothing was heard of it or its supervisor" if played.gone else "its process is stopped"
-    ]
+    why = "nothing was heard of it or its supervisor" if played.gone else "its process is stopped"
+    assert played.given_up() == [why]
 
 
 def test_a_worker_that_wakes_up_is_not_heard():

@@ -44,6 +44,13 @@ def begun(folder: Path, disk: Disk, room: int = 1 << 20) -> tuple[Any, News, Log
     return disk, news, LogWriter(folder, stream(), room, news, disk=disk)
 
 
+def fill(disk: RefusingDisk, writer: LogWriter, step: int) -> None:
+    """The disk is full from this step on."""
+    disk.room = 0
+    put_step(writer, step)
+    assert not writer.durable(step)
+
+
 def read(folder: Path, writer: LogWriter | None = None) -> LogReader:
     """The log, which has no fault, once its writer is closed."""
     if writer is not None:
@@ -242,9 +249,7 @@ def test_all_that_waits_behind_a_refusal_is_lost(tmp_path, monkeypatch) -> None:
 def test_what_is_taken_back_while_the_log_is_off_is_in_the_gap_and_said_afterwards(tmp_path) -> None:
     disk, news, writer = begun(tmp_path, RefusingDisk())
     assert put_step(writer, 1) and put_step(writer, 2) and put_step(writer, 3) and writer.durable(3)
-    disk.room = 0
-    put_step(writer, 4)
-    assert not writer.durable(4)
+    fill(disk, writer, 4)
     writer.void(1, 6)
     assert [each.step for each in news] == [4, 2]
     assert LogReader(tmp_path, RUN).whole == (1, 2, 3), "the disk can't be told"
@@ -260,9 +265,7 @@ def test_what_is_taken_back_while_the_log_is_off_is_in_the_gap_and_said_afterwar
 def test_a_log_that_can_not_begin_again_keeps_its_gap(tmp_path) -> None:
     disk, news, writer = begun(tmp_path, RefusingDisk())
     assert put_step(writer, 1) and writer.durable(1)
-    disk.room = 0
-    put_step(writer, 2)
-    assert not writer.durable(2)
+    fill(disk, writer, 2)
     disk.room, disk.refuses_files = 1 << 20, True
     writer.checkpointed(0)
     assert not writer.durable(2)
@@ -293,8 +296,7 @@ def test_a_checkpoint_makes_room_first(tmp_path) -> None:
 def test_what_waits_is_lost_where_the_disk_refuses(tmp_path) -> None:
     """The gap begins with the earliest step that waits."""
     disk, news, writer = begun(tmp_path, RefusingDisk())
-    assert put_step(writer, 1)
-    assert writer.durable(1)
+    assert put_step(writer, 1) and writer.durable(1)
     disk.room = 0
     put_step(writer, 2)
     put_step(writer, 3)
@@ -306,8 +308,7 @@ def test_what_waits_is_lost_where_the_disk_refuses(tmp_path) -> None:
 
 def test_an_index_that_finds_no_room_costs_the_next_steps_only(tmp_path) -> None:
     disk, news, writer = begun(tmp_path, RefusingDisk())
-    assert put_step(writer, 1)
-    assert writer.durable(1)
+    assert put_step(writer, 1) and writer.durable(1)
     disk.room = 10
     writer.checkpointed(0)
     assert writer.durable(1) is False
@@ -321,8 +322,7 @@ def test_an_index_that_finds_no_room_costs_the_next_steps_only(tmp_path) -> None
 
 def test_a_commit_alone_that_is_refused_is_a_gap_too(tmp_path) -> None:
     disk, news, writer = begun(tmp_path, RefusingDisk())
-    assert put(writer, act(1))
-    assert writer.durable(1)
+    assert put(writer, act(1)) and writer.durable(1)
     disk.room = 10
     writer.checkpointed(0)
     assert not writer.durable(0)
@@ -333,8 +333,7 @@ def test_a_commit_alone_that_is_refused_is_a_gap_too(tmp_path) -> None:
 
 def test_what_can_not_be_synced_may_be_lost(tmp_path) -> None:
     disk, news, writer = begun(tmp_path, RefusingDisk())
-    assert put_step(writer, 1)
-    assert writer.durable(1)
+    assert put_step(writer, 1) and writer.durable(1)
     assert put_step(writer, 2)
     disk.refuses_sync = True
     assert not writer.durable(2)
@@ -344,9 +343,7 @@ def test_what_can_not_be_synced_may_be_lost(tmp_path) -> None:
     assert news.wait(2)[1] == Resumed(3)
     assert put_step(writer, 3) and not writer.durable(3)
     assert read(tmp_path).whole == (1, 3)
-    disk.room = 0
-    put_step(writer, 4)
-    assert not writer.durable(4)
+    fill(disk, writer, 4)
     assert news[2].step == 4, "what was doubted once is not doubted for ever"
     writer.close()
 
@@ -371,8 +368,7 @@ def test_what_another_run_has_left_stays_and_is_no_fault(tmp_path) -> None:
 def test_durable_syncs_the_files_and_the_folder(tmp_path) -> None:
     disk = RefusingDisk()
     writer = LogWriter(tmp_path, stream(), 1 << 20, News(), segment_bytes=400, disk=disk)
-    assert put_step(writer, 1, size=300)
-    assert writer.durable(1)
+    assert put_step(writer, 1, size=300) and writer.durable(1)
     made = names(tmp_path)
     assert len(made) > 1 and disk.syncs == [*made, tmp_path.name]
     disk.syncs.clear()
@@ -419,8 +415,7 @@ def test_a_wait_has_a_deadline_and_says_for_what(tmp_path) -> None:
 def test_segments_go_only_when_a_checkpoint_of_all_their_steps_is_durable(tmp_path) -> None:
     writer = LogWriter(tmp_path, stream(), 1 << 20, News(), segment_bytes=900)
     for step in range(1, 7):
-        assert put_step(writer, step)
-    assert writer.durable(6)
+        assert put_step(writer, step) and writer.durable(6)
     last = {each: load(tmp_path / each).last_step for each in names(tmp_path)}
     assert len(last) > 3
     writer.checkpointed(3)

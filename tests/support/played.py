@@ -8,7 +8,7 @@ from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput, Event
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation
-from recycle_plugin.core.messages.from_workers import Heartbeat, SupervisorHeartbeat
+from recycle_plugin.core.messages.from_workers import Heartbeat, Stepped, SupervisorHeartbeat
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from tests.support.membership import DEADLINES, said, started, step
 
@@ -58,6 +58,18 @@ class Played:
         """Done: everybody has compiled what there is to compile."""
         step(self.membership, 0, 1)
         return self
+
+    def steps(self, numbers: range, each_s: float, after_s: float = 0.0) -> Played:
+        """All report these steps, each so much later than the one before."""
+        for number in numbers:
+            for rank in range(4):
+                self.membership.receive(Stepped(rank, 0, number), self.now + after_s + each_s * number)
+        return self
+
+    @property
+    def clock(self) -> float:
+        """The failure detector's."""
+        return self.membership.course.attendance.failure_detector.clock
 
     @property
     def events(self) -> list[Event]:
