@@ -10,6 +10,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from recycle_plugin.errors import RecycleError, WaitTimeout
+from recycle_plugin.runtime.collectives import gloo
 from recycle_plugin.runtime.collectives.gloo import GlooLink, Rendezvous
 from recycle_plugin.runtime.collectives.link import (
     AllGather,
@@ -45,6 +47,7 @@ from tests.support.secret import SECRET, way
 from tests.support.threads_link import Meeting, ThreadsLink
 from tests.support.waiting import together
 
+HERE = "127.0.0.1"
 LONG_S, SHORT_S = 60.0, 0.2  # what must not pass, and what must
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 SIZES = (0, 1, 1000, 1 << 18)
@@ -93,7 +96,7 @@ def name_of(members: int) -> str:
 
 def gloo_link(session: Session, members: int, generation: int) -> GlooLink:
     meeting = Rendezvous(session, f"link{generation}", range(members))
-    return GlooLink(generation, meeting, name_of(members), "127.0.0.1", timedelta(seconds=LONG_S))
+    return GlooLink(generation, meeting, name_of(members), HERE, timedelta(seconds=LONG_S))
 
 
 def in_a_process(
@@ -610,3 +613,24 @@ def refused(place: Place) -> tuple[str, float]:
 
 def test_what_gloo_can_not_do_is_no_broken_connection():
     assert over_gloo(refused, 2) == [("RuntimeError: Invalid scalar type", 2.0)] * 2
+
+
+def test_who_begins_to_listen_while_gloo_does_can_be_reached_and_gloo_can_not(monkeypatch):
+    """A thread of the script's, say."""
+    others, options = [], gloo._options
+
+    def slow(*given: Any) -> Any:
+        others.append(socket.create_server((HERE, 0)))
+        return options(*given)
+
+    monkeypatch.setattr(gloo, "_options", slow)
+    meeting = Rendezvous(FakeCoordinator().session(0), "link1", [0])
+    link = GlooLink(1, meeting, "rank 0", HERE, timedelta(seconds=LONG_S))
+    link.connect().wait(LONG_S)
+    (other,), (own,) = others, meeting.ports_of_all()
+    assert own != other.getsockname()[1]
+    with other, socket.create_connection(other.getsockname(), LONG_S):
+        pass
+    with pytest.raises(TimeoutError):
+        socket.create_connection((HERE, own), SHORT_S)
+    link.abort()

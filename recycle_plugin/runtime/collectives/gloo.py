@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -51,8 +52,9 @@ class Rendezvous(dist.Store):
 
     ``called`` is the link's name in the job, ``ranks`` are its members' in their order, of which the worker of
     ``session`` is one.  To Gloo it is a store, on which each member sets one key for each device, which ends with its
-    position.  What is posted there has the ``ports`` on which the member's Gloo listens before it.  ``wanted()`` says
-    whether anybody still waits for the link.
+    position.  What is posted there has the ports on which the member's Gloo listens before it: of ``ports``, which were
+    opened as its were, those that Gloo names, ``own`` once it has.  ``wanted()`` says whether anybody still waits for
+    the link.
     """
 
     def __init__(self, session: Session, called: str, ranks: Sequence[int]) -> None:
@@ -61,6 +63,7 @@ class Rendezvous(dist.Store):
         self._readings: dict[str, Reading] = {}
         self.position = self.ranks.index(session.rank)
         self.ports: Collection[int] = ()
+        self.own: set[int] = set()
         self.wanted: Callable[[], bool] = lambda: True
 
     def missing(self) -> list[int]:
@@ -79,7 +82,9 @@ class Rendezvous(dist.Store):
     def set(self, key: str, value: Any) -> None:  # bytes, whatever torch's stubs say
         """Gloo's call: post where this member listens."""
         device, _ = self._place(key)
-        text = ",".join(map(str, self.ports)).encode() + b" " + value
+        listens = _named(self.ports, value)
+        self.own.update(listens)
+        text = ",".join(map(str, listens)).encode() + b" " + value
         session, board = self._session, self._board(device)
         if len(self.ranks) > 1:
             session.boards.post(board, text, session.number)
@@ -285,13 +290,15 @@ class GlooLink:
             group = dist.ProcessGroupGloo(meeting, meeting.position, len(meeting.ranks), options)
         finally:
             meeting.close()
-        let_nobody_in(ports)
+        let_nobody_in({inode for inode, port in ports.items() if port in meeting.own})
         self._ports = meeting.ports_of_all()
         self._opened = set(_sockets()) - before
         return group
 
     def _listening(self) -> tuple[Any, dict[int, int]]:
-        """Options of a group that listens already, and its ports, by the inodes of their sockets."""
+        """Options of a group that listens already, and its ports, by the inodes of their sockets; with those that other
+        threads have begun to listen on meanwhile.
+        """
         with self._opening:
             before = set(_sockets())
             options = _options(self._address, self._timeout)
@@ -374,6 +381,14 @@ def let_nobody_in(inodes: Collection[int]) -> None:
             with suppress(OSError):
                 address = ctypes.addressof(program)
                 listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, address))
+
+
+def _named(ports: Collection[int], said: bytes) -> list[int]:
+    """Those of ``ports`` that are in the addresses which Gloo has ``said``, as the kernel writes them; all, where none
+    is.
+    """
+    families = [family.to_bytes(2, sys.byteorder) for family in (socket.AF_INET, socket.AF_INET6)]
+    return [port for port in ports if any(family + port.to_bytes(2) in said for family in families)] or [*ports]
 
 
 def _sockets() -> dict[int, int]:
