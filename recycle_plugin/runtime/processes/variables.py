@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-USERS = ("RECYCLE_SECRET_FILE", "RECYCLE_TLS", "RECYCLE_TRACEBACK")
+USERS = ("RECYCLE_CONFIG", "RECYCLE_SECRET_FILE", "RECYCLE_TLS", "RECYCLE_TRACEBACK")
 OWN = (  # from one process of a job to another, and of the scripts that measure and install
     "RECYCLE_COORDINATOR", "RECYCLE_FORK_SERVER", "RECYCLE_INCARNATION",
     "RECYCLE_INSTALL_TIMEOUT", "RECYCLE_PLACEMENT", "RECYCLE_RUN", "RECYCLE_SECRET_AT",
