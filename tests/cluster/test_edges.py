@@ -90,8 +90,9 @@ def test_sigterm_to_everything_while_training(launch, server):
     terminate(everything(run, server))
     result = run.finish()
     assert not result.of("lost") and len(result.of("finished")) == 1, result.output[-6000:]
-    (step,) = {event["text"].split("after step ")[1].split()[0] for event in result.of("left")}
-    assert len(result.of("left")) == 4 and int(step) == result.of("committed")[-1]["step"]
+    steps = [int(event["text"].split("after step ")[1].split()[0]) for event in result.of("left")]
+    # on a slow machine some get it, and leave, a step before the others
+    assert len(steps) == 4 and max(steps) == result.of("committed")[-1]["step"]
 
 
 @pytest.mark.real_launcher

@@ -26,7 +26,7 @@ from tests.support.secret import SECRET, way
 
 LONG_S = 30.0
 RANKS = 3  # of a Job
-WAIT_S = 15.0  # of the workers: where they would wait for ever, they say so
+WAIT_S = 60.0  # of the workers: where they would wait for ever, they say so
 IMPORTED = ["torch", "recycle_plugin.runtime.collectives.calls", "tests.support.calls", "tests.support.scenario"]
 
 
