@@ -229,6 +229,21 @@ def test_stock_and_plugin_go_on_from_a_degraded_checkpoint(job: Jobs, tmp_path: 
         assert_same_bits(whole, later)
 
 
+def test_who_takes_the_last_ranks_place_writes_for_tensorboard(job: Jobs, tmp_path: Path) -> None:
+    """Megatron's last rank writes, 1.1 here; from its death on another one does."""
+    board = "--tensorboard-dir", str(tmp_path / "board"), "--tensorboard-log-interval", "1"
+    ours = job(gpt(2, 2, *board), {"rejoin": "never", "faults": ["kill 1.1 before 1F1.2@3"]})
+    written = {}
+    for file in (tmp_path / "board").glob("*.jsonl"):
+        for tag, value, step in map(json.loads, file.read_text().splitlines()):
+            if tag == "lm loss":
+                assert step not in written, "one worker writes a step"
+                written[step] = value, int(file.stem)
+    assert [value for _, (value, _) in sorted(written.items())] == pytest.approx(ours.losses, abs=1e-6)
+    pids = {seat: ours.result.pids[ours.result.rank_of(seat)] for seat in ("0.1", "1.1")}
+    assert [pid for _, (_, pid) in sorted(written.items())] == [pids["1.1"]] * 2 + [pids["0.1"]] * 4
+
+
 def test_a_flag_that_is_not_supported_is_refused_in_one_line(job: Jobs) -> None:
     refused = job.start(gpt(2, 2, "--log-params-norm"), {}).finish()
     assert refused.code == 1

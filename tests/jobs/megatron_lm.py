@@ -1,7 +1,7 @@
 """A GPT that Megatron-LM trains, by the flags of its own command line: ``megatron_lm.py FOLDER FLAGS…``.
 
-Each rank leaves in FOLDER its losses, norms and weights.  RECYCLE_PRETRAIN: the path of a real pretrain_gpt.py, which
-runs in the place of the script here.  RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers/.
+Each rank leaves in FOLDER its losses, norms, weights and processor times.  RECYCLE_PRETRAIN: the path of a real
+pretrain_gpt.py, which runs in the place of the script here.  RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers/.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import os
 import runpy
 import sys
+import time
+import types
 from pathlib import Path
 
 import torch
@@ -27,13 +29,32 @@ for change in json.loads(os.environ.get("RECYCLE_TEST_WRAP", "[]")):
 
     getattr(wrappers, change.pop("name"))(**change)
 
-folder, kept = Path(sys.argv.pop(1)), {"losses": [], "norms": [], "pid": os.getpid()}
+
+class SummaryWriter:
+    """In the place of TensorBoard's, which need not be installed: a line for each scalar, in a file of this process."""
+
+    def __init__(self, log_dir: str, max_queue: int) -> None:
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        self._file = (Path(log_dir) / f"{os.getpid()}.jsonl").open("w")
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        print(json.dumps([tag, float(value), step]), file=self._file, flush=True)
+
+    def __getattr__(self, name: str):
+        return lambda *_, **__: None
+
+
+sys.modules["torch.utils.tensorboard"] = types.ModuleType("torch.utils.tensorboard")
+sys.modules["torch.utils.tensorboard"].SummaryWriter = SummaryWriter
+
+folder, kept = Path(sys.argv.pop(1)), {"losses": [], "norms": [], "cpu_s": [], "pid": os.getpid()}
 stock = training.train_step
 
 
 def train_step(forward_step_func, data_iterator, model, *rest, **named):
     result = stock(forward_step_func, data_iterator, model, *rest, **named)
     kept["losses"] += [float(value) for value in result[0].values()]
+    kept["cpu_s"].append(time.process_time())
     kept["norms"].append(None if result[5] is None else float(result[5]))
     kept["backend"], kept["skipped"] = torch.distributed.get_backend(), result[1]
     return result

@@ -33,6 +33,7 @@ REPLACED = (
     "save_checkpoint",
     "print_datetime",
     "print_rank_last",
+    "get_tensorboard_writer",
 )
 """The globals of megatron.training.training that the plugin takes the place of."""
 RELEASES = ">=0.16.1,<0.20"
@@ -176,6 +177,9 @@ class MegatronPlugin:
             stock(message)
         elif self._job.prints:
             print(message, flush=True)
+
+    def _get_tensorboard_writer(self, stock: Callable[..., Any]) -> Any:
+        return stock() if self._job is None else self._job.writer(stock)
 
 
 def check_release() -> None:

@@ -8,6 +8,7 @@ among whoever is alive.
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.core.utils import unwrap_model
+from megatron.training import global_vars
 
 import recycle_plugin.adapters.megatron.layers  # noqa: F401  registers the converters of its layers
 from recycle_plugin.adapters.megatron_lm.checkpoint import StageFiles, mark_latest
@@ -110,6 +112,16 @@ class Job:
             return False
         live = [each.rank for each in self._session.roster] if self._session.generation else [self._args.world_size - 1]
         return self._session.rank == max(live)
+
+    def writer(self, stock: Callable[[], Any]) -> Any:
+        """TensorBoard's writer ``stock()``, on the worker that prints; Megatron makes one on its last rank only."""
+        if not self.prints:
+            return None
+        if stock() is None and self._args.tensorboard_dir:
+            rank, self._args.rank = self._args.rank, self._args.world_size - 1
+            global_vars._set_tensorboard_writer(self._args)
+            self._args.rank = rank
+        return stock()
 
     def _reported(self, loss: float) -> dict[str, torch.Tensor]:
         if not self._module._last:
