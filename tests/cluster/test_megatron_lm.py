@@ -128,8 +128,12 @@ def assert_same_bits(one: Trained, other: Trained) -> None:
         assert mine.keys() == theirs.keys() and len(mine) > 5
         differ = [name for name in mine if not torch.equal(mine[name], theirs[name])]
         assert not differ, f"rank {rank}: {differ}"
-        assert None in other.ranks[rank]["norms"] or one.ranks[rank]["norms"] == other.ranks[rank]["norms"]
+        norms = zip(one.ranks[rank]["norms"], other.ranks[rank]["norms"], strict=True)
+        assert all(mine is None or theirs is None or mine == theirs for mine, theirs in norms)
     assert one.losses == pytest.approx(other.losses, abs=2e-6) and len(set(one.losses)) > 2
+
+
+FP16 = "--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale", str(2**24), "--hysteresis", "1"
 
 
 @pytest.mark.parametrize(
@@ -138,6 +142,7 @@ def assert_same_bits(one: Trained, other: Trained) -> None:
         pytest.param(gpt(2, 2), id="2 x 2"),
         pytest.param(gpt(4, 2), id="4 stages x 2"),
         pytest.param(gpt(2, 2, "--bf16"), id="bf16"),
+        pytest.param(gpt(2, 2, *FP16), id="fp16, whose first steps are skipped"),
         pytest.param(gpt(2, 2, "--untie-embeddings-and-output-weights", "--clip-grad", "0"), id="untied, not clipped"),
         pytest.param(
             gpt(2, 2, "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
@@ -168,6 +173,17 @@ def test_whoever_dies_the_others_train_the_bits_of_stock(job: Jobs, kills: tuple
     ours = job(gpt(2, 2), {"exact": True, "rejoin": "never", "faults": list(kills)})
     assert len(ours.ranks) == 4 - len(kills) and len(ours.result.of("lost")) == len(kills)
     assert_same_bits(stock, ours)
+
+
+def test_in_fp16_the_loss_scale_goes_as_stocks_whoever_dies(job: Jobs) -> None:
+    flags = gpt(2, 2, *FP16, "--train-iters", "12")
+    stock, kill = job.stock(flags), {"exact": True, "rejoin": "never", "faults": ["kill 1.1 before 1F1.2@3"]}
+    ours = job(flags, kill)
+    assert_same_bits(stock, ours)
+    said = [
+        re.findall(r"loss scale: (\S+) \|.*skipped iterations: +(\d)", each.result.output) for each in (stock, ours)
+    ]
+    assert said[0] == said[1] and len(said[0]) > 6 and {"0", "1"} <= {skipped for _, skipped in said[0]}
 
 
 @pytest.mark.parametrize("more", [(), ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")], ids=("", "dropout"))

@@ -23,7 +23,13 @@ import recycle_plugin.adapters.megatron.layers  # noqa: F401  registers the conv
 from recycle_plugin.adapters.megatron_lm.checkpoint import StageFiles, mark_latest
 from recycle_plugin.adapters.megatron_lm.data import IndexedData
 from recycle_plugin.adapters.megatron_lm.model import Batches, StageModule, detach_from_ddp
-from recycle_plugin.adapters.megatron_lm.ports import MegatronNorm, MegatronOptimizer, masters_of, tied_weights
+from recycle_plugin.adapters.megatron_lm.ports import (
+    MegatronNorm,
+    MegatronOptimizer,
+    MegatronScale,
+    masters_of,
+    tied_weights,
+)
 from recycle_plugin.adapters.megatron_lm.refusals import check_built
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology, tied
@@ -50,6 +56,9 @@ class Job:
         session.configure(settings.deadlines, settings.group_sums)
         get_rerun_state_machine().set_mode(RerunMode.DISABLED)
         detach_from_ddp(model[0])
+        self._scale = None if getattr(inner, "grad_scaler", None) is None else MegatronScale(inner.grad_scaler)
+        if self._scale is not None:
+            settings = settings.in_fp16(float(args.clip_grad))
         self._session, self._args = session, args
         self.seat = Seat(mpu.get_data_parallel_rank(), mpu.get_pipeline_model_parallel_rank())
         shape = mpu.get_data_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
@@ -73,6 +82,8 @@ class Job:
         self._data.take(data_iterator)
         skipped = self._steps.skipped
         loss = self._trainer.train()
+        if self._scale is not None:
+            self._scale.put()  # for the log line, and checkpoints
         went = self._steps.skipped == skipped
         norm = self._steps.last_norm if went and not self._trainer.behind else None
         return self._reported(loss), int(not went), False, False, 0, norm, None, 0
@@ -160,6 +171,7 @@ class Job:
             state=(self._steps.state,),
             masters=masters,
             tied=weights,
+            scaler=self._scale,
             norm=MegatronNorm(self._steps.wrapped, elsewhere),
             layers=[layers],
         )

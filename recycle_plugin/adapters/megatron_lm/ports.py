@@ -91,8 +91,35 @@ class MegatronNorm(TrueNorm):
         return torch.tensor(total.item() ** 0.5, dtype=torch.float64)
 
 
+class MegatronScale:
+    """The loss scale by Megatron's ``grad_scaler``, whose numbers are copied here: they are what a step changes."""
+
+    __slots__ = ("__dict__", "_scaler")
+
+    def __init__(self, grad_scaler: Any) -> None:
+        self._scaler = grad_scaler
+        self._take()
+
+    def update_scale(self, overflow: bool) -> None:
+        """Change the scale by Megatron's rule, after a step that was applied, or, on ``overflow``, skipped."""
+        self.put()
+        self._scaler.update(overflow)
+        self._take()
+
+    def put(self) -> None:
+        """Give Megatron's object these numbers, which an undo may have changed."""
+        self._scaler._scale.fill_(self.loss_scale)
+        if hasattr(self._scaler, "_growth_tracker"):
+            self._scaler._growth_tracker, self._scaler._hysteresis_tracker = self.growth, self.hysteresis
+
+    def _take(self) -> None:
+        self.loss_scale = float(self._scaler.scale)
+        self.growth = getattr(self._scaler, "_growth_tracker", 0)
+        self.hysteresis = getattr(self._scaler, "_hysteresis_tracker", 0)
+
+
 def masters_of(module: nn.Module, inner: Any) -> Masters | None:
-    """The masters of a model in bf16; None in fp32."""
+    """The masters of a model in bf16 or fp16; None in fp32."""
     if not hasattr(inner, "fp32_from_float16_groups"):
         return None
     pairs = {

@@ -56,7 +56,6 @@ ROWS = (
     Row("--cuda-graph-impl", "cuda_graph_impl", _besides("none"), 'write "none"'),
     Row("--optimizer-cuda-graph", "optimizer_cuda_graph", bool, LEAVE),
     Row("--use-nccl-ub", "nccl_ub", bool, LEAVE),
-    Row("--fp16", "fp16", bool, "write --bf16"),
     Row("--fp8-format", "fp8", bool, LEAVE),
     Row("--fp4-format", "fp4", bool, LEAVE),
     Row("--fp8-param-gather", "fp8_param_gather", bool, LEAVE),
