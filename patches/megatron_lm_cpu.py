@@ -89,9 +89,9 @@ def _torch() -> None:
         return self
 
     stays.recycle = True  # type: ignore[attr-defined]
-    torch.Tensor.cuda = stays  # type: ignore[method-assign]
+    torch.Tensor.cuda = stays  # type: ignore[method-assign, assignment]
     kind = torch.Tensor.type  # Megatron sorts and checks by "torch.cuda.FloatTensor" and its like
-    torch.Tensor.type = lambda self, *to, **how: (  # type: ignore[method-assign]
+    torch.Tensor.type = lambda self, *to, **how: (  # type: ignore[method-assign, assignment]
         kind(self, *to, **how) if to or how else kind(self).replace("torch.", "torch.cuda.", 1)
     )
     cuda.current_device = lambda: CPU

@@ -134,7 +134,8 @@ class OneHost:
     @classmethod
     def asked_for(cls, arguments: list[str]) -> OneHost:
         """Parse options, and the script with its arguments.  Raises BadCommand."""
-        given, rest = {"--workers": None, "--port": None}, list(arguments)
+        given: dict[str, str | None] = {"--workers": None, "--port": None}
+        rest = list(arguments)
         switches = {"--no-fork": False, "--one-device": False}
         while rest and rest[0].startswith("-"):
             option, joined, value = rest.pop(0).partition("=")
@@ -147,11 +148,12 @@ class OneHost:
                 )
             else:
                 given[option] = value if joined else rest.pop(0) if rest else ""
-        if given["--workers"] is None:
+        workers, port = given["--workers"], given["--port"]
+        if workers is None:
             raise BadCommand(f"how many workers? Write {HERE}")
-        workers, port = _workers(given["--workers"]), None if given["--port"] is None else _port(given["--port"])
+        count, at = _workers(workers), None if port is None else _port(port)
         _check_script(rest, HERE)
-        return cls(workers, rest, port, not switches["--no-fork"], switches["--one-device"])
+        return cls(count, rest, at, not switches["--no-fork"], switches["--one-device"])
 
 
 def _check_script(command: list[str], example: str) -> None:
@@ -181,7 +183,7 @@ def _port(text: str) -> int:
         socket.create_server(("", int(text))).close()
     except OSError as error:
         raise BadCommand(
-            f"port {text} cannot be used ({os.strerror(error.errno)}): write another --port, {advice}"
+            f"port {text} cannot be used ({os.strerror(error.errno or 0)}): write another --port, {advice}"
         ) from None
     return int(text)
 

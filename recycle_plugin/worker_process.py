@@ -38,7 +38,7 @@ from recycle_plugin.settings.wording import SettingsError
 GIVEN_UP = 3  # exit code
 FOREIGN = {
     os.path.realpath(path)
-    for path in (os.path.dirname(__file__), *map(sysconfig.get_paths().get, ("stdlib", "purelib", "platlib")))
+    for path in (os.path.dirname(__file__), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 }
 LINE, TRACE = 300, 20_000  # characters of an error that its line, and its traceback, have at most
 
@@ -163,6 +163,7 @@ def _end_early(session: Session) -> None:
 
     The script may wait for something: torch's store waits for minutes, deaf to signals.
     """
+    assert session.end is not None, "the job has failed"
     if session.incarnation:  # nobody reads the job's own lines beside a process that was not part of it
         _say(f"recycle: error: {session.end.reason}")
     session.leave()

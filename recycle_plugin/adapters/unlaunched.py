@@ -76,5 +76,5 @@ class AfterImport(importlib.abc.MetaPathFinder):
             load(module)
             wrap(module)
 
-        spec.loader.exec_module = load_and_wrap
+        spec.loader.exec_module = load_and_wrap  # type: ignore[method-assign]
         return spec

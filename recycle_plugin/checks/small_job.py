@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -69,7 +68,7 @@ def main() -> None:
         device=found.device,
     )
     hold = Hold(found.hold, found.run_dir / GO)
-    record = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "losses": []}
+    record: dict[str, Any] = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "losses": []}
     if found.measure:
         from recycle_plugin.checks import measured
 
@@ -133,4 +132,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -174,6 +174,7 @@ def batch(config: dict[str, Any], given: int | None, replicas: int, path: str) -
     if count is None:
         count = max(1, total // (samples * replicas)) if total and samples else 1
     if samples is None:
+        assert total is not None, "one of both is there"
         samples = max(1, total // (count * replicas))
     product = samples * count * replicas
     if total in (None, product):

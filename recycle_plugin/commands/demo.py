@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -143,7 +143,8 @@ def failures(outcome: RunOutcome) -> list[Failure]:
 
 
 def as_report(failure: Failure) -> dict:
-    """A failure's entry in report.json, times in seconds."""
+    """The entry of a failure that the demo has injected, and that is over, in report.json; times in seconds."""
+    assert failure.fault is not None and failure.resumed_at is not None and failure.committed_at is not None
     return {
         "seat": str(failure.seat),
         "instruction": failure.fault.where,
@@ -261,7 +262,8 @@ def measured_costs(spans: Sequence[Span], stages: int) -> CostModel:
         return round(median(taken.values())) if taken else 0
 
     ops = {"forward": Op.F, "input": Op.I, "weight": Op.W, "reduce": Op.REDUCE, "step": Op.STEP}
-    return CostModel(**{name: tuple(cost(op, stage) for stage in range(stages)) for name, op in ops.items()})
+    times: dict[str, Any] = {name: tuple(cost(op, stage) for stage in range(stages)) for name, op in ops.items()}
+    return CostModel(**times)
 
 
 def _curve(outcome: RunOutcome) -> dict[int, float]:
@@ -406,9 +408,8 @@ def _show(lines: Sequence[str], console: Console, said: set[str]) -> None:
 def summary(found: Mapping, out: Path) -> str:
     """What is printed at the end: both loss curves, what the failure cost, who survived, and where the files are."""
     killed, live = found["killed"], found["survivors"]
-    table = curves.table(
-        *(dict(enumerate(losses, start=1)) for losses in found["losses"].values()), tuple(one["step"] for one in killed)
-    )
+    usual, failed = (dict(enumerate(losses, start=1)) for losses in found["losses"].values())
+    table = curves.table(usual, failed, tuple(one["step"] for one in killed))
     workers = len(live) + len(killed) + len(found["gone_along"])
     shared = f" with a core for each worker (here {workers} share {found['cores']})" if found["cores"] < workers else ""
     pictures = ["gantt.png (schedule before and after), "] * ("recovered_by" not in found)

@@ -36,7 +36,7 @@ def memory(job: ConfiguredJob) -> Section:
         "bytes a parameter, with Adam, once a step is committed, before, and in the next; the last sum is there until "
         "that is known",
     )
-    table, wrong = list(_moments(each)), ()
+    table, wrong = list(_moments(each)), tuple[str, ...]()
     if job.profile is None:
         return Section("memory", "Memory of a worker", data, (NO_PROFILE, *lines), (), tuple(table))
     rows, device = held_bytes(job), job.profile.device_bytes
@@ -120,6 +120,7 @@ def held_bytes(job: ConfiguredJob) -> list[dict]:
     ``kept``: boundary tensors stay until their step is committed, and two steps may be under way.
     """
     profile, stages, policy = job.profile, job.stages, job.policy
+    assert profile is not None, "only a profile knows bytes"
     working, workers = (
         profile.working_bytes(stages),
         profile.worker_bytes(stages, job.settings.undo, _blocks(job), _scales(job)),

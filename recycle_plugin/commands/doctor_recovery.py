@@ -116,6 +116,7 @@ class Choices:
         fewer = f'set {SECTION}.log.boundaries to "{AUTO}", or raise {SECTION}.checkpoint.overhead'
         if self.free is not None and full.budget == self.free:
             return [f"{needs} {self.free / 1e9:.4g} GB are free: set {SECTION}.log.folder to a larger disk, {fewer}"]
+        assert full.budget is not None, "what does not fit has a budget"
         return [f"{needs} {SECTION}.log.budget is {full.budget / 1e9:.4g} GB: raise it, {fewer}"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class Section:
         yield from (f"  {line}".rstrip() for line in self.table)
 
 
-def aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
     """Lines with columns of equal width from rows of cells; ``right``: columns that are aligned at their right end."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [

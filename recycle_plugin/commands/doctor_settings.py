@@ -17,7 +17,7 @@ def costly(job: ConfiguredJob) -> Section:
     """The section on what the job's settings cost, and what would change that.  Raises PlanError."""
     from recycle_plugin.adapters.deepspeed.refusals import FP16, half
 
-    settings, rows = job.settings, []
+    settings, rows = job.settings, list[dict[str, Any]]()
     if job.clipping > 0:
         said = "" if CLIPPING in job.config else " (DeepSpeed's default)"
         waits = f"{job.clipping:g}{said}: steps wait for the norm over all stages"
@@ -36,12 +36,12 @@ def costly(job: ConfiguredJob) -> Section:
     if job.survives:
         rows.append(_cap(job))
     rows.append({"setting": f"{SECTION}.exact", **(found := cost(job)), "text": _exact(job, found)})
-    name = half(job.config)
-    if name is not None:
-        whole = _whole("fp16" if name == FP16 else "bf16", job.replicas)
+    precision = half(job.config)
+    if precision is not None:
+        whole = _whole("fp16" if precision == FP16 else "bf16", job.replicas)
         rows.append(
             {
-                "setting": f"{name}.enabled",
+                "setting": f"{precision}.enabled",
                 "text": f"true: {whole}; gradients are summed in fp32, over micro-batches and over workers",
             }
         )
@@ -108,8 +108,8 @@ def _switch(job: ConfiguredJob, setting: str, now: str, instead: str, **changed:
     """
     from recycle_plugin.planner import PlanError
 
-    row = {"setting": setting, "period_us": job.planned()[0], "period_one_lost_us": job.one_lost()}
-    roomy = {"activation_cap": job.busiest, "memory_bytes": None}
+    row: dict[str, Any] = {"setting": setting, "period_us": job.planned()[0], "period_one_lost_us": job.one_lost()}
+    roomy: dict[str, Any] = {"activation_cap": job.busiest, "memory_bytes": None}
     for more, said in ({}, f"{instead}: "), (roomy, f"{instead}, and {SECTION}.activation_cap {job.busiest}: "):
         try:
             after = (job.planned(**changed, **more)[0], job.one_lost(**changed, **more))

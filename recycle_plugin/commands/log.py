@@ -12,9 +12,9 @@ import numpy
 
 from recycle_plugin import folders
 from recycle_plugin.commands.losses import stages_text
-from recycle_plugin.runtime.log.reader import LogReader, files, runs
+from recycle_plugin.runtime.log.reader import LogReader, runs
 from recycle_plugin.runtime.log.records import ITEM_BYTES, Part
-from recycle_plugin.runtime.log.segment import Damaged, Fault, Segment
+from recycle_plugin.runtime.log.segment import Damaged, Fault, Segment, files
 
 INSPECT = """\
 Show the segments of each stream, with their steps and bytes, its gaps, and the steps of which everything is there.

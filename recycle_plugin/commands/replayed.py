@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from recycle_plugin.commands.rejoined import draw_absence, size_text
@@ -78,7 +78,7 @@ def draw(path: Path, fault_free: RunHistory, failed: RunHistory, killed: Sequenc
     draw_absence(path, fault_free, failed, killed[0].struck_at, back, on_its_way)
 
 
-def told(found: dict) -> str:
+def told(found: Mapping) -> str:
     """How the stage was replayed, in a line."""
     steps = f"{found['replayed_steps']} step{'s' * (found['replayed_steps'] != 1)}"
     return (

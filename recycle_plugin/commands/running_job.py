@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from recycle_plugin.authentication.secret import SecretFile
@@ -39,7 +40,7 @@ def folder_of(job: str) -> Path:
     return Path(folder)
 
 
-def ask(folder: Path, make: type[Ask], what: str) -> Answer:
+def ask(folder: Path, make: Callable[[str], Ask], what: str) -> Answer:
     """The answer to a request of kind ``make`` about ``what``, of the job whose run folder it is.  Raises ValueError
     and OSError where there is no such job.
     """

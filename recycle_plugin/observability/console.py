@@ -71,7 +71,7 @@ class Announcer:
         self._stop = stop
         self._text = Text
         self._console = Console(highlight=False, soft_wrap=True)
-        self._console.on_broken_pipe = self._go_on_unread
+        self._console.on_broken_pipe = self._go_on_unread  # type: ignore[method-assign]
         self._live = self._console.status("waiting for workers") if self._console.is_terminal else None
         if self._live is not None:
             self._live.start()

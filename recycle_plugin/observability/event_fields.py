@@ -121,12 +121,12 @@ COORDINATOR: Mapping[str, Check] = {
 
 def check(events: Iterable[Mapping[str, Any]], start: Mapping[str, Any]) -> None:
     """Raise ValueError that names the first field which is missing or can't be; ``start``: the job's start event."""
-    _check(start, FIELDS["start"] | (COORDINATOR if start.get("coordinator") else {}))
+    _check(start, {**FIELDS["start"], **(COORDINATOR if start.get("coordinator") else {})})
     if "others" in start:
         _check(start, {"others": others})
     ranks = {*start["seats"].values(), *(rank for ranks in start.get("others", {}).values() for rank in ranks)}
     for event in events:
-        _check(event, {"time": moment} | FIELDS.get(event["event"], {}))
+        _check(event, {"time": moment, **FIELDS.get(event["event"], {})})
         _check_member(event, start["seats"], ranks)
 
 

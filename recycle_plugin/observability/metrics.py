@@ -190,6 +190,7 @@ class Metrics:
 
     def _recovered(self, failure: Failure, began_at: float) -> None:
         """Observe the three parts of a recovery; hosts' clocks may differ, so no part is less than nothing."""
+        assert failure.resumed_at is not None and failure.committed_at is not None, "it is over"
         moments = began_at, failure.seen_at, failure.resumed_at, failure.committed_at
         for phase, begins, ends in zip((NOTICE, REGROUP, FINISH), moments, moments[1:]):
             self._recovery.labels(phase).observe(max(0.0, ends - begins))

@@ -43,7 +43,8 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
     def server_bind(self) -> None:
         """Bind as the standard library does, but without asking the name server for a name, which may take long."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
+        host, self.server_port = self.server_address[:2]
+        self.server_name = str(host)
         self.setup_environ()
 
     def handle_error(self, request: object, client_address: object) -> None:

@@ -294,7 +294,7 @@ class RunHistory:
             step,
             struck_at,
             lost["seen_at"],
-            resumed and resumed["time"],
+            resumed["time"] if resumed else None,
             _first_commit(after, step) if resumed else None,
         )
 

@@ -10,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -95,27 +96,11 @@ class LineFile:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self.path.open("ab", buffering=0)
-            self._write("".join(f"{line}\n" for line in (*self._kept, *lines)).encode())
+            _write(self._file, "".join(f"{line}\n" for line in (*self._kept, *lines)).encode())
             self._kept.clear()
         except OSError:
             self._let_go()  # it is opened anew: the file may be another one then
             raise
-
-    def _write(self, data: bytes) -> None:
-        done = 0
-        try:
-            while done < len(data):
-                done += self._file.write(data[done:])
-        except OSError:
-            self._cut_off(done)
-            raise
-
-    def _cut_off(self, count: int) -> None:
-        """Cut off the last so many bytes, which are of a line that is not whole."""
-        try:
-            os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - count)
-        except OSError:  # what can't be cut off either is no file
-            pass
 
     def _let_go(self) -> None:
         file, self._file = self._file, None
@@ -124,3 +109,15 @@ class LineFile:
                 file.close()
             except OSError:  # as where a quota is found out late
                 pass
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    """Append all of ``data`` to ``file``, or nothing.  Raises OSError."""
+    done = 0
+    try:
+        while done < len(data):
+            done += file.write(data[done:])
+    except OSError:
+        with suppress(OSError):  # what can't be cut off either is no file
+            os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size - done)
+        raise

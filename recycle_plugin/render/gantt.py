@@ -266,7 +266,7 @@ def _draw_pause(axes: Axes, pause: Pause, at: _Scale, height: float) -> None:
 
 def label(instruction: Instruction, rerouted: bool) -> str:
     """The text on a bar: the micro-batch's index, or its whole name where a peer runs it."""
-    if instruction.op not in COMPUTE:
+    if instruction.op not in COMPUTE or instruction.micro_batch is None:
         return ""
     return str(instruction.micro_batch) if rerouted else str(instruction.micro_batch.index)
 

@@ -25,6 +25,7 @@ def cell(seat: Seat, instruction: Instruction) -> str:
     if instruction.op in STAGE_WIDE:
         return instruction.op.value[0]
     micro_batch = instruction.micro_batch
+    assert micro_batch is not None, f"{instruction} is of one"
     own = micro_batch.replica == seat.replica
     return f"{instruction.op.value}{micro_batch.index if own else micro_batch}"
 

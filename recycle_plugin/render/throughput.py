@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recycle_plugin.render.gantt import DEATH, INK
 
@@ -60,7 +60,12 @@ def draw(
     axes = figure.subplots()
     for stretch, shade in zip(stretches, SHADES):
         axes.axvspan(stretch.start_s, stretch.end_s, color=shade, linewidth=0, zorder=0, label=stretch.text)
-    usual_line = {"color": USUAL, "linewidth": 1.2, "linestyle": (0, (5, 3)), "label": "without a failure"}
+    usual_line: dict[str, Any] = {
+        "color": USUAL,
+        "linewidth": 1.2,
+        "linestyle": (0, (5, 3)),
+        "label": "without a failure",
+    }
     axes.axhline(usual, zorder=2, **usual_line)
     axes.stairs(
         [step.rate for step in shown],

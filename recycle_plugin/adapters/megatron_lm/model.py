@@ -93,7 +93,7 @@ class StageModule(nn.Module):
         self.reports = found[0]
 
 
-def detach_from_ddp(chunk: nn.Module) -> None:
+def detach_from_ddp(chunk: Any) -> None:
     """Leave gradients where autograd puts them: Megatron's hooks, which add them to buffers of its own, go, and so does
     those buffers' memory.
     """

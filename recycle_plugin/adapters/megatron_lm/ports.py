@@ -142,7 +142,7 @@ def tied_weights(
     group = dist.new_group([rank for stage in ends for rank in stage])
     if not any(session.rank in stage for stage in ends):
         return []
-    weight = layers.shared_embedding_or_output_weight()
+    weight = layers.shared_embedding_or_output_weight()  # type: ignore[operator]
     return [
         TiedWeight(
             "word_embeddings", weight if masters is None else masters.of(weight), (0, stages - 1), group, session

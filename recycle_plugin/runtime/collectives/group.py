@@ -122,7 +122,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         """torch.distributed's ``all_reduce`` over the live members; an average is divided by how many of them took
         part.
         """
-        op = dist.ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
+        op: Any = dist.ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
         check = self._adding("all_reduce", op, tensors)
         return self._run(
             Asked("all_reduce", lambda held, _: AllReduce(held, _added(op)), tensors, check, adjust=self._adjust(op))
@@ -169,13 +169,15 @@ class MemberGroup(Several, dist.ProcessGroup):
 
     def allgather(self, outputs, inputs, options=None):
         """torch.distributed's ``all_gather``; raises RecycleError once a member is lost."""
-        return self._whole("all_gather", lambda held, _: AllGather(held, *_here(inputs)), outputs[0], inputs, gives=ALL)
+        return self._whole(
+            "all_gather", lambda held, _: AllGather(held, _hosted(*inputs)), outputs[0], inputs, gives=ALL
+        )
 
     def gather(self, outputs, inputs, options):
         """torch.distributed's ``gather``; raises RecycleError once a member is lost."""
         return self._whole(
             "gather",
-            lambda held, _: Gather(held, *_here(inputs), options.rootRank),
+            lambda held, _: Gather(held, _hosted(*inputs), options.rootRank),
             outputs[0] if outputs else [],
             inputs,
         )
@@ -202,14 +204,17 @@ class MemberGroup(Several, dist.ProcessGroup):
         """torch.distributed's ``reduce_scatter`` from lists of tensors; raises RecycleError once a member is lost."""
         source = torch.cat([tensor.reshape(-1) for tensor in inputs[0]])
         return self._whole(
-            "reduce_scatter", lambda held, _: ReduceScatter(*held, *_here([source]), options.reduceOp), outputs, inputs
+            "reduce_scatter",
+            lambda held, _: ReduceScatter(_one(held), _hosted(source), options.reduceOp),
+            outputs,
+            inputs,
         )
 
     def all_gather_single(self, output, source, options=None):
         """torch.distributed's ``all_gather_into_tensor``; raises RecycleError once a member is lost."""
 
         def make(held, _):
-            return AllGather([*held[0].view(len(self._ranks), source.numel())], *_here([source.reshape(-1)]))
+            return AllGather([*held[0].view(len(self._ranks), source.numel())], _hosted(source.reshape(-1)))
 
         return self._whole("all_gather_into_tensor", make, [output], source, gives=ALL)
 
@@ -217,7 +222,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         """torch.distributed's ``reduce_scatter_tensor``; raises RecycleError once a member is lost."""
         return self._whole(
             "reduce_scatter_tensor",
-            lambda held, _: ReduceScatter(*held, *_here([source]), options.reduceOp),
+            lambda held, _: ReduceScatter(_one(held), _hosted(source), options.reduceOp),
             [output],
             source,
         )
@@ -225,7 +230,10 @@ class MemberGroup(Several, dist.ProcessGroup):
     def all_to_all_single(self, output, source, incoming, outgoing, options):
         """torch.distributed's ``all_to_all_single``; raises RecycleError once a member is lost."""
         return self._whole(
-            "all_to_all_single", lambda held, _: AllToAll(*held, *_here([source]), incoming, outgoing), [output], source
+            "all_to_all_single",
+            lambda held, _: AllToAll(_one(held), _hosted(source), incoming, outgoing),
+            [output],
+            source,
         )
 
     def alltoall(self, outputs, inputs, options=None):
@@ -249,7 +257,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         """torch.distributed's ``send`` to a logical member; raises RecycleError where that worker is lost."""
 
         def make(held, place):
-            return Send(*held, place[destination], tag)
+            return Send(_one(held), place[destination], tag)
 
         return self._run(
             Asked(
@@ -266,7 +274,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         """torch.distributed's ``recv`` from a logical member; raises RecycleError where that worker is lost."""
 
         def make(held, place):
-            return Receive(*held, place[source], tag)
+            return Receive(_one(held), place[source], tag)
 
         return self._run(
             Asked(
@@ -281,7 +289,7 @@ class MemberGroup(Several, dist.ProcessGroup):
     def recv_anysource(self, tensors, tag=0):
         """torch.distributed's ``recv`` from whichever live member sends first."""
         return self._run(
-            Asked("recv", lambda held, _: Receive(*held, None, tag), tensors, gives=Channel(None, self._rank, tag))
+            Asked("recv", lambda held, _: Receive(_one(held), None, tag), tensors, gives=Channel(None, self._rank, tag))
         )
 
     def gather_rows(self, called: str, rows: torch.Tensor, own: torch.Tensor) -> dist.Work:
@@ -396,9 +404,19 @@ class MemberGroup(Several, dist.ProcessGroup):
             raise RecycleError(f"cannot {what} rank {self._ranks[logical]}: that worker is lost")
 
 
+def _hosted(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in host memory."""
+    return tensor if on_host(tensor) else fetch(tensor, "what goes to other workers")
+
+
 def _here(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``tensors`` in host memory."""
-    return [tensor if on_host(tensor) else fetch(tensor, "what goes to other workers") for tensor in tensors]
+    return [_hosted(tensor) for tensor in tensors]
+
+
+def _one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    (tensor,) = tensors
+    return tensor
 
 
 def _sum(held: list[torch.Tensor], place: Mapping[int, int]) -> AllReduce:
