@@ -26,6 +26,7 @@ from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SECTION
 
 FLAG, VARIABLE = "--recycle-config", "RECYCLE_CONFIG"
+EXAMPLE = 'name a JSON file with the settings, such as {"enabled": true}'
 REPLACED = (
     "setup_model_and_optimizer",
     "train_step",
@@ -72,9 +73,9 @@ def read_section(path: str) -> dict[str, Any]:
     try:
         section = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise RecycleError(f"{FLAG} {path}: {error}; name a JSON file such as {{'enabled': true}}") from None
+        raise RecycleError(f"{FLAG} {path}: {error}; {EXAMPLE}") from None
     if not isinstance(section, dict):
-        raise RecycleError(f"{FLAG} {path} is no JSON object: write one such as {{'enabled': true}}")
+        raise RecycleError(f"{FLAG} {path} is no JSON object: {EXAMPLE}")
     return section.get(SECTION, section)
 
 
