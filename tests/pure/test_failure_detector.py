@@ -156,8 +156,10 @@ def test_no_beats_while_the_interpreter_is_held_up_is_no_death():
     played.at[1] = (ELSEWHERE, "a checkpoint")
     played.live_for(1.0)
     played.at[1] = None
-    played.live_for(IDLE_S - 2)
-    assert played.events == []
+    played.live_for(IDLE_S - 2 - DEADLINE_S)
+    played.stopped = {1}
+    played.live_for(DEADLINE_S - 1)
+    assert played.events == [], "until then it was seen to run"
 
 
 @pytest.mark.parametrize(

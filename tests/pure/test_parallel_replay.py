@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -338,59 +338,50 @@ def test_no_more_are_called_than_there_is_work_for(limit, size, called):
     assert sum(isinstance(word, Call) for _, word in machine.told) == called == note(machine).details["helpers"]
 
 
+CALL = Call(BACK, "at 2.1", 1, 9)
+OWN = Lot(BACK, 1, 1, (next(iter(Blocks(SHAPE, 1).members())),), Sent(1))
+
+
+def helped(line: Line, *heard: Word, wanted: Callable[[int], bool] = lambda stage: True) -> None:
+    """The first of the live hears that, and does what it is asked for."""
+    line.live[0].heard = [*heard]
+    assert line.helpers[0].asked()
+    for _ in line.helpers[0].work(wanted):
+        pass
+
+
 def test_a_helper_heeds_only_the_one_that_has_called_it():
     line = Line({}, (), {})
-    live, helper = line.live[0], line.helpers[0]
-    other = WorkerId(3, 1)
-    live.heard = [Call(BACK, "at 2.1", 1, 9), Lot(other, 1, 1, (), Sent(1))]
-    assert helper.asked()
-    for _ in helper.work(lambda stage: True):
-        pass
-    assert live.stage.begun == [] and line.heard == [Answer(WorkerId(0), BACK)]
-    helper.leave()
-    live.heard = [Lot(BACK, 1, 1, (), Sent(1))]
-    assert helper.asked()
-    for _ in helper.work(lambda stage: True):
-        pass
-    assert live.stage.begun == [], "the stage is let go of"
+    helped(line, CALL, Lot(WorkerId(3, 1), 1, 1, (), Sent(1)))
+    assert line.live[0].stage.begun == [] and line.heard == [Answer(WorkerId(0), BACK)]
+    line.helpers[0].leave()
+    helped(line, Lot(BACK, 1, 1, (), Sent(1)))
+    assert line.live[0].stage.begun == [], "the stage is let go of"
 
 
 def test_a_lot_of_a_stage_that_somebody_has_again_is_left():
-    line = Line({}, (), {})
-    live, helper = line.live[0], line.helpers[0]
-    live.heard = [Call(BACK, "at 2.1", 1, 9), Lot(BACK, 1, 1, (next(iter(Blocks(SHAPE, 1).members())),), Sent(1))]
-    wanted = iter((True, False))
-    helper.asked()
-    for _ in helper.work(lambda stage: next(wanted)):
-        pass
+    line, wanted = Line({}, (), {}), iter((True, False))
+    helped(line, CALL, OWN, wanted=lambda stage: next(wanted))
     assert line.heard == [Answer(WorkerId(0), BACK)]
 
 
 def test_what_is_in_no_log_ends_the_help_and_not_the_helper():
     line = Line({}, (), {})
-    live, helper = line.live[0], line.helpers[0]
 
     def nowhere(what: str, ready: Any, made: bool) -> Iterator[Any]:
         yield from ()
         raise CantReplay(f"{what} is in no log")
 
-    live.stage.wait_logged = nowhere  # type: ignore[method-assign]
-    live.heard = [Call(BACK, "at 2.1", 1, 9), Lot(BACK, 1, 1, (next(iter(Blocks(SHAPE, 1).members())),), Sent(1))]
-    helper.asked()
-    for _ in helper.work(lambda stage: True):
-        pass
+    line.live[0].stage.wait_logged = nowhere  # type: ignore[method-assign]
+    helped(line, CALL, OWN)
     assert "is in no log" in line.heard[-1].why
 
 
 def test_a_lot_of_other_blocks_is_refused():
     """Those of steps with another number of micro-batches, as of somebody who has not heard of a change."""
     line = Line({}, (), {})
-    live, helper = line.live[0], line.helpers[0]
-    live.heard = [Call(BACK, "at 2.1", 1, 9), Lot(BACK, 1, 1, (Block(0, 9),), Sent(1))]
-    helper.asked()
-    for _ in helper.work(lambda stage: True):
-        pass
-    assert line.heard[-1].why == "its steps have other blocks" and live.stage.begun == []
+    helped(line, CALL, Lot(BACK, 1, 1, (Block(0, 9),), Sent(1)))
+    assert line.heard[-1].why == "its steps have other blocks" and line.live[0].stage.begun == []
 
 
 SECOND = Member(3, Seat(1, 1), "at 3", "h", 1)  # another worker of the stage had this rank

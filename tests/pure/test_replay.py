@@ -242,7 +242,8 @@ def test_an_end_that_read_a_plain_iterator_is_not_replayed():
     assert decision.details["way"] == "end" and "plain iterators" in decision.details["why"]
 
 
-def test_nobody_is_let_in_before_all_empty_stages_have_somebody():
+@pytest.mark.parametrize("dies", [False, True])
+def test_nobody_is_let_in_before_all_empty_stages_have_somebody_still(dies):
     membership = started(**LINE, log=True, rejoin="always")
     for rank in range(4):
         membership.identify(WorkerId(rank))
@@ -253,23 +254,14 @@ def test_nobody_is_let_in_before_all_empty_stages_have_somebody():
     (replay,) = said(come(membership, first, **LINE), Replay)
     assert replay.stages == (1, 2)
     assert not said(has_replayed(membership, first), Generation)
+    if dies:
+        membership.receive(Exited(1, -9, 1.0, incarnation=1), 1.0)
     come(membership, second, **LINE)
-    (generation,) = said(has_replayed(membership, second), Generation)
-    assert {first, second} < generation.roster.workers
-
-
-def test_who_has_gone_after_its_replay_is_not_let_in():
-    membership = started(**LINE, log=True, rejoin="always")
-    for rank in range(4):
-        membership.identify(WorkerId(rank))
-    membership.receive(Durable(0, 0, "a folder"), 0.0)
-    lose(membership, 1, 2)
-    first, second = WorkerId(1, 1), WorkerId(2, 1)
-    come(membership, first, **LINE)
-    has_replayed(membership, first)
-    membership.receive(Exited(1, -9, 1.0, incarnation=1), 1.0)
-    come(membership, second, **LINE)
-    assert not said(has_replayed(membership, second), Generation), "stage 1 is empty again"
+    generations = said(has_replayed(membership, second), Generation)
+    if dies:
+        assert not generations, "stage 1 is empty again"
+    else:
+        assert {first, second} < generations[0].roster.workers
 
 
 # --- what is known of logs ----------------------------------------------------------------------------
