@@ -61,27 +61,26 @@ def zeros(count: int, length: int = 3) -> list[torch.Tensor]:
     return [torch.zeros(length) for _ in range(count)]
 
 
-def in_place(call: Callable[[torch.Tensor], Any], length: int = 3) -> Callable[[int], Any]:
+def by_rank(does: Callable[..., Any]) -> Callable[..., Callable[[int], Any]]:
+    """``does(rank, …)`` as a function of all but the rank, which gives one of that."""
+    return lambda *given, **named: lambda rank: does(rank, *given, **named)
+
+
+@by_rank
+def in_place(rank: int, call: Callable[[torch.Tensor], Any], length: int = 3) -> list:
     """A call that changes the tensor that it is given."""
-
-    def do(rank: int) -> list:
-        held = numbers(rank, length)
-        work = call(held)
-        if work is not None:
-            work.wait()
-        return listed(held)
-
-    return do
+    held = numbers(rank, length)
+    work = call(held)
+    if work is not None:
+        work.wait()
+    return listed(held)
 
 
-def given(call: Callable[[int], Any]) -> Callable[[int], Any]:
+@by_rank
+def given(rank: int, call: Callable[[int], Any]) -> list:
     """A call that returns what it gives, a tensor or several."""
-
-    def do(rank: int) -> list:
-        result = call(rank)
-        return listed(*(result if isinstance(result, (list, tuple)) else [result]))
-
-    return do
+    result = call(rank)
+    return listed(*(result if isinstance(result, (list, tuple)) else [result]))
 
 
 # --- of tensors ----------------------------------------------------------------------------------------
@@ -99,40 +98,32 @@ def all_gather_coalesced(rank: int) -> list:
     return [listed(*each) for each in held]
 
 
-def all_gather_into(call: Callable[..., Any]) -> Callable[[int], Any]:
-    def do(rank: int) -> list:
-        held = torch.zeros(3 * ranks())
-        call(held, numbers(rank))
-        return held.tolist()
-
-    return do
+@by_rank
+def all_gather_into(rank: int, call: Callable[..., Any]) -> list:
+    held = torch.zeros(3 * ranks())
+    call(held, numbers(rank))
+    return held.tolist()
 
 
-def gather_to(root: int) -> Callable[[int], Any]:
-    def do(rank: int) -> list:
-        held = zeros(ranks()) if rank == root else None
-        dist.gather(numbers(rank), held, dst=root)
-        return listed(*held or [])
-
-    return do
+@by_rank
+def gather_to(rank: int, root: int) -> list:
+    held = zeros(ranks()) if rank == root else None
+    dist.gather(numbers(rank), held, dst=root)
+    return listed(*held or [])
 
 
-def scatter_from(root: int) -> Callable[[int], Any]:
-    def do(rank: int) -> list:
-        held = torch.zeros(3)
-        dist.scatter(held, [numbers(10 + to) for to in range(ranks())] if rank == root else None, src=root)
-        return held.tolist()
-
-    return do
+@by_rank
+def scatter_from(rank: int, root: int) -> list:
+    held = torch.zeros(3)
+    dist.scatter(held, [numbers(10 + to) for to in range(ranks())] if rank == root else None, src=root)
+    return held.tolist()
 
 
-def reduce_to(root: int) -> Callable[[int], Any]:
-    def do(rank: int) -> list:
-        held = numbers(rank)
-        dist.reduce(held, root)
-        return held.tolist() if rank == root else []  # elsewhere it is not defined
-
-    return do
+@by_rank
+def reduce_to(rank: int, root: int) -> list:
+    held = numbers(rank)
+    dist.reduce(held, root)
+    return held.tolist() if rank == root else []  # elsewhere it is not defined
 
 
 def reduce_scatter(rank: int) -> list:
@@ -141,13 +132,11 @@ def reduce_scatter(rank: int) -> list:
     return held.tolist()
 
 
-def reduce_scatter_from(call: Callable[..., Any]) -> Callable[[int], Any]:
-    def do(rank: int) -> list:
-        held = torch.zeros(2)
-        call(held, numbers(rank, 2 * ranks()))
-        return held.tolist()
-
-    return do
+@by_rank
+def reduce_scatter_from(rank: int, call: Callable[..., Any]) -> list:
+    held = torch.zeros(2)
+    call(held, numbers(rank, 2 * ranks()))
+    return held.tolist()
 
 
 def all_to_all(rank: int) -> list:
@@ -177,17 +166,14 @@ def all_to_all_single(rank: int) -> list:
     return held.tolist()
 
 
-def coalesced(call: Callable[[int], Any], **named: Any) -> Callable[[int], Any]:
+@by_rank
+def coalesced(rank: int, call: Callable[[int], Any], **named: Any) -> list:
     """Two calls inside of torch's manager."""
-
-    def do(rank: int) -> list:
-        with _coalescing_manager(**named) as manager:
-            held = [call(rank), call(rank + 1)]
-        if named.get("async_ops"):
-            manager.wait()
-        return listed(*held)
-
-    return do
+    with _coalescing_manager(**named) as manager:
+        held = [call(rank), call(rank + 1)]
+    if named.get("async_ops"):
+        manager.wait()
+    return listed(*held)
 
 
 def gathered_single(rank: int) -> torch.Tensor:
@@ -229,118 +215,95 @@ def all_gather_object(rank: int) -> list:
     return held
 
 
-def gather_object_to(root: int) -> Callable[[int], Any]:
-    def do(rank: int) -> list | None:
-        held: list | None = [None] * ranks() if rank == root else None
-        dist.gather_object({"of": "x" * (5 * rank + 1)}, held, dst=root)
-        return held
-
-    return do
+@by_rank
+def gather_object_to(rank: int, root: int) -> list | None:
+    held: list | None = [None] * ranks() if rank == root else None
+    dist.gather_object({"of": "x" * (5 * rank + 1)}, held, dst=root)
+    return held
 
 
-def broadcast_objects_from(root: int) -> Callable[[int], Any]:
-    def do(rank: int) -> list:
-        held = [f"of {rank}", rank]
-        dist.broadcast_object_list(held, src=root)
-        return held
-
-    return do
+@by_rank
+def broadcast_objects_from(rank: int, root: int) -> list:
+    held = [f"of {rank}", rank]
+    dist.broadcast_object_list(held, src=root)
+    return held
 
 
-def scatter_objects_from(root: int) -> Callable[[int], Any]:
-    def do(rank: int) -> list:
-        held: list = [None]
-        dist.scatter_object_list(held, [f"to {to}" for to in range(ranks())] if rank == root else None, src=root)
-        return held
-
-    return do
+@by_rank
+def scatter_objects_from(rank: int, root: int) -> list:
+    held: list = [None]
+    dist.scatter_object_list(held, [f"to {to}" for to in range(ranks())] if rank == root else None, src=root)
+    return held
 
 
 # --- from one to another -------------------------------------------------------------------------------
 
 
-def between(source: int, target: int, sending: Callable[..., Any], receiving: Callable[..., Any]) -> Any:
+@by_rank
+def between(rank: int, source: int, target: int, sending: Callable[..., Any], receiving: Callable[..., Any]) -> list:
     """One message of a megabyte; who is neither end does nothing."""
-
-    def do(rank: int) -> list:
-        held = numbers(source, LARGE) if rank == source else torch.zeros(LARGE)
-        work = sending(held, target) if rank == source else receiving(held, source) if rank == target else None
-        if isinstance(work, dist.Work):
-            work.wait()
-        return held[:2].tolist() if rank == target else []
-
-    return do
+    held = numbers(source, LARGE) if rank == source else torch.zeros(LARGE)
+    work = sending(held, target) if rank == source else receiving(held, source) if rank == target else None
+    if isinstance(work, dist.Work):
+        work.wait()
+    return held[:2].tolist() if rank == target else []
 
 
-def from_anyone(source: int) -> Callable[[int], Any]:
+@by_rank
+def from_anyone(rank: int, source: int) -> list:
     """The lower live rank receives what rank ``source`` sends to it."""
-
-    def do(rank: int) -> list:
-        held = torch.zeros(3)
-        if rank == source:
-            dist.send(numbers(rank), 0)
-        return [dist.recv(held), held.tolist()] if rank == 0 else []
-
-    return do
+    held = torch.zeros(3)
+    if rank == source:
+        dist.send(numbers(rank), 0)
+    return [dist.recv(held), held.tolist()] if rank == 0 else []
 
 
-def symmetric(first: str) -> Callable[[int], Any]:
+@by_rank
+def symmetric(rank: int, first: str) -> list:
     """Ranks 0 and 1 send each other a megabyte at once, each starting the ``first`` operation before the other one."""
-
-    def do(rank: int) -> list:
-        if rank > 1:
-            return []
-        held, own = torch.zeros(LARGE), numbers(rank, LARGE)
-        starts = {"isend": lambda: dist.isend(own, 1 - rank), "irecv": lambda: dist.irecv(held, 1 - rank)}
-        works = [starts.pop(first)(), *(start() for start in starts.values())]
-        for work in works:
-            work.wait()
-        return held[:2].tolist()
-
-    return do
+    if rank > 1:
+        return []
+    held, own = torch.zeros(LARGE), numbers(rank, LARGE)
+    starts = {"isend": lambda: dist.isend(own, 1 - rank), "irecv": lambda: dist.irecv(held, 1 - rank)}
+    works = [starts.pop(first)(), *(start() for start in starts.values())]
+    for work in works:
+        work.wait()
+    return held[:2].tolist()
 
 
-def batched(peers: tuple[int, ...]) -> Callable[[int], Any]:
+@by_rank
+def batched(rank: int, peers: tuple[int, ...]) -> list:
     """Each of ``peers`` exchanges messages with the next one."""
-
-    def do(rank: int) -> list:
-        if rank not in peers:
-            return []
-        place, held = peers.index(rank), torch.zeros(LARGE)
-        asked = [
-            dist.P2POp(dist.isend, numbers(rank, LARGE), peers[(place + 1) % len(peers)]),
-            dist.P2POp(dist.irecv, held, peers[place - 1]),
-        ]
-        for work in dist.batch_isend_irecv(asked):
-            work.wait()
-        return held[:2].tolist()
-
-    return do
+    if rank not in peers:
+        return []
+    place, held = peers.index(rank), torch.zeros(LARGE)
+    asked = [
+        dist.P2POp(dist.isend, numbers(rank, LARGE), peers[(place + 1) % len(peers)]),
+        dist.P2POp(dist.irecv, held, peers[place - 1]),
+    ]
+    for work in dist.batch_isend_irecv(asked):
+        work.wait()
+    return held[:2].tolist()
 
 
-def objects_between(source: int, target: int) -> Callable[[int], Any]:
-    def do(rank: int) -> list:
-        held = ["a", rank] if rank == source else [None, None]
-        if rank == source:
-            dist.send_object_list(held, target)
-        elif rank == target:
-            dist.recv_object_list(held, source)
-        return held if rank == target else []
-
-    return do
+@by_rank
+def objects_between(rank: int, source: int, target: int) -> list:
+    held = ["a", rank] if rank == source else [None, None]
+    if rank == source:
+        dist.send_object_list(held, target)
+    elif rank == target:
+        dist.recv_object_list(held, source)
+    return held if rank == target else []
 
 
 # --- handles, groups and checkpoints -------------------------------------------------------------------
 
 
-def handled(ask: Callable[[dist.Work, torch.Tensor], Any]) -> Callable[[int], Any]:
+@by_rank
+def handled(rank: int, ask: Callable[[dist.Work, torch.Tensor], Any]) -> Any:
     """What a handle of a sum says."""
-
-    def do(rank: int) -> Any:
-        held = numbers(rank)
-        return ask(dist.all_reduce(held, async_op=True), held)
-
-    return do
+    held = numbers(rank)
+    return ask(dist.all_reduce(held, async_op=True), held)
 
 
 def chained(work: dist.Work, held: torch.Tensor) -> list:
@@ -365,23 +328,20 @@ def source_rank(rank: int) -> list:
     return [work.source_rank(), held.tolist()]
 
 
-def saved(call: str) -> Callable[[int], Any]:
+@by_rank
+def saved(rank: int, call: str) -> list:
     """Save a state that all have alike; what is there is read by rank 0 alone."""
-
-    def do(rank: int) -> list:
-        folder = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(folder, src=0)
-        future = getattr(checkpoint, call)({"weight": torch.arange(4.0)}, checkpoint_id=folder[0])
-        if future is not None and hasattr(future, "result"):
-            future.result()
-        dist.barrier()
-        if rank:
-            return []
-        found = {"weight": torch.zeros(4)}
-        checkpoint.load(found, checkpoint_id=folder[0], no_dist=True)
-        return [*listed(found["weight"]), sorted(path.name for path in Path(folder[0]).iterdir())[:1]]
-
-    return do
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, src=0)
+    future = getattr(checkpoint, call)({"weight": torch.arange(4.0)}, checkpoint_id=folder[0])
+    if future is not None and hasattr(future, "result"):
+        future.result()
+    dist.barrier()
+    if rank:
+        return []
+    found = {"weight": torch.zeros(4)}
+    checkpoint.load(found, checkpoint_id=folder[0], no_dist=True)
+    return [*listed(found["weight"]), sorted(path.name for path in Path(folder[0]).iterdir())[:1]]
 
 
 def loaded(rank: int) -> list:
