@@ -46,10 +46,6 @@ class Worker:
         engine = SimpleNamespace(
             basic_optimizer=optimizer,
             optimizer=optimizer,
-            mpu=SimpleNamespace(get_data_parallel_group=lambda: None),
-            unflatten=torch._utils._unflatten_dense_tensors,
-            gradient_average=True,
-            allreduce_bucket=lambda gradients, group: torch._utils._flatten_dense_tensors(gradients),
             **dict.fromkeys(COUNTERS, 0),
         )
         model = StageModel(self.module, nn.functional.mse_loss, 1, first=True, last=True, device=CPU)
@@ -62,7 +58,9 @@ class Worker:
         state = stage_state(framework, stage, scale, None)
         session = SimpleNamespace(rank=0)
         where = TorchGradients(parameters)
-        gradients = Gradients(StockBuckets(engine), self._stage.store, where, None, [])
+        flatten, unflatten = torch._utils._flatten_dense_tensors, torch._utils._unflatten_dense_tensors
+        buckets = StockBuckets(True, None, lambda gradients, group: flatten(gradients), flatten, unflatten)
+        gradients = Gradients(buckets, self._stage.store, where, None, [])
         clipping = Clipping(self._stage.store, where, TrueNorm(), 0.0)
         undo = undo_record(Settings().undo, state)
         self._stepping = Stepping(applied, stage, gradients, clipping, scale, undo, session)

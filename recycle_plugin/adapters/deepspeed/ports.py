@@ -6,51 +6,40 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
+from recycle_plugin.runtime.collectives.group import MemberGroup
 from recycle_plugin.runtime.stage.clipping import squared_norm
 from recycle_plugin.runtime.stage.ports import Clip, Scaler
 from recycle_plugin.runtime.state.stage_state import StatePart
 
 
+@dataclass(frozen=True)
 class StockBuckets:
-    """Sums gradients by the functions of a DeepSpeed ``engine``; the interface is runtime/stage/ports.py's."""
+    """Sums gradients by the functions of a DeepSpeed engine over ``group``, of the stage's workers (ports.Buckets).
 
-    limit = MEMORY_OPT_ALLREDUCE_SIZE
+    ``averages``: DeepSpeed divides sums by the logical number of replicas.
+    """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    @property
-    def averages(self) -> bool:
-        """Whether DeepSpeed divides sums by the logical number of replicas."""
-        return self._engine.gradient_average
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """DeepSpeed's process group of the stage's workers."""
-        return self._engine.mpu.get_data_parallel_group()
+    averages: bool
+    group: MemberGroup
+    allreduce_bucket: Callable[..., torch.Tensor]
+    flatten: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    unflatten: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+    limit: int = MEMORY_OPT_ALLREDUCE_SIZE
 
     def all_reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The flat sum of ``gradients`` over the group, by DeepSpeed's ``allreduce_bucket``, which sums a single one
-        in its own memory.
+        """The flat sum of ``gradients``, by DeepSpeed's ``allreduce_bucket``, which sums a single one in its own
+        memory.
         """
         alone = len(gradients) == 1
-        return self._engine.allreduce_bucket([gradients[0].clone()] if alone else gradients, self.group)
-
-    def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One flat tensor that has all elements of ``tensors``."""
-        return self._engine.flatten(tensors)
-
-    def unflatten(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The parts of a flat tensor, in the shapes of ``like``."""
-        return self._engine.unflatten(flat, like)
+        return self.allreduce_bucket([gradients[0].clone()] if alone else gradients, self.group)
 
 
 class StockOptimizer:
