@@ -14,7 +14,8 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.checkpoint import constants as names
 
-from recycle_plugin.adapters.deepspeed.fp16 import HalfOptimizer, ZeroFiles
+from recycle_plugin.adapters.deepspeed.bf16 import StateFiles
+from recycle_plugin.adapters.deepspeed.fp16 import HalfOptimizer
 from recycle_plugin.adapters.deepspeed.ports import loss_scaler
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.stage.masters import Masters
@@ -68,7 +69,7 @@ class Subject:
         self.scaler = loss_scaler(SimpleNamespace(**{**vars(SECTION), **section}))
         self.optimizer = HalfOptimizer(self.inner, self.masters, lambda: None, self.scaler, 0.5)
         called = {parameter: name for name, parameter in self.module.named_parameters()}
-        self.files = ZeroFiles(self.inner, self.masters, called, 3, 0.5, scaler=self.scaler)
+        self.files = StateFiles(self.inner, self.masters, called, 3, 0.5, scaler=self.scaler)
 
     def train(self, course: tuple[bool, ...] = COURSE) -> None:
         for seed, overflow in enumerate(course):

@@ -9,6 +9,7 @@ together again.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -28,6 +29,7 @@ from recycle_plugin.runtime.state.contents import attributes_of
 ALIGNMENT = 2  # numbers, of each part: stock's
 Parameters = list[torch.nn.Parameter]
 Span = tuple[int, int]
+DYNAMIC = "dynamic_loss_scale"
 
 
 class MasterOptimizer:
@@ -184,11 +186,10 @@ class FlatState:
 
 
 class StateFiles:
-    """The optimizer's state and the masters of ``stage`` in a checkpoint, in the format of DeepSpeed's BF16_Optimizer.
-    ``called``: the weights' names.
+    """The optimizer's state and the masters of ``stage`` in a checkpoint, in the format of DeepSpeed's BF16_Optimizer,
+    or, where there is a ``scaler`` of the loss, in that of ZeRO stage 1, which has it too.  ``called``: the weights'
+    names.
     """
-
-    prefix = names.BF16_ZERO_FILE_PREFIX
 
     def __init__(
         self,
@@ -197,14 +198,16 @@ class StateFiles:
         called: Mapping[torch.nn.Parameter, str],
         stage: int,
         clipping: float,
+        scaler: Any = None,
     ) -> None:
         self._flat, self._stage, self._clipping = FlatState(optimizer), stage, clipping
         self._called = {masters.of(weight): called[weight] for weight in masters.weights}
-        self._masters = masters
+        self._masters, self._scaler = masters, scaler
 
     def name(self, part: int | str) -> str:
         """The name of the file that has the part of this number."""
-        return f"{self.prefix}{part}_{names.MODEL_FILE_PREFIX}{self._stage:02d}{names.OPTIM_FILE_SUFFIX}"
+        prefix = names.BF16_ZERO_FILE_PREFIX if self._scaler is None else names.ZERO_FILE_PREFIX
+        return f"{prefix}{part}_{names.MODEL_FILE_PREFIX}{self._stage:02d}{names.OPTIM_FILE_SUFFIX}"
 
     # --- writing -----------------------------------------------------------------------------------
 
@@ -215,19 +218,32 @@ class StateFiles:
         """
         groups = self._flat.groups
         spans = [_span(group, number, parts) for group in groups]
-        return {
-            names.OPTIMIZER_STATE_DICT: {
-                names.CLIP_GRAD: self._clipping,
-                names.BASE_OPTIMIZER_STATE: self._flat.state_dict(spans),
-                names.SINGLE_PARTITION_OF_FP32_GROUPS: self._flat.masters(spans),
-                names.GROUP_PADDINGS: [
-                    span[1] - _size(group) if number == parts - 1 else 0 for group, span in zip(groups, spans)
-                ],
-                names.PARTITION_COUNT: [parts] * len(groups),
-                names.DS_VERSION: version,
-                names.PARAM_SLICE_MAPPINGS: self._slices(number, parts),
-            },
+        state = {
+            names.CLIP_GRAD: self._clipping,
+            names.BASE_OPTIMIZER_STATE: self._flat.state_dict(spans),
+            names.SINGLE_PARTITION_OF_FP32_GROUPS: self._flat.masters(spans),
+            names.GROUP_PADDINGS: [
+                span[1] - _size(group) if number == parts - 1 else 0 for group, span in zip(groups, spans)
+            ],
+            names.PARTITION_COUNT: [parts] * len(groups),
             names.DS_VERSION: version,
+            names.PARAM_SLICE_MAPPINGS: self._slices(number, parts),
+        }
+        return {names.OPTIMIZER_STATE_DICT: state | self._of_zero(state), names.DS_VERSION: version}
+
+    def _of_zero(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What ZeRO stage 1 has of ``state`` in another form: the scale, and masters without what fills them up."""
+        if self._scaler is None:
+            return {}
+        masters = state[names.SINGLE_PARTITION_OF_FP32_GROUPS]
+        filled = [sum(each.numel for each in slices.values()) for slices in state[names.PARAM_SLICE_MAPPINGS]]
+        return {
+            names.LOSS_SCALER: copy.copy(self._scaler),
+            DYNAMIC: self._scaler.dynamic,
+            "overflow": False,
+            names.ZERO_STAGE: 1,
+            names.SINGLE_PARTITION_OF_FP32_GROUPS: [flat[:count] for flat, count in zip(masters, filled)],
+            names.GROUP_PADDINGS: [flat.numel() - count for flat, count in zip(masters, filled)],
         }
 
     def _slices(self, number: int, parts: int) -> list[OrderedDict]:
@@ -268,28 +284,51 @@ class StateFiles:
         self._masters.round_off()
 
     def _check(self, parts: list[dict[str, Any]], folder: Path) -> None:
-        found = self._numbers(parts)
-        here = [_size(group) for group in self._flat.groups]
+        found, here = self._numbers(parts), [_size(group) for group in self._flat.groups]
         if found != here:
             raise RecycleError(
                 f"load_checkpoint: stage {self._stage} of {folder} has {found} numbers in its parameter groups, and "
                 f"this job's has {here}; "
                 "load a checkpoint of the same model, cut into stages alike"
             )
+        if self._scaler is None:
+            return
+        check_kind(parts[0][names.LOSS_SCALER].dynamic, self._scaler)
+        for number, part in enumerate(parts):
+            if part[names.PARAM_SLICE_MAPPINGS] != self._slices(number, len(parts)):
+                raise RecycleError(
+                    f"load_checkpoint: {folder / self.name(number)} has the parameters in another order, or padded, as "
+                    "zero_optimization.round_robin_gradients and parameter_alignment have them, which is not read; "
+                    "load the weights alone with load_module_only=True"
+                )
 
     def _take(self, parts: list[dict[str, Any]]) -> None:
         self._flat.read(
             [part[names.SINGLE_PARTITION_OF_FP32_GROUPS] for part in parts],
             [part[names.BASE_OPTIMIZER_STATE] for part in parts],
         )
+        if self._scaler is not None:
+            vars(self._scaler).update(vars(parts[0][names.LOSS_SCALER]))
 
     def _numbers(self, parts: list[dict[str, Any]]) -> list[int]:
         """How many numbers ``parts`` have of each group, without those that fill them up."""
-        return [
-            sum(part[names.SINGLE_PARTITION_OF_FP32_GROUPS][index].numel() for part in parts)
-            - parts[-1][names.GROUP_PADDINGS][index]
-            for index in range(len(parts[0][names.PARTITION_COUNT]))
-        ]
+        masters = zip(*(part[names.SINGLE_PARTITION_OF_FP32_GROUPS] for part in parts))
+        found = [sum(flat.numel() for flat in group) for group in masters]
+        paddings = parts[-1][names.GROUP_PADDINGS] if self._scaler is None else [0] * len(found)
+        return [count - more for count, more in zip(found, paddings, strict=True)]
+
+
+def check_kind(dynamic: bool, scaler: Any) -> None:
+    """Raise RecycleError where a checkpoint's loss scale is of another kind: stock takes it, whatever the config
+    says.
+    """
+    if dynamic != scaler.dynamic:
+        kinds = {True: "dynamic", False: "static"}
+        raise RecycleError(
+            f"load_checkpoint: the loss scale there is {kinds[dynamic]}, and fp16.loss_scale makes this job's "
+            f"{kinds[scaler.dynamic]}; write {'0' if dynamic else 'the one there'}, or load the weights alone with "
+            "load_module_only=True"
+        )
 
 
 def whole_state_mib(weights: Parameters) -> float:

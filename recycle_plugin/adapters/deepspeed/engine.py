@@ -25,7 +25,7 @@ from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles, whole_state_mib
 from recycle_plugin.adapters.deepspeed.checkpoint import EngineFiles, check_loadable, chosen
 from recycle_plugin.adapters.deepspeed.feeding import Feeding, Repeating
-from recycle_plugin.adapters.deepspeed.fp16 import HalfOptimizer, ZeroFiles
+from recycle_plugin.adapters.deepspeed.fp16 import HalfOptimizer
 from recycle_plugin.adapters.deepspeed.model import keyed_forward, layers_of, made_again, reentrant
 from recycle_plugin.adapters.deepspeed.monitors import Reporting
 from recycle_plugin.adapters.deepspeed.ports import StockBuckets, StockNorm, StockOptimizer, counters_part, loss_scaler
@@ -453,7 +453,7 @@ class RecycleEngine(PipelineEngine):
         if self.masters is None or (self.fp16_enabled() and not self._config.zero_enabled):
             return None
         state = self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping()
-        return ZeroFiles(*state, scaler=self.scaler) if self.fp16_enabled() else StateFiles(*state)
+        return StateFiles(*state, self.scaler if self.fp16_enabled() else None)
 
     def _step_as_stock(self, clip: Clip) -> None:
         """Apply a step by stock code, which clips by ``clip``, and whose reports ask for rates: also in a replay, while
