@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from recycle_plugin import folders
 from recycle_plugin.adapters.deepspeed.bf16 import StateFiles
 from recycle_plugin.adapters.deepspeed.fp16 import is_half
-from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock
+from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock, replaced
 from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.errors import RecycleError
@@ -61,20 +61,26 @@ class EngineFiles:
 
     def gather(self, state: StageState, path: Path, share: CheckpointShare) -> None:
         """Hand over what stock code saves here, and what it leaves out."""
-        engine, first = self.engine, self.session.is_first
+        engine, grid, writes = self.engine, self.engine.grid, share.turn == 0
         known = self.ties.saved() | self._own(state)
         inventory = Inventory(self.stock, share, self.ties.place, list(state.optimizer.parameters()), known)
-        with stand_in(engine, share.turn == 0, first, inventory), self._without_optimizer():
+        with (
+            replaced(grid, data_parallel_id=0 if writes else engine.seat.replica + grid.data_parallel_size),
+            replaced(engine, save_non_zero_checkpoint=writes, checkpoint_engine=inventory),
+            replaced(engine.module, checkpoint_parallel_write_pipeline=False),
+            first_for_stock(engine, self.session.is_first),
+            self._without_optimizer(),
+        ):
             PipelineEngine.save_checkpoint(
                 engine, str(path.parent), path.name, self.client_state, False, self.exclude_frozen_parameters
             )
         there = STOCKS | (SCALE if engine.fp16_enabled() else frozenset())
         if not type(engine.lr_scheduler).__module__.startswith(("torch.", "deepspeed.", "builtins")):
             there -= {"scheduler"}  # nobody knows what its state_dict leaves out
-        if share.turn == 0 and (left := inventory.left(state, there)):
+        if writes and (left := inventory.left(state, there)):
             share.save(file_beside(path, engine.stage_id), left)
         if self.parts is not None:
-            count = engine.grid.data_parallel_size
+            count = grid.data_parallel_size
             for number in range(share.turn, count, share.turns):
                 share.save(
                     path / self.parts.name(number), {**self.parts.part(number, count), "ds_config": engine.config}
@@ -114,32 +120,23 @@ class EngineFiles:
                 f"load_checkpoint: {folder} has no {', '.join(missing)}; copy the checkpoint whole, or load another one"
             )
 
-    @contextmanager
-    def _without_optimizer(self) -> Iterator[None]:
+    def _without_optimizer(self) -> AbstractContextManager[None]:
         """Inside of this context stock code neither writes nor reads the optimizer's state, where it has files of its
         own.
         """
-        engine, optimizer = self.engine, self.engine.optimizer
-        engine.optimizer = None if self.parts is not None else optimizer
-        try:
-            yield
-        finally:
-            engine.optimizer = optimizer
+        return nullcontext() if self.parts is None else replaced(self.engine, optimizer=None)
 
     def read(self, state: StageState, folder: Path) -> None:
         """Take the state of this worker's stage from the checkpoint ``folder``, by itself, as a newcomer does, whose
         collectives are its own.  Raises RecycleError where it can't be had.
         """
         self.check_whole(folder)
-        self.engine.checkpoint_engine = Verified(self.stock)
-        try:
+        with replaced(self.engine, checkpoint_engine=Verified(self.stock)):
             with self.loading(folder):
                 found = PipelineEngine.load_checkpoint(self.engine, str(folder.parent), folder.name)
             if found[0] is None:
                 raise RecycleError(f"{folder} has no file of stage {self.engine.stage_id}")
             self.load_rest(state, Path(found[0]).parent, True)
-        finally:
-            self.engine.checkpoint_engine = self.stock
 
     def load_rest(self, state: StageState, path: Path, with_optimizer: bool) -> None:
         """Load what stock code leaves to the plugin, from the checkpoint at ``path``.  Raises RecycleError where it
@@ -183,34 +180,6 @@ def in_words(folder: Path) -> Iterator[None]:
         fits = folders.unfit(error)
         why = f"is of another model ({fits})" if fits else folders.unread(error)
         raise RecycleError(f"load_checkpoint: {folder} {why}; load another checkpoint") from error
-
-
-@contextmanager
-def stand_in(engine: Any, writer: bool, first: bool, files: ShareEngine) -> Iterator[None]:
-    """Inside of this context ``engine`` hands to ``files`` what its stage's (``writer``) and the job's (``first``)
-    lowest live member has to write.
-    """
-    grid, module = engine.grid, engine.module
-    kept = (
-        grid.data_parallel_id,
-        engine.save_non_zero_checkpoint,
-        module.checkpoint_parallel_write_pipeline,
-        engine.checkpoint_engine,
-    )
-    grid.data_parallel_id = 0 if writer else engine.seat.replica + grid.data_parallel_size
-    engine.save_non_zero_checkpoint = writer
-    module.checkpoint_parallel_write_pipeline = False
-    engine.checkpoint_engine = files
-    try:
-        with first_for_stock(engine, first):
-            yield
-    finally:
-        (
-            grid.data_parallel_id,
-            engine.save_non_zero_checkpoint,
-            module.checkpoint_parallel_write_pipeline,
-            engine.checkpoint_engine,
-        ) = kept
 
 
 class ShareEngine:

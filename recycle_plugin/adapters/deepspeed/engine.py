@@ -29,6 +29,7 @@ from recycle_plugin.adapters.deepspeed.fp16 import HalfOptimizer
 from recycle_plugin.adapters.deepspeed.model import keyed_forward, layers_of, made_again, reentrant
 from recycle_plugin.adapters.deepspeed.monitors import Reporting
 from recycle_plugin.adapters.deepspeed.ports import StockBuckets, StockNorm, StockOptimizer, counters_part, loss_scaler
+from recycle_plugin.adapters.deepspeed.rank0 import replaced
 from recycle_plugin.adapters.deepspeed.schedule import INSTRUCTION_MAP, PlanSchedule
 from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -459,11 +460,9 @@ class RecycleEngine(PipelineEngine):
         """Apply a step by stock code, which clips by ``clip``, and whose reports ask for rates: also in a replay, while
         the script is behind.
         """
-        self._applies, self._clip = True, clip
-        try:
+        self._clip = clip
+        with replaced(self, _applies=True):
             super()._exec_optimizer_step()
-        finally:
-            self._applies = False
 
     def _framework(self, topology: Topology, tied_weights: Ties) -> Framework:
         settings, module = self._job.settings, self.module

@@ -10,6 +10,7 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data import DistributedSampler
 
+from recycle_plugin.adapters.deepspeed.rank0 import replaced
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.iterator_draws import Ended
 from recycle_plugin.errors import RecycleError
@@ -132,12 +133,8 @@ class Feeding:
         """Batches to evaluate, read as stock does: the first and the last stage's workers read all of their
         replica's.
         """
-        engine = self._engine
-        training, engine.data_iterator = engine.data_iterator, data_iter
-        try:
+        with replaced(self._engine, data_iterator=data_iter):
             return [self._next_batch() for _ in range(count)] if self._feed.reads else []
-        finally:
-            engine.data_iterator = training
 
     def _collated(self, dataset: DatasetSource) -> Source:
         def batch(step: int, micro_batch: MicroBatch) -> Any:

@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
+from recycle_plugin.adapters.deepspeed.rank0 import replaced
 from recycle_plugin.runtime.collectives.group import MemberGroup
 from recycle_plugin.runtime.stage.clipping import squared_norm
 from recycle_plugin.runtime.stage.ports import Clip, Scaler
@@ -74,12 +75,8 @@ class StockOptimizer:
 
     def skip(self) -> None:
         """Have DeepSpeed count a step as one that overflowed; no weight changes."""
-        optimizer = self._engine.optimizer
-        self._engine.optimizer = Skipped(optimizer)
-        try:
+        with replaced(self._engine, optimizer=Skipped(self._engine.optimizer)):
             self.apply(lambda: None)
-        finally:
-            self._engine.optimizer = optimizer
 
 
 class Skipped:

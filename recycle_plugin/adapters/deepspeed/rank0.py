@@ -44,14 +44,23 @@ def taken_for(rank: int, modules: str) -> Iterator[None]:
 
 
 @contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside of this context ``owner`` has these ``values``, by the names of its attributes."""
+    kept = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
 def first_for_stock(engine: Any, first: bool) -> Iterator[None]:
     """Inside of this context stock code of ``engine`` does what it does on rank 0 if this worker is ``first``, and
     only then.
     """
-    rank = engine.global_rank
-    engine.global_rank = 0 if first else max(1, rank)
-    try:
-        with taken_for(engine.global_rank, "deepspeed.runtime.engine"):
-            yield
-    finally:
-        engine.global_rank = rank
+    rank = 0 if first else max(1, engine.global_rank)
+    with replaced(engine, global_rank=rank), taken_for(rank, "deepspeed.runtime.engine"):
+        yield

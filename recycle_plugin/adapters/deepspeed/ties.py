@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
+from recycle_plugin.adapters.deepspeed.rank0 import replaced
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
@@ -98,16 +99,11 @@ class Ties:
         copies = {weight for _, _, weight in self._copies}
         return {f"weights/{name}" for name, weight in self._module.named_parameters() if weight in copies}
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
+    def loading(self) -> AbstractContextManager[None]:
         """A context in which stock code loads a checkpoint without handing copies round: it might take them from lost
         workers.
         """
-        kept, self._module.tied_comms = self._module.tied_comms, {}
-        try:
-            yield
-        finally:
-            self._module.tied_comms = kept
+        return replaced(self._module, tied_comms={})
 
     def load(self, folder: Path, read: Callable[[str], dict[str, Any]]) -> None:
         """Load this worker's copies of tied weights from the file of the first layer that has them.

@@ -16,7 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from recycle_plugin import folders
 from recycle_plugin.adapters.deepspeed.checkpoint import ShareEngine
-from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock
+from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock, replaced
 from recycle_plugin.errors import NotSaved, RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.ports import CheckpointShare
@@ -63,16 +63,17 @@ class ReplicaFiles:
         engine, folder = self.engine, str(path.parent)
         if share.turn:
             return
-        engine.checkpoint_engine = ShareEngine(self.stock, share)
-        try:
-            stand_in = first_for_stock(engine, self.shard == 0)
-            with self.session.thread.undisturbed(), engine.shards.as_stock(), _partitioned(engine), stand_in:
-                engine._create_checkpoint_file(folder, path.name, False)
-                engine._save_checkpoint(folder, path.name, dict(self.client_state), self.exclude_frozen_parameters)
-                if engine.save_zero_checkpoint:
-                    engine._save_zero_checkpoint(folder, path.name)
-        finally:
-            engine.checkpoint_engine = self.stock
+        with (
+            replaced(engine, checkpoint_engine=ShareEngine(self.stock, share)),
+            self.session.thread.undisturbed(),
+            engine.shards.as_stock(),
+            _partitioned(engine),
+            first_for_stock(engine, self.shard == 0),
+        ):
+            engine._create_checkpoint_file(folder, path.name, False)
+            engine._save_checkpoint(folder, path.name, dict(self.client_state), self.exclude_frozen_parameters)
+            if engine.save_zero_checkpoint:
+                engine._save_zero_checkpoint(folder, path.name)
         share.check()
         if self.shard == 0 and engine.save_zero_checkpoint:
             _add_scripts(engine, path.parent)

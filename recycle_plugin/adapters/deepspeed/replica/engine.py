@@ -29,7 +29,7 @@ from deepspeed.utils import log_dist
 from recycle_plugin.adapters.deepspeed.checkpoint import in_words
 from recycle_plugin.adapters.deepspeed.monitors import FirstLive
 from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockOptimizer, counters_part
-from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock
+from recycle_plugin.adapters.deepspeed.rank0 import first_for_stock, replaced
 from recycle_plugin.adapters.deepspeed.replica.checkpoint import ReplicaFiles, WeightsFile
 from recycle_plugin.adapters.deepspeed.replica.shards import Partitions, Whole, shards_of
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -294,12 +294,8 @@ class ReplicaEngine(DeepSpeedEngine):
 
     def deepspeed_io(self, dataset: Any, *arguments: Any, **named: Any) -> Any:
         """Stock's loader, for which each rank of each replica draws a part of its own."""
-        groups, self.mpu, own = self.mpu, None, self.dp_world_size
-        self.dp_world_size = dist.get_world_size()
-        try:
+        with replaced(self, mpu=None, dp_world_size=dist.get_world_size()):
             return super().deepspeed_io(dataset, *arguments, **named)
-        finally:
-            self.mpu, self.dp_world_size = groups, own
 
     # --- what the trainer is lent ----------------------------------------------------------------------
 
