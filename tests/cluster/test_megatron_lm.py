@@ -175,6 +175,16 @@ def test_whoever_dies_the_others_train_the_bits_of_stock(job: Jobs, kills: tuple
     assert_same_bits(stock, ours)
 
 
+def test_a_step_whose_norm_was_over_the_limit_is_taken_back_and_clipped(job: Jobs) -> None:
+    """Scheduler and counters too; the coefficient is rounded otherwise than stock's."""
+    flags = gpt(2, 2, "--clip-grad", "1.6", "--lr-decay-style", "linear", "--lr-decay-iters", "8")
+    stock, ours = job.stock(flags), job(flags, {"clip": "validate"})
+    assert ours.result.of("rejected") and ours.losses == pytest.approx(stock.losses, abs=2e-6)
+    for rank, mine in ours.ranks.items():
+        for name, weight in mine["weights"].items():
+            assert torch.allclose(weight, stock.ranks[rank]["weights"][name], atol=1e-6), name
+
+
 def test_in_fp16_the_loss_scale_goes_as_stocks_whoever_dies(job: Jobs) -> None:
     flags = gpt(2, 2, *FP16, "--train-iters", "12")
     stock, kill = job.stock(flags), {"exact": True, "rejoin": "never", "faults": ["kill 1.1 before 1F1.2@3"]}
