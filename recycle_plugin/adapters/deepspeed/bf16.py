@@ -351,7 +351,7 @@ def _span(group: Parameters, number: int, parts: int) -> Span:
     return number * length, (number + 1) * length
 
 
-def _flat(tensors: list[torch.Tensor], span: Span) -> torch.Tensor:
+def _flat(tensors: Sequence[torch.Tensor], span: Span) -> torch.Tensor:
     """``span`` of ``tensors`` one after the other, zeros behind them; a copy."""
     found, begin = torch.zeros(span[1] - span[0], dtype=tensors[0].dtype if tensors else torch.float32), 0
     for tensor in tensors:

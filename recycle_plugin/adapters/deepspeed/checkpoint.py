@@ -159,7 +159,7 @@ class EngineFiles:
         saved = beside(path, engine.stage_id, engine.global_steps if with_optimizer else None, read)
         take_beside(state, saved, with_optimizer)
         unknown = self.scaler is not None and not engine.fp16_enabled() and "loss_scale" not in saved["small"]
-        if unknown and with_optimizer and self.session.is_first:
+        if self.scaler is not None and unknown and with_optimizer and self.session.is_first:
             self.session.note(
                 "warning",
                 f"{path} has no loss scale, since it is not of a job with recycle.loss_scaling: it stays at "

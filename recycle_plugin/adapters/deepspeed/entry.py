@@ -75,7 +75,7 @@ class Plugin:
 
     # --- DeepSpeed ---------------------------------------------------------------------------------
 
-    def _wrap_deepspeed(self, module: ModuleType) -> None:
+    def _wrap_deepspeed(self, module: Any) -> None:
         from recycle_plugin.patches import deepspeed_cpu
 
         deepspeed_cpu.apply()
@@ -119,9 +119,7 @@ class Plugin:
             )
 
     @contextmanager
-    def _our_engine(
-        self, module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]
-    ) -> Iterator[None]:
+    def _our_engine(self, module: Any, config: dict, settings: Settings, given: dict[str, Any]) -> Iterator[None]:
         """Inside of this context ``deepspeed.initialize`` builds our engine.
 
         It builds what the name PipelineEngine stands for at that moment, which may be a class of the user's.
@@ -149,7 +147,7 @@ class Plugin:
 
     @contextmanager
     def _replica_engine(
-        self, packages: Collection[str], module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]
+        self, packages: Collection[str], module: Any, config: dict, settings: Settings, given: dict[str, Any]
     ) -> Iterator[None]:
         """Inside of this context ``deepspeed.initialize``, which modules of ``packages`` call, builds our engine of one
         rank of a replica.

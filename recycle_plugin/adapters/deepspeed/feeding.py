@@ -36,7 +36,7 @@ class Repeating:
     @cached_property
     def _begun(self) -> Iterator[Any]:
         engine, own = self._engine, self._engine.mpu.get_data_parallel_rank()
-        sampler = DistributedSampler(self._dataset, engine.dp_world_size, own, shuffle=False)
+        sampler: DistributedSampler[Any] = DistributedSampler(self._dataset, engine.dp_world_size, own, shuffle=False)
         return RepeatingLoader(engine.deepspeed_io(self._dataset, data_sampler=sampler))
 
 
@@ -52,7 +52,7 @@ class Feeding:
         self._engine, self._feed, self._exact, self._next_batch = engine, feed, exact, next_batch
         self._set_by_script = False
         self._has_dataset = isinstance(dataset, DatasetSource)
-        feed.source = self._collated(dataset) if self._has_dataset else dataset
+        feed.source = self._collated(dataset) if isinstance(dataset, DatasetSource) else dataset
 
     def set_source(self, source: Callable[[int, int, int], Any]) -> None:
         """Take data from a script's ``source(step, replica, micro_batch)``; raises RecycleError after steps with an

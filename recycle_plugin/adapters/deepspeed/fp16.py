@@ -99,4 +99,4 @@ class HalfOptimizer(MasterOptimizer):
 
 def is_half(state: Mapping[str, Any] | None) -> bool:
     """Whether the optimizer's state in a model file is of fp16, at stage 0; None, or empty: it is elsewhere."""
-    return bool(state) and DYNAMIC in state
+    return state is not None and DYNAMIC in state

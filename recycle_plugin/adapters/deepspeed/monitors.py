@@ -112,7 +112,7 @@ class Reporting:
         """Write what is news of committed steps to the monitors; once, by whoever was first when it came."""
         engine, batch = self._engine, self._engine.train_batch_size()
         for generation, commit in self._session.take_news():
-            if generation.roster.first.worker == self._session.worker:
+            if generation is not None and generation.roster.first.worker == self._session.worker:
                 samples = engine.global_samples - (engine.global_steps - commit.step) * batch
                 engine.monitor.write_events(figures(commit.figures, generation.number, batch, samples))
 

@@ -29,7 +29,7 @@ def taken_for(rank: int, modules: str) -> Iterator[None]:
     """Inside of this context those modules of DeepSpeed whose names begin so, and nobody else, take this worker for
     ``rank``.
     """
-    theirs = [
+    theirs: list[Any] = [
         module
         for name, module in list(sys.modules.items())
         if name.startswith(modules) and getattr(module, "dist", None) is dist

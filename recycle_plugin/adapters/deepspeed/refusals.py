@@ -63,8 +63,8 @@ def _precision(config: dict[str, Any]) -> Iterator[str]:
                 f"{name}.enabled: only fp32, bf16 and fp16 are supported yet; remove the {name} section, "
                 "and set bf16.enabled or fp16.enabled to true if you can"
             )
-    name = half(config)
-    if name is not None and name != FP16 and section_of(config, FP16).get("enabled"):
+    precision = half(config)
+    if precision is not None and precision != FP16 and section_of(config, FP16).get("enabled"):
         yield f"{name}.enabled and {FP16}.enabled contradict each other: set one of them to false"
     elif name is not None:
         yield from _half(config, name)

@@ -72,12 +72,11 @@ class OptimizerStep(Protocol):
 
 
 class Buckets(Protocol):
-    """A framework's way to sum the gradients of a stage's workers.
+    """A framework's way to sum the gradients of a stage's workers."""
 
-    ``limit``: so many numbers end a bucket.
-    """
-
-    limit: int
+    @property
+    def limit(self) -> int:
+        """So many numbers end a bucket."""
 
     @property
     def averages(self) -> bool:

@@ -100,6 +100,9 @@ class ReplicaEngine(DeepSpeedEngine):
     goes on from ``global_steps``, as after ``load_checkpoint``.
     """
 
+    monitor: Any  # these three are stock's
+    mpu: Any
+    dp_world_size: int
     _job: ReplicaArguments  # of the class that engine_class makes
     shards: Whole | Partitions
     _trainer: Trainer
@@ -192,7 +195,7 @@ class ReplicaEngine(DeepSpeedEngine):
                 "save_checkpoint() in the middle of a step: call it behind an engine.step() that has applied one, "
                 "which is when engine.global_steps has gone up"
             )
-        more = {"client_state": client_state, "exclude_frozen_parameters": exclude_frozen_parameters}
+        more: dict[str, Any] = {"client_state": client_state, "exclude_frozen_parameters": exclude_frozen_parameters}
         self._trainer.save(Path(save_dir), tag, save_latest, replace(self._files, **more))
         return True
 
@@ -278,7 +281,7 @@ class ReplicaEngine(DeepSpeedEngine):
     # --- what stock code calls -------------------------------------------------------------------------
 
     def _broadcast_model(self) -> None:
-        make_alike([each for each in self.module.parameters() if not hasattr(each, "ds_id")], dist.group.WORLD)
+        make_alike([each for each in self.module.parameters() if not hasattr(each, "ds_id")], dist.group.WORLD)  # type: ignore[arg-type]
 
     def _report_progress(self, step: int) -> None:
         said = f"step={step}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"

@@ -14,8 +14,8 @@ engine.py only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -77,7 +77,7 @@ class Whole:
     def hide(self) -> None:
         """Nothing: ``parameter.grad`` is the plugin's again."""
 
-    def made(self, sums: Slots) -> Slots | None:
+    def made(self, sums: Sequence[torch.Tensor | None]) -> Slots | None:
         """What the script has made of ``sums``; None where it has left all as it was."""
         found = self.gradients.view()
         return found if _differ(found, sums) else None
@@ -150,7 +150,7 @@ class Partitions:
         """Show nothing any more, and have the next backward begin anew."""
         self._forget()
 
-    def made(self, sums: Slots) -> Slots | None:
+    def made(self, sums: Sequence[torch.Tensor | None]) -> Slots | None:
         """What the script has made of ``sums``; None where it has left all as it was."""
         found: Slots = [_changed(self._shown(group), gradient) for group, gradient in enumerate(sums)]
         return found if _differ(found, sums) else None
@@ -166,7 +166,9 @@ class Partitions:
             if gradient is not None:
                 own = TorchGradients([self.parameters[group]])
                 own.add([gradient.clone()])
-                self._clip(group, *own.view(), scaled)
+                (made,) = own.view()
+                assert made is not None, "it was added"
+                self._clip(group, made, scaled)
                 optimizer._optimizer_step(group)
                 own.zero()
             self._make_own(group)
@@ -192,7 +194,7 @@ class Partitions:
         """Put a copy of the reduced ``gradient`` in its place, cut as stock cuts it by parameters."""
         flat, offset, parts = gradient.clone(), 0, []
         for each in self._optimizer._build_compact_grad_partition_buffer(group):
-            part = flat.narrow(0, offset, each.numel()).view(each.shape)
+            part: Any = flat.narrow(0, offset, each.numel()).view(each.shape)
             part._zero_padding = getattr(each, "_zero_padding", False)
             offset += each.numel()
             parts.append(part)
@@ -285,11 +287,13 @@ class PartitionedWeights(Partitions):
             optimizer.averaged_gradients[group] = None
         optimizer.zero_grad(set_to_none=True)  # which begins to count micro-batches anew
 
-    def backward(self) -> AbstractContextManager[Slots]:
+    @contextmanager
+    def backward(self) -> Iterator[Slots]:
         """As Partitions does; what was shown goes, which a micro-batch that leaves a weight out would keep else."""
         self._shows = False
         self._optimizer.grad_partitions_flat_buffer.zero_()
-        return super().backward()
+        with super().backward() as made:
+            yield made
 
     def hide(self) -> None:
         """Show nothing any more, and have the next backward begin anew."""
@@ -362,16 +366,17 @@ def shards_of(engine: Any) -> Whole | Partitions:
     )
 
 
-def _differ(made: Slots, sums: Slots) -> bool:
+def _differ(made: Slots, sums: Sequence[torch.Tensor | None]) -> bool:
     """Whether a script has changed anything; where something is no number it may have."""
     if any((one is None) != (other is None) for one, other in zip(made, sums)):
         return True
-    there = [(one != other).any() for one, other in zip(made, sums) if one is not None]
+    there = [torch.ne(one, other).any() for one, other in zip(made, sums) if one is not None and other is not None]
     return bool(there) and bool(fetch(torch.stack(there).any(), "whether a script has changed gradients"))
 
 
-def _changed(shown: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _changed(shown: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
     """``gradient`` with what was changed in ``shown``, which has it in a dtype of its own."""
+    assert gradient is not None, "what is shown was summed"
     if shown.dtype == gradient.dtype:
         return shown
     return torch.where(shown == gradient.to(shown.dtype), gradient, shown.to(gradient.dtype))
