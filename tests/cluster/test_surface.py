@@ -88,7 +88,7 @@ def compare(result: Result, stock: Result, kind: str, besides: frozenset[str] = 
         mine, theirs = record["surface"], stock.records[rank]["surface"]
         assert mine.keys() == theirs.keys() and len(mine) > 130
         differ = {name for name in theirs if not alike(mine[name], theirs[name])} - besides
-        refused = {name for name in differ if mine[name].startswith(("RecycleError: ", "NotThere: "))}
+        refused = {name for name in differ if mine[name].startswith(("RecycleError: ", "NotInOptimizer: "))}
         assert refused == REFUSED[kind], {name: (mine[name], theirs[name]) for name in refused ^ REFUSED[kind]}
         assert differ - refused == OTHER[kind], {
             name: (mine[name][:300], theirs[name][:300]) for name in (differ - refused) ^ OTHER[kind]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +19,16 @@ def places(*given: int, size: int = 2) -> dict[int, IteratorPlace]:
     return {replica: IteratorPlace(replica, len(given), each, size, 1) for replica, each in enumerate(given)}
 
 
+def added(path: Path, into: Callable[[Any], object]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with path.open("wb") as file:
+        into(file)
+
+
 def test_what_is_written_is_read(tmp_path):
     """Both ends of a replica say the same."""
     for seat, place in ((Seat(0, 0), places(4, 6)[0]), (Seat(1, 0), places(4, 6)[1]), (Seat(1, 1), places(4, 6)[1])):
-        write(tmp_path / "tag", seat, place)
+        write(added, tmp_path / "tag", seat, place)
     assert read(tmp_path / "tag") == places(4, 6) and read(tmp_path) == {}
 
 
