@@ -225,6 +225,21 @@ def test_who_comes_back_trains_the_bits_of_stock(job: Jobs, tmp_path: Path) -> N
     assert _evaluations(ours) == pytest.approx(_evaluations(stock), abs=5e-6)
 
 
+def test_who_comes_back_to_a_job_that_has_loaded_a_checkpoint_begins_where_it_did(job: Jobs, tmp_path: Path) -> None:
+    """A newer checkpoint is on the disk by then."""
+    saving = "--save", str(tmp_path / "saved"), "--save-interval", "4", "--ckpt-format", "torch"
+    job(gpt(2, 2, "--train-iters", "40", *saving, "--exit-interval", "4"), {"exact": True})
+    loading = gpt(2, 2, "--train-iters", "40", *saving, "--load", str(tmp_path / "saved"))
+    kill = {"exact": True, "rejoin": "always", "faults": ["kill 1.1 before 1F1.2@6"]}
+    run = job.start(loading, kill, held(tmp_path, HELD, "go"))
+    run.hear("newcomer")
+    (tmp_path / "go").touch()
+    ours, stock = trained(run), job.stock(gpt(2, 2, "--train-iters", "40"))
+    assert len(ours.result.of("rejoined")) == 1 and ours.ranks.keys() == stock.ranks.keys()
+    for rank, mine in ours.ranks.items():
+        assert all(torch.equal(weight, stock.ranks[rank]["weights"][name]) for name, weight in mine["weights"].items())
+
+
 @pytest.mark.parametrize("kills", [(), ("kill 1.1 before 1F1.2@3",), ("kill 0.0 before 0F0.1@-3",)], ids=str)
 def test_evaluations_say_what_stock_says_whoever_dies(job: Jobs, kills: tuple[str, ...]) -> None:
     stock = job.stock(gpt(2, 2, *EVALUATES))
