@@ -65,9 +65,9 @@ def _precision(config: dict[str, Any]) -> Iterator[str]:
             )
     precision = half(config)
     if precision is not None and precision != FP16 and section_of(config, FP16).get("enabled"):
-        yield f"{name}.enabled and {FP16}.enabled contradict each other: set one of them to false"
-    elif name is not None:
-        yield from _half(config, name)
+        yield f"{precision}.enabled and {FP16}.enabled contradict each other: set one of them to false"
+    elif precision is not None:
+        yield from _half(config, precision)
 
 
 def half(config: dict[str, Any]) -> str | None:
