@@ -74,7 +74,7 @@ around("who has replayed its stage takes what was computed with rejected weights
 instead("who comes into the middle of a step is not told what all were told of it", StepLedger, "tell_again", seen=147)(
     lambda self, worker, out: None
 )
-instead("what a failure has made again is not logged", Worker, "_keep", seen=169)(lambda self, instruction, log: None)
+instead("what a failure has made again is not logged", Worker, "_tell_made", seen=169)(lambda self, instruction: None)
 
 
 @mistake("a stage is let in before all empty stages have somebody", seen=51)
