@@ -20,7 +20,7 @@ CROSSING = 2 * 4 * 32 * 16 * 4
 
 
 def every(steps: int) -> dict[str, str]:
-    wraps = [{"name": "checkpoint_every", "steps": steps}]
+    wraps = [{"name": "checkpoint_every", "steps": steps, "concludes": True}]
     return {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps(wraps)}
 
 

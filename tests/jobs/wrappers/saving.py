@@ -6,6 +6,7 @@ from pathlib import Path
 
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from recycle_plugin.runtime.worker.stage_log import StageLog
 from recycle_plugin.runtime.worker.trainer import Trainer
 
@@ -21,15 +22,24 @@ def log_apart(by: str) -> None:
     StageLog.__init__ = changed
 
 
-def checkpoint_every(steps: int) -> None:
-    """Automatic checkpoints come every so many steps, whatever they cost."""
-    made = CheckpointInterval.made
+def checkpoint_every(steps: int, concludes: bool = False) -> None:
+    """Automatic checkpoints come every so many steps, whatever they cost.  ``concludes``: each is whole before the next
+    one is due, however slow the disk.
+    """
+    made, make_if_due = CheckpointInterval.made, JobCheckpoints.make_if_due
 
     def changed(self: CheckpointInterval, begun: int, costs, free: int) -> None:
         made(self, begun, costs, free)
         self.every, self.due = steps, max(begun + steps, free)
 
+    def after_the_last(self: JobCheckpoints, step: int) -> None:
+        if step % steps == 0:
+            self.conclude()
+        make_if_due(self, step)
+
     CheckpointInterval.made = changed
+    if concludes:
+        JobCheckpoints.make_if_due = after_the_last
 
 
 def save_each(folder: str, steps: int) -> None:
