@@ -97,6 +97,7 @@ UNFUSED = "--no-gradient-accumulation-fusion"
             "! --tensor-model-parallel-size 2",
         ),
         ([UNFUSED, "--tensor-model-parallel-size=1"], None),
+        ([UNFUSED, "--tensor-model-parallel-size", "two"], "! --tensor-model-parallel-size two"),
         (
             [UNFUSED, "--use-distributed-optimizer", "--load", "x"],
             "! --use-distributed-opt",

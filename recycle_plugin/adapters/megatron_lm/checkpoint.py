@@ -5,11 +5,13 @@ Stock Megatron-LM loads them, and the plugin's jobs load stock's, by Megatron's 
 
 from __future__ import annotations
 
+import random
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -66,8 +68,8 @@ class StageFiles:
         step = self.iteration or state.step
         rng = [
             {
-                "random_rng_state": __import__("random").getstate(),
-                "np_rng_state": __import__("numpy").random.get_state(),
+                "random_rng_state": random.getstate(),
+                "np_rng_state": np.random.get_state(),
                 "torch_rng_state": torch.get_rng_state(),
                 "cuda_rng_state": torch.cuda.get_rng_state(),
                 "rng_tracker_states": get_cuda_rng_tracker().get_states(),

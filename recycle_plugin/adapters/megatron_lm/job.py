@@ -135,7 +135,7 @@ class Job:
         return stock()
 
     def _reported(self, loss: float) -> dict[str, torch.Tensor]:
-        if not self._module._last:
+        if not self._module.last:
             return {}
         return {name: torch.tensor(loss) for name in self._module.reports}
 

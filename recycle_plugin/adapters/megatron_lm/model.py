@@ -41,22 +41,22 @@ class Batches:
 class StageModule(nn.Module):
     """The layers of a stage behind Megatron's ``forward_step_func``, ``forward_step`` here.
 
-    ``chunk``: what Megatron has built, DDP around the layers.  On the last stage a forward hands on what comes in, and
-    :meth:`loss` computes, since only there the labels are.
+    ``chunk``: what Megatron has built, DDP around the layers; ``first``, ``last``: which stage it is.  On the last a
+    forward hands on what comes in, and :meth:`loss` computes, since only there the labels are.
     """
 
     def __init__(self, chunk: nn.Module, batches: Batches, first: bool, last: bool) -> None:
         super().__init__()
         self.layers = chunk.module
         self._chunk, self._batches = [chunk], batches  # a list: no part of this module
-        self._first, self._last = first, last
+        self._first, self.last = first, last
         self._config = get_model_config(chunk)
         self.forward_step: Callable[..., Any] | None = None
         self.reports: dict[str, Any] = {"lm loss": None}  # of the last micro-batch, by the name in log lines
 
     def forward(self, given: Any) -> Any:
         """The stage's output, or on the last stage ``given``."""
-        if self._last:
+        if self.last:
             return given
         return self._run(None, given) if self._first else self._run(given, None)
 
@@ -77,10 +77,10 @@ class StageModule(nn.Module):
             found,
             self._config,
             cp_group_size=1,
-            is_last_stage=self._last,
+            is_last_stage=self.last,
         )
         get_attr_wrapped_model(self._chunk[0], "set_input_tensor")([None])  # else it is kept until the next one
-        if self._last:
+        if self.last:
             self._take_report(found)
         return output
 

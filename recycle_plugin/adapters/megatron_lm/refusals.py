@@ -25,19 +25,15 @@ class Row(NamedTuple):
     instead: str
 
 
-def _many(value: Any) -> bool:
-    return value is not None and value > 1
-
-
 def _besides(*allowed: Any) -> Callable[[Any], bool]:
     return lambda value: value is not None and value not in allowed
 
 
 LEAVE = "leave it out"
 ROWS = (
-    Row("--tensor-model-parallel-size", "tensor_model_parallel_size", _many, "write 1"),
-    Row("--context-parallel-size", "context_parallel_size", _many, "write 1"),
-    Row("--expert-model-parallel-size", "expert_model_parallel_size", _many, "write 1"),
+    Row("--tensor-model-parallel-size", "tensor_model_parallel_size", _besides(0, 1), "write 1"),
+    Row("--context-parallel-size", "context_parallel_size", _besides(0, 1), "write 1"),
+    Row("--expert-model-parallel-size", "expert_model_parallel_size", _besides(0, 1), "write 1"),
     Row("--num-experts", "num_experts", bool, LEAVE),
     Row("--num-layers-per-virtual-pipeline-stage", "num_layers_per_virtual_pipeline_stage", bool, LEAVE),
     Row("--num-virtual-stages-per-pipeline-rank", "num_virtual_stages_per_pipeline_rank", bool, LEAVE),
@@ -50,7 +46,7 @@ ROWS = (
     Row("--use-torch-fsdp2", "use_torch_fsdp2", bool, LEAVE),
     Row("--use-megatron-fsdp", "use_megatron_fsdp", bool, LEAVE),
     Row("--use-custom-fsdp", "use_custom_fsdp", bool, LEAVE),
-    Row("--gtp-weight-remat-size", "gtp_weight_remat_size", _many, "write 1"),
+    Row("--gtp-weight-remat-size", "gtp_weight_remat_size", _besides(0, 1), "write 1"),
     Row("--enable-cuda-graph", "enable_cuda_graph", bool, LEAVE),
     Row("--external-cuda-graph", "external_cuda_graph", bool, LEAVE),
     Row("--cuda-graph-impl", "cuda_graph_impl", _besides("none"), 'write "none"'),
@@ -171,6 +167,7 @@ def check_built(model: list[Any], optimizer: Any) -> Any:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.utils import unwrap_model
+    from torch.optim import Optimizer
 
     layers = unwrap_model(model)[0]
     if len(model) != 1 or not isinstance(layers, GPTModel) or type(model[0]) is not DistributedDataParallel:
@@ -179,15 +176,9 @@ def check_built(model: list[Any], optimizer: Any) -> Any:
             "DistributedDataParallel is supported"
         )
     found = getattr(optimizer, "chained_optimizers", [optimizer])
-    if len(found) != 1 or not isinstance(getattr(found[0], "optimizer", None), _torchs()):
+    if len(found) != 1 or not isinstance(getattr(found[0], "optimizer", None), Optimizer):
         raise RecycleError(
             f"the optimizer is {len(found)} x {type(found[0]).__name__}: one over torch's Adam, AdamW or SGD, or "
             "their fused forms, is supported"
         )
     return found[0]
-
-
-def _torchs() -> type:
-    from torch.optim import Optimizer
-
-    return Optimizer
