@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -10,7 +11,7 @@ import pytest
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import sentence
-from tests.support.jobs import ALONE, BOTH, LOG, PLAIN, STEPS, after_step, difference, faults, strike_at
+from tests.support.jobs import ALONE, BOTH, LOG, PLAIN, STEPS, WRAPPED, after_step, difference, faults, strike_at
 from tests.support.launching import Launch
 
 PLAINLY = pytest.mark.parametrize("vehicle", (PLAIN,), ids=("plain",), indirect=True)
@@ -33,6 +34,16 @@ def test_a_stage_that_is_lost_in_the_last_step_comes_to_its_end(launch: Launch, 
     assert result.code == 0 and len(result.of("replayed")) == 1, result.output[-8000:]
     assert len(result.of("finished")) == 1 and set(result.records) == {0, 1, 2}
     assert difference(result, reference(*LOG, shape=ALONE)).tolerated
+
+
+@PLAINLY
+def test_who_has_replayed_the_last_step_may_be_the_first_to_leave(launch: Launch, tmp_path):
+    """It has trained no step itself."""
+    first = {"name": "leaves_first", "seat": "0.2", "flag": str(tmp_path / "gone")}
+    more = {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps(first)}
+    result = launch(*LOG, faults(f"kill 0.2 after 2STEP@{STEPS}"), shape=ALONE, **more).finish()
+    assert result.code == 0 and len(result.of("replayed")) == 1, result.output[-8000:]
+    assert result.of("left")[0]["rank"] == 2 and set(result.records) == {0, 1, 2}
 
 
 @BOTH

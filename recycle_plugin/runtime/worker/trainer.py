@@ -225,6 +225,8 @@ class Trainer:
     def finish(self) -> None:
         """Wait until everybody's last step is committed, report, and close; then this worker may go."""
         self.settle()
+        # what its goodbye says: a script that was given all its steps has begun none here
+        self._session.heartbeats.step = max(self._session.heartbeats.step, self.step)
         self._parts.finish()
         if self._assembled is not None:
             self._assembled.worker.serve_now(waiting=True)

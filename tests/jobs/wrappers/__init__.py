@@ -18,7 +18,7 @@ from wrappers.negative_controls import (
     scale_micro_batch,
     scale_tied,
 )
-from wrappers.paces import helped, lag, linger, restless, slow, stop_after, uneven_end
+from wrappers.paces import helped, lag, leaves_first, linger, restless, slow, stop_after, uneven_end
 from wrappers.saving import checkpoint_every, log_apart, save_each
 from wrappers.trainers import TRAINERS, inside, wait_until
 from wrappers.watching import record_states
@@ -38,6 +38,7 @@ __all__ = [
     "keep_rejected",
     "killed_in_rotation",
     "lag",
+    "leaves_first",
     "linger",
     "log_apart",
     "lose_result",

@@ -7,16 +7,18 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 import torch
 
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import Cpu, Done
 from recycle_plugin.runtime.devices.timeline import Timeline
 from recycle_plugin.runtime.worker.operations import TorchOperations
 from recycle_plugin.runtime.worker.trainer import Trainer
-from wrappers.trainers import TRAINERS
+from wrappers.trainers import TRAINERS, wait_until
 
 
 def slow(seat: str, times: float, steps: list[int]) -> None:
@@ -81,6 +83,23 @@ def stop_after(seat: str, step: int) -> None:
         return loss
 
     Trainer.train = changed
+
+
+def leaves_first(seat: str, flag: str) -> None:
+    """The others say goodbye once the one at ``seat`` has, which makes the file ``flag`` then."""
+    finish, leave = Trainer.finish, Session.leave
+
+    def finished(self: Trainer) -> None:
+        if str(self.seat) != seat:
+            wait_until(Path(flag).exists, f"goodbye of seat {seat}")
+        finish(self)
+
+    def left(self: Session, *given, **named) -> None:
+        leave(self, *given, **named)
+        if str(TRAINERS[0].seat) == seat:
+            Path(flag).touch()
+
+    Trainer.finish, Session.leave = finished, left
 
 
 def helped(every: int) -> None:
