@@ -63,6 +63,20 @@ class DeepSpeedNonReentrant(NonReentrant):
         return non_reentrant_checkpoint(self.inner, x)
 
 
+def test_weights_are_drawn_in_fp32_in_every_precision(monkeypatch):
+    drawn, stock = set(), torch.Tensor.normal_
+
+    def draw(tensor, *given, **named):  # older releases of torch draw other numbers in bf16, and others again in fp16
+        drawn.add(tensor.dtype)
+        return stock(tensor, *given, **named)
+
+    monkeypatch.setattr(torch.Tensor, "normal_", draw)
+    half, whole = build(params_dtype=torch.bfloat16), build()
+    assert drawn == {torch.float32}
+    for one, other in zip(half.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one, other.bfloat16())
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("wrap", (nn.Sequential, NonReentrant, Reentrant, DeepSpeedReentrant, DeepSpeedNonReentrant))
 def test_split_backward_of_megatrons_layer_is_bitwise_with_dropout_on(assert_bitwise, wrap, dtype):

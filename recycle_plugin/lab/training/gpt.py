@@ -66,8 +66,8 @@ def gpt_layers(shape: GPTShape, params_dtype: torch.dtype = torch.float32, seed:
     """Specs for ``PipelineModule``: embedding, ``shape.layers`` transformer layers, norm with head.
 
     A tied head is a spec of its own behind the norm.  Ids are int64 [batch, sequence], activations [sequence, batch,
-    hidden], logits [sequence, batch, vocabulary], the last two in ``params_dtype``.  Layer i initialises itself from
-    ``seed + i``, hence equally in every replica and under every partition.  Leave
+    hidden], logits [sequence, batch, vocabulary], the last two in ``params_dtype``.  Layer i draws its weights from
+    ``seed + i`` in fp32, hence equally in every replica, under every partition and in every precision.  Leave
     ``PipelineModule(seed_layers=False)``: its ``seed_layers`` also reseeds before each layer's forward from a count
     that differs between workers, which takes the dropout masks out of the caller's hands.
     """
@@ -101,10 +101,11 @@ class GPTEmbedding(nn.Module):
         super().__init__()
         with _seeded(seed):
             config = _transformer_config(shape, dtype)
-            self.tokens = nn.Embedding(shape.vocabulary, shape.hidden, dtype=dtype)
-            self.positions = nn.Embedding(shape.sequence, shape.hidden, dtype=dtype)
+            self.tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+            self.positions = nn.Embedding(shape.sequence, shape.hidden)
             for table in (self.tokens, self.positions):
                 config.embedding_init_method(table.weight)
+        self.to(dtype)
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -165,9 +166,10 @@ class GPTHead(nn.Module):
         super().__init__()
         with _seeded(seed):
             config = _transformer_config(shape, dtype)
-            self.norm = nn.LayerNorm(shape.hidden, eps=config.layernorm_epsilon, dtype=dtype)
-            self.output = nn.Linear(shape.hidden, shape.vocabulary, bias=False, dtype=dtype)
+            self.norm = nn.LayerNorm(shape.hidden, eps=config.layernorm_epsilon)
+            self.output = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
             config.init_method(self.output.weight)
+        self.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits [sequence, batch, vocabulary] of activations [sequence, batch, hidden]."""
