@@ -219,7 +219,7 @@ class Course:
             return
         if message.step > self.committed:
             self.places.stepped(message, member.seat.replica)
-        for step in self.steps.apply(message, self.roster.workers):
+        for step in self.steps.apply(message, self.roster):
             self.commit(step, now, out)
         self.compare_replicas(now, out)
         self._rebalance(now, out)

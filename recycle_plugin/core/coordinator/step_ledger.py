@@ -46,6 +46,7 @@ class StepLedger:
         self.recorded = Recorder(committed)
         self._rebalances = rebalances
         self._applied: dict[WorkerId, int] = {}
+        self._late: tuple[Roster, int, set[WorkerId]] = Roster(), 0, set()  # who has not applied that step's next one
         self._contributions = Contributions(shards)
         self._fingerprints = Fingerprints()
         self.figures = StepFigures()
@@ -71,12 +72,20 @@ class StepLedger:
         """Takes in the hash of a worker's state after a step."""
         self._fingerprints.add(message)
 
-    def apply(self, message: Stepped, live: Iterable[WorkerId]) -> range:
+    def apply(self, message: Stepped, roster: Roster) -> range:
         """Takes in that a worker has applied a step; returns the steps after the last committed one that all of
-        ``live`` have applied by now.  Costs one look at each of them.
+        ``roster`` have applied by now.  Looks at each of them where a step is committed or the roster is another.
         """
-        self._applied[message.worker] = max(message.step, self._applied.get(message.worker, 0))
-        return range(self.committed + 1, min(self._applied.get(worker, 0) for worker in live) + 1)
+        self._applied[message.worker] = count = max(message.step, self._applied.get(message.worker, 0))
+        of, behind, late = self._late
+        if of is not roster or behind != self.committed:
+            late = {worker for worker in roster.workers if self._applied.get(worker, 0) <= self.committed}
+            self._late = roster, self.committed, late
+        if count > self.committed:
+            late.discard(message.worker)
+        if late:
+            return range(0)
+        return range(self.committed + 1, min(self._applied[worker] for worker in roster.workers) + 1)
 
     def contribute(self, message: Contribution, out: CoordinatorOutput) -> float | None:
         """Takes in numbers of a step, and sends what is complete to all.  Returns the gradient norm, where with it the
@@ -204,6 +213,7 @@ class StepLedger:
         again.
         """
         self._applied = dict.fromkeys(roster.workers, committed)
+        self._late = Roster(), 0, set()
         self.slow_replicas.interrupted(roster)
 
     def _unheard(self, step: int, held: Mapping[str, dict[str, str]], behind: bool) -> bool:

@@ -31,6 +31,7 @@ class StragglerDetector:
         self.percent: dict[Seat, int] = {}
         self._said: dict[int, dict[WorkerId, ComputeTime]] = {}
         self._recent: dict[Seat, deque[float]] = {}
+        self._compared = False  # since there was news last
 
     def add(self, message: ComputeTime) -> None:
         """Takes in how long a worker has computed in a step."""
@@ -38,9 +39,12 @@ class StragglerDetector:
 
     def committed(self, step: int, roster: Roster) -> None:
         """Compares the compute times of ``step`` and those before it within each stage, now that it is committed and
-        everybody who is alive has said them.  Costs time in proportion to the members.
+        everybody who is alive has said them.  Costs time in proportion to the members, once a step.
         """
         said = {older: self._said.pop(older) for older in sorted(self._said) if older <= step}
+        if not said:
+            return
+        self._compared = True
         for times in said.values():
             for stage in roster.live_stages:
                 self._compare(_by_seat(times, roster.stage(stage)))
@@ -57,9 +61,11 @@ class StragglerDetector:
 
     def news(self) -> dict[Seat, int]:
         """The seats whose compute time is no longer what was announced, and what it is in percent; from now on that
-        counts as announced.
+        counts as announced.  Looks at each seat once a step.
         """
-        found = {}
+        if not self._compared:
+            return {}
+        self._compared, found = False, {}
         for seat, recent in sorted(self._recent.items()):
             known = self.percent.get(seat, 100)
             if len(recent) == STEPS and (
