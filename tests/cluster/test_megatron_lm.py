@@ -119,8 +119,8 @@ def later_half(of: Trained) -> Trained:
     return Trained(of.result, ranks)
 
 
-def assert_same_bits(one: Trained, other: Trained) -> None:
-    """All survivors of both have the same weights, and say the same norms."""
+def assert_same_weights(one: Trained, other: Trained) -> set[int]:
+    """All survivors of both have the same weights; returns their ranks."""
     both = one.ranks.keys() & other.ranks.keys()
     assert both
     for rank in both:
@@ -128,6 +128,12 @@ def assert_same_bits(one: Trained, other: Trained) -> None:
         assert mine.keys() == theirs.keys() and len(mine) > 5
         differ = [name for name in mine if not torch.equal(mine[name], theirs[name])]
         assert not differ, f"rank {rank}: {differ}"
+    return both
+
+
+def assert_same_bits(one: Trained, other: Trained) -> None:
+    """All survivors of both have the same weights, and say the same norms."""
+    for rank in assert_same_weights(one, other):
         norms = zip(one.ranks[rank]["norms"], other.ranks[rank]["norms"], strict=True)
         assert all(mine is None or theirs is None or mine == theirs for mine, theirs in norms)
     assert one.losses == pytest.approx(other.losses, abs=2e-6) and len(set(one.losses)) > 2
@@ -235,8 +241,7 @@ def test_who_comes_back_to_a_job_that_has_loaded_a_checkpoint_begins_where_it_di
     (tmp_path / "go").touch()
     ours, stock = trained(run), job.stock(gpt(2, 2, "--train-iters", "40"))
     assert len(ours.result.of("rejoined")) == 1 and ours.ranks.keys() == stock.ranks.keys()
-    for rank, mine in ours.ranks.items():
-        assert all(torch.equal(weight, stock.ranks[rank]["weights"][name]) for name, weight in mine["weights"].items())
+    assert_same_weights(ours, stock)
 
 
 @pytest.mark.parametrize("kills", [(), ("kill 1.1 before 1F1.2@3",), ("kill 0.0 before 0F0.1@-3",)], ids=str)
@@ -267,6 +272,32 @@ def test_stock_and_plugin_go_on_from_a_degraded_checkpoint(job: Jobs, tmp_path: 
         later = job(loading, recycle)
         assert {len(each["norms"]) for each in later.ranks.values()} == {3}
         assert_same_bits(whole, later)
+
+
+@pytest.mark.parametrize(
+    "more, faults",
+    [
+        (["--exit-signal-handler"], ["leave 0.1 before 1F0.1@2", "kill 1.1 before 1F1.2@2"]),
+        (["--exit-duration-in-mins", "30"], ["kill 1.1 before 1F1.2@2"]),
+    ],
+    ids=("signal", "duration"),
+)
+def test_all_leave_after_the_same_step_with_a_checkpoint(
+    job: Jobs, tmp_path: Path, more: list[str], faults: list[str]
+) -> None:
+    """One worker's word is enough, whoever is dead; of the time, rank 0's clock says that it is over."""
+    saving = "--save", str(tmp_path / "saved"), "--save-interval", "100", "--ckpt-format", "torch"
+    long = {"name": "begun_before", "rank": "0", "hours": 1.0}
+    long_job = gpt(2, 2, "--train-iters", "40")
+    flags = Flags(4, [*long_job.words, *saving, *more])
+    ours = job(flags, {"exact": True, "rejoin": "never", "faults": faults}, *[long] * ("duration" in more[0]))
+    step = int((tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text())
+    calls = {len(each["norms"]) for each in ours.ranks.values()}  # the last is the one that the loop is left by
+    assert calls == {step + 1} and step < 10
+    assert len(ours.result.of("terminate")) >= 1 and len(ours.result.of("lost")) == len(faults) - ("signal" in more[0])
+    later = job(Flags(4, [*long_job.words, "--load", str(tmp_path / "saved"), "--ckpt-format", "torch"]))
+    assert {len(each["norms"]) for each in later.ranks.values()} == {40 - step}
+    assert_same_weights(later, job.stock(long_job))
 
 
 def test_who_takes_the_last_ranks_place_writes_for_tensorboard(job: Jobs, tmp_path: Path) -> None:

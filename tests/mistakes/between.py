@@ -10,6 +10,7 @@ from dataclasses import replace
 from recycle_plugin.core.coordinator import course, departures, ends
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.course import Course
+from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.places import Places
 from recycle_plugin.core.vocabulary import iterator_draws
 from recycle_plugin.core.vocabulary.evaluation_route import runner
@@ -176,6 +177,11 @@ instead("what is saved and evaluated need not be committed", TrainingLoop, "sett
 
 instead("work is dealt out anew for a step that somebody has begun", course, "unstarted", seen=106)(
     lambda committed: committed + 1
+)
+
+
+instead("a worker that asks for everybody's end is not heard", Membership, "_end_planned", seen=105)(
+    lambda self, why, out: out.say("terminate", why)
 )
 
 

@@ -15,6 +15,8 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from tests.support.membership import agree, holds, job, member, resumed, said, started, step
 
+ALL = Leaving(1, "time is over", all=True)
+
 
 def test_a_planned_leave_holds_from_a_step_that_nobody_can_have_started():
     membership = started()
@@ -129,11 +131,12 @@ def test_an_end_carries_its_code_to_the_script():
     assert JobEnded("leave", False).code == 0
 
 
-def test_termination_ends_the_job_once_at_a_commit_line():
+@pytest.mark.parametrize("first, more", [(Terminate(0, "SIGTERM"), Terminate(1, "SIGTERM")), (ALL, ALL)])
+def test_termination_ends_the_job_once_at_a_commit_line(first, more):
     membership = started()
-    (end,) = said(membership.receive(Terminate(0, "SIGTERM"), 0.0), End)
+    (end,) = said(membership.receive(first, 0.0), End)
     assert (end.step, end.failed) == (3, False)
-    assert said(membership.receive(Terminate(1, "SIGTERM"), 0.0), End) == []
+    assert said(membership.receive(more, 0.0), End) == []
 
 
 def test_normal_exits_at_different_times_are_no_deaths():

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -36,6 +36,7 @@ REPLACED = (
     "print_datetime",
     "print_rank_last",
     "get_tensorboard_writer",
+    "get_signal_handler",
 )
 """The globals of megatron.training.training that the plugin takes the place of."""
 RELEASES = ">=0.16.1,<0.20"
@@ -184,6 +185,10 @@ class MegatronPlugin:
             stock(message)
         elif self._job.prints:
             print(message, flush=True)
+
+    def _get_signal_handler(self, stock: Callable[..., Any]) -> Any:
+        """A handler of which Megatron's loop hears nothing: the plugin asks the stock one (early_exit.py)."""
+        return SimpleNamespace(signals_received=lambda: [False])
 
     def _get_tensorboard_writer(self, stock: Callable[..., Any]) -> Any:
         return stock() if self._job is None else self._job.writer(stock)

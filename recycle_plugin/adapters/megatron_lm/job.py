@@ -22,6 +22,7 @@ from megatron.training import global_vars
 import recycle_plugin.adapters.megatron.layers  # noqa: F401  registers the converters of its layers
 from recycle_plugin.adapters.megatron_lm.checkpoint import StageFiles, mark_latest
 from recycle_plugin.adapters.megatron_lm.data import IndexedData
+from recycle_plugin.adapters.megatron_lm.early_exit import EarlyExit
 from recycle_plugin.adapters.megatron_lm.model import Batches, StageModule, detach_from_ddp
 from recycle_plugin.adapters.megatron_lm.ports import (
     MegatronNorm,
@@ -33,6 +34,7 @@ from recycle_plugin.adapters.megatron_lm.ports import (
 from recycle_plugin.adapters.megatron_lm.refusals import check_built
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology, tied
+from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.runtime.collectives.group import check_backend
 from recycle_plugin.runtime.control.session import Session
@@ -72,6 +74,7 @@ class Job:
             self._batches, self._cursor, shape[0], args.micro_batch_size, args.consumed_train_samples, args.iteration
         )
         self._trainer.feed.source = self._data
+        self._exit, self._saved = EarlyExit(session, args), -1
         session.hooks.at_end = self._trainer.finish
 
     # --- what Megatron's loop calls --------------------------------------------------------------------
@@ -81,7 +84,14 @@ class Job:
         self._module.forward_step = forward_step
         self._data.take(data_iterator)
         skipped = self._steps.skipped
-        loss = self._trainer.train()
+        try:
+            loss = self._trainer.train()
+        except JobEnded as end:
+            if self._trainer.behind:
+                raise
+            saves = self._exit.saves(end, self._trainer.folder, self._saved == self._steps.steps)
+            return {}, 1, saves, True, 0, None, None, 0
+        self._exit.ask_if_due()
         if self._scale is not None:
             self._scale.put()  # for the log line, and checkpoints
         went = self._steps.skipped == skipped
@@ -113,6 +123,8 @@ class Job:
         files = self._files.at(iteration, operations)
         self._trainer.save(folder, tag, False, files)
         mark_latest(folder, iteration, self._session.rank)
+        self._saved = iteration
+        self._exit.leave_if_asked()
 
     @property
     def prints(self) -> bool:
@@ -174,6 +186,7 @@ class Job:
             scaler=self._scale,
             norm=MegatronNorm(self._steps.wrapped, elsewhere),
             layers=[layers],
+            saves_last=False,
         )
 
 

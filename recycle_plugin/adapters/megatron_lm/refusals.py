@@ -90,8 +90,7 @@ ROWS = (
     Row("--save-activations-interval", "save_activations_interval", bool, LEAVE),
     Row("--check-weight-hash-across-dp-replicas-interval", "check_weight_hash_across_dp_replicas_interval", bool,
         "set recycle.check_replicas"),
-    Row("--exit-signal-handler", "exit_signal_handler", bool, "leave it out: SIGTERM makes a worker leave by plan"),
-    Row("--exit-duration-in-mins", "exit_duration_in_mins", bool, "write --exit-interval"),
+    Row("--exit-signal-handler-for-training", "exit_signal_handler_for_training", bool, "write --exit-signal-handler"),
     Row("--adlr-autoresume", "adlr_autoresume", bool, LEAVE),
 )  # fmt: skip
 """All flags that are refused."""

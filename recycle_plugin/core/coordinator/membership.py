@@ -183,6 +183,8 @@ class Membership:
                 self.course.steps.add_compute_time(message)
             case Fingerprint():
                 self.course.steps.add_fingerprint(message)
+            case Leaving(all=True):
+                self._end_planned(f"{self.course.attendance.named(message.rank)}: {message.reason}", out)
             case Leaving():
                 departures.leave(self.course, [message], now, out)
             case Through():
@@ -561,8 +563,11 @@ class Membership:
             if message.host
             else ""
         )
-        out.say("terminate", f"{who}{message.reason}: the job ends at the next commit")
-        ends.end_planned(self.course, f"{who}{message.reason}", out)
+        self._end_planned(f"{who}{message.reason}", out)
+
+    def _end_planned(self, why: str, out: CoordinatorOutput) -> None:
+        out.say("terminate", f"{why}: the job ends at the next commit")
+        ends.end_planned(self.course, why, out)
 
     def _note(self, note: Note, out: CoordinatorOutput) -> None:
         if note.is_known:

@@ -307,9 +307,10 @@ class BarrierReached(OfWorker, running=True, most=1 << 22):
 
 @dataclass(frozen=True)
 class Leaving(OfWorker):
-    """A worker wants to go at a commit line: a planned leave, no failure."""
+    """A worker wants to go at a commit line: a planned leave, no failure.  ``all``: the job is to end there."""
 
     reason: str
+    all: bool = False
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ HARMLESS = (
     "deaf",
     "leave",
     "end",
+    "finish",
     "rude",
     "vanish",
     "again",

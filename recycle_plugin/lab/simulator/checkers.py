@@ -27,7 +27,7 @@ from typing import Any
 from recycle_plugin.core.coordinator.output import WORKERS
 from recycle_plugin.core.messages.contributions import LOSS
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Collected, End, Generation, Resume
-from recycle_plugin.core.messages.from_workers import Unreplayable
+from recycle_plugin.core.messages.from_workers import Leaving, Unreplayable
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
@@ -88,6 +88,7 @@ class Watcher:
         self._why_unsaved: dict[int, str] = {}  # by step: why there is no checkpoint of it
         self._committed = 0
         self._logs, self._damages = given.logs, given.log_damaged_share > 0
+        self._end_asked = False  # by a worker, for all
         self._end: int | None = None  # the step before which the job is to end
 
     def say(self, text: str) -> None:
@@ -204,6 +205,7 @@ class Watcher:
         """Takes in that the coordinator hears ``message`` from ``rank`` or its supervisor; what follows from that is
         what is checked.
         """
+        self._end_asked |= isinstance(message, Leaving) and message.all
 
     def came_upon(self, cluster: Any, message: Unreplayable) -> None:
         """Checks that the coordinator could not know that logs lack what a replay has come upon, which costs time:
@@ -488,6 +490,8 @@ class Watcher:
             through = {each.seat.stage for each in (*cluster.workers.values(), *cluster.returned) if each.through}
             for stage in sorted(set(range(self.shape.stages)) - through):
                 self.say(f"no script of stage {stage} has come to its end, and the job has not failed")
+        if ended is None and self._end_asked:
+            self.say("a worker has asked for everybody's end, and the job has gone on")
         at_the_end = (None,) if ended is None or ended.failed else (None, ended.reason)
         last = self.steps if ended is None or ended.failed else min(self.steps, ended.step - 1)
         told: dict[int, dict] = {}

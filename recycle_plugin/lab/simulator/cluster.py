@@ -505,7 +505,7 @@ class Cluster:
             case "again":
                 for rank in ranks:
                     self._come_again(rank)
-            case "leave" | "end":
+            case "leave" | "end" | "finish":
                 for rank in ranks:
                     self._ask(trouble.kind, rank)
             case "confused":
@@ -513,12 +513,12 @@ class Cluster:
                     self.confusion.begin(rank, self.now + trouble.for_us)
 
     def _ask(self, kind: str, rank: int) -> None:
-        """Sends SIGTERM to a worker, or to its supervisor."""
+        """Sends SIGTERM to a worker, or to its supervisor, or has a worker ask for everybody's end."""
         worker = self.workers[rank]
         if kind == "end":
             self.tell_coordinator(rank, Terminate(rank, "a supervisor got SIGTERM"), SUPERVISOR)
         elif worker.alive and worker.runs and not worker.stopped:
-            self.tell_coordinator(rank, Leaving(rank, "SIGTERM"))
+            self.tell_coordinator(rank, Leaving(rank, "SIGTERM", all=kind == "finish"))
 
     def hit(self, kind: str, rank: int) -> None:
         """Counts that a trouble has struck a worker, for the table of what has been tried."""

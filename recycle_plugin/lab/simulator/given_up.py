@@ -44,7 +44,7 @@ def _nobody(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
 
 
 def _ending(cluster: Cluster, why: str, stages: Collection[int]) -> bool:
-    asked = any(trouble.kind in ("end", "leave") for trouble in cluster.scenario.troubles)
+    asked = any(trouble.kind in ("end", "finish", "leave") for trouble in cluster.scenario.troubles)
     return why == "the job is about to end" and (asked or cluster.membership.committed >= cluster.scenario.steps)
 
 

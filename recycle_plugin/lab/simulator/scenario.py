@@ -28,7 +28,7 @@ class Trouble:
     behind the step that it is in, behind the last one from 0 on); again (a second process of its rank asks to take
     part, and goes); confused (beside what it has to say the worker says what is valid and wrong,
     lab/simulator/confusion.py); swallow (as drop, and nobody who misses anything says so); and what is asked for: leave
-    (a worker is to go), end (the job is).
+    (a worker is to go), end (the job is), finish (the job is, by a worker's word).
     """
 
     kind: str

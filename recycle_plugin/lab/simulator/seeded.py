@@ -531,7 +531,7 @@ def _with_endings(given: Scenario, random: Random) -> Scenario:
         return given
     shape, seat, at = given.shape, random.choice(given.shape.seats), random.randrange(CALM_US // 2)
     stage = tuple(each for each in shape.seats if each.stage == seat.stage)
-    kinds = ["leave", "end"]
+    kinds, end = ["leave", "end"], ("end", "finish")[at % 2]
     # somebody has to be left in touch with the coordinator
     if not any(trouble.kind == "cut" for trouble in given.troubles):
         kinds += ["cut"]
@@ -541,11 +541,11 @@ def _with_endings(given: Scenario, random: Random) -> Scenario:
         case "leave":
             troubles = Trouble("leave", at, (seat,)), Trouble("rude", 0, (seat,))
         case "end":
-            troubles = Trouble("end", at, (seat,)), Trouble("rude", 0, stage)
+            troubles = Trouble(end, at, (seat,)), Trouble("rude", 0, stage)
         case "cut":
             some = random.sample(shape.seats, random.randint(1, len(shape.seats) // 2))
             troubles = (
-                Trouble("end", at, (seat,)),
+                Trouble(end, at, (seat,)),
                 Trouble("cut", at + random.randrange(300 * MILLISECOND), tuple(some)),
             )
         case "stage":

@@ -149,6 +149,10 @@ class Session(ControlView):
         """Ask the coordinator for a planned leave, at a commit, for ``reason``."""
         self.send(Leaving(self.rank, reason))
 
+    def ask_to_end(self, reason: str) -> None:
+        """Ask the coordinator for the job's planned end, after a step that all come to, for ``reason``."""
+        self.send(Leaving(self.rank, reason, all=True))
+
     def leave(self, code: int = 0, planned: bool = False) -> None:
         """Say goodbye (from_workers.Left), so that the end of this process, with exit code ``code``, is not
         taken for a death.

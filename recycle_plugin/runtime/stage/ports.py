@@ -222,7 +222,8 @@ class Framework:
     module and random streams as they are.  None where that can't be.  ``pushed``: the stage of a script that runs
     forward, backward and step itself (core/worker/pushed.py), whose steps are never taken back.  ``judged()``: the norm
     by which the framework itself has judged the last step, not finite where it was skipped; None where the plugin does.
-    ``layers``: the module's, in the order in which they run, if that is not its children's.
+    ``layers``: the module's, in the order in which they run, if that is not its children's.  ``saves_last``: the
+    trainer saves a checkpoint at a planned end that asks for one; False: whoever calls it does.
     """
 
     seat: Seat
@@ -249,6 +250,7 @@ class Framework:
     pushed: PushedStage | None = None
     judged: Callable[[], torch.Tensor | None] = lambda: None
     layers: Sequence[torch.nn.Module] = ()
+    saves_last: bool = True
 
     @property
     def gradients(self) -> GradientStore:

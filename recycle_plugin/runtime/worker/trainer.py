@@ -154,8 +154,8 @@ class Trainer:
                 self._checkpoints.make_if_due(self.step + 1)
                 losses = self._running.train(self.step + 1)
             except JobEnded as end:
-                if end.code == TRY_AGAIN:
-                    self.save(self._checkpoints.folder)
+                if end.code == TRY_AGAIN and self._framework.saves_last:
+                    self.save(self.folder)
                 raise
             self._surroundings.leave() if self._scripted is None else self._scripted.end()
             return sum(losses.values()) / len(losses)
@@ -399,6 +399,11 @@ class Trainer:
             self._checkpoints.conclude()
             self.settle()
             self._checkpoints.save(folder, tag, latest, files, self.step)
+
+    @property
+    def folder(self) -> Path:
+        """Where a checkpoint goes that nobody has named a folder for; known once training has begun."""
+        return self._checkpoints.folder
 
     # --- loading a checkpoint ------------------------------------------------------------------------
 

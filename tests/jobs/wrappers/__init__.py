@@ -18,13 +18,14 @@ from wrappers.negative_controls import (
     scale_micro_batch,
     scale_tied,
 )
-from wrappers.paces import helped, lag, leaves_first, linger, restless, slow, stop_after, uneven_end
+from wrappers.paces import begun_before, helped, lag, leaves_first, linger, restless, slow, stop_after, uneven_end
 from wrappers.saving import checkpoint_every, log_apart, save_each
 from wrappers.trainers import TRAINERS, inside, wait_until
 from wrappers.watching import record_states
 
 __all__ = [
     "TRAINERS",
+    "begun_before",
     "break_device",
     "break_sum",
     "checkpoint_every",
