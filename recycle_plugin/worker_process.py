@@ -66,7 +66,7 @@ def main(command: list[str]) -> int:
             session.hooks.at_end()
             session.leave()
         if code and not session.forked:
-            _say_end(session, Crashed(session.rank, f"exit code {code}", step=session.heartbeats.step))
+            _say_end(session, Crashed(session.rank, f"exit code {code}", step=session.view.begun))
         return code
     except JobEnded as end:
         if not end.failed:
@@ -93,7 +93,7 @@ def main(command: list[str]) -> int:
     except Exception as error:
         if session.forked or session.coordinator_is_gone:
             raise
-        _say_end(session, replace(crash(session.rank, error), step=session.heartbeats.step))
+        _say_end(session, replace(crash(session.rank, error), step=session.view.begun))
         return 1
 
 
@@ -112,7 +112,7 @@ def _say_end(session: Session, why: Fatal | Crashed, alone: bool = False) -> Non
     """Tell the coordinator with what error the script ends, which is nobody else's business where it is a newcomer's
     that is no member yet, or has nothing to go on with, ``alone``.
     """
-    if alone or session.outside:
+    if alone or session.view.outside:
         text = why.text if isinstance(why, Fatal) else f"its script has ended with {why.error}"
         session.note("warning", f"rank {session.rank}, which has come back, can't take part: {text}")
     else:
@@ -163,9 +163,9 @@ def _end_early(session: Session) -> None:
 
     The script may wait for something: torch's store waits for minutes, deaf to signals.
     """
-    assert session.end is not None, "the job has failed"
-    if session.incarnation:  # nobody reads the job's own lines beside a process that was not part of it
-        _say(f"recycle: error: {session.end.reason}")
+    assert session.view.end is not None, "the job has failed"
+    if session.view.incarnation:  # nobody reads the job's own lines beside a process that was not part of it
+        _say(f"recycle: error: {session.view.end.reason}")
     session.leave()
     flush()
     os._exit(1)
@@ -177,13 +177,13 @@ def _end_given_up(session: Session, reason: str) -> None:
     Whatever the main thread is at, it must not do any more of it: no checkpoint that the others do not know, no
     message.
     """
-    _say(f"recycle: {session} was given up ({reason}), and the others go on without it: it ends")
+    _say(f"recycle: {session.view} was given up ({reason}), and the others go on without it: it ends")
     os._exit(GIVEN_UP)
 
 
 def _ask_to_leave(session: Session, asked: threading.Event) -> None:
     """SIGTERM: a planned leave.  Before the first step there is nothing to leave: the process just ends."""
-    if session.generation is None:
+    if session.view.generation is None:
         os._exit(128 + signal.SIGTERM)
     if not asked.is_set():
         asked.set()
@@ -192,7 +192,7 @@ def _ask_to_leave(session: Session, asked: threading.Event) -> None:
 
 def _interrupt(session: Session) -> None:
     """Ctrl-C reaches every process of the terminal; once training runs, the supervisors end the job at a commit."""
-    if session.generation is None:
+    if session.view.generation is None:
         raise KeyboardInterrupt
 
 

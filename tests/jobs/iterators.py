@@ -168,7 +168,7 @@ for step in range(begun + 1, job["steps"] + 1):
             batches = iterator(replica, len(ended) * EACH // 4) if ends else None
     if (job["case"], step) == ("leaving", 3):
         session = inside().session
-        session.wait("the announcement of the leave", lambda: session.pending)
+        session.waiting.until("the announcement of the leave", lambda: session.view.pending)
 if job.get("saved"):
     engine.save_checkpoint(job["saved"])
 (rows,) = engine.module.state_dict().values()

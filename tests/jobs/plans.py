@@ -50,10 +50,10 @@ def read(plan: dict, record: dict, module: torch.nn.Module) -> None:
     """The parameters, on stage 1, which has returned from the step while stage 0 cannot have applied it."""
     (trainer,), session = TRAINERS, inside().session
     if trainer.seat.stage == 1:
-        record["committed_before"] = session.committed
+        record["committed_before"] = session.view.committed
         (Path(plan["flags"]) / str(trainer.seat)).touch()
         module.state_dict()
-        record["committed_after"] = session.committed
+        record["committed_after"] = session.view.committed
 
 
 def fill_disk(seats: dict[str, str]) -> None:

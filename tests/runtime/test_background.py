@@ -59,8 +59,8 @@ def interval() -> CheckpointInterval:
 def session(coordinator) -> Session:
     """The only worker's."""
     made = coordinator.session(0)
-    made.await_lease = lambda what: None
-    made.adopt(generation(1, [0]))
+    made.waiting.for_lease = lambda what: None
+    made.view.adopt(generation(1, [0]))
     return made
 
 
@@ -76,12 +76,12 @@ def begun(session, interval):
 
 def test_where_somebody_comes_while_the_steps_before_it_settle_all_begin_anew(session, interval):
     """Who has come does not know when it was due: nobody waits for it at one that only the others find due."""
-    session.adopt(generation(1, [0, 1]))
+    session.view.adopt(generation(1, [0, 1]))
     barriers, step = [], interval.due
 
     def settle() -> None:
-        session.changed_behind = step - 2
-        session.generation = generation(2, [0, 2])
+        session.view.changed_behind = step - 2
+        session.view.generation = generation(2, [0, 2])
 
     loop = SimpleNamespace(settle=settle, barrier=lambda place, values: barriers.append(place))
     background = Background(session, loop, Folders(), interval, 1, lambda: None, lambda: 0)
@@ -94,12 +94,12 @@ def test_where_somebody_comes_while_the_steps_before_it_settle_all_begin_anew(se
 def test_where_somebody_has_come_nobody_counts_from_one_that_is_under_way(begun, interval, coordinator):
     """Who has come has none under way, and counts from when it came."""
     background, session, folders, _, step = begun
-    session.changed_behind, session.generation = step, generation(2, [0, 2])
+    session.view.changed_behind, session.view.generation = step, generation(2, [0, 2])
     background.before(step + 1)
     due = interval.due
     assert due == unstarted(step)
     all_have_written(coordinator, step)
-    session.wait_committed(step)
+    session.waiting.for_commit(step)
     background.before(step + 2)
     assert interval.due == due and not folders.published
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_has_its_name_once_all_have_written(begun, coordinator):
     background.before(step + 1)
     assert not folders.published
     all_have_written(coordinator, step)
-    session.wait_committed(step)  # said behind it
+    session.waiting.for_commit(step)  # said behind it
     background.before(step + 2)
     assert folders.published == [f"automatic_step{step - 1}"]
 
@@ -138,7 +138,7 @@ class Choice:
 @pytest.fixture
 def choosing(session, interval):
     """A worker that logs, and has begun a checkpoint behind the one before its first step, at which all wait."""
-    choice, session.newcomer = Choice(), True
+    choice, session.view.newcomer = Choice(), True
     background = Background(session, LOOP, Folders(), interval, 1, lambda: None, lambda: 4, choice)
     step = interval.due
     background.before(step)
@@ -168,7 +168,7 @@ def test_of_a_checkpoint_that_was_not_written_nothing_is_chosen(choosing, coordi
 
 def test_what_was_measured_with_other_members_is_forgotten(choosing):
     background, session, choice, step = choosing
-    session.changed_behind, session.generation = step, generation(2, [0, 2])
+    session.view.changed_behind, session.view.generation = step, generation(2, [0, 2])
     background.before(step + 1)
     assert choice.calls == [("forget",)]
 
@@ -186,8 +186,8 @@ def test_who_wants_none_to_be_written_waits_until_all_have(begun, coordinator):
 def test_a_checkpoint_that_gets_its_name_leaves_the_next_one_alone_which_others_write_already(coordinator, tmp_path):
     """Both may go to one folder: an automatic one, and that of a job that ends."""
     session = coordinator.session(0)
-    session.await_lease = lambda what, interruptible=True: None
-    session.adopt(generation(1, [0]))
+    session.waiting.for_lease = lambda what, interruptible=True: None
+    session.view.adopt(generation(1, [0]))
     automatic, before, other = (
         Checkpoint(session, lambda point: None, lambda path, copies: pytest.fail("it is written"), tmp_path, tag)
         for tag in ("automatic_step3", "automatic_step2", "global_step4")

@@ -37,7 +37,7 @@ def loop_of(session) -> BlockingLoop:
     worker = Worker(machine, shape, StepStore(Seat(0, 0), 1), steps, Judging())
     planner = WorkerPlanner(CostModel((1000,), (1000,), (1000,)), Policy(), whole=False)
     training = TrainingLoop(machine, worker, planner, shape, worker.seat, steps)
-    return BlockingLoop(session, training, Nothing(), Nothing(), planner, lambda: iter(()))
+    return BlockingLoop(session.view, training, Nothing(), Nothing(), planner, lambda: iter(()))
 
 
 def test_settling_has_a_deadline_that_names_the_step(coordinator):
@@ -53,7 +53,7 @@ def test_what_is_committed_stays_whoever_is_lost_since(coordinator):
     loop = loop_of(session)
     coordinator.tell(Committed(1))
     coordinator.tell(generation(1, [0, 1]))
-    session.wait("the change", session.interruption, interruptible=False)
+    session.waiting.until("the change", session.view.interruption, interruptible=False)
     assert loop.settled
     loop.settle()
     assert loop.machine.committed == 1 and not any(isinstance(message, SurvivorReport) for message in coordinator.heard)

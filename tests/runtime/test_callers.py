@@ -191,7 +191,7 @@ def after_a_loss(rank: int, address: tuple[str, int], store_port: int, results) 
     store = dist.TCPStore("127.0.0.1", store_port, None, rank == 0, wait_for_workers=False)
     dist.init_process_group("recycle", store=store, rank=rank, world_size=RANKS)
     calls = Calls(rank, [dist.new_group([one]) for one in range(RANKS)][rank])
-    session.hooks.between_steps = lambda: session.adopt(session.pending)
+    session.hooks.between_steps = lambda: session.view.adopt(session.view.pending)
     average = calls.op.AVG
     found = {
         "average": [calls.added(average), calls.mean(), calls.reduced(0, average)],
@@ -199,7 +199,7 @@ def after_a_loss(rank: int, address: tuple[str, int], store_port: int, results) 
     }
     if rank < 2:
         dist.barrier()  # which breaks
-        assert session.number == 1
+        assert session.view.number == 1
         found |= {name: tried(call) for name, call in calls.between_steps().items()} | {
             "lost": in_a_program(calls, session)
         }

@@ -357,7 +357,7 @@ def test_who_sends_takes_what_is_idle():
 def test_what_it_came_to_to_serve_is_told_once(coordinator):
     """By an event, at the end of the line, if anything of the state was sent."""
     session = coordinator.session(0)
-    session.adopt(generation(1, [0]))
+    session.view.adopt(generation(1, [0]))
     ends = Ends(session, alone=True)
     try:
         outlet, inlet = ends.line()
@@ -419,16 +419,16 @@ def test_a_worker_has_what_it_takes_to_serve_and_to_be_served(coordinator):
     """And no listener before it is needed."""
     source, newcomer = coordinator.session(0), coordinator.session(1)
     for session in (source, newcomer):
-        session.adopt(generation(1, [0, 1]))
+        session.view.adopt(generation(1, [0, 1]))
     told: list[Callable] = []
     transfers = [Transfers(session, 0, None, CPU, lambda spent: told.append(spent)) for session in (source, newcomer)]
     assert transfers[0]._listener is None
-    units, outlet, address = transfers[0].to(newcomer.worker)
+    units, outlet, address = transfers[0].to(newcomer.view.worker)
     assert units is None and told == [outlet.copied]
     inlet = transfers[1].come_from(address)
     outlet.send(Marker(4))
-    with newcomer.changed:
-        assert newcomer.changed.wait_for(lambda: list(inlet.items()) == [Marker(4)], PATIENCE_S)
+    with newcomer.waiting.changed:
+        assert newcomer.waiting.changed.wait_for(lambda: list(inlet.items()) == [Marker(4)], PATIENCE_S)
     inlet.close()
     for each in transfers:
         each.close()

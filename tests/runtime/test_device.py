@@ -235,11 +235,11 @@ def test_what_is_not_on_the_host_would_not_survive_its_sender(coordinator, pair,
     sender, receiver = pair
     copy = Host(late).keep((torch.ones(3),))
     sender.send(receiver.address, act(0), copy, 0)
-    coordinator.sessions[0].wait_timeout_s = 0.05
+    coordinator.sessions[0].waiting.timeout_s = 0.05
     with pytest.raises(WaitTimeout, match="a peer to take what is sent to it"):
         sender.wait_sent([receiver.address])
     copy.come()
-    coordinator.sessions[0].wait_timeout_s = WAIT_S
+    coordinator.sessions[0].waiting.timeout_s = WAIT_S
     sender.wait_sent([receiver.address])
     assert Inbox(receiver).wait(act(0))[0].tolist() == [1, 1, 1]
 
@@ -262,8 +262,8 @@ def test_a_copy_that_fails_is_an_error_of_the_senders_at_its_next_call_and_no_pe
     copy = Host(late).keep((torch.ones(3),))
     sender.send(receiver.address, act(0), copy, 0)
     copy.come()
-    with coordinator.sessions[0].changed:
-        assert coordinator.sessions[0].changed.wait_for(lambda: sender._failure is not None, WAIT_S)
+    with coordinator.sessions[0].waiting.changed:
+        assert coordinator.sessions[0].waiting.changed.wait_for(lambda: sender._failure is not None, WAIT_S)
     with pytest.raises(
         RecycleError, match=r"act of stage 0, micro-batch 0\.0, step 1 could not be sent: an illegal memory access"
     ):
@@ -273,9 +273,9 @@ def test_a_copy_that_fails_is_an_error_of_the_senders_at_its_next_call_and_no_pe
 
 def test_a_copy_that_does_not_come_in_time_is_one_too_and_says_what_it_was(coordinator, pair, late):
     sender, receiver = pair
-    coordinator.sessions[0].wait_timeout_s = 0.05
+    coordinator.sessions[0].waiting.timeout_s = 0.05
     sender.send(receiver.address, act(0), Host(late).keep((torch.ones(3),)), 0)
-    coordinator.sessions[0].wait_timeout_s = WAIT_S
+    coordinator.sessions[0].waiting.timeout_s = WAIT_S
     with pytest.raises(
         RecycleError, match=r"micro-batch 0\.0, step 1 could not be sent: waited 0\.05 s for what goes to a peer"
     ):
@@ -292,7 +292,7 @@ def test_what_arrives_is_read_into_room_of_the_devices(pair, late, coordinator, 
 
 def test_what_is_drawn_for_a_peer_travels_as_it_is_packed(pair, coordinator):
     sender, receiver = pair
-    coordinator.sessions[0].adopt(generation(1, [0, 1], addresses={0: sender.address, 1: receiver.address}))
+    coordinator.sessions[0].view.adopt(generation(1, [0, 1], addresses={0: sender.address, 1: receiver.address}))
     machine = TorchMachine(coordinator.sessions[0], sender, Nothing(), FaultScript((), Seat(0, 0)), *NO_STATE)
     drawn = act(0)._replace(kind="drawn")
     machine.transfer(drawn, packed((torch.arange(3.0), None)), Seat(1, 0), 0)
@@ -334,7 +334,7 @@ def test_the_host_is_at_most_one_instruction_ahead_of_the_device(coordinator, la
         assert list(operations.timeline.spans(Span(Seat(0, 0), one, 1, 2))) == []
     with pytest.raises(WaitTimeout, match=re.escape(f"waited 0.05 s for {first}")):
         operations.compute(third, None, False)
-    session.wait_timeout_s = WAIT_S
+    session.waiting.timeout_s = WAIT_S
     thread = threading.Thread(target=lambda: ran.append(operations.compute(third, None, False)))
     thread.start()
     thread.join(0.05)

@@ -37,7 +37,7 @@ def own_keys(store: dist.TCPStore) -> list[str]:
 def loads(script: Script) -> Any:
     """A script that loads a checkpoint; a newcomer has what its predecessor got."""
     startup, total, found = script.session.hooks.startup, script.value(), {"epoch": 3}
-    if script.session.newcomer:
+    if script.session.view.newcomer:
         found = startup.recall(LOADED)
     else:
         startup.remember(LOADED, found)
@@ -75,7 +75,7 @@ def cut_off(script: Script) -> Any:
     script.say("has all")
     with suppress(RuntimeError):  # the other one has failed, and does not say so
         script.hear("has all", 0, 1)
-    return total.item(), session.number
+    return total.item(), session.view.number
 
 
 def test_a_result_that_somebody_has_written_to_the_store_is_nobodys(job: Job) -> None:

@@ -49,7 +49,7 @@ def worker(rank: int, port: int, store_port: int, results, between_steps: bool) 
         os.kill(os.getpid(), signal.SIGKILL)
     contribution = torch.tensor([float(rank + 1)])
     if between_steps:
-        session.hooks.between_steps = lambda: session.adopt(session.pending)
+        session.hooks.between_steps = lambda: session.view.adopt(session.view.pending)
         dist.all_reduce(contribution)
         results.put((rank, "interrupted", contribution.item()))
     else:
@@ -57,7 +57,7 @@ def worker(rank: int, port: int, store_port: int, results, between_steps: bool) 
             dist.all_reduce(contribution)
         except Interrupted:
             results.put((rank, "interrupted", None))
-        session.adopt(session.pending)
+        session.view.adopt(session.view.pending)
     again = torch.tensor([float(rank + 1)])
     dist.all_reduce(again)
     dist.barrier()
@@ -175,7 +175,7 @@ def overtaken(rank: int, port: int, store_port: int, results, last: str) -> None
 
     def recover() -> None:
         GlooLink.start = start
-        session.adopt(session.pending)
+        session.view.adopt(session.view.pending)
 
     session.hooks.between_steps = recover
     dist.barrier()
@@ -277,8 +277,8 @@ def test_a_collective_of_the_script_over_parameters_waits_for_their_commit(coord
 
     touch = FirstTouch(lambda: [weight], lambda: bool(settled), settle)
     coordinator.tell(generation(1, [0]))
-    session.wait("the start", lambda: session.pending, interruptible=False)
-    session.adopt(session.pending)
+    session.waiting.until("the start", lambda: session.view.pending, interruptible=False)
+    session.view.adopt(session.view.pending)
     alone = SimpleNamespace(
         group_rank=0,
         group_size=1,

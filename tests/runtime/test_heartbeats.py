@@ -60,28 +60,28 @@ def test_who_was_said_to_compute_says_at_once_when_that_is_over(coordinator):
 
 def test_a_worker_whose_promise_has_run_out_asks_before_it_acts(coordinator):
     session = coordinator.session(0)
-    session.await_lease("0REDUCE@4")  # nothing was promised yet, and nobody can have been given up
+    session.waiting.for_lease("0REDUCE@4")  # nothing was promised yet, and nobody can have been given up
     session.heartbeats.lease_until = time.monotonic()
     answering = threading.Thread(target=lambda: coordinator.tell(Lease(beats(coordinator, 1)[0].number, 60.0)))
     answering.start()
-    session.await_lease("0REDUCE@4")
+    session.waiting.for_lease("0REDUCE@4")
     answering.join(10)
     assert session.heartbeats.has_lease and len(coordinator.heard) == 1
 
 
 def test_a_worker_that_gets_no_answer_stops_before_it_acts(coordinator):
     session = coordinator.session(0)
-    session.heartbeats.lease_until, session.cut_off_s = time.monotonic(), 0.05
+    session.heartbeats.lease_until, session.waiting.cut_off_s = time.monotonic(), 0.05
     with pytest.raises(CutOff, match="heard nothing of the coordinator .* the coordinator's word before 0REDUCE@4"):
-        session.await_lease("0REDUCE@4")
+        session.waiting.for_lease("0REDUCE@4")
     assert [type(message) for message in beats(coordinator, 1)] == [Heartbeat]
 
 
 def test_waiting_for_a_peer_ends_as_well_when_the_coordinator_is_silent(coordinator):
     session = coordinator.session(0, wait_timeout_s=60.0)
-    session.heartbeats.lease_until, session.cut_off_s = time.monotonic(), 0.05
+    session.heartbeats.lease_until, session.waiting.cut_off_s = time.monotonic(), 0.05
     with pytest.raises(CutOff, match="stops waiting for the commit of step 4"):
-        session.wait_committed(4)
+        session.waiting.for_commit(4)
 
 
 def test_a_membership_change_is_heard_while_the_word_is_waited_for(coordinator):
@@ -89,7 +89,7 @@ def test_a_membership_change_is_heard_while_the_word_is_waited_for(coordinator):
     session.heartbeats.lease_until = time.monotonic()
     coordinator.tell(generation(1, [0]))
     with pytest.raises(Interrupted):
-        session.await_lease("0REDUCE@4")
+        session.waiting.for_lease("0REDUCE@4")
 
 
 @pytest.mark.parametrize(
@@ -104,5 +104,7 @@ def test_a_worker_that_was_given_up_is_told_and_nobody_else(coordinator, message
     coordinator.tell(message)
     coordinator.tell(Committed(1))  # when that is read, the rest has been dealt with
     for session in sessions:
-        session.wait("the commit", lambda session=session: session.is_committed(1) or None, interruptible=False)
+        session.waiting.until(
+            "the commit", lambda session=session: session.view.is_committed(1) or None, interruptible=False
+        )
     assert [told.get(timeout=10)] == [(1, reason)] and told.empty()

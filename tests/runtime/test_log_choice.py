@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from recycle_plugin.core.messages.from_coordinator import Generation
@@ -23,8 +25,8 @@ class Told:
 
     def __init__(self, *boundaries: int) -> None:
         members = tuple(Member(rank, Seat(0, rank), "", "h") for rank in range(STAGES))
-        self.roster = Generation(1, members, 0, "", 0.0).roster
-        self.logged = frozenset(boundaries)
+        roster = Generation(1, members, 0, "", 0.0).roster
+        self.view = SimpleNamespace(roster=roster, logged=frozenset(boundaries))
         self.said: list[tuple[str, str, dict]] = []
 
     def note(self, kind: str, text: str, **details: object) -> None:
@@ -73,7 +75,7 @@ def test_a_choice_follows_the_interval_and_says_so_when_it_changes():
     made = choice(session, boundaries="auto", budget=2 * EVERY * SIZE)
     for every, found in ((EVERY, (0, 1)), (EVERY, (0, 1)), (2 * EVERY, (1,)), (EVERY, (0, 1))):
         assert made.choose(brought(), every) == found
-        session.logged = frozenset(found)
+        session.view.logged = frozenset(found)
     assert [details["boundaries"] for _, _, details in session.said] == [(0, 1), (1,), (0, 1)]
 
 
@@ -106,7 +108,7 @@ def test_what_was_logged_before_a_choice_does_not_speak_against_it():
     session = Told(0, 1, 2)
     made = choice(session, boundaries="auto", budget=15_000)
     for taken, said in ((32_000, 0), (20_000, 0), (16_000, 1)):
-        session.logged = frozenset(made.choose(brought(taken), EVERY))
+        session.view.logged = frozenset(made.choose(brought(taken), EVERY))
         assert len(session.texts("log_budget")) == said
 
 

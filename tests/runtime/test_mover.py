@@ -41,10 +41,10 @@ class ThreadMover:
             peer._deliver(self.address, (datum, tensors, valid_from))
 
     def _deliver(self, sender: str, arrived: tuple[Datum, Copy, int]) -> None:
-        with self._session.changed:
+        with self._session.waiting.changed:
             if self._heard is None or sender in self._heard:
                 self._arrived.append(arrived)
-                self._session.changed.notify_all()
+                self._session.waiting.changed.notify_all()
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
         while self._arrived:
@@ -52,18 +52,18 @@ class ThreadMover:
             yield datum, tensors.wait(COPY_S), valid_from
 
     def wait_sent(self, addresses: Iterable[str]) -> None:
-        self._session.check()
+        self._session.view.check()
 
     def hears(self) -> bool:
         return self.address in self._hub
 
     def hear_out(self, peers: set[str]) -> bool:
-        with self._session.changed:
+        with self._session.waiting.changed:
             self._heard = peers
         return self.hears()
 
     def listen_to(self, peers: set[str]) -> None:
-        with self._session.changed:
+        with self._session.waiting.changed:
             self._heard = self._heard and self._heard | peers
 
     def keep_only(self, peers: set[str]) -> None:

@@ -76,19 +76,19 @@ def test_a_newcomer_has_what_its_predecessor_got_and_meets_nobody(job):
 
 def other_order(script: Script) -> Any:
     held = torch.zeros(2)
-    if script.session.newcomer:
+    if script.session.view.newcomer:
         dist.broadcast(held, 0)
     dist.all_reduce(held)
     script.session.hooks.startup.begin_training([])
 
 
 def other_shape(script: Script) -> Any:
-    dist.all_reduce(torch.zeros(3 if script.session.newcomer else 2))
+    dist.all_reduce(torch.zeros(3 if script.session.view.newcomer else 2))
     script.session.hooks.startup.begin_training([])
 
 
 def one_more(script: Script) -> Any:
-    for _ in range(2 if script.session.newcomer else 1):
+    for _ in range(2 if script.session.view.newcomer else 1):
         dist.all_reduce(torch.zeros(2))
     script.session.hooks.startup.begin_training([])
 
@@ -158,7 +158,7 @@ def test_without_a_record_nothing_is_made_up(job):
 
 def builds(script: Script) -> list[float]:
     """A model whose first member draws it; what is trained comes with the state, and what is frozen is had here."""
-    newcomer, drawn = script.session.newcomer, float(secrets.randbelow(1 << 20))
+    newcomer, drawn = script.session.view.newcomer, float(secrets.randbelow(1 << 20))
     torch.manual_seed(3)
     tied = torch.nn.Parameter(torch.full((LARGE,), drawn))
     weight = torch.nn.Parameter(torch.full((LARGE,), drawn))
@@ -216,7 +216,9 @@ def test_what_is_kept_is_bounded(job):
 
 def let_in(script: Script) -> None:
     """Take over a planned membership, before a step."""
-    script.session.adopt(script.session.wait("to be let in", lambda: script.session.pending, interruptible=False))
+    script.session.view.adopt(
+        script.session.waiting.until("to be let in", lambda: script.session.view.pending, interruptible=False)
+    )
 
 
 def goes_on(script: Script) -> list[Any]:
@@ -393,7 +395,7 @@ def test_two_meet_though_the_newcomer_calls_nothing(job):
 
 def startup_of(coordinator, newcomer: bool) -> Startup:
     session = coordinator.session(0)
-    session.newcomer = newcomer
+    session.view.newcomer = newcomer
     return Startup(session)
 
 
@@ -454,8 +456,8 @@ def test_what_has_failed_is_not_had_again(coordinator):
 
 def test_a_newcomer_does_nothing_for_all_before_it_is_a_member(coordinator):
     session = coordinator.session(0)
-    assert session.is_first
-    session.newcomer = True
-    assert not session.is_first
-    session.adopt(generation(3, [0, 1]))
-    assert session.is_first
+    assert session.view.is_first
+    session.view.newcomer = True
+    assert not session.view.is_first
+    session.view.adopt(generation(3, [0, 1]))
+    assert session.view.is_first

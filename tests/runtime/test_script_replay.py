@@ -82,8 +82,8 @@ def test_the_way_ends_where_this_worker_is_a_member(coordinator):
     newcomer = Newcomer(session, counted, counted, lambda: asked.append(counted.steps), lambda step: step < 7)
     coordinator.tell(Recorded(4, (0.5, 0.25), 1, (), 5))
     coordinator.tell(Recorded(6, (), 1, (7.0,), 5))
-    with session.changed:
-        assert session.changed.wait_for(lambda: len(session.recorded) == 2, 10)
+    with session.waiting.changed:
+        assert session.waiting.changed.wait_for(lambda: len(session.view.recorded) == 2, 10)
     assert [newcomer.loss(), newcomer.evaluation(), newcomer.loss(), newcomer.evaluated] == [0.5, 7.0, 0.25, 1]
     assert counted.steps == 5
     with pytest.raises(WaitTimeout, match="waited 0 s for the loss of step 6, which the others know"):

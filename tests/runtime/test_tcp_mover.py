@@ -69,8 +69,8 @@ def test_what_a_lost_peer_has_sent_is_heard_though_nobody_has_read_it_yet(coordi
     monkeypatch.setattr(FRAMES, "receive", late)
     sessions = [coordinator.session(rank, wait_timeout_s=5.0) for rank in (0, 1)]
     sender, receiver = (Transport(session, CPU) for session in sessions)
-    wait_for = sessions[1].changed.wait_for
-    monkeypatch.setattr(sessions[1].changed, "wait_for", lambda *given: opened.set() or wait_for(*given))
+    wait_for = sessions[1].waiting.changed.wait_for
+    monkeypatch.setattr(sessions[1].waiting.changed, "wait_for", lambda *given: opened.set() or wait_for(*given))
     try:
         sender.send(receiver.address, act(0), There((torch.tensor([1]),)), 0)
         sender.wait_sent([receiver.address])
@@ -97,7 +97,7 @@ def test_who_cannot_come_to_its_own_door_hears_out_who_is_in(coordinator, pair, 
 
 def test_the_coordinator_hears_what_does_not_come(pair, coordinator):
     session = coordinator.sessions[1]
-    session.wait_timeout_s = 0.05
+    session.waiting.timeout_s = 0.05
     operations = TorchOperations(session, Nothing(), None, None, None)
     machine = TorchMachine(session, pair[1], operations, FaultScript((), Seat(0, 1)), *NO_STATE)
     with pytest.raises(WaitTimeout, match=r"act of stage 0, micro-batch 0\.0, step 1 from seat 0\.0, once more"):
@@ -116,7 +116,7 @@ def test_the_coordinator_hears_of_a_connection_that_broke_and_what_is_sent_after
 ):
     sender, receiver = pair
     members = (Member(0, Seat(0, 0), sender.address, "h"), Member(1, Seat(0, 1), receiver.address, "h"))
-    coordinator.sessions[0].adopt(Generation(3, members, 0, "start", 0.0))
+    coordinator.sessions[0].view.adopt(Generation(3, members, 0, "start", 0.0))
     sender.send(receiver.address, act(0), There((torch.tensor([1]),)), 0)
     inbox = Inbox(receiver)
     inbox.wait(act(0))
@@ -167,7 +167,7 @@ def test_a_moment_without_descriptors_makes_nobody_deaf_and_is_said_once(pair, c
         peer.sendall(said(call(peer, SECRET, Port.TENSORS).seals, Sender("tcp://peer:1"), Header(act(0), 7, ())))
         assert [
             valid_from
-            for _, _, valid_from in coordinator.sessions[1].wait(
+            for _, _, valid_from in coordinator.sessions[1].waiting.until(
                 "the peer's datum", lambda: list(receiver.arrivals()) or None
             )
         ] == [7]
@@ -191,7 +191,7 @@ def test_who_has_no_descriptor_for_a_connection_tries_again(pair):
 
 def test_who_finds_no_descriptor_complains_of_itself(pair, coordinator, monkeypatch):
     sender, receiver = pair
-    coordinator.sessions[0].adopt(
+    coordinator.sessions[0].view.adopt(
         Generation(
             3,
             (Member(0, Seat(0, 0), sender.address, "h"), Member(1, Seat(0, 1), receiver.address, "h")),
@@ -210,8 +210,8 @@ def test_who_lets_nobody_in_says_so_when_something_does_not_come_and_when_all_me
     pair, coordinator, monkeypatch
 ):
     receiver, session = pair[1], coordinator.sessions[1]
-    session.adopt(Generation(3, (Member(1, Seat(0, 1), receiver.address, "h"),), 0, "start", 0.0))
-    session.wait_timeout_s = 0.05
+    session.view.adopt(Generation(3, (Member(1, Seat(0, 1), receiver.address, "h"),), 0, "start", 0.0))
+    session.waiting.timeout_s = 0.05
     machine = TorchMachine(
         session, receiver, TorchOperations(session, Nothing(), None, None, None), FaultScript((), Seat(0, 1)), *NO_STATE
     )
@@ -222,7 +222,7 @@ def test_who_lets_nobody_in_says_so_when_something_does_not_come_and_when_all_me
         next(machine.wait_for(act(0), Seat(0, 0), lambda: None))
     assert coordinator.hear(Missing) == [Missing(1, 3, str(act(0)), "0.1")]
     coordinator.tell(generation(4, [0, 1]))
-    session.wait("the news", lambda: session.interruption(), interruptible=False)
+    session.waiting.until("the news", lambda: session.view.interruption(), interruptible=False)
     machine.hear_out()
     with coordinator.news:
         assert coordinator.news.wait_for(lambda: Missing(1, 3, "what peers send", "0.1") in coordinator.heard, 30)
@@ -280,8 +280,8 @@ def test_whatever_bytes_come_the_next_connection_is_heard(pair, coordinator, mon
         with socket.create_connection(peer_at(receiver.address)) as far, suppress(ConnectionError):
             seals = call(far, SECRET, Port.TENSORS).seals
             far.sendall(data(seals))
-        with session.changed:
-            assert session.changed.wait_for(lambda: not receiver._readers, 30) and not raised
+        with session.waiting.changed:
+            assert session.waiting.changed.wait_for(lambda: not receiver._readers, 30) and not raised
 
     check()
     receiver._arrived.clear()
@@ -317,15 +317,15 @@ def test_what_is_for_a_step_that_nobody_can_have_come_to_is_refused_before_there
 
     def heard(message: object, known: Callable[[], int], value: int) -> None:
         coordinator.tell(message)
-        session.wait("the coordinator's word", lambda: known() == value or None)
+        session.waiting.until("the coordinator's word", lambda: known() == value or None)
 
     far = AHEAD + 1, 1 << 40, -EVALUATIONS_AHEAD - 1, -(1 << 40)
     assert hears(AHEAD) and hears(-EVALUATIONS_AHEAD) and not any(map(hears, far))
-    heard(Committed(7), lambda: session.committed, 7)
+    heard(Committed(7), lambda: session.view.committed, 7)
     assert hears(7 + AHEAD) and not hears(8 + AHEAD) and not hears(-EVALUATIONS_AHEAD - 1)
-    heard(BarrierPassed(end_of(4), {}, 0), lambda: session.evaluated, 4)
+    heard(BarrierPassed(end_of(4), {}, 0), lambda: session.view.evaluated, 4)
     assert hears(-4 - EVALUATIONS_AHEAD) and not hears(-5 - EVALUATIONS_AHEAD) and not hears(8 + AHEAD)
-    heard(Recorded(1, (), 5, (0.5, 0.5), 0), lambda: session.evaluated, 6)
+    heard(Recorded(1, (), 5, (0.5, 0.5), 0), lambda: session.view.evaluated, 6)
     assert hears(-6 - EVALUATIONS_AHEAD) and not hears(-7 - EVALUATIONS_AHEAD)
     (note,) = coordinator.hear(Note)
     known = "step 0 is the last one committed, evaluation 0 the last one that is over"

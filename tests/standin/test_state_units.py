@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
+from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Sums, Unit
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.runtime.catch_up.inlet import TcpInlet
 from recycle_plugin.runtime.catch_up.listener import StateListener
 from recycle_plugin.runtime.catch_up.rate import Rate
@@ -51,8 +52,8 @@ def test_what_is_on_the_device_goes_over_a_line(standin):
         note_stranger=print,
         job_id="job",
         note=lambda *said, **more: print(said, more),
+        view=ControlView(0),
     )
-    session.worker, session.roster = WorkerId(0), Roster()
     changed, found = threading.Condition(), []
     listener = StateListener(session, None, Rate())
     try:

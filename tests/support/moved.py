@@ -24,4 +24,4 @@ class Inbox:
         return self.here
 
     def wait(self, datum: Datum) -> tuple[torch.Tensor, ...]:
-        return self._mover._session.wait(str(datum), lambda: self.take().get(datum))
+        return self._mover._session.waiting.until(str(datum), lambda: self.take().get(datum))

@@ -49,7 +49,9 @@ class Script:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def recover(self) -> None:
-        self.session.adopt(self.session.wait("another membership", lambda: self.session.pending, interruptible=False))
+        self.session.view.adopt(
+            self.session.waiting.until("another membership", lambda: self.session.view.pending, interruptible=False)
+        )
 
 
 Scenario = Callable[[Script], Any]
@@ -142,7 +144,7 @@ def member(
     """A rank of a job that workers may come back to."""
     say_where_it_hangs()
     session = Session(connect(way(coordinator), LONG_S), rank, SECRET, wait_timeout_s=WAIT_S)
-    session.newcomer = newcomer
+    session.view.newcomer = newcomer
     Plugin(session).install()
     group.register(session)
     stores = _client(port), _client(port)

@@ -95,7 +95,7 @@ class SteppedWorker:
             Clipping(self.store, where, TrueNorm(), clip),
             self.scale,
             undo_record("snapshot", self.state),
-            SimpleNamespace(is_first=False),
+            SimpleNamespace(view=SimpleNamespace(is_first=False)),
         )
         self.units = self.new_units()
         self.servings = Servings()

@@ -55,7 +55,7 @@ class Worker:
             Clipping(self.store, where, TrueNorm(), LIMIT),
             LossScale(Scale(scale) if scale != 1.0 else None),
             self.undo,
-            SimpleNamespace(is_first=False),
+            SimpleNamespace(view=SimpleNamespace(is_first=False)),
         )
 
     def _apply(self, clip: Clip) -> None:

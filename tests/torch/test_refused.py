@@ -15,6 +15,7 @@ from torch import nn
 
 from recycle_plugin.adapters.deepspeed.entry import Plugin
 from recycle_plugin.adapters.deepspeed.refusals import BYPASSED, REMOVED, refusals, sizes
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import RecycleError
 
 BF16, FP16 = ({name: {"enabled": True}} for name in ("bf16", "fp16"))
@@ -265,9 +266,8 @@ def test_what_changes_once_training_has_begun():
 def test_a_job_that_goes_without_the_plugin_says_so_once(config, said):
     notes = []
     for rank in range(2):
-        Plugin(SimpleNamespace(is_first=rank == 0, note=lambda kind, text: notes.append((kind, text))))._check_section(
-            config
-        )
+        session = SimpleNamespace(view=ControlView(rank), note=lambda kind, text: notes.append((kind, text)))
+        Plugin(session)._check_section(config)
     assert [(kind, text.partition(" in the DeepSpeed")[0]) for kind, text in notes] == (
         [("warning", said)] if said else []
     )

@@ -22,6 +22,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.helper import CantHelp
 from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share
 from recycle_plugin.errors import RecycleError
@@ -68,7 +69,9 @@ class Bench:
     """A stage that helps, of layer 1 of three, with what a session has to do."""
 
     def __init__(self, folder: Path, exact: bool = False, size: int = 1, **how: Any) -> None:
-        session: Any = SimpleNamespace(heartbeats=SimpleNamespace(at=lambda *_: nullcontext()), job_id="a job")
+        session: Any = SimpleNamespace(
+            view=ControlView(1), heartbeats=SimpleNamespace(at=lambda *_: nullcontext()), job_id="a job"
+        )
         self.struck: list[str] = []
         self.world: Any = SimpleNamespace(reach=lambda when, seat, instruction: self.struck.append(str(instruction)))
         self.how = HowToMake(

@@ -32,9 +32,9 @@ def totals(lost: set[Seat]) -> list[torch.Tensor]:
 
     def work(position: int) -> torch.Tensor:
         member = sharing[position]
-        session = SimpleNamespace(roster=Roster(members))
+        view = SimpleNamespace(roster=Roster(members))
         own = SUMS[member.seat.stage].clone()
-        weight = TiedWeight("embedding.weight", torch.nn.Parameter(own), STAGES, threads.member(position), session)
+        weight = TiedWeight("embedding.weight", torch.nn.Parameter(own), STAGES, threads.member(position), view)
         total = weight.total(own)
         assert torch.equal(own, SUMS[member.seat.stage]), "what is brought is only read"
         return total

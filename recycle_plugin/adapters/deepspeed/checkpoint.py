@@ -68,7 +68,7 @@ class EngineFiles:
             replaced(grid, data_parallel_id=0 if writes else engine.seat.replica + grid.data_parallel_size),
             replaced(engine, save_non_zero_checkpoint=writes, checkpoint_engine=inventory),
             replaced(engine.module, checkpoint_parallel_write_pipeline=False),
-            first_for_stock(engine, self.session.is_first),
+            first_for_stock(engine, self.session.view.is_first),
             self._without_optimizer(),
         ):
             PipelineEngine.save_checkpoint(
@@ -159,7 +159,7 @@ class EngineFiles:
         saved = beside(path, engine.stage_id, engine.global_steps if with_optimizer else None, read)
         take_beside(state, saved, with_optimizer)
         unknown = self.scaler is not None and not engine.fp16_enabled() and "loss_scale" not in saved["small"]
-        if self.scaler is not None and unknown and with_optimizer and self.session.is_first:
+        if self.scaler is not None and unknown and with_optimizer and self.session.view.is_first:
             self.session.note(
                 "warning",
                 f"{path} has no loss scale, since it is not of a job with recycle.loss_scaling: it stays at "

@@ -98,7 +98,7 @@ class RecycleEngine(PipelineEngine):
             import recycle_plugin.adapters.megatron.layers  # noqa: F401  registers the converters of its layers
         specs = layer_specs(self.module)
         shared = ties.shared(self.module, specs)
-        tied_weights = Ties(self.module, specs, shared, session, self.masters)
+        tied_weights = Ties(self.module, specs, shared, session.view, self.masters)
         if settings.loss_scaling and self.scaler is None:
             self.scaler = loss_scaler(self._config.float16_config)
         parts = self._parts()

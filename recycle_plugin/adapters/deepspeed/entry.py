@@ -109,7 +109,7 @@ class Plugin:
         except ValueError as error:
             raise RecycleError(str(error)) from None
         section = config.get(SECTION, {})
-        if config and isinstance(section, dict) and "enabled" not in section and self.session.is_first:
+        if config and isinstance(section, dict) and "enabled" not in section and self.session.view.is_first:
             missing = f'"{SECTION}" section' if SECTION not in config else f"{SECTION}.enabled"
             self.session.note(
                 "warning",

@@ -73,7 +73,7 @@ class Reporting:
         self._engine, self._session = engine, session
         self._printing = Droppable(console(), "lines", session.note)
         self._spent_s = 0.0  # in train_batch, since the last line of steps
-        engine.monitor = FirstLive(engine.monitor, lambda: session.is_first, session.note)
+        engine.monitor = FirstLive(engine.monitor, lambda: session.view.is_first, session.note)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -91,7 +91,7 @@ class Reporting:
                 f"steps: {engine.global_steps} loss: {loss:0.4f} iter time (s): {each_s:0.3f} "
                 f"samples/sec: {engine.train_batch_size() / each_s:0.3f}"
             )
-            if self._session.is_first:
+            if self._session.view.is_first:
                 self._printing.attempt(lambda: print(line, flush=True))
         if engine.monitor.enabled:
             told = {"train_loss": loss}
@@ -105,14 +105,14 @@ class Reporting:
 
     def evaluated(self, loss: float) -> None:
         """Write stock's monitor entry of an evaluation."""
-        if self._session.is_first and self._engine.monitor.enabled:
+        if self._session.view.is_first and self._engine.monitor.enabled:
             self._engine.monitor.write_events([("Train/Samples/eval_loss", loss, self._engine.global_samples)])
 
     def commits(self) -> None:
         """Write what is news of committed steps to the monitors; once, by whoever was first when it came."""
         engine, batch = self._engine, self._engine.train_batch_size()
-        for generation, commit in self._session.take_news():
-            if generation is not None and generation.roster.first.worker == self._session.worker:
+        for generation, commit in self._session.view.take_news():
+            if generation is not None and generation.roster.first.worker == self._session.view.worker:
                 samples = engine.global_samples - (engine.global_steps - commit.step) * batch
                 engine.monitor.write_events(figures(commit.figures, generation.number, batch, samples))
 

@@ -13,8 +13,8 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
 from recycle_plugin.adapters.deepspeed.rank0 import replaced
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.tied import TiedWeight
 
@@ -57,7 +57,7 @@ class Ties:
         module: PipelineModule,
         specs: list,
         shared: dict[str, tuple[int, ...]],
-        session: Session,
+        view: ControlView,
         masters: Masters | None,
     ) -> None:
         self._module, self._specs = module, specs
@@ -85,7 +85,7 @@ class Ties:
                 if weight.requires_grad:
                     self.weights.append(
                         TiedWeight(
-                            f"{key}.{name}", weight if masters is None else masters.of(weight), stages, group, session
+                            f"{key}.{name}", weight if masters is None else masters.of(weight), stages, group, view
                         )
                     )
 

@@ -43,7 +43,7 @@ def loading(session: Session, args: Namespace) -> Iterator[Callable[[Any], None]
     from its peers.  It gets its predecessor's counts.  Call what is yielded with the scheduler when all is built.
     """
     startup, path = session.hooks.startup, args.load
-    if not session.newcomer:
+    if not session.view.newcomer:
 
         def remember(scheduler: Any) -> None:
             counts = {name: getattr(args, name) for name in COUNTS if hasattr(args, name)}

@@ -28,7 +28,7 @@ class EarlyExit:
 
     def ask_if_due(self) -> None:
         """Ask for the job's end, once, if it is time or a signal has come."""
-        if self._asked or self._session.outside:
+        if self._asked or self._session.view.outside:
             return
         minutes = (time.time() - training._TRAIN_START_TIME) / 60.0
         if self._signal is not None and self._signal._signal_received:
@@ -46,7 +46,7 @@ class EarlyExit:
 
         Raises ``end`` where that is to leave the script: the others go on, the job has failed, or all is saved.
         """
-        planned = self._session.end
+        planned = self._session.view.end
         of_all = planned is not None and planned.step and not planned.failed and str(end) == planned.reason
         asks = end.code == TRY_AGAIN
         if not of_all or (asks and is_saved):

@@ -133,7 +133,7 @@ class Job:
         """
         if self._trainer.behind:
             return False
-        live = [each.rank for each in self._session.roster] if self._session.generation else [self._args.world_size - 1]
+        live = self._session.view.roster.ranks or (self._args.world_size - 1,)
         return self._session.rank == max(live)
 
     def writer(self, stock: Callable[[], Any]) -> Any:
@@ -161,7 +161,7 @@ class Job:
         layers = unwrap_model(module.layers)
         shares, masters = not args.untie_embeddings_and_output_weights, masters_of(module, inner)
         ties = tied([(0, stages - 1)]) if shares and stages > 1 else ()
-        weights = tied_weights(layers, shares, stages, replicas, self._session, masters)
+        weights = tied_weights(layers, shares, stages, replicas, self._session.view, masters)
         device = device_of(trained(module)[0].device)
         first, last = self.seat.stage == 0, self.seat.stage == stages - 1
         elsewhere = {weight.parameter for weight in weights if self.seat.stage != weight.stages[0]}

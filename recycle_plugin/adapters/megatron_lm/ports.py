@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 from torch import nn
 
-from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.runtime.stage.clipping import TrueNorm
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.ports import Clip, trained
@@ -133,18 +133,16 @@ def masters_of(module: nn.Module, inner: Any) -> Masters | None:
 
 
 def tied_weights(
-    layers: nn.Module, tied: bool, stages: int, replicas: int, session: Session, masters: Masters | None
+    layers: nn.Module, tied: bool, stages: int, replicas: int, view: ControlView, masters: Masters | None
 ) -> list[TiedWeight]:
     """The word embedding that first and last stage share, where they do.  All workers call it: it makes a group."""
     if not tied or stages == 1:
         return []
     ends = range(replicas), range((stages - 1) * replicas, stages * replicas)
     group = dist.new_group([rank for stage in ends for rank in stage])
-    if not any(session.rank in stage for stage in ends):
+    if not any(view.rank in stage for stage in ends):
         return []
     weight = layers.shared_embedding_or_output_weight()  # type: ignore[operator]
     return [
-        TiedWeight(
-            "word_embeddings", weight if masters is None else masters.of(weight), (0, stages - 1), group, session
-        )
+        TiedWeight("word_embeddings", weight if masters is None else masters.of(weight), (0, stages - 1), group, view)
     ]

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 from recycle_plugin.core.messages.from_coordinator import (
     BarrierPassed,
@@ -55,21 +56,22 @@ class ControlView:
     has come to its stage too, and waits for that.
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
-    adopted, ``committed`` the last step said to be committed, ``evaluated`` the last evaluation said to be over,
-    ``since`` that at which ``generation`` came in force, ``changed_behind`` that at which the members were others last,
-    ``news`` how commits were said, and ``recorded`` what a newcomer's script was told, for whoever takes them from
-    there, ``end`` the job's; ``departed``: the others go on without this worker, since it was to leave; ``newcomer``:
-    it has come back to a job that had started; ``may_go``: its script is through, and nobody needs it; ``shard``: which
-    of its seat's it is; ``called_off``: the last generation that held at once and that a newcomer was not in;
-    ``heard_in``: the last one that this worker is in; ``reported_first``: the first that a newcomer has reported for,
-    since it was called off last.
+    adopted, ``adopting`` the context in which it does, ``committed`` the last step said to be committed, ``begun`` the
+    last that this worker has begun, ``evaluated`` the last evaluation said to be over, ``since`` the step at which
+    ``generation`` came in force, ``changed_behind`` that at which the members were others last, ``news`` how commits
+    were said, and ``recorded`` what a newcomer's script was told, for whoever takes them from there, ``end`` the job's;
+    ``departed``: the others go on without this worker, since it was to leave; ``newcomer``: it has come back to a job
+    that had started; ``may_go``: its script is through, and nobody needs it; ``shard``: which of its seat's it is;
+    ``called_off``: the last generation that held at once and that a newcomer was not in; ``heard_in``: the last one
+    that this worker is in; ``reported_first``: the first that a newcomer has reported for since then.
     """
 
     def __init__(self, rank: int, incarnation: int = 0) -> None:
         self.rank, self.incarnation, self.shard = rank, incarnation, 0
         self.generation: Generation | None = None
         self.pending: Generation | None = None
-        self.committed = self.durable = self.evaluated = 0
+        self.committed = self.begun = self.durable = self.evaluated = 0
+        self.adopting: Callable[[], AbstractContextManager[object]] = nullcontext
         self.logged: frozenset[int] | None = None
         self.since = self.changed_behind = 0
         self.news: deque[tuple[Generation | None, Committed]] = deque(maxlen=UNREAD)
@@ -79,7 +81,7 @@ class ControlView:
         self.called_off = -1
         self.reported_first: int | None = None
         self.heard_in: Generation | None = None
-        self.newcomer = False  # it has come back to a job that had started
+        self.newcomer = incarnation > 0  # it has come back to a job that had started
         self.present = False  # a newcomer knows where the job is
         self._unfilled: tuple[int, ...] = ()  # the steps before which data had ended, each time
         self._ends_heard = 0  # of these, by a newcomer's script
@@ -105,8 +107,12 @@ class ControlView:
 
     def __str__(self) -> str:
         """How people are told of the worker."""
-        member = self.roster.member(self.worker)
-        return named(self.rank) if member is None else str(member)
+        return str(self.member or named(self.rank))
+
+    @property
+    def member(self) -> Member | None:
+        """This worker as a member of the generation in force; None where it is none."""
+        return self.roster.member(self.worker)
 
     @property
     def outside(self) -> bool:
@@ -115,8 +121,12 @@ class ControlView:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker does what one does for all; before the start the one of rank 0 does."""
-        return self.rank == 0 if self.generation is None else self.worker == self.roster.first.worker
+        """Whether this worker does what one does for all; before the start the one of rank 0 does, and never a
+        newcomer before it is a member.
+        """
+        if self.generation is None:
+            return self.rank == 0 and not self.newcomer
+        return self.worker == self.roster.first.worker
 
     @property
     def roster(self) -> Roster:
@@ -240,7 +250,7 @@ class ControlView:
 
     def rewind(self, step: int) -> None:
         """Goes back or on to ``step``, whose state all have loaded, in place of the last committed one."""
-        self.committed = step
+        self.committed = self.begun = step
         self._collected.clear()
 
     def _is_certain(self, pending: Generation | None) -> bool:
@@ -332,9 +342,10 @@ class ControlView:
 
     def adopt(self, generation: Generation) -> None:
         """Makes ``generation`` the membership in force from now on."""
-        before, self.generation, self.replay = self.roster.workers, generation, None
-        self.since = self._resume.committed if self._resume is not None else 0
-        if self.roster.workers != before:
-            self.changed_behind = self.since
-        if self.pending is generation:
-            self.pending, self._next = self._next, None
+        with self.adopting():
+            before, self.generation, self.replay = self.roster.workers, generation, None
+            self.since = self._resume.committed if self._resume is not None else 0
+            if self.roster.workers != before:
+                self.changed_behind = self.since
+            if self.pending is generation:
+                self.pending, self._next = self._next, None

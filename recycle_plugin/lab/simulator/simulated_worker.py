@@ -85,7 +85,7 @@ class SimulatedMachine(Replaying):
         seat = scenario.shape.seats[place]
         self.cluster, self.rank, self.seat, self.held = cluster, rank, seat, Holding(seat, shard)
         self.control_view = SimulatedView(rank, incarnation, self._say_at_once)
-        self.control_view.newcomer, self.control_view.shard = incarnation > 0, shard
+        self.control_view.shard = shard
         self.numbers = Numbers(scenario, seat, shard)
         self.store = StepStore(seat, scenario.shape.stages, bool(self.numbers.tie), scenario.budget)
         self.store.put(Datum("params", seat.stage, None, 1), weight)

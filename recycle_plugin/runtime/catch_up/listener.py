@@ -74,9 +74,9 @@ class StateListener:
         self._session.note("warning", text)
 
     def _tell(self, newcomer: WorkerId, served: Served) -> None:
-        who = self._session.roster.member(self._session.worker)
+        who = self._session.view.member
         seat = {} if who is None else {"seat": str(who.seat)}
-        text = f"{self._session} has sent {named(newcomer.rank)} {served}"
+        text = f"{self._session.view} has sent {named(newcomer.rank)} {served}"
         self._session.note("served", text, **seat, newcomer=newcomer.rank, **served.details())
 
     def _takes(self, own: socket.socket, proved: Proved) -> bool:

@@ -32,7 +32,7 @@ class Transfers:
         units: Callable[[Callable[[float], None]], Units],
     ) -> None:
         self._session, self._interface, self._device, self._units = session, interface, device, units
-        self._rate = Rate(lambda: len(session.roster.stage(stage)) == 1)
+        self._rate = Rate(lambda: len(session.view.roster.stage(stage)) == 1)
         self._listener: StateListener | None = None
 
     def to(self, newcomer: WorkerId) -> tuple[Units, TcpOutlet, str]:
@@ -48,8 +48,8 @@ class Transfers:
     def come_from(self, address: str) -> TcpInlet:
         """The line from the source at ``address``, where this worker is the newcomer."""
         session = self._session
-        note, arrival = partial(session.note, "warning"), Arrival(session.job_id, session.worker)
-        return TcpInlet(address, arrival, session.secret, session.changed, note, self._device)
+        note, arrival = partial(session.note, "warning"), Arrival(session.job_id, session.view.worker)
+        return TcpInlet(address, arrival, session.secret, session.waiting.changed, note, self._device)
 
     def close(self) -> None:
         """Let nobody in any more; what was sent still gets there."""

@@ -95,6 +95,6 @@ class Call:
 
     @property
     def has_news(self) -> bool | None:
-        """True where the present try, or all of it, is over, and None while it is not, as Session.wait asks."""
+        """True where the present try, or all of it, is over, and None while it is not, as Waiting.until asks."""
         handle = self.handle
         return True if self.over or (handle is not None and handle.poll()) else None

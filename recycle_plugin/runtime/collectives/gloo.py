@@ -87,8 +87,8 @@ class Rendezvous(dist.Store):
         text = ",".join(map(str, listens)).encode() + b" " + value
         session, board = self._session, self._board(device)
         if len(self.ranks) > 1:
-            session.boards.post(board, text, session.number)
-            self._readings[device] = session.boards.read(board, self.ranks, session.number)
+            session.boards.post(board, text, session.view.number)
+            self._readings[device] = session.boards.read(board, self.ranks, session.view.number)
         else:  # also a newcomer's, which takes part in no membership yet
             self._readings[device] = Reading()
         self._readings[device].values[session.rank] = text
@@ -101,7 +101,9 @@ class Rendezvous(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: Any = None) -> None:
         """Gloo's call: return once these members have come.  Raises WaitTimeout."""
-        limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or self._session.wait_timeout_s
+        limit_s = (
+            timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or self._session.waiting.timeout_s
+        )
         for key in keys:
             device, rank = self._place(key)
             what = f"the members of the link {self._called}"

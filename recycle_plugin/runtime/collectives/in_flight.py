@@ -75,7 +75,7 @@ class Flight:
 
         Raises the error of a call that fails at once, and RecycleError where its check refuses it.
         """
-        outside = self._session.hooks.between_steps is not None or self._session.generation is None
+        outside = self._session.hooks.between_steps is not None or self._session.view.generation is None
         lasts, startup = link == SCRIPT and outside and len(self._ranks) > 1, self._outcomes.startup
         if link == SCRIPT:
             self._hand_over_finished()
@@ -125,7 +125,7 @@ class Flight:
         """Take over where the others are in this group's sequences, as a newcomer does once."""
         while (hear := self._outcomes.count_on(self._name, self.live_ranks())) is not None:
             try:
-                self._session.run_interruptibly(f"where the others are in {self._name}", hear)
+                self._session.waiting.run(f"where the others are in {self._name}", hear)
             except Interrupted:
                 if self._session.hooks.between_steps is None:
                     raise
@@ -139,7 +139,9 @@ class Flight:
         while not call.over:
             self._see_to(
                 call,
-                lambda: self._session.wait(lambda: self._awaited(call), lambda: call.has_news, timeout_s=timeout_s),
+                lambda: self._session.waiting.until(
+                    lambda: self._awaited(call), lambda: call.has_news, timeout_s=timeout_s
+                ),
             )
         with self._lock:
             self._forget(call)
@@ -151,7 +153,7 @@ class Flight:
     def poll(self, call: Call) -> bool:
         """Whether it is over; if so its caller has the result."""
         if not call.over:
-            self._see_to(call, self._session.check)
+            self._see_to(call, self._session.view.check)
         if call.over and call.error is None:
             self._hand_over(call)
             call.order.join()
@@ -276,8 +278,8 @@ class Flight:
             self._outcomes.add(self._line(gives), call.number, call.held if whole else None)
 
     def _wake(self) -> None:
-        with self._session.changed:
-            self._session.changed.notify_all()
+        with self._session.waiting.changed:
+            self._session.waiting.changed.notify_all()
 
     def _hand_over_finished(self) -> None:
         """Give all finished calls their results, also to callers who have not asked."""
@@ -308,14 +310,14 @@ class Flight:
 
     def live_ranks(self) -> tuple[int, ...]:
         """The global ranks of the group's members that are alive, in the group's order."""
-        if self._session.generation is None:
+        if self._session.view.generation is None:
             return self._ranks
-        live = set(self._session.roster.ranks)
+        live = set(self._session.view.roster.ranks)
         return tuple(rank for rank in self._ranks if rank in live)
 
     def _join(self) -> None:
         """Take the session's membership: who is alive, and each one's position in the links."""
-        self._generation = self._session.number
+        self._generation = self._session.view.number
         live = set(self.live_ranks())
         self._live = [logical for logical, rank in enumerate(self._ranks) if rank in live]
         self.position = _positions(self._live)
@@ -480,11 +482,11 @@ class Flight:
         name, session = self._name_of(call), self._session
         what = f"news of a lost worker after {name} failed"
         try:
-            session.wait(what, lambda: None, timeout_s=DEATH_S)
+            session.waiting.until(what, lambda: None, timeout_s=DEATH_S)
         except WaitTimeout:
-            session.send(Missing(session.rank, session.number, name, ""))
+            session.send(Missing(session.rank, session.view.number, name, ""))
         try:
-            session.wait(what, lambda: None, timeout_s=NEWS_TIMEOUT_S)
+            session.waiting.until(what, lambda: None, timeout_s=NEWS_TIMEOUT_S)
         except WaitTimeout:  # before the start nobody can be told to meet again
             raise RecycleError(
                 f"{name} failed, and after {NEWS_TIMEOUT_S:.0f} s none of them is known to be lost: see to the network "

@@ -176,8 +176,8 @@ class Outcomes:
         """
         session, reading = self._session, self.whereabouts.read(generation)
         what = f"what of the collectives of {group} is behind the others"
-        in_force = session.number
-        session.boards.wait(what, reading, ranks, session.wait_timeout_s, lambda: session.number == in_force)
+        in_force = session.view.number
+        session.boards.wait(what, reading, ranks, session.waiting.timeout_s, lambda: session.view.number == in_force)
         return {
             rank: {
                 line: Said(words.count, set(words.after), begun=words.begun, kept=words.kept)
@@ -189,10 +189,10 @@ class Outcomes:
 
     def ask(self, holder: int, line: str, number: int) -> Reading:
         """Ask the worker of rank ``holder`` for the result of a collective, which it has."""
-        session, board = self._session, _board(line, number, self._session.number)
+        session, board = self._session, _board(line, number, self._session.view.number)
         self._asked.append(board)
-        reading = session.boards.read(board, (holder,), session.number)
-        session.send(WantResult(session.rank, session.number, holder, line, number))
+        reading = session.boards.read(board, (holder,), session.view.number)
+        session.send(WantResult(session.rank, session.view.number, holder, line, number))
         return reading
 
     @staticmethod
@@ -204,7 +204,7 @@ class Outcomes:
         """Post a result that another worker asks for, if there is room for it."""
         with self._lock:
             offered = self._offered.get(wanted.line, {})
-            if wanted.generation != self._session.number or wanted.number not in offered:
+            if wanted.generation != self._session.view.number or wanted.number not in offered:
                 return  # it is over, or was posted for another one
             values = offered.pop(wanted.number)
             text = b"" if values is None or _bytes(values) > self._room else packed(values)
@@ -222,7 +222,7 @@ class Outcomes:
         let_in = self.whereabouts.let_in
         if let_in is None or group in self._counted_on:
             return None
-        stayed = (let_in.roster.workers & self._session.roster.workers) - {self._session.worker}
+        stayed = (let_in.roster.workers & self._session.view.roster.workers) - {self._session.view.worker}
         others = sorted({worker.rank for worker in stayed} & {*ranks})
         number = let_in.number
         return lambda: self._count_from(group, self.of_others(number, others, group) if others else {})
@@ -231,7 +231,7 @@ class Outcomes:
     def lets_in(self) -> bool:
         """Whether the membership in force is that which has let this worker in, as a newcomer."""
         let_in = self.whereabouts.let_in
-        return let_in is not None and let_in is self._session.generation
+        return let_in is not None and let_in is self._session.view.generation
 
     def _count_from(self, group: str, said: dict[int, dict[str, Said]]) -> None:
         with self._lock:
@@ -241,7 +241,7 @@ class Outcomes:
             self._counted_on.add(group)
 
     def _tell(self) -> None:
-        session, generation = self._session, self._session.generation
+        session, generation = self._session, self._session.view.generation
         assert generation is not None, "it was adopted just now"
         if lets_in := self.startup.outside:
             self.startup.join()
@@ -250,7 +250,7 @@ class Outcomes:
             group.cut()
         while self._asked:
             session.boards.forget(self._asked.pop())
-        self.whereabouts.adopt(generation, self._words(), lets_in, session.reported_first)
+        self.whereabouts.adopt(generation, self._words(), lets_in, session.view.reported_first)
         for group in followers:
             group.go_on()
 

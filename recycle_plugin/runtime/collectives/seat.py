@@ -53,10 +53,10 @@ class SeatLink:
         handle = self._connected().start(asked.make(held, {place: place for place in range(len(self._ranks))}))
         handle.when_over(self._wake)
         name = f"{asked.called} among ranks {', '.join(map(str, self._ranks))}, in a layer"
-        self._session.wait(name, lambda: True if handle.poll() else None, interruptible=False)
+        self._session.waiting.until(name, lambda: True if handle.poll() else None, interruptible=False)
         if handle.error is not None:
             what = f"news of a lost worker after {name} failed ({handle.error})"
-            self._session.wait(what, lambda: None, interruptible=False, timeout_s=NEWS_TIMEOUT_S)
+            self._session.waiting.until(what, lambda: None, interruptible=False, timeout_s=NEWS_TIMEOUT_S)
         with torch.no_grad():
             for tensor, value in zip(asked.tensors, held) if asked.writes else ():
                 if asked.adjust is not None:
@@ -66,14 +66,14 @@ class SeatLink:
     def _connected(self) -> Link:
         """The link, which the processes that hold the seat now make once."""
         if self._link is None:
-            workers = [f"{one.rank}.{one.incarnation}" for one in self._session.roster.of_ranks(self._ranks)]
+            workers = [f"{one.rank}.{one.incarnation}" for one in self._session.view.roster.of_ranks(self._ranks)]
             self._link = self._open(f"seat of {' '.join(workers)}")
             self._link.connect()
         return self._link
 
     def _wake(self) -> None:
-        with self._session.changed:
-            self._session.changed.notify_all()
+        with self._session.waiting.changed:
+            self._session.waiting.changed.notify_all()
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

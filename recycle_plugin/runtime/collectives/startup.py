@@ -81,7 +81,7 @@ class Startup:
     @property
     def outside(self) -> bool:
         """Whether this worker is a newcomer, in groups of one, and no member yet."""
-        return self._session.newcomer and not self._member
+        return self._session.view.newcomer and not self._member
 
     @contextmanager
     def building(self, trained: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -121,7 +121,7 @@ class Startup:
         if self._training:
             return
         self._training, self._begins = True, False
-        if not self._session.newcomer:
+        if not self._session.view.newcomer:
             self._publish()
             return
         parameters = list(trained)
@@ -152,7 +152,7 @@ class Startup:
 
         None where it is none of the script's beginning, or nothing more is kept.
         """
-        if self._training or self._apart or self._session.newcomer:
+        if self._training or self._apart or self._session.view.newcomer:
             return None
         with self._lock:
             building = self._arriving is not None

@@ -5,33 +5,34 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from recycle_plugin.core.messages.from_coordinator import Posted
 from recycle_plugin.core.messages.from_workers import ALWAYS, Post, ReadBoard
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.whereabouts import Reading
 from recycle_plugin.errors import WaitTimeout
+from recycle_plugin.runtime.control.waiting import Waiting
 
 LOOK_S = 1.0  # between two looks at whether somebody still wants what is awaited
 
 
 class Boards:
-    """The boards as one worker sees them, which is that of ``session``.  Every thread may call anything."""
+    """The boards as the worker whose ``view`` of the job it is sees them.  Every thread may call anything."""
 
-    def __init__(self, session: Any) -> None:
-        self._session = session
+    def __init__(self, view: ControlView, send: Callable[[object], None], waiting: Waiting) -> None:
+        self._view, self._send, self._waiting = view, send, waiting
         self._readings: dict[str, Reading] = {}
         self._lock = threading.Lock()
 
     def post(self, board: str, value: bytes, generation: int) -> None:
         """Post ``value`` in ``generation``; a later value on the same board is ignored."""
-        self._session.send(Post(self._session.rank, generation, board, value))
+        self._send(Post(self._view.rank, generation, board, value))
 
     def read(self, board: str, ranks: Sequence[int], generation: int) -> Reading:
         """Ask for what ``ranks`` post on ``board``.  Whoever reads it drops it by :meth:`forget`."""
         with self._lock:
             reading = self._readings.setdefault(board, Reading())
-        self._session.send(ReadBoard(self._session.rank, generation, board, tuple(ranks)))
+        self._send(ReadBoard(self._view.rank, generation, board, tuple(ranks)))
         return reading
 
     def forget(self, board: str) -> None:
@@ -44,11 +45,11 @@ class Boards:
 
         Blocks until the coordinator has answered; raises WaitTimeout.
         """
-        reading, session = self.read(board, [session_rank := self._session.rank], ALWAYS), self._session
+        reading = self.read(board, [self._view.rank], ALWAYS)
         what = f"the coordinator's answer on {board} of this worker's predecessor"
-        session.wait(what, lambda: reading.answered or None, interruptible=False)
+        self._waiting.until(what, lambda: reading.answered or None, interruptible=False)
         self.forget(board)
-        return reading.values.get(session_rank)
+        return reading.values.get(self._view.rank)
 
     def take(self, posted: Posted) -> None:
         """Take an answer of the coordinator's."""
@@ -56,9 +57,9 @@ class Boards:
             reading = self._readings.get(posted.board)
         if reading is None:
             return
-        with self._session.changed:
+        with self._waiting.changed:
             tell = reading.take(posted.values)
-            self._session.changed.notify_all()
+            self._waiting.changed.notify_all()
         for each in tell:
             each()
 
@@ -68,11 +69,11 @@ class Boards:
         """Block until all of ``ranks`` have posted.  Raises WaitTimeout that names ``what`` and who is missing, also as
         soon as it is not ``wanted`` any more or the job has ended.
         """
-        session, deadline = self._session, time.monotonic() + timeout_s
-        with session.changed:
+        view, deadline = self._view, time.monotonic() + timeout_s
+        with self._waiting.changed:
             while missing := reading.missing(ranks):
                 left_s = deadline - time.monotonic()
-                if left_s <= 0 or not wanted() or (session.end is not None and not session.end.step):
+                if left_s <= 0 or not wanted() or (view.end is not None and not view.end.step):
                     who = ", ".join(map(str, missing))
                     raise WaitTimeout(f"waited for {what}, and rank {who} has not said so")
-                session.changed.wait(min(left_s, LOOK_S))
+                self._waiting.changed.wait(min(left_s, LOOK_S))

@@ -16,24 +16,22 @@ from contextlib import contextmanager
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, LONGEST
 from recycle_plugin.core.messages.from_coordinator import Lease
 from recycle_plugin.core.messages.from_workers import Heartbeat
+from recycle_plugin.core.worker.control_view import ControlView
 
 SCRIPT = "the training script"
 SLOWEST_S = 1.0  # between two heartbeats
 
 
 class Heartbeats:
-    """The heartbeats of the worker of ``rank``; only the main thread reports what it is at.
+    """The heartbeats of the worker whose ``view`` of the job it is; only the main thread reports what it is at.
 
-    ``lease_until``: when the lease ends, by time.monotonic in seconds, infinite before :meth:`start`.  ``step``: the
-    last step that was begun.
+    ``lease_until``: when the lease ends, by time.monotonic in seconds, infinite before :meth:`start`.
     """
 
-    def __init__(self, rank: int, send: Callable[[object], None]) -> None:
-        self._rank = rank
-        self._send = send
+    def __init__(self, view: ControlView, send: Callable[[object], None]) -> None:
+        self._view, self._send = view, send
         self._at: tuple[str, object] = (ELSEWHERE, SCRIPT)
         self._done = 0
-        self.step = 0
         self._number = 0
         self._said_to_compute = False
         self._sent: dict[int, float] = {}
@@ -96,12 +94,12 @@ class Heartbeats:
                 self._sent[self._number] = time.monotonic()
             self._send(
                 Heartbeat(
-                    self._rank,
+                    self._view.rank,
                     self._number,
                     self._done,
                     at,
                     str(what() if callable(what) else what)[:LONGEST],
-                    self.step,
+                    self._view.begun,
                 )
             )
 

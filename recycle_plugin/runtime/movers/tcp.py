@@ -69,7 +69,7 @@ class Transport:
         if address not in self._outboxes:
             own = Identity(self._session.secret, self.address)
             self._outboxes[address] = Outbox(address, own, self._broke, self._emptied, self._failed)
-        self._outboxes[address].send(Message(datum, valid_from, tensors, self._session.wait_timeout_s))
+        self._outboxes[address].send(Message(datum, valid_from, tensors, self._session.waiting.timeout_s))
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
         """What has come since this was asked last: datum, tensors, and the generation from which they are valid."""
@@ -87,14 +87,14 @@ class Transport:
             return None if any(outbox.backlog for outbox in outboxes) else True
 
         outboxes = [self._outboxes[address] for address in addresses if address in self._outboxes]
-        self._session.wait("a peer to take what is sent to it", taken)
+        self._session.waiting.until("a peer to take what is sent to it", taken)
 
     def hears(self) -> bool:
         """Whether this worker's own listener lets peers in; it connects to it, and waits up to 10 s."""
         if not self._knock():
             return False
-        with self._session.changed:
-            return self._session.changed.wait_for(lambda: self._knocked is None, CONNECT_S)
+        with self._session.waiting.changed:
+            return self._session.waiting.changed.wait_for(lambda: self._knocked is None, CONNECT_S)
 
     def hear_out(self, peers: Collection[str]) -> bool:
         """Take what peers other than ``peers`` have sent before they went, waiting up to 1 s, and nothing of theirs
@@ -102,8 +102,8 @@ class Transport:
         """
         live, could_knock = frozenset(peers), self._knock()
         # a process that has ended has closed its connections, so this takes long only where a host is gone
-        with self._session.changed:
-            self._session.changed.wait_for(
+        with self._session.waiting.changed:
+            self._session.waiting.changed.wait_for(
                 lambda: self._knocked is None and live.issuperset(self._readers.values()), DEATH_S
             )
             self._heard = live
@@ -111,7 +111,7 @@ class Transport:
 
     def listen_to(self, peers: Iterable[str]) -> None:
         """Take from now on also what ``peers`` send, of which some have come back since others were heard out."""
-        with self._session.changed:
+        with self._session.waiting.changed:
             if self._heard is not None:
                 self._heard |= set(peers)
 
@@ -146,26 +146,26 @@ class Transport:
         what, at = "a connection", address
         if error is not None and error.errno in NO_ROOM:
             what, at = f"a connection ({error.strerror})", self.address
-        timer = threading.Timer(DEATH_S, self._say_broken, (at, what, self._session.number))
+        timer = threading.Timer(DEATH_S, self._say_broken, (at, what, self._session.view.number))
         timer.daemon = True
         timer.start()
 
     def _say_broken(self, address: str, what: str, generation: int) -> None:
         session = self._session
-        peer = session.roster.at(address)
+        peer = session.view.roster.at(address)
         if (
             peer is not None
             and not self._closed.is_set()
-            and session.number == generation
-            and session.interruption() is None
+            and session.view.number == generation
+            and session.view.interruption() is None
         ):
             session.send(Missing(session.rank, generation, what, str(peer.seat)))
 
     def _failed(self, error: RecycleError) -> None:
         """Note that a copy of what was to be sent has failed: the thread that trains has to know."""
-        with self._session.changed:
+        with self._session.waiting.changed:
             self._failure = error
-            self._session.changed.notify_all()
+            self._session.waiting.changed.notify_all()
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -184,33 +184,33 @@ class Transport:
 
     def _comes(self, connection: socket.socket, peer: tuple[str, int]) -> bool:
         """Note who connects, before whoever does so later; False for this worker's own knock."""
-        with self._session.changed:
+        with self._session.waiting.changed:
             knocks = peer == self._knocked
             if knocks:
                 self._knocked = None
             else:
                 self._readers[connection] = ""
-            self._session.changed.notify_all()
+            self._session.waiting.changed.notify_all()
         return not knocks
 
     def _goes(self, connection: socket.socket) -> None:
-        with self._session.changed:
+        with self._session.waiting.changed:
             self._readers.pop(connection, None)
-            self._session.changed.notify_all()
+            self._session.waiting.changed.notify_all()
 
     def _read(self, own: socket.socket, proved: Proved) -> None:
         """Deliver one peer's messages until it closes, breaks off in the middle of one, or says what is none."""
         connection, seal = proved.connection, proved.seals.into
         sender = FRAMES.receive(connection, Sender, seal, LONGEST_HEADER).address
         connection.settimeout(None)
-        with self._session.changed:
+        with self._session.waiting.changed:
             self._readers[own] = sender
-            self._session.changed.notify_all()
+            self._session.waiting.changed.notify_all()
         while True:
             header = FRAMES.receive(connection, Header, seal, LONGEST_HEADER)
-            if not self._session.may_come(header.datum.step):
-                known = f"step {self._session.committed} is the last one committed, evaluation "
-                raise Nonsense(f"{header.datum}, while {known}{self._session.evaluated} the last one that is over")
+            if not self._session.view.may_come(header.datum.step):
+                known = f"step {self._session.view.committed} is the last one committed, evaluation "
+                raise Nonsense(f"{header.datum}, while {known}{self._session.view.evaluated} the last one that is over")
             tensors = tuple(self._receive_tensor(connection, dtype, shape) for dtype, shape in header.tensors)
             self._deliver(sender, header.datum, header.valid_from, tensors)
 
@@ -231,11 +231,11 @@ class Transport:
         return tensor
 
     def _deliver(self, sender: str, datum: Datum, valid_from: int, tensors: Tensors) -> None:
-        with self._session.changed:
+        with self._session.waiting.changed:
             if self._heard is None or sender in self._heard or datum.kind == OF_REPLAYS:
                 self._arrived.append((datum, tensors, valid_from))
-                self._session.changed.notify_all()
+                self._session.waiting.changed.notify_all()
 
     def _emptied(self) -> None:
-        with self._session.changed:
-            self._session.changed.notify_all()
+        with self._session.waiting.changed:
+            self._session.waiting.changed.notify_all()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.runtime.stage.block_sums import SumGroup, fixed_order_sum
 
 
@@ -20,10 +20,10 @@ class TiedWeight:
     """
 
     def __init__(
-        self, name: str, parameter: nn.Parameter, stages: tuple[int, ...], group: SumGroup, session: Session
+        self, name: str, parameter: nn.Parameter, stages: tuple[int, ...], group: SumGroup, view: ControlView
     ) -> None:
         self.name, self.parameter, self.stages = name, parameter, stages
-        self._group, self._session = group, session
+        self._group, self._view = group, view
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
         """The sum of the gradient over the stages; ``own``: this stage's, which is only read.
@@ -37,5 +37,5 @@ class TiedWeight:
 
     def _bring(self) -> list[list[int]]:
         """Of each live worker of the group, in its order, the stages whose sum it brings."""
-        roster = self._session.roster
+        roster = self._view.roster
         return [[member.seat.stage] * (member == roster.alike(member)[0]) for member in roster.stages(self.stages)]

@@ -77,7 +77,9 @@ def assembled(
     evaluations = Evaluations(world, worker, training, forwards, recovered)
     filled, wants_script = FilledStage(world, worker.store, machine), lambda: parts.on_join.wants_state
     newcomer = Newcomer(world, training, filled, world.open_inlet, worker.skip_to, wants_script, replay, worker.called)
-    return Assembled(worker, BlockingLoop(session, training, evaluations, newcomer, own_planner, recovered), replays)
+    return Assembled(
+        worker, BlockingLoop(session.view, training, evaluations, newcomer, own_planner, recovered), replays
+    )
 
 
 def _worker(
@@ -105,7 +107,7 @@ def _help_to_replay(parts: Parts, worker: Worker, machine: StepMachine, replays:
     parts.replays_along = lambda: companion.at_work
     along = replays.replay(companion, machine)
     worker.companion = Companion(companion, parts.store, machine, along, worker.undo)
-    return replays.replay(replays.machine(ReplayMachine), machine) if parts.session.newcomer else None
+    return replays.replay(replays.machine(ReplayMachine), machine) if parts.session.view.newcomer else None
 
 
 def _lockstep(parts: Parts) -> Lockstep | None:

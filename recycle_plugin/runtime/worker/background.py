@@ -77,7 +77,8 @@ class Background:
     ) -> None:
         self._session, self._loop, self._make, self._interval = session, loop, make, interval
         self._valid_from, self._choice = valid_from, choice
-        self._first = valid_from is not None and not session.newcomer  # there is to be one to replay from at all times
+        # there is to be one to replay from at all times
+        self._first = valid_from is not None and not session.view.newcomer
         # stages may be replayed from the last but one: while that goes on, nobody is told of the last one
         self._keep, self._recover = keep if valid_from is None else max(keep, 2), recover
         self._meter = Meter()
@@ -106,7 +107,7 @@ class Background:
         if self._members != self._live():
             if self._valid_from is not None or not self._live() <= self._members:
                 self._begun = None  # who has come has none under way, and would count otherwise
-                self._interval.joined(self._session.changed_behind)
+                self._interval.joined(self._session.view.changed_behind)
             self._members = self._live()
             self._forget()
 
@@ -134,8 +135,8 @@ class Background:
         self._end(begun, met)
 
     def _met(self, begun: _Begun) -> object:
-        return self._session.wait(
-            begun.place, lambda: self._session.barrier_passed(begun.place, begun.arrived), interruptible=False
+        return self._session.waiting.until(
+            begun.place, lambda: self._session.view.barrier_passed(begun.place, begun.arrived), interruptible=False
         )
 
     def loaded(self, step: int) -> None:
@@ -148,8 +149,8 @@ class Background:
             with session.heartbeats.at(ELSEWHERE, "a checkpoint"), unwatched(session):
                 if self._writing is not None:  # of one that was dropped
                     self._writing.join()
-                session.await_lease("a checkpoint")
-                begun = _Begun(step, checkpoint, checkpoint.path(session.number), self._live())
+                session.waiting.for_lease("a checkpoint")
+                begun = _Begun(step, checkpoint, checkpoint.path(session.view.number), self._live())
                 write = checkpoint.gather(begun.made, True).write
             self._loop.barrier(f"checkpoint {checkpoint.tag}", {})  # all have a copy of the same step, or nobody writes
         except Interrupted:
@@ -174,7 +175,7 @@ class Background:
 
     def _follow(self, begun: _Begun) -> None:
         """See whether all have written, or somebody was lost, whichever comes first."""
-        met = self._session.barrier_passed(begun.place, begun.arrived)
+        met = self._session.view.barrier_passed(begun.place, begun.arrived)
         if isinstance(met, BarrierPassed):
             self._end(begun, met)
         elif not begun.members <= self._live():
@@ -187,17 +188,17 @@ class Background:
         changes.
         """
         session = self._session
-        if begun.arrived != session.number:
-            begun.arrived, begun.cost = session.number, begun.cost or self._meter.end()
+        if begun.arrived != session.view.number:
+            begun.arrived, begun.cost = session.view.number, begun.cost or self._meter.end()
             said = [*begun.cost, begun.write_s, begun.error, begun.brought]
-            session.send(BarrierReached(session.rank, session.number, begun.place, {str(session.rank): said}))
+            session.send(BarrierReached(session.rank, session.view.number, begun.place, {str(session.rank): said}))
 
     def _end(self, begun: _Begun, met: BarrierPassed) -> None:
         self._begun = None
         costs = [Cost(seconds, step_s) for seconds, step_s, *_ in met.values.values()]
         error = next((error for *_, error, _ in met.values.values() if error), "")
         # or else the first one may have done it before it was lost
-        first = self._session.is_first and begun.members <= self._live()
+        first = self._session.view.is_first and begun.members <= self._live()
         if error:
             self._interval.failed(begun.step, met.from_step)
             if first:
@@ -244,9 +245,9 @@ class Background:
         return ""
 
     def _live(self) -> frozenset[WorkerId]:
-        return frozenset(self._session.roster.workers)
+        return frozenset(self._session.view.roster.workers)
 
     def _drop(self) -> None:
         self._begun = None
         self._forget()
-        self._interval.dropped(self._session.since)
+        self._interval.dropped(self._session.view.since)

@@ -10,10 +10,10 @@ from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker import pushed
 from recycle_plugin.core.worker.checkpoint_saving import CheckpointFiles, save
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.training_loop import TrainingLoop
-from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.worker.plan_prefetcher import WorkerPlanner
 
@@ -27,14 +27,14 @@ class BlockingLoop:
 
     def __init__(
         self,
-        session: Session,
+        view: ControlView,
         training: TrainingLoop,
         evaluations: Evaluations,
         newcomer: Newcomer,
         planner: WorkerPlanner,
         recover: Callable[[], Iterator[Any]],
     ) -> None:
-        self._session, self._loop, self._evaluations = session, training, evaluations
+        self._view, self._loop, self._evaluations = view, training, evaluations
         self._newcomer, self._planner, self._recover = newcomer, planner, recover
         self.machine = training.machine
 
@@ -61,7 +61,7 @@ class BlockingLoop:
 
     def come_in(self) -> None:
         """Wait, as a newcomer whose script begins where the others are, until it is a member with its stage's state."""
-        drain(pushed.follow(self._newcomer, self._session))
+        drain(pushed.follow(self._newcomer, self._view))
 
     def meets(self, place: str) -> bool:
         """Whether the others may wait for this newcomer at what ends with the barrier ``place``; it is a member now."""
@@ -85,7 +85,7 @@ class BlockingLoop:
     @property
     def settled(self) -> bool:
         """Whether all steps applied here are known to be committed."""
-        return max(self.machine.committed, self._session.committed) >= self.machine.stepped
+        return max(self.machine.committed, self._view.committed) >= self.machine.stepped
 
     def settle(self) -> None:
         """Wait until all steps applied here are committed; returns at once where they are."""
@@ -116,7 +116,7 @@ class BlockingLoop:
         """Save a checkpoint on all workers; returns why it has failed, or "", as core.worker.checkpoint_saving.save
         does.
         """
-        return drain(save(self._loop, self._session, place, files, self._recover))
+        return drain(save(self._loop, self._view, place, files, self._recover))
 
     @property
     def plan(self) -> Plan:

@@ -122,7 +122,7 @@ class Checkpoint:
     def write(self, number: int) -> Waits[str]:
         """Write this worker's files; the value is why that can't be, or "" where it is done."""
         session = self.session
-        session.await_lease("a checkpoint")
+        session.waiting.for_lease("a checkpoint")
         with session.heartbeats.at(ELSEWHERE, "a checkpoint"), unwatched(session):
             self.reach("checkpoint.start")
             try:
@@ -137,7 +137,7 @@ class Checkpoint:
         """An error in this worker's words, with its seat, for all workers."""
         session = self.session
         text = re.sub(rf"{re.escape(UNFINISHED)}[^/]*", "", str(error))  # a name that will be gone by then
-        member = session.roster.member(session.worker)
+        member = session.view.member
         assert member is not None, "who saves is a member"
         return f"seat {member.seat} (rank {session.rank}): {text}"
 
@@ -150,7 +150,7 @@ class Checkpoint:
         """Give ``made``, whose files are all there, its name; returns why that can't be, or "" where it is done."""
         session, place = self.session, self.folder / self.tag
         with session.heartbeats.at(ELSEWHERE, "a checkpoint"):
-            session.await_lease("a checkpoint", interruptible=False)
+            session.waiting.for_lease("a checkpoint", interruptible=False)
             self.reach("checkpoint.publish")
             try:
                 ready = folders.prepared(self.folder / "latest", self.tag) if self.latest else None
@@ -179,7 +179,7 @@ class Checkpoint:
         with session.heartbeats.at(ELSEWHERE, "a checkpoint"):
             for left in self.folder.glob(f"*{UNFINISHED}*"):
                 own = f"{UNFINISHED}{session.job_id}-" in left.name
-                over = left == made or not left.name.endswith(f"{UNFINISHED}{session.job_id}-{session.number}")
+                over = left == made or not left.name.endswith(f"{UNFINISHED}{session.job_id}-{session.view.number}")
                 if (own and over) or time.time() - folders.written_last(left) > STALE_S:
                     folders.remove(left)
 

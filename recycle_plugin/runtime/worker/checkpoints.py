@@ -47,10 +47,10 @@ class JobCheckpoints:
         self._background: Background | None = None
         if settings.checkpoint is not None:
             logs = choice is not None
-            first = logs and not parts.session.newcomer
+            first = logs and not parts.session.view.newcomer
             interval = CheckpointInterval(settings.checkpoint.overhead, loop.machine.stepped, first)
-            if parts.session.newcomer:
-                interval.joined(parts.session.changed_behind)
+            if parts.session.view.newcomer:
+                interval.joined(parts.session.view.changed_behind)
             made, keep = partial(self._checkpoint, self._format, self.folder), settings.checkpoint.keep
             since = valid_from if logs else None
             self._background = Background(parts.session, loop, made, interval, keep, recover, since, choice)
@@ -69,9 +69,9 @@ class JobCheckpoints:
     def _gathered(self, format: CheckpointFormat, path: Path, copies: bool) -> WrittenShare:
         """This worker's files of the checkpoint ``path``, of the state as it is now."""
         session = self._session
-        own = session.roster.member(session.worker)
+        own = session.view.member
         assert own is not None, "who saves is a member"
-        alike = session.roster.alike(own)
+        alike = session.view.roster.alike(own)
         share = WrittenShare(format, alike.index(own), len(alike), self._reach, copies)
         format.gather(self._state, path, share)
         if (place := self._place()) is not None:
@@ -87,7 +87,7 @@ class JobCheckpoints:
         """Make an automatic checkpoint before ``step`` if one is due; warn where the script goes on without one that
         failed.
         """
-        if self._unsaved and self._session.is_first:
+        if self._unsaved and self._session.view.is_first:
             self._session.note("warning", f"{self._unsaved}; the script goes on without it")
         self._unsaved = ""
         if self._background is not None:

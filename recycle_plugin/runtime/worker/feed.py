@@ -46,7 +46,7 @@ class Feed:
             if reads
             else None
         )
-        if self.iterator_data is not None and session.newcomer:
+        if self.iterator_data is not None and session.view.newcomer:
             self.iterator_data.in_place = False
         self._last_given: object = None
         self._had = 0  # batches that the iterator had given when the checkpoint was saved that is gone on from
@@ -56,7 +56,7 @@ class Feed:
     def begin(self) -> None:
         """Prepare for a step; tells the user once where data comes from plain iterators."""
         self._store.reads_iterator = self.source is None
-        if self._store.reads_iterator and self.reads and not self.settled and self._session.is_first:
+        if self._store.reads_iterator and self.reads and not self.settled and self._session.view.is_first:
             self._session.note(
                 "data",
                 "data comes from plain iterators: a step that a loss interrupts is finished with its own data, "
@@ -117,7 +117,7 @@ class Feed:
             )
 
     def _say_first(self, text: str) -> None:
-        if text and self._session.is_first:
+        if text and self._session.view.is_first:
             self._session.note("data", text)
 
     def batch(self, step: int, micro_batch: MicroBatch) -> Any:

@@ -65,7 +65,7 @@ class Helping:
     """
 
     def __init__(self, session: Session, world: TorchMachine, how: HowToMake, folder: Path) -> None:
-        self.control_view = self._session = session
+        self.control_view, self._session = session.view, session
         self._world, self._how, self._folder = world, how, folder
 
     def words(self) -> list[Word]:

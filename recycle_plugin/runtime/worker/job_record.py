@@ -43,7 +43,7 @@ def ready(parts: Parts, step: int) -> Ready:
     """The word of the worker that has ``parts``, and whose last step was ``step``, that it can take its place."""
     session, log = parts.session, parts.log
     member = Member(
-        session.rank, parts.seat, parts.transport.address, session.host, session.incarnation, parts.framework.shard
+        session.rank, parts.seat, parts.transport.address, session.host, session.view.incarnation, parts.framework.shard
     )
     where = None if log is None else log.where(session, parts.settings.transfer_interface)
     return Ready(member, step, _job(parts), where)

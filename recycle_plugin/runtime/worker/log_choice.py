@@ -60,8 +60,9 @@ class LogChoice:
         so many steps; and say so where that is news.
         """
         found = [StageFigures(stage, size, LogFigures(*figures)) for stage, size, figures in brought]
-        hosts, budget = stage_hosts(self._session.roster), self._settings.budget_bytes
-        now = tuple(sorted(self._session.logged if self._session.logged is not None else range(len(hosts) - 1)))
+        view, budget = self._session.view, self._settings.budget_bytes
+        hosts = stage_hosts(view.roster)
+        now = tuple(sorted(view.logged if view.logged is not None else range(len(hosts) - 1)))
         planned = self._planned(every)
         line = measured(found, hosts, every) if planned is None else planned
         if line is None:

@@ -69,7 +69,7 @@ class TorchMachine:
         prepare: Callable[[int], None] = lambda step: None,
         script_state: Callable[[], bytes] = lambda: b"",
     ) -> None:
-        self.control_view = self._session = session
+        self.control_view, self._session = session.view, session
         self._mover, self.operations, self._faults = mover, operations, faults
         self._takers: set[str] = set()  # of batches that were drawn here
         self._words: dict[int, Word] = {}  # the last of each other worker of the seat
@@ -91,15 +91,15 @@ class TorchMachine:
         interruptible: bool = True,
         at_least_s: float = 0.0,
     ) -> Waits[T]:
-        """Block until ``ready()`` is not None and return it; raises as Session.wait does, not before ``at_least_s``.
+        """Block until ``ready()`` is not None and return it; raises as Waiting.until does, not before ``at_least_s``.
         A generator that never yields.
         """
-        return self._session.wait(what, ready, interruptible, max(at_least_s, self._session.wait_timeout_s))
+        return self._session.waiting.until(what, ready, interruptible, max(at_least_s, self._session.waiting.timeout_s))
         yield  # a generator, as the loop wants it, that never yields
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:
         """Block until ``step`` is committed."""
-        self._session.wait_committed(step)
+        self._session.waiting.for_commit(step)
         return iter(())
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Waits[T]:
@@ -110,15 +110,15 @@ class TorchMachine:
         """
         session = self._session
         try:
-            return session.wait(lambda: awaited(datum, source), ready)
+            return session.waiting.until(lambda: awaited(datum, source), ready)
         except WaitTimeout:
             self._miss(str(datum), source if self._mover.hears() else None)
-        return session.wait(lambda: f"{awaited(datum, source)}, once more", ready)
+        return session.waiting.until(lambda: f"{awaited(datum, source)}, once more", ready)
         yield
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
         """Send a datum to the worker at ``target``, valid from the generation ``valid_from``."""
-        address = self._session.roster.holding(target, self._session.shard).address
+        address = self.control_view.roster.holding(target, self.control_view.shard).address
         if datum.kind == "drawn":
             self._takers.add(address)
             value = There(value)  # what is packed (runtime/movers/batches.py) is on the host
@@ -158,11 +158,11 @@ class TorchMachine:
 
     def say_in_seat(self, word: Word) -> None:
         """Send ``word`` to the others that hold this worker's seat, as far as it has heard of them."""
-        heard_in, session = self._session.heard_in, self._session
-        own = heard_in.roster.member(session.worker) if heard_in is not None else None
+        heard_in, view = self.control_view.heard_in, self.control_view
+        own = heard_in.roster.member(view.worker) if heard_in is not None else None
         for other in heard_in.roster.group(own.seat) if heard_in is not None and own is not None else ():
             if other != own:
-                self._mover.send(other.address, Datum(WORD, session.shard, None, 0), There(packed((), word)), 0)
+                self._mover.send(other.address, Datum(WORD, view.shard, None, 0), There(packed((), word)), 0)
 
     def heard_in_seat(self, shard: int) -> Word:
         """The last word of another worker of this one's seat."""
@@ -201,7 +201,7 @@ class TorchMachine:
         """Before a membership change take what lost peers have sent; tells the coordinator where this worker lets
         nobody in.
         """
-        coming = self._session.interruption()
+        coming = self.control_view.interruption()
         if coming is not None and not self._mover.hear_out(coming.roster.addresses):
             self._miss("what peers send", None)
 
@@ -210,11 +210,11 @@ class TorchMachine:
         nobody.
         """
         session = self._session
-        own = session.roster.member(session.worker)
+        own = self.control_view.member
         if source is None and own is not None:
             source = own.seat
         if source is not None:  # else it is none of the members, and nobody's business
-            session.send(Missing(session.rank, session.number, what, str(source)))
+            session.send(Missing(session.rank, session.view.number, what, str(source)))
 
     # --- instructions ------------------------------------------------------------------------------
 
@@ -224,13 +224,13 @@ class TorchMachine:
 
     def waited_us(self) -> int:
         """How long the process has waited for others so far, in microseconds."""
-        return self._session.waited_us
+        return self._session.waiting.waited_us
 
     @contextmanager
     def running(self, program: StepProgram) -> Iterator[Iterable[Instruction]]:
         """A context for a step's program: a membership change interrupts it, and is not dealt with in a collective."""
         between, self._session.hooks.between_steps = self._session.hooks.between_steps, None
-        self._session.heartbeats.step = max(self._session.heartbeats.step, program.step)
+        self.control_view.begun = max(self.control_view.begun, program.step)
         try:
             yield program.instructions
             self.reach(f"step.end@{program.step}")
@@ -244,8 +244,8 @@ class TorchMachine:
         """
         if instruction.op in OUTWARD:
             self._wait_taken()
-            self._session.await_lease(instruction)
-        if instruction.op in COMPUTE and instruction.step > 0 and self._session.is_committed(instruction.step - 1):
+            self._session.waiting.for_lease(instruction)
+        if instruction.op in COMPUTE and instruction.step > 0 and self.control_view.is_committed(instruction.step - 1):
             self._prepare(instruction.step)
         at = ELSEWHERE if instruction.op is Op.LOAD else COMPUTES
         with self._session.heartbeats.at(at, instruction), self._session.thread.at_work(instruction):

@@ -39,7 +39,8 @@ class Newcomer:
         ask: Callable[[], None],
         follow: Callable[[int], bool],
     ) -> None:
-        self._session, self._optimizer, self._ask, self._follow = session, optimizer, ask, follow
+        self._view, self._waiting = session.view, session.waiting
+        self._optimizer, self._ask, self._follow = optimizer, ask, follow
         self._counts = counts
         self._further: tuple[int, Any] | None = None  # the state's step, and its counts
         self._replay: ScriptReplay | None = None
@@ -57,12 +58,12 @@ class Newcomer:
     def loss(self) -> float | None:
         """The loss of the script's next step, which is counted; None where this worker is to train it itself.
 
-        Blocks until one of both is known, and raises as Session.wait and ScriptReplay.loss do, and DataEnded where the
+        Blocks until one of both is known, and raises as Waiting.until and ScriptReplay.loss do, and DataEnded where the
         others' data had ended before that step.
         """
         replay = self._begun
         coming = replay.position + 1
-        if self._session.hears_end(coming):
+        if self._view.hears_end(coming):
             raise DataEnded(coming)
         if self._further is None and not self._is_over(coming):
             return None
@@ -81,8 +82,8 @@ class Newcomer:
         replay = self._begun
 
         def look() -> bool | None:
-            over = replay.position + 1 < self._session.committed
-            return over and replay.only_steps if self._session.present else None
+            over = replay.position + 1 < self._view.committed
+            return over and replay.only_steps if self._view.present else None
 
         return self._wait("word of where the job is", look)
 
@@ -110,8 +111,8 @@ class Newcomer:
 
     def _wait(self, what: str, look: Callable[[], T | None]) -> T:
         def news() -> T | None:
-            for message in self._session.take_recorded():
+            for message in self._view.take_recorded():
                 self._begun.hear(message)
             return look()
 
-        return self._session.wait(f"{what}, which the others know", news, interruptible=False)
+        return self._waiting.until(f"{what}, which the others know", news, interruptible=False)

@@ -43,10 +43,10 @@ class TorchOperations:
         source: Source,
         applied: Callable[[int], None],
     ) -> None:
-        self._session, self._stage, self._stepping = session, stage, stepping
+        self._view, self._stage, self._stepping = session.view, stage, stepping
         self._source, self._applied = source, applied
         self.agree: Callable[[Instruction], object] = bool
-        self.timeline = Timeline(stage.device, lambda: session.wait_timeout_s)
+        self.timeline = Timeline(stage.device, lambda: session.waiting.timeout_s)
         self._table: Mapping[Op, Operation] = {
             Op.LOAD: self._load,
             **dict.fromkeys(COMPUTE, stage.compute),
@@ -99,7 +99,7 @@ class TorchOperations:
         return {data: self._stage.load(unpacked(have[drawn[0]]) if drawn else self._source(step, one))}
 
     def _reduce(self, instruction: Instruction, holder: Seat | None) -> list[torch.Tensor] | None:
-        rank = None if holder is None else self._session.roster.holding(holder, self._session.shard).rank
+        rank = None if holder is None else self._view.roster.holding(holder, self._view.shard).rank
         return self._stepping.reduce(instruction.step, rank, lambda: self.agree(instruction))
 
     def _tie(self, instruction: Instruction, holder: Seat | None) -> dict[int, torch.Tensor]:

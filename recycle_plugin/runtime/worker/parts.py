@@ -62,7 +62,7 @@ class Parts:
 
     def __init__(self, session: Session, settings: Settings, framework: Framework) -> None:
         self.session, self.settings, self.framework = session, settings, framework
-        self.topology, self.seat, session.shard = framework.topology, framework.seat, framework.shard
+        self.topology, self.seat, session.view.shard = framework.topology, framework.seat, framework.shard
         _check_faults(settings, self.topology)
         model = framework.model
         assert not isinstance(settings.pinned_bytes, str), "a checked size is a number"
@@ -105,7 +105,7 @@ class Parts:
             session,
             self.transport,
             self.operations,
-            self.settings.fault_script(self.seat, session.incarnation) if first else FaultScript((), self.seat),
+            self.settings.fault_script(self.seat, session.view.incarnation) if first else FaultScript((), self.seat),
             self.transfers,
             self.hash,
             stage_units(framework, self.state, self.gradients),
@@ -122,7 +122,7 @@ class Parts:
         if framework.pushed is not None:
             return framework.pushed
         randomness = partial(self.randomness, self.seat.stage, framework.forward)
-        warn, tried = partial(self.session.note, "warning"), self.session.newcomer
+        warn, tried = partial(self.session.note, "warning"), self.session.view.newcomer
         if framework.compute is not None:
             if blocks is not None:
                 raise RecycleError(
@@ -230,8 +230,8 @@ class Parts:
         """Send the hash that the coordinator has asked for, from the thread that has computed it."""
         session = self.session
         session.send(StateHash(session.rank, step, digest))
-        with session.changed:
-            session.changed.notify_all()
+        with session.waiting.changed:
+            session.waiting.changed.notify_all()
 
     def resize(self, micro_batches: int) -> None:
         """Count on so many micro-batches a replica from now on."""

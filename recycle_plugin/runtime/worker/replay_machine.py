@@ -15,6 +15,7 @@ from recycle_plugin.core.messages.activity import ELSEWHERE, WAITS
 from recycle_plugin.core.messages.from_coordinator import LogsAt, Replay
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.replay import CantReplay
 from recycle_plugin.core.worker.shares import Word
@@ -63,14 +64,14 @@ class LoggedWork:
         soon, or behind what comes from other hosts.
         """
         session = self.session
-        until = time.monotonic() + (MADE_S if made else max(session.wait_timeout_s, session.expected.limit_s))
+        until = time.monotonic() + (MADE_S if made else max(session.waiting.timeout_s, session.view.expected.limit_s))
         with session.heartbeats.at(WAITS, what):
             while (value := ready()) is None:
-                with session.changed:
-                    session.check_end()
+                with session.waiting.changed:
+                    session.view.check_end()
                     if time.monotonic() >= max(until, self._moved() + MADE_S):
                         raise CantReplay(f"{what} is in no log in {self.folder}")
-                    session.changed.wait(LOOK_S)
+                    session.waiting.changed.wait(LOOK_S)
         return value
         yield
 
@@ -107,9 +108,9 @@ class ReplayMachine(LoggedWork):
         self._parts.world.tell(address, word)
 
     @property
-    def control_view(self) -> Session:
+    def control_view(self) -> ControlView:
         """What this worker knows of the control plane."""
-        return self.session
+        return self.session.view
 
     def send(self, message: object) -> None:
         """Send ``message`` to the coordinator."""
@@ -120,10 +121,10 @@ class ReplayMachine(LoggedWork):
         JobEnded.
         """
         session = self.session
-        with session.heartbeats.at(WAITS, what), session.changed:
-            session.check_end()
+        with session.heartbeats.at(WAITS, what), session.waiting.changed:
+            session.view.check_end()
             if not self._parts.world.has_words:
-                session.changed.wait(max(0.0, min(LOOK_S, until - self.clock())))
+                session.waiting.changed.wait(max(0.0, min(LOOK_S, until - self.clock())))
         return iter(())
 
     def weights(self) -> SentWeights:

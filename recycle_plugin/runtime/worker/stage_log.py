@@ -54,7 +54,7 @@ class StageLog:
         assert not isinstance(settings.ring_bytes, str), "a checked size is a number"
         self._stage = framework.seat.stage
         self.limit = settings.most_helpers
-        stream = Stream(session.job_id, session.worker, framework.seat)
+        stream = Stream(session.job_id, session.view.worker, framework.seat)
         budget = UNBOUNDED if settings.ring_bytes is None else settings.ring_bytes
         self._log = WorkerLog(session, self.folder, stream, budget, framework.model.device)
         self.steps = StepLog(self._log, range(framework.topology.stages - 1), self._log.weigh)
@@ -75,7 +75,7 @@ class StageLog:
             if profile is None:
                 return None
             costs, batch = settings.cost_model(shape(), micro_batch_size), len(shape().batch)
-            return expected(costs, profile, settings.split_backward, batch, stage_hosts(session.roster), every)
+            return expected(costs, profile, settings.split_backward, batch, stage_hosts(session.view.roster), every)
 
         def state_bytes() -> int:
             return sum(tensor.nbytes for tensor in state.tensors().values())

@@ -143,7 +143,7 @@ class Stepping:
         before, session = self._scale.value, self._session
         self._scale.stepped(skipped)
         after = self._stage.loss_scale = self._scale.value
-        if after != before and session.is_first:
+        if after != before and session.view.is_first:
             session.note(
                 "loss_scale",
                 f"the loss scale goes from {before:g} to {after:g} after step {step}",

@@ -80,10 +80,10 @@ class Trainer:
         self._asked = self._trains = False
         self._evaluated = 0
         self._scripted: SetByScript | None = None  # where a replay may have to set it again
-        if session.newcomer or parts.log is not None:
+        if session.view.newcomer or parts.log is not None:
             self._scripted = SetByScript(self._surroundings, model.module)
         self._entry: Entry | None = None
-        if session.newcomer:
+        if session.view.newcomer:
             assert self._scripted is not None, "a newcomer's steps may be replayed"
             self._entry = Entry(parts, self._scripted, self._ask, lambda: self._made.loop, self._let_in)
         self.state.check()
@@ -140,7 +140,7 @@ class Trainer:
             if self._entry is not None and (past := self._entry.past_loss()) is not None:
                 return past
             if self._scripted is not None:  # of what a checkpoint has nothing is replayed
-                self._scripted.forget(self._session.durable)
+                self._scripted.forget(self._session.view.durable)
                 self._scripted.begin(self.step + 1)
             self._parts.as_started.check()
             self.start()
@@ -193,11 +193,11 @@ class Trainer:
     def drop_step(self) -> None:
         """Note that the script ends in the middle of a step, without which the others' have to end too."""
         session = self._session
-        session.heartbeats.step = self.step
-        if session.is_first:
+        session.view.begun = self.step
+        if session.view.is_first:
             session.note(
                 "data",
-                f"the script of {session} ends in the middle of step {self.step + 1}: what was drawn for that is "
+                f"the script of {session.view} ends in the middle of step {self.step + 1}: what was drawn for that is "
                 "dropped, and the scripts of all have to end there",
                 step=self.step + 1,
             )
@@ -226,7 +226,7 @@ class Trainer:
         """Wait until everybody's last step is committed, report, and close; then this worker may go."""
         self.settle()
         # what its goodbye says: a script that was given all its steps has begun none here
-        self._session.heartbeats.step = max(self._session.heartbeats.step, self.step)
+        self._session.view.begun = max(self._session.view.begun, self.step)
         self._parts.finish()
         if self._assembled is not None:
             self._assembled.worker.serve_now(waiting=True)
@@ -245,13 +245,13 @@ class Trainer:
         return (
             ()
             if self._loop is None
-            else tuple(seat for seat in self.topology.seats if seat not in self._session.roster.seats)
+            else tuple(seat for seat in self.topology.seats if seat not in self._session.view.roster.seats)
         )
 
     @property
     def may_have_replayed(self) -> bool:
         """Whether somebody may have come back in the middle of what the others do between two steps."""
-        return self._settings.log is not None and any(member.incarnation for member in self._session.roster)
+        return self._settings.log is not None and any(member.incarnation for member in self._session.view.roster)
 
     # --- starting ----------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class Trainer:
         session, self._loop = self._session, loop
         loop.count_on(self._evaluated)
         # one of each stage: nobody else knows what it trains
-        if self.seat.replica == self._framework.shard == session.incarnation == 0:
+        if self.seat.replica == self._framework.shard == session.view.incarnation == 0:
             session.note("stage", f"stage {self.seat.stage} is built", **described(self._framework))
         self._checkpoints = JobCheckpoints(
             self._parts,
@@ -315,7 +315,7 @@ class Trainer:
             return
         self._asked, session = True, self._session
         if self._entry is None:  # of whom the others are told, and it of them
-            session.rewind(self.step)
+            session.view.rewind(self.step)
         session.heartbeats.start(lease_s(self._settings.deadlines))
         session.send(ready(self._parts, self.step))
 

@@ -6,6 +6,7 @@ import os
 import socket
 
 from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.runtime.collectives.gloo import GlooLink
 from recycle_plugin.runtime.control.heartbeats import Heartbeats
@@ -68,7 +69,7 @@ def cut_line(seat: str, step: int) -> None:
     """From ``step`` on nothing gets through between the worker at ``seat`` and the coordinator, and neither end sees a
     broken line.
     """
-    execute, send, take, heard = Worker.execute, Session.send, Session.take, Heartbeats.heard
+    execute, send, take, heard = Worker.execute, Session.send, ControlView.take, Heartbeats.heard
     cut = []
 
     def changed(self: Worker, program):
@@ -77,5 +78,5 @@ def cut_line(seat: str, step: int) -> None:
         return execute(self, program)
 
     Worker.execute = changed
-    for owner, name, function in ((Session, "send", send), (Session, "take", take), (Heartbeats, "heard", heard)):
+    for owner, name, function in ((Session, "send", send), (ControlView, "take", take), (Heartbeats, "heard", heard)):
         setattr(owner, name, lambda self, message, function=function: None if cut else function(self, message))

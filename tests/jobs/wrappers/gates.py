@@ -61,7 +61,7 @@ def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "
             and f"{trainer.seat.stage}REDUCE@{step}" == reduce
             and not trainer.program.resumed
         ):
-            inside(trainer).session.wait("a membership change", lambda: None)
+            inside(trainer).session.waiting.until("a membership change", lambda: None)
         return made
 
     Gradients._sum = changed
@@ -78,7 +78,7 @@ def lose_tied(seats: list[str], step: int) -> None:
         if str(trainer.seat) in seats and of == step and not trainer.program.resumed:
             for place, weight in self._tied.items():
                 weight.total(self._whole(step)[place])
-            inside(trainer).session.wait("a membership change", lambda: None)
+            inside(trainer).session.waiting.until("a membership change", lambda: None)
         return tie(self, of)
 
     Gradients.tie = changed

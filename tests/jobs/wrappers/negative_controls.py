@@ -43,7 +43,7 @@ def divide_by_live() -> None:
     def changed(self: TorchOperations, instruction, have, *given) -> list[torch.Tensor] | None:
         made = add_up(self, instruction, have, *given)
         if instruction.op is Op.REDUCE:
-            live.append(len(self._session.roster.stage(instruction.stage)))  # the first time all are
+            live.append(len(self._view.roster.stage(instruction.stage)))  # the first time all are
             for gradient in made or ():
                 gradient *= live[0] / live[-1]
         return made
@@ -58,7 +58,7 @@ def scale_tied(stage: int, factor: float) -> None:
     total = TiedWeight.total
 
     def changed(self: TiedWeight, own: torch.Tensor) -> torch.Tensor:
-        mine = self._session.roster.member(self._session.worker).seat.stage
+        mine = self._view.member.seat.stage
         return total(self, factor * own if mine == stage else own)
 
     TiedWeight.total = changed

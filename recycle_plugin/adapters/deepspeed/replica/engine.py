@@ -130,10 +130,10 @@ class ReplicaEngine(DeepSpeedEngine):
         self._trainer.feed.source = lambda step, micro_batch: None  # LOAD waits for the script, who has the data
         self._steps = PushedCalls(self._trainer, stage)
         session.hooks.at_end = self._steps.end
-        self.monitor = FirstLive(self.monitor, lambda: session.is_first, session.note)
+        self.monitor = FirstLive(self.monitor, lambda: session.view.is_first, session.note)
         self._loaded = 0  # checkpoints, before the first step
         self._recalled: list[Any] = []  # what loading them has given this rank's predecessor
-        if session.newcomer:
+        if session.view.newcomer:
             self._recalled = [*_recalled(session)]
             self._steps.join()
             with session.hooks.startup.apart():
@@ -218,13 +218,13 @@ class ReplicaEngine(DeepSpeedEngine):
         """All weights, on the lowest live rank, and None on the others: rank 0 may be lost, or be lost in it."""
         session = self._job.session
         while True:
-            first = session.roster.first.rank if self._steps.begun else 0
+            first = session.view.roster.first.rank if self._steps.begun else 0
             with first_for_stock(self, session.rank == first):
                 found = super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
             if not self._steps.begun:
                 return found
             self._trainer.barrier("_zero3_consolidated_16bit_state_dict()")
-            if session.roster.first.rank == first:
+            if session.view.roster.first.rank == first:
                 return found
 
     def load_checkpoint(self, load_dir: str, *arguments: Any, **named: Any) -> Any:
@@ -285,7 +285,7 @@ class ReplicaEngine(DeepSpeedEngine):
 
     def _report_progress(self, step: int) -> None:
         said = f"step={step}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
-        log_dist(said, ranks=[self._job.session.rank] if self._job.session.is_first else [])
+        log_dist(said, ranks=[self._job.session.rank] if self._job.session.view.is_first else [])
 
     def _copy_recovery_script(self, save_path: str) -> None:
         """Nothing, where stock would for its rank 0 only: ReplicaFiles does so, whichever replica writes."""
@@ -309,7 +309,7 @@ class ReplicaEngine(DeepSpeedEngine):
         """
         before, self._boundary = self._boundary, boundary
         try:
-            with first_for_stock(self, self._job.session.is_first):
+            with first_for_stock(self, self._job.session.view.is_first):
                 yield
         finally:
             self._boundary = before

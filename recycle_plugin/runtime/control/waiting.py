@@ -1,0 +1,142 @@
+"""The one place where a worker waits: every wait has a deadline, and names what it waits for.
+
+The transport and the collectives announce what comes on the same condition as the session what the coordinator says,
+so every wait of the worker (for a tensor, a commit, a collective) wakes at once when the membership changes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NoReturn, TypeVar
+
+from recycle_plugin.core.messages.activity import WAITS
+from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.errors import CutOff, WaitTimeout
+from recycle_plugin.runtime.control.heartbeats import Heartbeats
+from recycle_plugin.runtime.control.script import TrainingThread
+
+T = TypeVar("T")
+SERVE_S = 0.01  # between two looks at what newcomers ask for, while somebody waits
+
+
+class Waiting:
+    """The waiting of the worker whose view of the job ``view`` is, which is read and changed under ``changed``.
+
+    ``timeout_s``: how long it waits, unless it is said otherwise; ``cut_off_s``: how long behind the end of its lease;
+    ``waited_us``: how long it has waited so far.  ``may_wait()`` raises where nobody may wait.
+    """
+
+    def __init__(
+        self,
+        view: ControlView,
+        heartbeats: Heartbeats,
+        thread: TrainingThread,
+        may_wait: Callable[[], None],
+        timeout_s: float,
+    ) -> None:
+        self._view, self._heartbeats, self._thread, self._may_wait = view, heartbeats, thread, may_wait
+        self.changed = threading.Condition()
+        self.timeout_s, self.cut_off_s = timeout_s, 120.0
+        self.waited_us = 0
+
+    def until(
+        self,
+        what: Callable[[], str] | str,
+        ready: Callable[[], T | None],
+        interruptible: bool = True,
+        timeout_s: float = 0,
+    ) -> T:
+        """Block until ``ready()`` is not None and return it.
+
+        ``interruptible``: a membership change raises :class:`Interrupted`; the end of the job always
+        raises :class:`JobEnded`.  Past the deadline (``timeout_s``, by default the worker's):
+        :class:`WaitTimeout` with ``what``.  :class:`CutOff` when the coordinator is not heard any more.
+        """
+        self._may_wait()
+        timeout_s = timeout_s or self.timeout_s
+        served: bool | None = False  # what a newcomer waits for may be there already, and nothing comes then
+        deadline = time.monotonic() + timeout_s
+        with self._heartbeats.at(WAITS, what), self._counted():
+            while True:
+                with self.changed:
+                    self._view.check() if interruptible else self._view.check_end()
+                    result = ready()
+                    if result is not None:
+                        return result
+                    now, cut_off = time.monotonic(), self._heartbeats.lease_until + self.cut_off_s
+                    if now >= min(deadline, cut_off):
+                        name = what if isinstance(what, str) else what()
+                        if cut_off < deadline:
+                            self._raise_cut_off(name)
+                        raise WaitTimeout(
+                            f"waited {timeout_s:.0f} s for {name}; raise recycle.wait_timeout_s if it may take longer"
+                        )
+                    if not served:
+                        left = min(deadline, cut_off) - now
+                        self.changed.wait(left if served is None else min(left, SERVE_S))
+                served = self._thread.serve_newcomers()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count the time inside of this context as waited."""
+        began_us = time.monotonic_ns() // 1000
+        try:
+            yield
+        finally:
+            self.waited_us += time.monotonic_ns() // 1000 - began_us
+
+    def _raise_cut_off(self, name: str) -> NoReturn:
+        raise CutOff(
+            f"{self._view} has heard nothing of the coordinator for {self.cut_off_s:.0f} s, "
+            f"so the others may have gone on without it; it stops waiting for {name}"
+        )
+
+    def for_lease(self, what: object, interruptible: bool = True) -> None:
+        """Return once the lease holds, so that nobody goes on without this worker; call it before ``what``, which
+        others would see.
+
+        Raises WaitTimeout, or CutOff where the coordinator is not heard any more.
+        """
+        if not self._heartbeats.has_lease:
+            self._heartbeats.beat()
+            self.until(
+                lambda: f"the coordinator's word before {what}",
+                lambda: self._heartbeats.has_lease or None,
+                interruptible,
+            )
+
+    def for_commit(self, step: int, interruptible: bool = True) -> None:
+        """Wait until ``step`` is committed; raises as :meth:`until` does."""
+        self.until(f"the commit of step {step}", lambda: self._view.is_committed(step), interruptible)
+
+    def run(self, what: str, function: Callable[[], T]) -> T:
+        """Run a blocking ``function`` in a thread of its own and wait for it as for anything else; raises its error.
+
+        After an interruption the thread is left behind: whoever owns the blocked resource has to break it (see
+        runtime.collectives.group).  Its late result is dropped.
+        """
+        outcome: list[Callable[[], T]] = []  # returns what ``function`` did, or raises it
+
+        def work() -> None:
+            try:
+                result: Callable[[], T] = partial(_returned, function())
+            except Exception as error:  # handed to the waiting thread, whatever it is
+                result = partial(_raised, error)
+            with self.changed:
+                outcome.append(result)
+                self.changed.notify_all()
+
+        threading.Thread(target=work, name=f"recycle: {what}", daemon=True).start()
+        return self.until(what, lambda: outcome[0] if outcome else None)()
+
+
+def _returned(value: T) -> T:
+    return value
+
+
+def _raised(error: Exception) -> NoReturn:
+    raise error
