@@ -8,6 +8,7 @@ core/coordinator/words.py.
 from __future__ import annotations
 
 import itertools
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, fields, is_dataclass, replace
@@ -431,13 +432,18 @@ def test_a_report_of_who_is_no_member_is_none() -> None:
     assert resumed(agree(membership, 1, dict.fromkeys(OTHERS, 1))) == [(1, 1)]
 
 
+def unpackable(size: int) -> str:
+    """A text that takes more than half of its length however it is sent."""
+    return b64encode(Random(0).randbytes(size // 4 * 3)).decode()
+
+
 @pytest.mark.parametrize(
     "word",
     (
-        lambda size: Missing(RANK, 0, "x" * size, "0.0"),
+        lambda size: Missing(RANK, 0, unpackable(size), "0.0"),
         lambda size: Fatal(RANK, "x" * size),
         lambda size: BarrierReached(RANK, 0, "saving", {"x": "x" * size}),
-        lambda size: SurvivorReport(RANK, 1, 0, "plan", {f"{'x' * size} 0@1": ""}),
+        lambda size: SurvivorReport(RANK, 1, 0, "plan", {f"{unpackable(size)} 0@1": ""}),
     ),
     ids=("complaint", "end", "barrier", "report"),
 )

@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import asdict, replace
 from math import inf
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -21,6 +22,7 @@ from recycle_plugin.core.messages.encoding import (
     LARGE,
     LARGEST,
     LIMIT,
+    LONG,
     MAGIC,
     MOST,
     Frames,
@@ -341,3 +343,34 @@ def test_a_number_that_no_float_can_hold_and_nobody_could_print_is_refused():
             assert str(decode(framed(body))).endswith(
                 f"is no msgpack: a number of {size} bytes, and at most 127 are read"
             )
+
+
+def resume(members: int) -> Resume:
+    """What the members of a large job hold, as their reports have it."""
+    work = dict.fromkeys(("act 1@17", "grad 1@17"), " ".join(f"3.{one}" for one in range(24)))
+    return Resume(4, 16, {f"{number // 48}.{number % 48}": work for number in range(members)})
+
+
+@pytest.mark.parametrize("members", (1, 2000, 60_000))
+def test_what_all_members_hold_is_short_on_the_wire(members):
+    frame = encode(resume(members))
+    assert decode(frame) == resume(members)
+    assert len(frame) < HEAD.size + LONG + 40 * members < LIMIT
+    assert (frame[HEAD.size : HEAD.size + 1] == encoding.PACKED) == (members > 1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    (b"x", b"x\x9c", zlib.compress(encode(Lease(1, 2.0))[HEAD.size :])[:-1], zlib.compress(b"\x91\x00") + b"more"),
+    ids=("begun", "empty", "cut off", "followed by more"),
+)
+def test_a_packed_body_that_is_none_is_a_value(body):
+    assert isinstance(decode(HEAD.pack(MAGIC, VERSION, len(body)) + body), Unreadable)
+
+
+def test_a_packed_body_is_read_only_as_far_as_its_line_allows():
+    """Who has not shown the secret yet can't have others unpack what is much longer than what was sent."""
+    body = zlib.compress(b"\xdd" + bytes(1 << 20))
+    frames = Frames(limit=1 << 12)
+    frames.feed(HEAD.pack(MAGIC, VERSION, len(body)) + body)
+    assert "longer than 4096 bytes" in str(frames.take())

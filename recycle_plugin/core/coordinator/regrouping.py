@@ -122,6 +122,7 @@ class Regrouping:
         self._awaiting: Generation | None = None
         self._asked: frozenset[WorkerId] = frozenset()  # the members of the newest
         self._reports: dict[WorkerId, SurvivorReport] = {}
+        self._open: set[WorkerId] = set()  # of the newest, who has not reported
 
     @property
     def under_way(self) -> bool:
@@ -151,6 +152,7 @@ class Regrouping:
         self.generation += 1
         self._awaiting = Generation(self.generation, tuple(roster), from_step, cause, now, slowness)
         self._asked = frozenset(roster.workers)
+        self._open = set(self._asked)
         self._reports.clear()
         out.tell(WORKERS, self._awaiting)
 
@@ -177,6 +179,7 @@ class Regrouping:
         if report.worker not in self._asked:
             return False
         self._reports[report.worker] = report
+        self._open.discard(report.worker)
         return True
 
     @property
@@ -190,11 +193,7 @@ class Regrouping:
         """The reports of all, once everybody has reported who still can, else None: whoever has gone since has nothing
         to do with what is left.
         """
-        if (
-            self._awaiting is None
-            or not self._reports
-            or (self._awaiting.roster.workers & live.workers) - self._reports.keys()
-        ):
+        if self._awaiting is None or not self._reports or any(worker in live.workers for worker in self._open):
             return None
         return Reports(self._awaiting, dict(self._reports))
 

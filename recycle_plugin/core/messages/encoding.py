@@ -3,7 +3,8 @@
 The head is two letters, the *version* (a checksum of what every message has in it, so nobody can forget to count it up)
 and the body's length.  All of it is looked at before a byte of the body is, and so is a limit on that length.  The body
 is the list of the message's number among the kinds that are said on such a line and its fields
-(core/messages/typed.py); texts may be any that Python has, and whole numbers any that a float can hold.
+(core/messages/typed.py); texts may be any that Python has, and whole numbers any that a float can hold.  A long body of
+what goes to every member, and grows with their number, is packed.
 
 Whatever bytes come, reading them raises nothing: what is no message is an
 :class:`~recycle_plugin.core.messages.typed.Unreadable`.
@@ -14,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from struct import Struct
-from zlib import crc32
+from zlib import compress, crc32, decompressobj
+from zlib import error as Unpackable
 
 import msgpack
 
@@ -23,7 +25,10 @@ from recycle_plugin.core.messages.typed import Unreadable, form_of, read, shown,
 
 MAGIC = b"RP"
 HEAD = Struct(">2sII")
-LIMIT = 1 << 24  # bytes of a body
+LIMIT = 1 << 24  # bytes of a body as it is sent
+LONG = 1 << 13  # bytes of a body that is worth packing
+UNPACKED = 1 << 28  # bytes that a body may come to
+PACKED = b"x"  # how a packed body begins, and no other does
 MOST = 1 << 20  # entries of one list or dict: room for them is made before they are there
 LARGE = 1  # msgpack's type number for whole numbers of more than 64 bits, which are ours
 LARGEST = 127  # bytes of one
@@ -48,6 +53,8 @@ class Language:
         )
         if len(body) > (most := getattr(message, "MOST", LIMIT)):
             raise ValueError(f"a {type(message).__name__} of {len(body)} bytes is too long to be sent: at most {most}")
+        if len(body) > LONG and getattr(message, "PACKS", False):
+            body = min(body, compress(body, 1), key=len)
         return HEAD.pack(MAGIC, self.version, len(body)) + body
 
     def size(self, head: bytes | bytearray, limit: int = LIMIT) -> int | Unreadable:
@@ -67,13 +74,14 @@ class Language:
             return Unreadable("a frame", f"has a body of {size} bytes, and at most {limit} are read")
         return size
 
-    def message(self, body: bytes) -> object:
-        """The message whose body is ``body``, or an Unreadable."""
+    def message(self, body: bytes, limit: int = UNPACKED) -> object:
+        """The message whose body is ``body``, or an Unreadable.  ``limit``: bytes that a packed one may come to."""
         try:
+            body = _unpacked(body, limit) if body[:1] == PACKED else body
             plain = msgpack.unpackb(
                 body, ext_hook=_extension, unicode_errors="surrogatepass", max_array_len=MOST, max_map_len=MOST
             )
-        except (ValueError, MemoryError) as error:
+        except (ValueError, MemoryError, Unpackable) as error:
             return Unreadable("a body", f"of {len(body)} bytes is no msgpack: {str(error) or type(error).__name__}")
         number = plain.pop(0) if type(plain) is list and plain else None
         if type(number) is not int or not 0 <= number < len(self._kinds):
@@ -138,7 +146,16 @@ class Frames:
         del self._rest[: end + self._seal]
         if not self._fits(frame, seal):
             return Unreadable("a frame", "does not fit its seal: somebody on the way has changed it, or sent it again")
-        return CONTROL.message(frame[HEAD.size :])
+        return CONTROL.message(frame[HEAD.size :], UNPACKED if self._limit >= LIMIT else self._limit)
+
+
+def _unpacked(body: bytes, limit: int) -> bytes:
+    """A packed body as it was.  Raises ValueError or zlib's error where it is none, or is longer than ``limit``."""
+    stream = decompressobj()
+    plain = stream.decompress(body, limit)
+    if not stream.eof or stream.unused_data:
+        raise ValueError(f"it is cut off, or longer than {limit} bytes")
+    return plain
 
 
 def _other(thing: object) -> object:
