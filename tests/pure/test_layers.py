@@ -136,6 +136,14 @@ def test_imports_point_down(name: str) -> None:
             )
 
 
+def test_settings_travel_no_further() -> None:
+    """All other modules of the runtime are given the few values that they go by."""
+    read = {
+        path.name for path in (PACKAGE / "runtime").rglob("*.py") if any(".settings." in it for it in imports(path))
+    }
+    assert read == {"parts.py", "stage_log.py", "trainer.py"}
+
+
 def test_every_part_is_there_and_nothing_is_above_itself() -> None:
     assert (
         {part(module(path)) for path in files()}

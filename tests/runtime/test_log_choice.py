@@ -13,7 +13,6 @@ from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.worker.log_meter import LogMeter
 from recycle_plugin.planner.log_selection import Line
 from recycle_plugin.runtime.worker.log_choice import LogChoice
-from recycle_plugin.settings.sections import LogSettings
 
 EVERY, SIZE = 10, 1000  # steps between checkpoints; bytes over each boundary in a step
 STAGES = 4
@@ -36,8 +35,10 @@ class Told:
         return [text for found, text, _ in self.said if found == kind]
 
 
-def choice(session: Told, planned: Line | None = None, **settings: object) -> LogChoice:
-    return LogChoice(session, LogSettings(**settings), 0, LogMeter(), lambda every: planned, lambda: 7)
+def choice(
+    session: Told, planned: Line | None = None, boundaries: object = "all", budget: int | None = None
+) -> LogChoice:
+    return LogChoice(session, boundaries, budget, 0, LogMeter(), lambda every: planned, lambda: 7)
 
 
 def brought(logged: int = 0, steps: int = EVERY) -> list[list]:
@@ -114,7 +115,7 @@ def test_what_was_logged_before_a_choice_does_not_speak_against_it():
 
 def test_a_worker_brings_what_it_has_measured_since_the_last_checkpoint_that_is_whole():
     meter = LogMeter()
-    made = LogChoice(Told(), LogSettings(), 2, meter, lambda every: None, lambda: 7)
+    made = LogChoice(Told(), "all", None, 2, meter, lambda every: None, lambda: 7)
 
     def work(size: int) -> None:
         meter.crossed(True, size, True)

@@ -57,7 +57,7 @@ def assembled(
     session, settings, shape, world = parts.session, parts.settings, parts.topology, parts.world
     machine = StepMachine(step)
     parts.store.rewind(machine.stepped, valid_from=0)
-    waits, costs, policy = planning(settings, parts.framework, shape)
+    waits, costs, policy = planning(parts)
     lockstep = _lockstep(parts)
     worker = _worker(parts, machine, Judging(waits, settings.clip == "validate"), costs, lockstep)
     replays = replay = None

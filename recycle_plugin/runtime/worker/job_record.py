@@ -8,10 +8,7 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.log_boundaries import ALL
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member
-from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.runtime.stage.ports import Framework
 from recycle_plugin.runtime.worker.parts import Parts
-from recycle_plugin.settings.schema import Settings
 
 ALIKE = (
     "deadlines",
@@ -32,8 +29,9 @@ ALIKE = (
 )  # settings that all workers have to have alike
 
 
-def planning(settings: Settings, framework: Framework, topology: Topology) -> tuple[bool, CostModel, Policy]:
-    """Whether steps wait for the norm, and what plans are made by."""
+def planning(parts: Parts) -> tuple[bool, CostModel, Policy]:
+    """Whether steps of the worker that has ``parts`` wait for the norm, and what plans are made by."""
+    settings, framework, topology = parts.settings, parts.framework, parts.topology
     waits = settings.waits_for_norm(framework.clipping)
     costs = settings.cost_model(topology, framework.micro_batch_size)
     return waits, costs, settings.policy(waits, topology.stages)
@@ -52,7 +50,9 @@ def ready(parts: Parts, step: int) -> Ready:
 def _job(parts: Parts) -> JobSpec:
     """The job of the worker that has ``parts``."""
     settings, framework, topology, log = parts.settings, parts.framework, parts.topology, parts.log
-    _, costs, policy = planning(settings, framework, topology)
+    _, costs, policy = planning(parts)
+    # that the job writes to, by the setting that names each, beside the run folder
+    folders = {"checkpoint_dir": settings.checkpoint_dir, "log.folder": settings.log and settings.log.folder}
     return JobSpec(
         topology.replicas,
         topology.stages,
@@ -70,12 +70,6 @@ def _job(parts: Parts) -> JobSpec:
         log=log is not None,
         boundaries=ALL if log is None else log.boundaries,
         log_budget=None if settings.log is None else settings.log.budget_bytes,
-        folders=_folders(settings),
+        folders=tuple((setting, folder) for setting, folder in folders.items() if folder),
         **{name: getattr(settings, name) for name in ALIKE},
     )
-
-
-def _folders(settings: Settings) -> tuple[tuple[str, str], ...]:
-    """The folders that the job writes to, by the setting that names each, beside the run folder."""
-    named = {"checkpoint_dir": settings.checkpoint_dir, "log.folder": settings.log and settings.log.folder}
-    return tuple((setting, folder) for setting, folder in named.items() if folder)

@@ -15,12 +15,11 @@ from recycle_plugin.core.worker.log_meter import LogMeter
 from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, measured
 from recycle_plugin.planner.log_selection import Line, Selection, choose_anew, in_bytes, selection
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.settings.sections import LogSettings
-from recycle_plugin.settings.wording import SECTION
 
 
 class LogChoice:
-    """The choice of the job whose ``settings`` these are, of the worker of ``session``, which measures by ``meter``.
+    """The choice of the worker of ``session``, which measures by ``meter``: of what it is to log, by the settings
+    ``boundaries`` and ``budget``, in bytes.
 
     ``planned(every)``: the line by a profile, with so many steps between checkpoints; None where there is none, and
     what was measured counts.  ``state_bytes()``: those of this worker's state.
@@ -29,17 +28,19 @@ class LogChoice:
     def __init__(
         self,
         session: Session,
-        settings: LogSettings,
+        boundaries: str | tuple[int, ...],
+        budget: int | None,
         stage: int,
         meter: LogMeter,
         planned: Callable[[int], Line | None],
         state_bytes: Callable[[], int],
     ) -> None:
-        self._session, self._settings, self._stage, self._meter = session, settings, stage, meter
+        self._session, self._budget, self._stage, self._meter = session, budget, stage, meter
         self._planned, self._state_bytes = planned, state_bytes
         self._from = self._begun = meter.total  # at the beginning of the last checkpoint, and of one under way
         self._said: tuple = ()
-        self._steady = settings.boundaries != AUTO  # the last checkpoint has changed nothing
+        self._auto = boundaries == AUTO
+        self._steady = not self._auto  # the last checkpoint has changed nothing
         self._too_large = False
 
     def begin(self) -> list:
@@ -60,15 +61,14 @@ class LogChoice:
         so many steps; and say so where that is news.
         """
         found = [StageFigures(stage, size, LogFigures(*figures)) for stage, size, figures in brought]
-        view, budget = self._session.view, self._settings.budget_bytes
-        hosts = stage_hosts(view.roster)
+        view, budget, hosts = self._session.view, self._budget, stage_hosts(self._session.view.roster)
         now = tuple(sorted(view.logged if view.logged is not None else range(len(hosts) - 1)))
         planned = self._planned(every)
         line = measured(found, hosts, every) if planned is None else planned
         if line is None:
             self._say_unknown(now, len(hosts))
             return now
-        chosen = choose_anew(line, now, budget) if self._settings.boundaries == AUTO else selection(line, now, budget)
+        chosen = choose_anew(line, now, budget) if self._auto else selection(line, now, budget)
         self._say(chosen, "measured" if planned is None else "by the profile")
         self._compare(sum(each.figures.logged for each in found))
         self._steady = chosen.logged == now
@@ -79,7 +79,7 @@ class LogChoice:
         if self._said:
             return
         self._said = (logged, None)
-        chooses = f"; {SECTION}.log.boundaries chooses once steps are measured" * (self._settings.boundaries == AUTO)
+        chooses = "; recycle.log.boundaries chooses once steps are measured" * self._auto
         self._session.note(
             "log_boundaries",
             f"{in_words(logged, stages)}; what that takes is not measured yet{chooses}",
@@ -110,15 +110,15 @@ class LogChoice:
         """Say, once, that the logs took more than they may since the last checkpoint, where nothing has changed what
         is logged.
         """
-        budget = self._settings.budget_bytes
+        budget = self._budget
         before, self._too_large = self._too_large, budget is not None and self._steady and logged > budget
         if budget is None or before or not self._too_large:
             return
-        fewer = "" if self._settings.boundaries == AUTO else f' set {SECTION}.log.boundaries to "{AUTO}",'
+        fewer = "" if self._auto else f' set recycle.log.boundaries to "{AUTO}",'
         self._session.note(
             "log_budget",
-            f"the logs took {in_bytes(logged)} since the last checkpoint, and {SECTION}.log.budget is "
-            f"{in_bytes(budget)}:{fewer} raise it, or raise {SECTION}.checkpoint.overhead, so that checkpoints are "
+            f"the logs took {in_bytes(logged)} since the last checkpoint, and recycle.log.budget is "
+            f"{in_bytes(budget)}:{fewer} raise it, or raise recycle.checkpoint.overhead, so that checkpoints are "
             "made more often",
             log_bytes=logged,
             budget=budget,

@@ -80,7 +80,8 @@ class StageLog:
         def state_bytes() -> int:
             return sum(tensor.nbytes for tensor in state.tensors().values())
 
-        return LogChoice(session, settings.log, self._stage, self.steps.meter, planned, state_bytes)
+        budget = settings.log.budget_bytes
+        return LogChoice(session, self.boundaries, budget, self._stage, self.steps.meter, planned, state_bytes)
 
     def where(self, session: Session, interface: str | None) -> LogFolder:
         """The folder that it is in, as others may be told of it.  ``interface``: the setting, by which they come."""
