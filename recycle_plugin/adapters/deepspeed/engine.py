@@ -20,6 +20,7 @@ from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.constants import BFLOAT16, FP16
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.utils.data import DistributedSampler
 
 from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles, whole_state_mib
@@ -445,7 +446,9 @@ class RecycleEngine(PipelineEngine):
         replicas, drops = self.grid.data_parallel_size, self._config.dataloader_drop_last
         self._dataset = DatasetSource(dataset, replicas, self._cursor, self.micro_batch_size, drops, self.collate_fn)
         if self.is_first_stage() or self.is_last_stage():
-            self.training_dataloader = Repeating(self, dataset)
+            own = self.mpu.get_data_parallel_rank()  # in stock's order
+            sampler: DistributedSampler[Any] = DistributedSampler(dataset, self.dp_world_size, own, shuffle=False)
+            self.training_dataloader = Repeating(partial(self.deepspeed_io, dataset, data_sampler=sampler))
 
     # --- what the trainer is lent --------------------------------------------------------------------
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch.utils.data import DistributedSampler
 
 from recycle_plugin.adapters.deepspeed.rank0 import replaced
 from recycle_plugin.core.vocabulary.ids import MicroBatch
@@ -20,12 +19,12 @@ from recycle_plugin.runtime.worker.feed import Feed
 
 
 class Repeating:
-    """The loader of ``training_data`` that ``deepspeed.initialize`` returns, in stock's order: begun once a script
-    reads it, since that starts processes and draws a random number, and ``train_batch()`` needs none.
+    """The loader of ``training_data`` that ``deepspeed.initialize`` returns, which ``loader()`` makes once a script
+    reads it: that starts processes and draws a random number, and ``train_batch()`` needs none.
     """
 
-    def __init__(self, engine: PipelineEngine, dataset: Any) -> None:
-        self._engine, self._dataset = engine, dataset
+    def __init__(self, loader: Callable[[], Iterable[Any]]) -> None:
+        self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -35,9 +34,7 @@ class Repeating:
 
     @cached_property
     def _begun(self) -> Iterator[Any]:
-        engine, own = self._engine, self._engine.mpu.get_data_parallel_rank()
-        sampler: DistributedSampler[Any] = DistributedSampler(self._dataset, engine.dp_world_size, own, shuffle=False)
-        return RepeatingLoader(engine.deepspeed_io(self._dataset, data_sampler=sampler))
+        return RepeatingLoader(self._loader())
 
 
 class Feeding:

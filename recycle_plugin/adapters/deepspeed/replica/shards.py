@@ -43,13 +43,21 @@ OF_GRADIENTS = (
 
 
 class Whole:
-    """Stage 0 in fp32: each rank of a replica has all ``parameters`` of ``engine``, and steps them."""
+    """Stage 0 in fp32: each rank of a replica has all parameters of ``module``, and steps them by ``optimizer``.
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.module = engine.module
-        self.wrapped: torch.optim.Optimizer = engine.optimizer
-        self.gradients = TorchGradients(each for each in engine.module.parameters() if each.requires_grad)
+    ``limit``: gradients are clipped by it, 0 for not at all; ``clipped_by()``: the norm by which stock code has done so
+    last, None where it does not.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        limit: float,
+        clipped_by: Callable[[], float | None],
+    ) -> None:
+        self.module, self.wrapped, self._limit, self._clipped_by = module, optimizer, limit, clipped_by
+        self.gradients = TorchGradients(each for each in module.parameters() if each.requires_grad)
 
     @property
     def scaler(self) -> None:
@@ -65,9 +73,8 @@ class Whole:
     def step(self, once: Callable[[], None]) -> torch.Tensor:
         """Let ``once()`` step by the gradients, which stay as they are; returns the norm by which it has judged."""
         self.show()
-        self._engine._global_grad_norm = None
         once()
-        norm = torch.tensor(self._engine._global_grad_norm or 0.0)
+        norm = torch.tensor(self._clipped_by() or 0.0)
         return norm if norm.isfinite() else torch.tensor(0.0)  # stock skips nothing at stage 0
 
     def show(self) -> None:
@@ -85,8 +92,8 @@ class Whole:
     def follow(self, norm: torch.Tensor) -> None:
         """Step by the gradients, as others have judged them; what has none stays as it is."""
         self.show()
-        if limit := self._engine.gradient_clipping():
-            torch.nn.utils.clip_grads_with_norm_(self.gradients.parameters, limit, norm)  # with stock's rounding
+        if self._limit:
+            torch.nn.utils.clip_grads_with_norm_(self.gradients.parameters, self._limit, norm)  # with stock's rounding
         self.wrapped.step()
 
     def refresh_model(self) -> None:
@@ -358,7 +365,7 @@ def shards_of(engine: Any) -> Whole | Partitions:
     if type(optimizer) is DeepSpeedZeroOptimizer:
         return Partitions(optimizer)
     if optimizer is engine.basic_optimizer:
-        return Whole(engine)
+        return Whole(engine.module, optimizer, engine.gradient_clipping(), lambda: engine._global_grad_norm)
     raise RecycleError(
         f"recycle.replicas: DeepSpeed trains this config with {type(optimizer).__name__}, which is not supported "
         "yet; in bf16 set zero_optimization.stage to 1, 2 or 3, and leave data_types.grad_accum_dtype out, or train in "
