@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 
 TRAVELS = frozenset({"act", "grad"})
@@ -40,6 +40,11 @@ class Datum(NamedTuple):
             + (f", micro-batch {self.micro_batch}" if self.micro_batch else "")
             + f", step {self.step}"
         )
+
+
+def of_layers(kind: str, seat: Seat, step: int) -> Datum:
+    """The name of what there is once in ``step`` for all the layers that a worker at ``seat`` holds."""
+    return Datum(kind, seat.stage, None, step)
 
 
 def goes_to(datum: Datum, stages: int) -> int | None:

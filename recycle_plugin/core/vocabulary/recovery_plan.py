@@ -25,7 +25,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from recycle_plugin.core.vocabulary.blocks import Block
-from recycle_plugin.core.vocabulary.dataflow import Datum, requires
+from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers, requires
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan
@@ -99,14 +99,12 @@ def unfinished(
 
 def uninformed(held: Held, step: int) -> frozenset[Seat]:
     """The seats whose worker does not know the norm that ``step`` was rejected for."""
-    return frozenset(seat for seat, have in held.items() if Datum("norm", seat.stage, None, step) not in have)
+    return frozenset(seat for seat, have in held.items() if of_layers("norm", seat, step) not in have)
 
 
 def _astray(held: Held, step: int) -> frozenset[Seat]:
     """The seats whose worker has applied ``step`` without knowing that it was rejected."""
-    return frozenset(
-        seat for seat in uninformed(held, step) if Datum("params", seat.stage, None, step + 1) in held[seat]
-    )
+    return frozenset(seat for seat in uninformed(held, step) if of_layers("params", seat, step + 1) in held[seat])
 
 
 def without_later(held: Held, step: int) -> Held:
@@ -240,9 +238,7 @@ class _Closure:
 
     def _apart(self) -> set[int]:
         """Stages that share weights, and somebody there has no sum over all that share them."""
-        lacks = {
-            seat.stage for seat, have in self._held.items() if Datum("tied", seat.stage, None, self._step) not in have
-        }
+        lacks = {seat.stage for seat, have in self._held.items() if of_layers("tied", seat, self._step) not in have}
         return {stage for tie in self._plan.view.topology.ties if lacks.intersection(tie) for stage in tie}
 
     def boundary_only(self) -> frozenset[Instruction]:
@@ -254,7 +250,7 @@ class _Closure:
         return frozenset(found)
 
     def _stepped(self, seat: Seat) -> bool:
-        return Datum("params", seat.stage, None, self._step + 1) in self._held[seat]
+        return of_layers("params", seat, self._step + 1) in self._held[seat]
 
     # --- a micro-batch ------------------------------------------------------------------------------
 

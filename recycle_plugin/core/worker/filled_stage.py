@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
-from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.state_stream import Marker
 from recycle_plugin.core.worker.machine import Machine
@@ -59,7 +58,7 @@ class FilledStage:
             self._machine.units.take_settings(marker.settings)
         self._machine.operations.go_by(marker.share)
         if marker.norm is not None:
-            store.put(Datum("norm", store.seat.stage, None, step), marker.norm)
+            store.put(store.of_layers("norm", step), marker.norm)
         store.run(
             Instruction(Op.STEP, store.seat.stage, None, step),
             lambda one, have: self._machine.operations.compute(one, have, False),

@@ -261,7 +261,7 @@ class StepEnd(Undisturbed):
             self._store.put(made, self._machine.tied_of(self._tied))
         else:
             if self._record.norm is not None:
-                self._store.put(Datum("norm", seat.stage, None, instruction.step), self._record.norm)
+                self._store.put(self._store.of_layers("norm", instruction.step), self._record.norm)
             with self._times.of("step"):
                 yield from self._machine.spend(instruction)
                 self._store.run(instruction, lambda one, have: self._machine.compute(one, have, False))

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple, Protocol
 
-from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, consumes, goes_to, requires
+from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, consumes, goes_to, of_layers, requires
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.step_batches import SUMMED, StepBatches
@@ -92,7 +92,7 @@ class StepStore:
         self.reads_iterator = False
         self.committed, self.valid_from = committed, 0
         self.peak = self.peak_weight = self.let_go = 0
-        self._data: dict[Datum, _Entry] = {Datum("params", seat.stage, None, committed + 1): _Entry(None, 0, 0)}
+        self._data: dict[Datum, _Entry] = {of_layers("params", seat, committed + 1): _Entry(None, 0, 0)}
         self._before: tuple[Datum, Any] | None = None  # the weights that the last step has changed
         self._sent: dict[Datum, None] = {}  # oldest first, without what is pinned
         self._weight = 0
@@ -103,7 +103,7 @@ class StepStore:
 
     def of_layers(self, kind: str, step: int) -> Datum:
         """The name of what there is once in ``step`` for all the layers that this worker holds."""
-        return Datum(kind, self.seat.stage, None, step)
+        return of_layers(kind, self.seat, step)
 
     def __contains__(self, datum: Datum) -> bool:
         return datum in self._data

@@ -25,7 +25,7 @@ from recycle_plugin.core.messages.from_workers import (
     Through,
 )
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
-from recycle_plugin.core.vocabulary.dataflow import Datum, pack, unpack
+from recycle_plugin.core.vocabulary.dataflow import of_layers, pack, unpack
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE
 from recycle_plugin.core.vocabulary.iterator_draws import Batches, IteratorState, end_before
@@ -257,7 +257,7 @@ class TrainingLoop:
         self._port.reach("recovery.report")
         timings = {"notice_s": round(stopped - generation.at, 4), "plan_s": round(planned - stopped, 4)}
         drawn = self._runner.held_draws()  # first: from here on nothing of a lost worker's is taken any more
-        held = pack({*self._runner.held(), Datum("params", self.seat.stage, None, self.machine.stepped + 1)})
+        held = pack({*self._runner.held(), of_layers("params", self.seat, self.machine.stepped + 1)})
         report = SurvivorReport(
             self._control_view.rank,
             generation.number,

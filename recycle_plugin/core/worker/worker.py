@@ -222,7 +222,7 @@ class Worker:
 
     def record_norm(self, step: int, norm: Any) -> None:
         """Notes the ``norm`` of ``step``, by which it is to be clipped or skipped."""
-        self.store.put(self._norm(step), norm)
+        self.store.put(self.store.of_layers("norm", step), norm)
 
     def discard_after(self, after: int, valid_from: int) -> None:
         """Discards what is here of the steps after ``after``, which was computed with rejected weights; data is valid
@@ -285,8 +285,7 @@ class Worker:
 
     def _last_sum(self, step: int) -> Datum:
         """What the sums of ``step`` leave last, of which STEP is made."""
-        tied = bool(self._shape.tie(self.seat.stage))
-        return Datum("tied" if tied else "reduced", self.seat.stage, None, step)
+        return self.store.of_layers("tied" if self._shape.tie(self.seat.stage) else "reduced", step)
 
     def _has_sum(self, step: int) -> bool:
         """Whether what ``step`` applies is here."""
@@ -455,7 +454,7 @@ class Worker:
 
     def _step(self, instruction: Instruction) -> None:
         step = instruction.step
-        if self._judging.validates and self._norm(step) not in self.store:
+        if self._judging.validates and self.store.of_layers("norm", step) not in self.store:
             self._validate_later(step)
         self._final = step
         self.serve_now(waiting=False)
@@ -463,10 +462,10 @@ class Worker:
         self._machine.hashing.finish()
         settings = self._machine.units.settings()
         self.store.run(instruction, lambda one, have: self._machine.operations.compute(one, have, False))
-        norm = self.store.get(self._norm(step))  # which STEP itself may have found
+        norm = self.store.get(self.store.of_layers("norm", step))  # which STEP itself may have found
         self.servings.stepped(step, Applied(norm, settings, self.running.share))
         for each in self._observers:
-            each.applied(step, self.store.get(self._norm(step)))
+            each.applied(step, self.store.get(self.store.of_layers("norm", step)))
         self.applied(step)
         if self.servings:
             self._machine.watch_state()
@@ -541,9 +540,6 @@ class Worker:
     def _take_arrivals(self) -> None:
         for datum, value, valid_from in self._machine.arrivals():
             self.store.arrive(datum, value, valid_from)
-
-    def _norm(self, step: int) -> Datum:
-        return Datum("norm", self.seat.stage, None, step)
 
     def _say_share(self, step: int, name: str, share: float) -> None:
         self._machine.send(

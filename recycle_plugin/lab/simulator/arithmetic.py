@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from recycle_plugin.core.coordinator.step_validation import over
 from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.dataflow import Datum, provides
+from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers, provides
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import Draw
@@ -206,9 +206,7 @@ class ExactWorld(VirtualWorld):
 
     def final(self) -> dict[Seat, int]:
         """The weight of every live seat after the last step."""
-        return {
-            seat: have[Datum("params", seat.stage, None, self.steps.stop)] for seat, have in sorted(self.store.items())
-        }
+        return {seat: have[of_layers("params", seat, self.steps.stop)] for seat, have in sorted(self.store.items())}
 
 
 def train(plan: Plan, costs: CostModel, weights: tuple[int, ...], steps: int = 1, step: int = 0) -> dict[Seat, int]:

@@ -29,7 +29,7 @@ from recycle_plugin.core.messages.contributions import LOSS
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed, Collected, End, Generation, Resume
 from recycle_plugin.core.messages.from_workers import Leaving, Unreplayable
 from recycle_plugin.core.vocabulary.causes import Cause
-from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import ends_before
@@ -393,7 +393,7 @@ class Watcher:
 
     def _right_weights(self, worker: Any, committed: int) -> None:
         for step in (committed + 1, committed + 2):  # after the last committed step, or one ahead of it
-            held = worker.store.get(Datum("params", worker.seat.stage, None, step))
+            held = worker.store.get(of_layers("params", worker.seat, step))
             if held is not None and step <= self.steps + 1:
                 if step - 1 > self._committed:
                     self._follow(step - 1, step - 1)

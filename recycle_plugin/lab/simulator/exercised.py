@@ -27,7 +27,7 @@ from recycle_plugin.core.messages.from_workers import (
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.messages.said import WORKER
 from recycle_plugin.core.vocabulary.causes import Cause
-from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.dataflow import of_layers
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.whereabouts import board_of
@@ -218,6 +218,6 @@ class Exercised(Counter[ProtocolRule]):
         ``store``.
         """
         if isinstance(message, Resume) and message.norm is not None:
-            self[ProtocolRule.TWICE_REJECTED] += Datum("norm", store.seat.stage, None, message.committed + 1) in store
+            self[ProtocolRule.TWICE_REJECTED] += of_layers("norm", store.seat, message.committed + 1) in store
         if isinstance(message, Generation) and control_view.interruption() is not None:
             self[ProtocolRule.PLAN_AFTER if message.from_step else ProtocolRule.REPLACED] += 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.vocabulary.blocks import Block
-from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.worker.executor import Waits
@@ -55,7 +55,7 @@ class HelpedStage:
         """Takes the weight before ``step``, and drops all sums."""
         self._numbers.forget_sums()
         self.store.rewind(step - 1, 0)
-        self.store.put(Datum("params", self.store.seat.stage, None, step), weights.weight)
+        self.store.put(of_layers("params", self.store.seat, step), weights.weight)
 
     def sums(self, step: int, blocks: Sequence[Block]) -> Any:
         """The sums of the weight gradients, by block."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.dataflow import of_layers
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.lab.simulator.arithmetic import Sample
@@ -66,7 +66,7 @@ class Ledger:
         """Checks that a replica of which a rank applies ``step`` is not torn: each of its ranks has its part of the
         sum.
         """
-        reduced = Datum("reduced", worker.seat.stage, None, step)
+        reduced = of_layers("reduced", worker.seat, step)
         torn = [other for other in worker.cluster.workers.values() if other.seat == worker.seat]
         if not all(reduced in other.store for other in torn):
             self._say(f"a rank of replica {worker.seat.replica} applies step {step}, whose sum another one lacks")

@@ -10,7 +10,7 @@ from typing import Any
 
 from recycle_plugin.core.coordinator.step_validation import over
 from recycle_plugin.core.vocabulary.blocks import Block
-from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
@@ -83,7 +83,7 @@ class Numbers:
             self._add(instruction.step, instruction.works_on, UNSPLIT)
         elif instruction.op is Op.STEP:
             self._written += 1
-            norm = have.get(Datum("norm", self._seat.stage, None, instruction.step))
+            norm = have.get(of_layers("norm", self._seat, instruction.step))
             self._before = dict(self.moments)
             for name in MOMENTS:
                 self.move(name, self.gradient(instruction.step, have), norm)
@@ -128,7 +128,7 @@ class Numbers:
 
     def gradient(self, step: int, have: StepStore) -> int:
         """The gradient of ``step`` that is judged and applied."""
-        return have[Datum("tied" if self.tie else "reduced", self._seat.stage, None, step)]
+        return have[of_layers("tied" if self.tie else "reduced", self._seat, step)]
 
     def share(self, step: int, have: StepStore) -> float:
         """This stage's share of the squared norm of ``step``; what stages share, the first of them counts."""

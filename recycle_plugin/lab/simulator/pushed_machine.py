@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.pushed import PushedWorker
@@ -62,7 +62,7 @@ class PushedMachine(SimulatedMachine):
         elif instruction.op is Op.STEP and self.shared.applies is None and self.cluster.scenario.clip:
             each = self.share(instruction.step, have)
             norm = self.norm(dict.fromkeys(map(str, range(self.cluster.scenario.shards)), each))
-            have.put(Datum("norm", self.seat.stage, None, instruction.step), norm)
+            have.put(of_layers("norm", self.seat, instruction.step), norm)
         made = super().compute(instruction, have, boundary_only)
         return {data: None} if instruction.op is Op.LOAD else made
 

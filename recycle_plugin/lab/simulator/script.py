@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.from_workers import Durable, Fatal, Left, Vanishing
-from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.dataflow import of_layers
 from recycle_plugin.core.vocabulary.evaluation_route import end_of
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.iterator_draws import Gone
@@ -202,9 +202,9 @@ class SimulatedFiles:
         machine.reach("checkpoint.written")
         written, full = machine.cluster.written, self._is_full(str(machine.seat))
         written.setdefault((self.step, number), {})[machine.held] = (
-            None if full else machine.store[Datum("params", machine.seat.stage, None, self.step + 1)]
+            None if full else machine.store[of_layers("params", machine.seat, self.step + 1)]
         )
-        state = machine.store[Datum("params", machine.seat.stage, None, self.step + 1)], dict(machine.numbers.moments)
+        state = machine.store[of_layers("params", machine.seat, self.step + 1)], dict(machine.numbers.moments)
         machine.cluster.saved.setdefault((self.step, machine.seat.stage), state)
         machine.cluster.exercised[ProtocolRule.SAVED_AGAIN] += any(
             step == self.step and other != number for step, other in written

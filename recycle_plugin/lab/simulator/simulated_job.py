@@ -15,7 +15,7 @@ from typing import Any
 
 from recycle_plugin import planner
 from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.dataflow import of_layers
 from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
@@ -198,4 +198,4 @@ def _take_back(state: VirtualState, seat: Seat, committed: int) -> None:
 
 
 def _final(state: VirtualState, steps: int) -> dict[Seat, Any]:
-    return {seat: have[Datum("params", seat.stage, None, steps)] for seat, have in state.store.items()}
+    return {seat: have[of_layers("params", seat, steps)] for seat, have in state.store.items()}

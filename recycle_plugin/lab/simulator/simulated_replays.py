@@ -9,7 +9,7 @@ from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.from_coordinator import Replay
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
-from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.dataflow import of_layers
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.worker.control_view import ControlView
@@ -87,7 +87,7 @@ class Replaying:
 
     def weights(self) -> SentWeights:
         """The weight of this stage."""
-        return SentWeights(self.store[Datum("params", self.seat.stage, None, self.steps.stepped + 1)])
+        return SentWeights(self.store[of_layers("params", self.seat, self.steps.stepped + 1)])
 
     def add_share(self, step: int, sums: Any) -> None:
         """Adds what a share has to this worker's own sums."""

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recycle_plugin.core.messages.from_workers import Serving
-from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Item, Unit
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
@@ -95,7 +95,7 @@ class SimulatedState:
 
     @property
     def _params(self) -> Datum:
-        return Datum("params", self._machine.seat.stage, None, self._machine.steps.stepped + 1)
+        return of_layers("params", self._machine.seat, self._machine.steps.stepped + 1)
 
     # --- from others -------------------------------------------------------------------------------
 
@@ -120,18 +120,18 @@ class SimulatedState:
         self.applies = sums
         gradient = next(iter(sums.values()), None)
         kinds = ("reduced", "tied") if self._machine.numbers.tie else ("reduced",)
-        return {Datum(kind, self._machine.seat.stage, None, step): gradient for kind in kinds}
+        return {of_layers(kind, self._machine.seat, step): gradient for kind in kinds}
 
     def follow(self, step: int) -> dict[Datum, Any]:
         """Applies ``step`` to the units that are there."""
         assert self.applies is not None, "a step is followed"
         applies, self.applies = self.applies, None
         machine = self._machine
-        before, norm = machine.store[self._params], machine.store.get(Datum("norm", machine.seat.stage, None, step))
+        before, norm = machine.store[self._params], machine.store.get(of_layers("norm", machine.seat, step))
         after = machine.numbers.stepped(before, applies[WEIGHT], norm) if WEIGHT in applies else None
         for name in applies.keys() - {WEIGHT}:
             machine.numbers.move(name, applies[name], norm)
-        return {Datum("params", machine.seat.stage, None, step + 1): after}
+        return {of_layers("params", machine.seat, step + 1): after}
 
 
 class Pipe:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from recycle_plugin.core.messages.activity import COMPUTES
-from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.dataflow import of_layers
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.worker.executor import Waits
@@ -32,7 +32,7 @@ class Sum:
 
 def reduced(machine: SimulatedMachine, instruction: Instruction, have: StepStore, holder: Seat | None) -> Waits[Any]:
     """Makes the sum of a REDUCE, or takes it from ``holder``, who has it already."""
-    datum, stage = Datum("reduced", machine.seat.stage, None, instruction.step), (machine.seat.stage,)
+    datum, stage = of_layers("reduced", machine.seat, instruction.step), (machine.seat.stage,)
     if holder is not None:
         brought = yield from _together(machine, instruction, stage, have[datum] if holder == machine.seat else None)
         machine.cluster.exercised[ProtocolRule.ROLLED_FORWARD] += datum not in have
@@ -47,7 +47,7 @@ def reduced(machine: SimulatedMachine, instruction: Instruction, have: StepStore
 def tied(machine: SimulatedMachine, instruction: Instruction, have: StepStore) -> Waits[Any]:
     """Makes the sum over a tie, each stage's sum from any of its workers: they have the same."""
     brought = yield from _together(
-        machine, instruction, machine.numbers.tie, have[Datum("reduced", machine.seat.stage, None, instruction.step)]
+        machine, instruction, machine.numbers.tie, have[of_layers("reduced", machine.seat, instruction.step)]
     )
     by_stage = {
         machine.cluster.workers[rank].seat.stage: value for rank, value in sorted(brought.items(), reverse=True)

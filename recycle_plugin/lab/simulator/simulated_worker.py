@@ -16,7 +16,7 @@ from recycle_plugin.core.messages.contributions import NORM
 from recycle_plugin.core.messages.from_workers import Missing, Post, ReadBoard, Ready, StateHash
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
-from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers
 from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import SENDS, Instruction, Op
@@ -88,7 +88,7 @@ class SimulatedMachine(Replaying):
         self.control_view.shard = shard
         self.numbers = Numbers(scenario, seat, shard)
         self.store = StepStore(seat, scenario.shape.stages, bool(self.numbers.tie), scenario.budget)
-        self.store.put(Datum("params", seat.stage, None, 1), weight)
+        self.store.put(of_layers("params", seat, 1), weight)
         self.steps = StepMachine(0)
         self.store.reads_iterator = scenario.iterators
         self.plain_iterator = PlainIterator(
@@ -414,7 +414,7 @@ class SimulatedMachine(Replaying):
             self.reach("after", self.seat, instruction)
             return made
         if instruction.op is Op.STEP:
-            norm = have.get(Datum("norm", self.seat.stage, None, instruction.step))
+            norm = have.get(of_layers("norm", self.seat, instruction.step))
             clipped_by = norm if norm is not None and over(norm, self.cluster.scenario.clip) else None
             self.cluster.watcher.applied(
                 self, instruction.step, self.numbers.gradient(instruction.step, have), clipped_by

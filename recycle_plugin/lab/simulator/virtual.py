@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.dataflow import Datum, provides
+from recycle_plugin.core.vocabulary.dataflow import Datum, of_layers, provides
 from recycle_plugin.core.vocabulary.faults import FaultScript
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Instruction, Op
@@ -95,7 +95,7 @@ class VirtualState:
             for seat in plan.programs
         }
         for seat, value in (parameters or {}).items():
-            store[seat].put(Datum("params", seat.stage, None, step), value)
+            store[seat].put(of_layers("params", seat, step), value)
         return cls(store, dict.fromkeys(plan.programs, step - 1))
 
 
