@@ -86,7 +86,7 @@ class TrainingLoop:
         yield from self._port.wait("all workers to be ready", lambda: self._control_view.pending, interruptible=False)
         yield from self.recover()
 
-    def train(self, step: int) -> Waits[dict[str, Any]]:
+    def train(self, step: int) -> Waits[dict[str, float]]:
         """Applies ``step``; the value is the loss of each of its micro-batches.  It may be committed later.  Raises
         DataEnded.
         """

@@ -46,7 +46,7 @@ def assembled(
     step: int,
     recover: Callable[[], None],
     scripted: SetByScript | None,
-    apart: Callable[[], AbstractContextManager],
+    apart: Callable[[], AbstractContextManager[object]],
 ) -> Assembled:
     """The loop of the worker that has ``parts``, and whose last step was ``step``.
 

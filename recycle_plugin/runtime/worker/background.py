@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE
@@ -49,7 +50,7 @@ class _Begun:
     error: str = ""
     arrived: int = -1
     write_s: float = 0.0
-    brought: list | None = None
+    brought: list[Any] | None = None
 
     @property
     def place(self) -> str:
@@ -225,7 +226,7 @@ class Background:
             f"{grows}",
         )
 
-    def _publish(self, begun: _Begun, cost: Cost, write_s: float, brought: list) -> str:
+    def _publish(self, begun: _Begun, cost: Cost, write_s: float, brought: list[Any]) -> str:
         """Give the checkpoint its name, and remove old ones; returns why that can't be, or "".  ``brought``: what all
         have brought along for the choice of what is logged.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed
 from recycle_plugin.core.vocabulary.plan import Plan
@@ -12,10 +12,13 @@ from recycle_plugin.core.worker import pushed
 from recycle_plugin.core.worker.checkpoint_saving import CheckpointFiles, save
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.evaluation import Evaluations
+from recycle_plugin.core.worker.executor import Waits
 from recycle_plugin.core.worker.newcomer import Newcomer
 from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.worker.plan_prefetcher import WorkerPlanner
+
+T = TypeVar("T")
 
 
 class BlockingLoop:
@@ -72,7 +75,7 @@ class BlockingLoop:
         """What a peer's script has handed over to this newcomer's."""
         return self._newcomer.handed
 
-    def train(self, step: int) -> dict:
+    def train(self, step: int) -> dict[str, float]:
         """Train ``step``; returns the loss of each micro-batch of the step."""
         return drain(self._loop.train(step))
 
@@ -122,7 +125,7 @@ class BlockingLoop:
     def plan(self) -> Plan:
         return self._loop.plan
 
-    def barrier(self, place: str, values: dict) -> BarrierPassed:
+    def barrier(self, place: str, values: dict[str, Any]) -> BarrierPassed:
         """Wait until all live workers have come to ``place``, and return what they have brought.  Raises
         Interrupted.
         """
@@ -139,6 +142,10 @@ class BlockingLoop:
         drain(self._loop.resize(topology, batch, self._planner.full_us(topology)))
 
 
+@overload
+def drain(execution: Waits[T]) -> T: ...
+@overload
+def drain(execution: Iterator[Any]) -> Any: ...
 def drain(execution: Iterator[Any]) -> Any:
     """The value of a generator whose waits block."""
     try:

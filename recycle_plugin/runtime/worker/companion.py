@@ -6,6 +6,7 @@ computation, of whatever framework, and an accelerator needs no room for a secon
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -108,10 +109,8 @@ class TorchCompanion(ReplayMachine):
         present = self.state.tensors()
         names = [name for name in kept.tensors if name.startswith("masters/")]
         names = names or [name for name in kept.tensors if name.startswith("weights/")]
-        squares = sum(
-            float((_host(present[name]).double() - kept.tensors[name].double()).square().sum()) for name in names
-        )
-        return squares**0.5
+        apart = (_host(present[name]).double() - kept.tensors[name].double() for name in names)
+        return math.sqrt(sum(float(each.square().sum()) for each in apart))
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,12 +30,12 @@ class DatasetSource:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset[Any],
         replicas: int,
         cursor: DataCursor,
         micro_batch_size: int,
         drop_last: bool,
-        collate: Callable | None,
+        collate: Callable[..., Any] | None,
     ) -> None:
         self._dataset = dataset
         self._replicas, self._cursor = replicas, cursor
@@ -50,7 +50,7 @@ class DatasetSource:
         return self._collate([self._dataset[index] for index in batches[position % len(batches)]])
 
     def _batches_of(self, replica: int) -> list[list[int]]:
-        sampler: DistributedSampler = DistributedSampler(
+        sampler: DistributedSampler[Any] = DistributedSampler(
             self._dataset, num_replicas=self._replicas, rank=replica, shuffle=False
         )
         batches = list(BatchSampler(sampler, self._size, self._drop_last))

@@ -53,7 +53,7 @@ class HowToMake:
     topology: Topology
     seat: Seat
     make: Callable[[int], MadeStage] | None
-    randomness: Callable[[MadeStage, int], Callable[[MicroBatch, int, str], AbstractContextManager]]
+    randomness: Callable[[MadeStage, int], Callable[[MicroBatch, int, str], AbstractContextManager[object]]]
     splits: bool
     blocks: Blocks | None
     source: Callable[[], Source | None]

@@ -59,9 +59,8 @@ class WorkerLog:
             self._after(copy, lambda: self._write(datum, copy, valid_from))
 
     def _copied(self, value: Any) -> Copy | None:
-        if type(value) is tuple:
-            return self._device.to_host(value, "what is logged", shared=True)
-        return value
+        kept: Copy | None = value
+        return self._device.to_host(value, "what is logged", shared=True) if type(value) is tuple else kept
 
     def _write(self, datum: Datum, copy: Copy, valid_from: int) -> None:
         tensors = copy.wait(COPY_S)

@@ -8,6 +8,7 @@ worker, who has the figures of all, chooses, and its word goes with the checkpoi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from recycle_plugin.core.vocabulary.log_boundaries import AUTO, groups, in_words, stage_hosts
 from recycle_plugin.core.vocabulary.log_figures import LogFigures, StageFigures
@@ -38,12 +39,12 @@ class LogChoice:
         self._session, self._budget, self._stage, self._meter = session, budget, stage, meter
         self._planned, self._state_bytes = planned, state_bytes
         self._from = self._begun = meter.total  # at the beginning of the last checkpoint, and of one under way
-        self._said: tuple = ()
+        self._said: tuple[object, ...] = ()
         self._auto = boundaries == AUTO
         self._steady = not self._auto  # the last checkpoint has changed nothing
         self._too_large = False
 
-    def begin(self) -> list:
+    def begin(self) -> list[Any]:
         """What this worker has measured since the last checkpoint, for the barrier at the end of one that begins."""
         self._begun = self._meter.total
         return [self._stage, self._state_bytes(), list(self._begun.since(self._from))]
@@ -56,7 +57,7 @@ class LogChoice:
         """Count from now on: the membership has changed, and steps take another time."""
         self._from = self._meter.total
 
-    def choose(self, brought: Iterable[list], every: int) -> tuple[int, ...]:
+    def choose(self, brought: Iterable[list[Any]], every: int) -> tuple[int, ...]:
         """The boundaries to log from now on, by what all have ``brought`` to the barrier, with a checkpoint ``every``
         so many steps; and say so where that is news.
         """

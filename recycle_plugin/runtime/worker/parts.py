@@ -174,11 +174,11 @@ class Parts:
     def randomness(
         self,
         stage: int,
-        forward: Callable[[int, int], AbstractContextManager],
+        forward: Callable[[int, int], AbstractContextManager[object]],
         micro_batch: MicroBatch,
         step: int,
         half: str,
-    ) -> AbstractContextManager:
+    ) -> AbstractContextManager[object]:
         """The context in which a micro-batch of ``stage``, whose forwards draw by ``forward``, draws."""
         if self.settings.rng == "stream":
             return nullcontext()

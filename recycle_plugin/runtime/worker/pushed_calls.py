@@ -102,7 +102,8 @@ class PushedCalls:
             raise RecycleError(
                 "engine.step() without a micro-batch: call engine(…) and engine.backward(loss) before it"
             )
-        return self._go_on(self._steps.close())
+        applied: bool = self._go_on(self._steps.close())
+        return applied
 
     def hear(self) -> None:
         """Recover from a membership change that the script meets in something else than a step."""

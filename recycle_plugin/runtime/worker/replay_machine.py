@@ -91,7 +91,7 @@ class ReplayMachine(LoggedWork):
     """
 
     def __init__(
-        self, parts: Parts, apart: Callable[[], AbstractContextManager], scripted: SetByScript, alone: str
+        self, parts: Parts, apart: Callable[[], AbstractContextManager[object]], scripted: SetByScript, alone: str
     ) -> None:
         assert parts.log is not None, "a job that does not log replays nothing"
         super().__init__(parts.session, parts.log.folder)

@@ -28,7 +28,9 @@ class Replays:
     over again.
     """
 
-    def __init__(self, parts: Parts, scripted: SetByScript, apart: Callable[[], AbstractContextManager]) -> None:
+    def __init__(
+        self, parts: Parts, scripted: SetByScript, apart: Callable[[], AbstractContextManager[object]]
+    ) -> None:
         assert parts.log is not None, "a job that does not log replays nothing"
         self._parts, self._log, self._scripted, self._apart = parts, parts.log, scripted, apart
 

@@ -45,7 +45,7 @@ class ScriptedStage:
         self,
         model: StageModel,
         compute: Compute,
-        randomness: Callable[[MicroBatch, int, str], AbstractContextManager],
+        randomness: Callable[[MicroBatch, int, str], AbstractContextManager[object]],
         warn: Callable[[str], None] = lambda text: None,
         tried: bool = False,
     ) -> None:

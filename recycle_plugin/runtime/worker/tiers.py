@@ -31,7 +31,8 @@ class Host:
         """Start the copy to host memory; what is a copy already stays so."""
         if type(value) is tuple:  # of tensors; else it is a Copy already, which may be a named tuple
             return self._device.to_host(value, "what goes to a peer", shared=True)
-        return value
+        kept: Copy = value
+        return kept
 
     def weigh(self, kept: Copy) -> int:
         return kept.nbytes

@@ -93,7 +93,7 @@ class Trainer:
         """The job's replicas, stages and micro-batches."""
         return self._parts.topology
 
-    def lifted(self) -> AbstractContextManager:
+    def lifted(self) -> AbstractContextManager[object]:
         """A context in which something of the framework's is at work, which may touch parameters; it may be nested."""
         return self._touch.lifted()
 
@@ -484,7 +484,7 @@ class Trainer:
             self._entry.check_caught_up()
         self.settle()
 
-    def apart(self) -> AbstractContextManager:
+    def apart(self) -> AbstractContextManager[object]:
         """A context for something that a newcomer's script does not do over again."""
         return nullcontext() if self._session.hooks.startup is None else self._session.hooks.startup.apart()
 
