@@ -69,7 +69,7 @@ def shrink_group(session: Session, stock: Stock, *arguments: Any, **given: Any) 
     return _refused(stock, "group", "a group goes on with its live members by itself", arguments, given)
 
 
-def _refused(stock: Stock, of: str, advice: str, arguments: tuple, given: dict[str, Any]) -> Any:
+def _refused(stock: Stock, of: str, advice: str, arguments: tuple[Any, ...], given: dict[str, Any]) -> Any:
     bound = _bound(stock, arguments, given)
     if (followed := _followed(bound.arguments.get(of))) is not None:
         raise RecycleError(f"{_where(stock, followed)} is not supported: {advice}")
@@ -89,7 +89,7 @@ def scatter_object_list(session: Session, stock: Stock, *arguments: Any, **given
     _received_again(session, stock, arguments, given)
 
 
-def _received_again(session: Session, stock: Stock, arguments: tuple, given: dict[str, Any]) -> None:
+def _received_again(session: Session, stock: Stock, arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
     """Call ``stock`` from another root than a newcomer, whose own objects may be of other sizes than were sent."""
     bound = _bound(stock, arguments, given)
     group = bound.arguments.get("group")
@@ -188,7 +188,7 @@ def monitored_barrier(session: Session, stock: Stock, *arguments: Any, **given: 
     if group is None:
         stock(*arguments, **given)
         return
-    limit = timeout if isinstance(timeout, timedelta) or timeout is None else timedelta(seconds=timeout)
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout or 0)  # 0: the group's own
     try:
         group.barrier().wait(limit)
     except WaitTimeout as late:
@@ -211,7 +211,7 @@ def async_save(session: Session, stock: Stock, *arguments: Any, **given: Any) ->
     return _refused(stock, "process_group", advice, arguments, given)
 
 
-def _of_all(stock: Stock, arguments: tuple, given: dict[str, Any]) -> Any:
+def _of_all(stock: Stock, arguments: tuple[Any, ...], given: dict[str, Any]) -> Any:
     """A call to torch.distributed.checkpoint that needs the parts of all members."""
     from torch.distributed.checkpoint import CheckpointException
 
@@ -241,7 +241,7 @@ def _check_whole(stock: Stock, group: MemberGroup) -> None:
 # --- what they share -----------------------------------------------------------------------------------
 
 
-def _bound(stock: Stock, arguments: tuple, given: dict[str, Any]) -> inspect.BoundArguments:
+def _bound(stock: Stock, arguments: tuple[Any, ...], given: dict[str, Any]) -> inspect.BoundArguments:
     return inspect.signature(stock).bind(*arguments, **given)
 
 

@@ -27,6 +27,7 @@ from recycle_plugin.runtime.collectives.link import (
     Barrier,
     Broadcast,
     Gather,
+    Operation,
     Receive,
     ReduceScatter,
     Send,
@@ -89,7 +90,8 @@ class MemberGroup(Several, dist.ProcessGroup):
     def __init__(self, session: Session, callers: Callers, outcomes: Outcomes, options: Any) -> None:
         base: Any = super()  # torch's stubs know of no way to be one
         base.__init__(options.group_rank, options.group_size)
-        self._name, self._description = options.group_id, ""
+        self._name: str = options.group_id
+        self._description = ""
         self._callers, self._session = callers, session
         self._rank = options.group_rank
         self._ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
@@ -118,7 +120,7 @@ class MemberGroup(Several, dist.ProcessGroup):
 
     # --- operations -----------------------------------------------------------------------------------
 
-    def allreduce(self, tensors, options=None):
+    def allreduce(self, tensors: Tensors, options: Any = None) -> dist.Work:
         """torch.distributed's ``all_reduce`` over the live members; an average is divided by how many of them took
         part.
         """
@@ -128,13 +130,13 @@ class MemberGroup(Several, dist.ProcessGroup):
             Asked("all_reduce", lambda held, _: AllReduce(held, _added(op)), tensors, check, adjust=self._adjust(op))
         )
 
-    def reduce(self, tensors, options):
+    def reduce(self, tensors: Tensors, options: Any) -> dist.Work:
         """torch.distributed's ``reduce`` over the live members; raises RecycleError where the root is lost.
 
         All of them add up, so that a loss finds nobody through with it whose part somebody else still needs.
         """
 
-        def check():
+        def check() -> None:
             self._place(root, "reduce to")
             adding()
 
@@ -152,10 +154,10 @@ class MemberGroup(Several, dist.ProcessGroup):
             )
         )
 
-    def broadcast(self, tensors, options):
+    def broadcast(self, tensors: Tensors, options: Any) -> dist.Work:
         """torch.distributed's ``broadcast`` to the live members; raises RecycleError where the root is lost."""
 
-        def make(held, place):
+        def make(held: list[torch.Tensor], place: Mapping[int, int]) -> Operation:
             return Broadcast(held, place[root])
 
         root = options.rootRank
@@ -163,17 +165,17 @@ class MemberGroup(Several, dist.ProcessGroup):
             Asked("broadcast", make, tensors, lambda: self._place(root, "broadcast from"), writes=root != self._rank)
         )
 
-    def barrier(self, opts=None):  # torch passes it by this name
+    def barrier(self, opts: Any = None) -> dist.Work:  # torch passes it by this name
         """torch.distributed's ``barrier`` of the live members."""
         return self._run(Asked("barrier", lambda *_: Barrier()))
 
-    def allgather(self, outputs, inputs, options=None):
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None) -> dist.Work:
         """torch.distributed's ``all_gather``; raises RecycleError once a member is lost."""
         return self._whole(
             "all_gather", lambda held, _: AllGather(held, _hosted(*inputs)), outputs[0], inputs, gives=ALL
         )
 
-    def gather(self, outputs, inputs, options):
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any) -> dist.Work:
         """torch.distributed's ``gather``; raises RecycleError once a member is lost."""
         return self._whole(
             "gather",
@@ -182,13 +184,13 @@ class MemberGroup(Several, dist.ProcessGroup):
             inputs,
         )
 
-    def scatter(self, outputs, inputs, options):
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> dist.Work:
         """torch.distributed's ``scatter`` to the live members; raises RecycleError where the root is lost.
 
         All of them get all of it, so that a loss finds nobody through with it whose part somebody else still needs.
         """
 
-        def take():
+        def take() -> None:
             with torch.no_grad():
                 output.copy_(rows[self._rank])
 
@@ -200,7 +202,7 @@ class MemberGroup(Several, dist.ProcessGroup):
             self._run(Asked("scatter", make, [rows], check, writes=not own, given=(inputs, outputs))), output, take
         )
 
-    def reduce_scatter(self, outputs, inputs, options):
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> dist.Work:
         """torch.distributed's ``reduce_scatter`` from lists of tensors; raises RecycleError once a member is lost."""
         source = torch.cat([tensor.reshape(-1) for tensor in inputs[0]])
         return self._whole(
@@ -210,15 +212,15 @@ class MemberGroup(Several, dist.ProcessGroup):
             inputs,
         )
 
-    def all_gather_single(self, output, source, options=None):
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> dist.Work:
         """torch.distributed's ``all_gather_into_tensor``; raises RecycleError once a member is lost."""
 
-        def make(held, _):
+        def make(held: list[torch.Tensor], _: Mapping[int, int]) -> Operation:
             return AllGather([*held[0].view(len(self._ranks), source.numel())], _hosted(source.reshape(-1)))
 
         return self._whole("all_gather_into_tensor", make, [output], source, gives=ALL)
 
-    def reduce_scatter_single(self, output, source, options):
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, options: Any) -> dist.Work:
         """torch.distributed's ``reduce_scatter_tensor``; raises RecycleError once a member is lost."""
         return self._whole(
             "reduce_scatter_tensor",
@@ -227,7 +229,9 @@ class MemberGroup(Several, dist.ProcessGroup):
             source,
         )
 
-    def all_to_all_single(self, output, source, incoming, outgoing, options):
+    def all_to_all_single(
+        self, output: torch.Tensor, source: torch.Tensor, incoming: list[int], outgoing: list[int], options: Any
+    ) -> dist.Work:
         """torch.distributed's ``all_to_all_single``; raises RecycleError once a member is lost."""
         return self._whole(
             "all_to_all_single",
@@ -236,10 +240,10 @@ class MemberGroup(Several, dist.ProcessGroup):
             source,
         )
 
-    def alltoall(self, outputs, inputs, options=None):
+    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> dist.Work:
         """torch.distributed's ``all_to_all`` of lists of tensors; raises RecycleError once a member is lost."""
 
-        def make(held, _):
+        def make(held: list[torch.Tensor], _: Mapping[int, int]) -> Operation:
             flat = torch.cat([each.reshape(-1) for each in held])
             held[:] = [part.view(each.shape) for part, each in zip(flat.split(incoming), held)]
             return AllToAll(flat, source, incoming, [each.numel() for each in inputs])
@@ -253,10 +257,10 @@ class MemberGroup(Several, dist.ProcessGroup):
     _reduce_scatter_base: Any = reduce_scatter_single
     alltoall_base: Any = all_to_all_single
 
-    def send(self, tensors, destination, tag=0):
+    def send(self, tensors: Tensors, destination: int, tag: int = 0) -> dist.Work:
         """torch.distributed's ``send`` to a logical member; raises RecycleError where that worker is lost."""
 
-        def make(held, place):
+        def make(held: list[torch.Tensor], place: Mapping[int, int]) -> Operation:
             return Send(_one(held), place[destination], tag)
 
         return self._run(
@@ -270,10 +274,10 @@ class MemberGroup(Several, dist.ProcessGroup):
             )
         )
 
-    def recv(self, tensors, source, tag=0):
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
         """torch.distributed's ``recv`` from a logical member; raises RecycleError where that worker is lost."""
 
-        def make(held, place):
+        def make(held: list[torch.Tensor], place: Mapping[int, int]) -> Operation:
             return Receive(_one(held), place[source], tag)
 
         return self._run(
@@ -286,7 +290,7 @@ class MemberGroup(Several, dist.ProcessGroup):
             )
         )
 
-    def recv_anysource(self, tensors, tag=0):
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         """torch.distributed's ``recv`` from whichever live member sends first."""
         return self._run(
             Asked("recv", lambda held, _: Receive(_one(held), None, tag), tensors, gives=Channel(None, self._rank, tag))
@@ -298,7 +302,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         ``rows`` has two dimensions, a row for each logical member.
         """
 
-        def make(held, place):
+        def make(held: list[torch.Tensor], place: Mapping[int, int]) -> Operation:
             return AllGather([held[0][logical] for logical in place], own)
 
         return self._run(Asked(called, make, [rows], alone=True, given=(own,)))
@@ -366,7 +370,7 @@ class MemberGroup(Several, dist.ProcessGroup):
         """
         line = calling_line()
 
-        def check():
+        def check() -> None:
             if lost := self.lost:
                 raise RecycleError(
                     f"torch.distributed.{called} over {named(self._ranks)}, called at {line}, needs every member, and "
