@@ -300,19 +300,33 @@ def test_all_leave_after_the_same_step_with_a_checkpoint(
     assert_same_weights(later, job.stock(long_job))
 
 
-def test_who_takes_the_last_ranks_place_writes_for_tensorboard(job: Jobs, tmp_path: Path) -> None:
-    """Megatron's last rank writes, 1.1 here; from its death on another one does."""
+def test_who_takes_the_last_ranks_place_writes_for_tensorboard_and_wandb(job: Jobs, tmp_path: Path) -> None:
+    """Megatron's last rank writes, 1.1 here; from its death on another one does, in the same run of wandb's."""
     board = "--tensorboard-dir", str(tmp_path / "board"), "--tensorboard-log-interval", "1"
-    ours = job(gpt(2, 2, *board), {"rejoin": "never", "faults": ["kill 1.1 before 1F1.2@3"]})
-    written = {}
-    for file in (tmp_path / "board").glob("*.jsonl"):
-        for tag, value, step in map(json.loads, file.read_text().splitlines()):
-            if tag == "lm loss":
-                assert step not in written, "one worker writes a step"
-                written[step] = value, int(file.stem)
-    assert [value for _, (value, _) in sorted(written.items())] == pytest.approx(ours.losses, abs=1e-6)
+    wandb = "--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir", str(tmp_path / "wandb")
+    kill = {"rejoin": "never", "faults": ["kill 1.1 before 1F1.2@3"]}
+    ours = job(gpt(2, 2, *board, *wandb, *EVALUATES), kill)
     pids = {seat: ours.result.pids[ours.result.rank_of(seat)] for seat in ("0.1", "1.1")}
-    assert [pid for _, (_, pid) in sorted(written.items())] == [pids["1.1"]] * 2 + [pids["0.1"]] * 4
+    (run,) = (tmp_path / "wandb").iterdir()
+    for folder in (tmp_path / "board", run):
+        losses = _written(folder, "lm loss")
+        assert [value for _, (value, _) in sorted(losses.items())] == pytest.approx(ours.losses, abs=1e-6)
+        assert [pid for _, (_, pid) in sorted(losses.items())] == [pids["1.1"]] * 2 + [pids["0.1"]] * 4
+        evaluated = {step: pid for step, (_, pid) in _written(folder, "lm loss validation").items()}
+        assert evaluated == {2: pids["1.1"], 4: pids["0.1"], 6: pids["0.1"]}
+    assert _written(run, "finished") == {0: (pids["0.1"], pids["0.1"])}
+
+
+def _written(folder: Path, name: str) -> dict[int, tuple[float, int]]:
+    """By step, the value that is written for it, and by which process."""
+    found: dict[int, tuple[float, int]] = {}
+    for file in folder.glob("*.jsonl"):
+        pid = int(file.stem)
+        for tag, value, step in map(json.loads, file.read_text().splitlines()):
+            if tag == name:
+                assert found.get(step, (0, pid))[1] == pid, "one worker writes a step"
+                found[step] = value, pid
+    return found
 
 
 def test_a_flag_that_is_not_supported_is_refused_in_one_line(job: Jobs) -> None:

@@ -34,7 +34,7 @@ for change in json.loads(os.environ.get("RECYCLE_TEST_WRAP", "[]")):
 class SummaryWriter:
     """In the place of TensorBoard's, which need not be installed: a line for each scalar, in a file of this process."""
 
-    def __init__(self, log_dir: str, max_queue: int) -> None:
+    def __init__(self, log_dir: str, max_queue: int = 0) -> None:
         Path(log_dir).mkdir(parents=True, exist_ok=True)
         self._file = (Path(log_dir) / f"{os.getpid()}.jsonl").open("w")
 
@@ -47,6 +47,23 @@ class SummaryWriter:
 
 sys.modules["torch.utils.tensorboard"] = types.ModuleType("torch.utils.tensorboard")
 sys.modules["torch.utils.tensorboard"].SummaryWriter = SummaryWriter
+
+
+class Wandb(types.ModuleType):
+    """In the place of Weights & Biases' module, as above; ``config``: of the run, whose number comes by a variable."""
+
+    def init(self, dir: str, **more: object) -> None:
+        self._writer, self.config = SummaryWriter(f"{dir}/{os.environ['WANDB_RUN_ID']}"), dict(more)
+
+    def log(self, values: dict, step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self._writer.add_scalar("finished", os.getpid(), 0)
+
+
+sys.modules["wandb"] = Wandb("wandb")
 
 folder, kept = Path(sys.argv.pop(1)), {"losses": [], "norms": [], "cpu_s": [], "pid": os.getpid()}
 stock = training.train_step

@@ -35,7 +35,9 @@ REPLACED = (
     "save_checkpoint",
     "print_datetime",
     "print_rank_last",
+    "is_last_rank",
     "get_tensorboard_writer",
+    "get_wandb_writer",
     "get_signal_handler",
 )
 """The globals of megatron.training.training that the plugin takes the place of."""
@@ -92,6 +94,9 @@ class MegatronPlugin:
         """Have Megatron-LM's loop call the plugin, as soon as it is imported; call it before the script runs."""
         from recycle_plugin.patches import megatron_lm_cpu
 
+        # who writes for Weights & Biases in the place of a lost worker goes on with its run
+        os.environ.setdefault("WANDB_RUN_ID", self._session.job_id)
+        os.environ.setdefault("WANDB_RESUME", "allow")
         if megatron_lm_cpu.wanted():
             megatron_lm_cpu.apply()
         AfterImport({"megatron.training.training": self._wrap}).install()
@@ -191,7 +196,16 @@ class MegatronPlugin:
         return SimpleNamespace(signals_received=lambda: [False])
 
     def _get_tensorboard_writer(self, stock: Callable[..., Any]) -> Any:
-        return stock() if self._job is None else self._job.writer(stock)
+        return self._writer(stock, "tensorboard", "tensorboard_dir")
+
+    def _get_wandb_writer(self, stock: Callable[..., Any]) -> Any:
+        return self._writer(stock, "wandb", "wandb_project")
+
+    def _writer(self, stock: Callable[..., Any], kind: str, flag: str) -> Any:
+        return stock() if self._job is None else self._job.writer(stock, kind, flag)
+
+    def _is_last_rank(self, stock: Callable[..., Any]) -> bool:
+        return stock() if self._job is None else self._job.prints
 
 
 def check_release() -> None:

@@ -136,13 +136,15 @@ class Job:
         live = self._session.view.roster.ranks or (self._args.world_size - 1,)
         return self._session.rank == max(live)
 
-    def writer(self, stock: Callable[[], Any]) -> Any:
-        """TensorBoard's writer ``stock()``, on the worker that prints; Megatron makes one on its last rank only."""
+    def writer(self, stock: Callable[[], Any], kind: str, flag: str) -> Any:
+        """The writer ``stock()`` of this ``kind``, for which ``flag`` asks, on the worker that prints; Megatron makes
+        one on its last rank only.
+        """
         if not self.prints:
             return None
-        if stock() is None and self._args.tensorboard_dir:
+        if stock() is None and getattr(self._args, flag):
             rank, self._args.rank = self._args.rank, self._args.world_size - 1
-            global_vars._set_tensorboard_writer(self._args)
+            getattr(global_vars, f"_set_{kind}_writer")(self._args)
             self._args.rank = rank
         return stock()
 

@@ -77,7 +77,6 @@ ROWS = (
     Row("--inprocess-restart", "inprocess_restart", bool, LEAVE),
     Row("--async-save", "async_save", bool, LEAVE),
     Row("--non-persistent-save-interval", "non_persistent_save_interval", bool, LEAVE),
-    Row("--wandb-project", "wandb_project", bool, "leave it out, and write --tensorboard-dir"),
     Row("--log-num-zeros-in-grad", "log_num_zeros_in_grad", bool, LEAVE),
     Row("--log-params-norm", "log_params_norm", bool, LEAVE),
     Row("--log-energy", "log_energy", bool, LEAVE),
