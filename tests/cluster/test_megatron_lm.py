@@ -260,14 +260,24 @@ def _evaluations(of: Trained) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "kill", ["kill 0.1 before 1F0.2@2", "kill 1.0 at checkpoint.file", "kill 0.0 at checkpoint.start"]
+    "flags, kill",
+    [
+        (("--ckpt-format", "torch"), "kill 0.1 before 1F0.2@2"),
+        (("--ckpt-format", "torch"), "kill 1.0 at checkpoint.file"),
+        ((), "kill 0.1 before 1F0.2@2"),
+        ((), "kill 1.0 at checkpoint.file"),
+        (("--bf16",), "kill 0.0 at checkpoint.publish"),
+    ],
 )
-def test_stock_and_plugin_go_on_from_a_degraded_checkpoint(job: Jobs, tmp_path: Path, kill: str) -> None:
-    whole = later_half(job.stock(gpt(2, 2)))
-    saving = "--save", str(tmp_path / "saved"), "--save-interval", "3", "--exit-interval", "3", "--ckpt-format", "torch"
-    job(gpt(2, 2, *saving), {"exact": True, "rejoin": "never", "faults": [kill]})
+def test_stock_and_plugin_go_on_from_a_degraded_checkpoint(
+    job: Jobs, tmp_path: Path, flags: tuple[str, ...], kill: str
+) -> None:
+    """In the format "torch_dist", which is Megatron's by default, as well."""
+    whole = later_half(job.stock(gpt(2, 2, *flags)))
+    saving = "--save", str(tmp_path / "saved"), "--save-interval", "3", "--exit-interval", "3"
+    job(gpt(2, 2, *flags, *saving), {"exact": True, "rejoin": "never", "faults": [kill]})
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "3"
-    loading = gpt(2, 2, "--load", str(tmp_path / "saved"), "--ckpt-format", "torch")
+    loading = gpt(2, 2, *flags, "--load", str(tmp_path / "saved"))
     for recycle in (None, {"exact": True}):
         later = job(loading, recycle)
         assert {len(each["norms"]) for each in later.ranks.values()} == {3}
@@ -298,6 +308,19 @@ def test_all_leave_after_the_same_step_with_a_checkpoint(
     later = job(Flags(4, [*long_job.words, "--load", str(tmp_path / "saved"), "--ckpt-format", "torch"]))
     assert {len(each["norms"]) for each in later.ranks.values()} == {40 - step}
     assert_same_weights(later, job.stock(long_job))
+
+
+@pytest.mark.parametrize("saved_by", [None, {"exact": True, "rejoin": "never", "faults": ["kill 0.0 before 0F0.1@2"]}])
+def test_a_checkpoint_is_loaded_by_other_numbers_of_stages_and_replicas(
+    job: Jobs, tmp_path: Path, saved_by: dict | None
+) -> None:
+    """In the format "torch_dist": stock's and the plugin's, each by both."""
+    saving = "--save", str(tmp_path / "saved"), "--save-interval", "3", "--exit-interval", "3"
+    job(gpt(2, 2, *saving, micro_batches=3), saved_by)
+    whole = later_half(job.stock(gpt(2, 2, micro_batches=3)))
+    for recycle in (None, {}):
+        later = job(gpt(1, 3, "--load", str(tmp_path / "saved"), micro_batches=2), recycle)
+        assert later.losses == pytest.approx(whole.losses, abs=5e-6)
 
 
 def test_who_takes_the_last_ranks_place_writes_for_tensorboard_and_wandb(job: Jobs, tmp_path: Path) -> None:

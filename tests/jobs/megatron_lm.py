@@ -7,6 +7,7 @@ pretrain_gpt.py, which runs in the place of the script here.  RECYCLE_TEST_WRAP:
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import runpy
 import sys
@@ -140,6 +141,9 @@ def leave(models):
     folder.mkdir(parents=True, exist_ok=True)
     kept["weights"] = {name: one.detach().clone() for name, one in models[0].module.named_parameters()}
     torch.save(kept, folder / f"rank{torch.distributed.get_rank()}.pt")
+    for helper in multiprocessing.active_children():  # of Megatron's own saving, which it leaves to the interpreter
+        helper.terminate()
+        helper.join()
 
 
 setup, built = training.setup_model_and_optimizer, []
@@ -151,13 +155,14 @@ def setup_model_and_optimizer(*given, **named):
 
 
 training.setup_model_and_optimizer = setup_model_and_optimizer
-try:
-    if script := os.environ.get("RECYCLE_PRETRAIN"):
-        sys.path.insert(0, str(Path(script).resolve().parent))
-        runpy.run_path(script, run_name="__main__")
-    else:
-        main()
-except SystemExit as end:  # --exit-interval
-    if end.code:
-        raise
-leave(built[-1][0])
+if __name__ == "__main__":  # and not in a helper process of Megatron's
+    try:
+        if script := os.environ.get("RECYCLE_PRETRAIN"):
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
+        else:
+            main()
+    except SystemExit as end:  # --exit-interval
+        if end.code:
+            raise
+    leave(built[-1][0])

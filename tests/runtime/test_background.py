@@ -189,7 +189,7 @@ def test_a_checkpoint_that_gets_its_name_leaves_the_next_one_alone_which_others_
     session.waiting.for_lease = lambda what, interruptible=True: None
     session.view.adopt(generation(1, [0]))
     automatic, before, other = (
-        Checkpoint(session, lambda point: None, lambda path, copies: pytest.fail("it is written"), tmp_path, tag)
+        Checkpoint(session, lambda point: None, lambda path, copies: pytest.fail("it is written"), print, tmp_path, tag)
         for tag in ("automatic_step3", "automatic_step2", "global_step4")
     )
     for path in (automatic.path(1), before.path(0), other.path(1)):

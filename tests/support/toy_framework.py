@@ -82,6 +82,9 @@ class ToyFormat:
     def dump(self, contents: Any, file: Any) -> None:
         torch.save(contents, file)
 
+    def complete(self, folder: Path) -> None:
+        """Nothing: no file is made of others."""
+
     def read(self, state: StageState, folder: Path) -> None:
         found = torch.load(folder / self._name, weights_only=False)
         state.put(found["small"])

@@ -39,7 +39,7 @@ def test_what_megatron_has_by_default_is_taken() -> None:
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"save": "there", "ckpt_format": "torch_dist"}, "--ckpt-format torch_dist"),
+        ({"save": "there", "ckpt_format": "zarr"}, "--ckpt-format zarr"),
         ({"load": "there", "use_distributed_optimizer": True}, "--use-distributed-optimizer with --load"),
     ],
 )
@@ -90,7 +90,8 @@ UNFUSED = "--no-gradient-accumulation-fusion"
     [
         (["--num-layers", "4", UNFUSED], None),
         ([UNFUSED, "--save", "there", "--ckpt-format=torch"], None),
-        ([UNFUSED, "--save", "there"], "! --ckpt-format torch_dist"),
+        ([UNFUSED, "--save", "there"], None),
+        ([UNFUSED, "--save", "there", "--ckpt-format", "torch_dcp"], "! --ckpt-format torch_dcp"),
         (["--num-layers", "4"], "! --gradient-accumulation-fusion"),
         (
             [UNFUSED, "--tensor-model-parallel-size", "2"],

@@ -126,6 +126,9 @@ class EngineFiles:
         """
         return nullcontext() if self.parts is None else replaced(self.engine, optimizer=None)
 
+    def complete(self, folder: Path) -> None:
+        """Nothing: no file is made of others."""
+
     def read(self, state: StageState, folder: Path) -> None:
         """Take the state of this worker's stage from the checkpoint ``folder``, by itself, as a newcomer does, whose
         collectives are its own.  Raises RecycleError where it can't be had.

@@ -53,6 +53,9 @@ class StageFiles:
         """Write a file's contents."""
         torch.save(contents, file)
 
+    def complete(self, folder: Path) -> None:
+        """Nothing: no file is made of others."""
+
     def read(self, state: StageState, folder: Path) -> None:
         """Raises RecycleError: Megatron-LM loads at its start only."""
         raise RecycleError(f"{folder}: a Megatron-LM job reads checkpoints at its start only; start it with --load")
@@ -62,7 +65,7 @@ class StageFiles:
         stages = self.args.pipeline_model_parallel_size
         return "mp_rank_00" + f"_{self.seat.stage:03d}" * (stages > 1)
 
-    def _contents(self, state: StageState) -> dict[str, Any]:
+    def _contents(self, state: StageState, **more: Any) -> dict[str, Any]:
         from megatron.training.checkpointing import generate_state_dict
 
         step = self.iteration or state.step
@@ -75,7 +78,7 @@ class StageFiles:
                 "rng_tracker_states": get_cuda_rng_tracker().get_states(),
             }
         ]
-        made = generate_state_dict(self.args, self.model, self.optimizer, self.scheduler, rng, iteration=step)
+        made = generate_state_dict(self.args, self.model, self.optimizer, self.scheduler, rng, iteration=step, **more)
         return made | {"num_floating_point_operations_so_far": self.operations}
 
 

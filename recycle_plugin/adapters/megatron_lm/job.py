@@ -32,6 +32,7 @@ from recycle_plugin.adapters.megatron_lm.ports import (
     tied_weights,
 )
 from recycle_plugin.adapters.megatron_lm.refusals import check_built
+from recycle_plugin.adapters.megatron_lm.sharded import ShardedFiles
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology, tied
 from recycle_plugin.core.worker.control_view import JobEnded
@@ -68,7 +69,8 @@ class Job:
         self._module = StageModule(model[0], self._batches, self.seat.stage == 0, self.seat.stage == shape[1] - 1)
         self._cursor = DataCursor(get_num_microbatches())
         self._steps = MegatronOptimizer(inner, scheduler, args.iteration, self._samples)
-        self._files = StageFiles(self.seat, args, model, optimizer, scheduler)
+        files = ShardedFiles if args.ckpt_format == "torch_dist" else StageFiles
+        self._files = files(self.seat, args, unwrap_model(model), optimizer, scheduler)
         self._trainer = Trainer(session, settings, self._framework(settings, inner, *shape))
         self._data = IndexedData(
             self._batches, self._cursor, shape[0], args.micro_batch_size, args.consumed_train_samples, args.iteration

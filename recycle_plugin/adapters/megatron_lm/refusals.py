@@ -76,6 +76,8 @@ ROWS = (
     Row("--perform-rl-step", "perform_rl_step", bool, LEAVE),
     Row("--inprocess-restart", "inprocess_restart", bool, LEAVE),
     Row("--async-save", "async_save", bool, LEAVE),
+    Row("--save-retain-interval", "save_retain_interval", bool, LEAVE),
+    Row("--verify-integrity", "verify_integrity", bool, LEAVE),
     Row("--non-persistent-save-interval", "non_persistent_save_interval", bool, LEAVE),
     Row("--log-num-zeros-in-grad", "log_num_zeros_in_grad", bool, LEAVE),
     Row("--log-params-norm", "log_params_norm", bool, LEAVE),
@@ -112,11 +114,8 @@ def refusals(args: Namespace) -> Iterator[str]:
             shown = "" if value is True else f" {value}"
             yield f"{row.flag}{shown} is not supported with recycle.enabled: {row.instead}"
     saved = [flag for flag in ("save", "load") if getattr(args, flag, None)]
-    if getattr(args, "save", None) and getattr(args, "ckpt_format", "torch") != "torch":
-        yield (
-            f"--ckpt-format {args.ckpt_format} is not supported with recycle.enabled: write --ckpt-format torch, which "
-            "stock Megatron-LM loads as well"
-        )
+    if getattr(args, "save", None) and getattr(args, "ckpt_format", "torch") not in ("torch", "torch_dist"):
+        yield f"--ckpt-format {args.ckpt_format} is not supported with recycle.enabled: write --ckpt-format torch_dist"
     if saved and getattr(args, "use_distributed_optimizer", False):
         yield (
             f"--use-distributed-optimizer with --{saved[0]} is not supported with recycle.enabled: its state is whole "

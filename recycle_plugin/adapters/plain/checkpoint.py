@@ -43,6 +43,9 @@ class StageFiles:
         """Write a file's contents."""
         torch.save(contents, file)
 
+    def complete(self, folder: Path) -> None:
+        """Nothing: no file is made of others."""
+
     def read(self, state: StageState, folder: Path) -> None:
         """Load everything from the checkpoint ``folder``.  Raises RecycleError where it is not one of this job."""
         file = folder / self._name

@@ -215,8 +215,7 @@ def _of_all(stock: Stock, arguments: tuple[Any, ...], given: dict[str, Any]) -> 
     """A call to torch.distributed.checkpoint that needs the parts of all members."""
     from torch.distributed.checkpoint import CheckpointException
 
-    bound = _bound(stock, arguments, given).arguments
-    group = None if bound.get("no_dist") else _followed(bound.get("process_group"))
+    group = None if given.get("no_dist") else _followed(given.get("process_group"))  # both by name only
     if group is None:
         return stock(*arguments, **given)
     _check_whole(stock, group)

@@ -151,6 +151,11 @@ class CheckpointFormat(Protocol):
     def dump(self, contents: Any, file: Any) -> None:
         """Write ``contents`` to an open file, in any thread."""
 
+    def complete(self, folder: Path) -> None:
+        """Write what is made of all workers' files, which are in ``folder``; the first live worker does, and once more
+        where that was lost.  Raises NotSaved.
+        """
+
     def read(self, state: StageState, folder: Path) -> None:
         """Take the state of this worker's stage, the optimizer's too, from the checkpoint ``folder``, by itself: the
         others may be anywhere.  Raises RecycleError where it can't be had.

@@ -103,13 +103,15 @@ def saving_place(folder: Path, tag: str) -> str:
 class Checkpoint:
     """One checkpoint of this job on its way to be ``folder``/``tag``, as core.worker.checkpoint_saving.CheckpointFiles.
 
-    ``gather(path, copies)``: this worker's share of it; ``reach(point)``: where injected faults strike; ``latest``: a
-    file of that name gets the tag; ``said``: what the event calls it.
+    ``gather(path, copies)``: this worker's share of it; ``complete(path)``: what is made of all of them;
+    ``reach(point)``: where injected faults strike; ``latest``: a file of that name gets the tag; ``said``: what the
+    event calls it.
     """
 
     session: Session
     reach: Reach
     gather: Callable[[Path, bool], WrittenShare]
+    complete: Callable[[Path], None]
     folder: Path
     tag: str
     latest: bool = True
@@ -153,6 +155,7 @@ class Checkpoint:
             session.waiting.for_lease("a checkpoint", interruptible=False)
             self.reach("checkpoint.publish")
             try:
+                self.complete(made)
                 ready = folders.prepared(self.folder / "latest", self.tag) if self.latest else None
                 folders.put_in_place(made, place)
                 self.reach("checkpoint.named")

@@ -64,7 +64,8 @@ class JobCheckpoints:
             raise NotSaved(self._unsaved)
 
     def _checkpoint(self, format: CheckpointFormat, folder: Path, tag: str, *more: Any) -> Checkpoint:
-        return Checkpoint(self._session, self._reach, partial(self._gathered, format), folder, tag, *more)
+        gather = partial(self._gathered, format)
+        return Checkpoint(self._session, self._reach, gather, format.complete, folder, tag, *more)
 
     def _gathered(self, format: CheckpointFormat, path: Path, copies: bool) -> WrittenShare:
         """This worker's files of the checkpoint ``path``, of the state as it is now."""

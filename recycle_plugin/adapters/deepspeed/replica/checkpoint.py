@@ -82,6 +82,9 @@ class ReplicaFiles:
         """Write a file's contents as stock does."""
         self.stock.save(contents, file)
 
+    def complete(self, folder: Path) -> None:
+        """Nothing: no file is made of others."""
+
     def read(self, state: StageState, folder: Path) -> None:
         """Raise RecycleError: nobody replays a stage of such a job, whose log is refused."""
         raise RecycleError("recycle.log with recycle.replicas is not supported yet; leave it out")
