@@ -101,6 +101,6 @@ instead("a step that nobody can be in is kept as where a script is", departures,
 )
 def fenced_only(self, worker, why, now, out):
     if self.is_outside(worker):
-        self.course.attendance.fence(worker, why, out)
+        out.fence(worker, why)
     elif self.ended is None or not self.ended.failed:
         self.course.give_up(worker, Cause.CONFUSED, why, now, out)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from recycle_plugin.core.coordinator.output import SUPERVISORS
+from recycle_plugin.core.coordinator.output import SupervisorOf
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation, Lease
@@ -30,7 +30,10 @@ def test_who_computes_the_same_instruction_for_too_long_is_given_up_and_fenced()
     played.live_for(DEADLINE_S - 0.5)
     assert played.events == []
     played.live_for(1.0)
-    assert played.given_up() == ["it computes 1F0.1@2"] and played.fenced() == [(SUPERVISORS, 2), (WorkerId(2), 2)]
+    assert played.given_up() == ["it computes 1F0.1@2"] and played.fenced() == [
+        (SupervisorOf(2, former=True), 2),
+        (WorkerId(2), 2),
+    ]
     (generation,) = [one for out in played.outs for one in said(out, Generation)]
     assert [m.rank for m in generation.members] == [0, 1, 3] and generation.from_step == 0
 
@@ -76,7 +79,7 @@ def test_a_stopped_process_is_given_up_whatever_it_was_at(at, first):
     played.live_for(DEADLINE_S)
     (why,) = played.given_up()
     assert why in ("its process is stopped", f"it computes {at[1]}")
-    assert played.fenced() == [(SUPERVISORS, 2), (WorkerId(2), 2)]
+    assert played.fenced() == [(SupervisorOf(2, former=True), 2), (WorkerId(2), 2)]
 
 
 def test_who_reports_between_two_stops_was_not_stopped_for_the_sum_of_both():

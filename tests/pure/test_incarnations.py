@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SUPERVISORS
+from recycle_plugin.core.coordinator.output import SupervisorOf
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Generation
 from recycle_plugin.core.messages.from_workers import (
@@ -153,9 +153,9 @@ def test_a_loss_takes_its_unit_with_it(unit, gone):
     assert [one.rank for one in generation.members] == [rank for rank in range(6) if rank not in gone]
     assert generation.cause == "loss of 1.0"
     fenced = [(whom, one.rank) for whom, one in out.messages if isinstance(one, Fence)]
-    assert fenced == [(whom, rank) for rank in gone[1:] for whom in (SUPERVISORS, WorkerId(rank))], (
-        "the dead one needs none"
-    )
+    assert fenced == [
+        (whom, rank) for rank in gone[1:] for whom in (SupervisorOf(rank, former=True), WorkerId(rank))
+    ], "the dead one needs none"
     assert membership.lost == {WorkerId(rank) for rank in gone}
     assert membership.unreachable == {WorkerId(rank) for rank in gone[1:]}
     assert not membership.receive(Exited(4, -9, 0.0), 0.0).messages or 4 not in gone

@@ -10,7 +10,7 @@ import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.newcomer_watch import NewcomerWatch
-from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput, Joiner
+from recycle_plugin.core.coordinator.output import CoordinatorOutput, Joiner, SupervisorOf
 from recycle_plugin.core.coordinator.restarts import Restarts
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.from_coordinator import End, Fence, Lease, Recorded, Refused, Restart, Seated
@@ -323,7 +323,7 @@ def test_the_jobs_end_ends_newcomers_and_sends_spares_home(how):
     else:
         for rank in (0, 1, 3):
             out = membership.receive(Left(rank), 0.0)
-    assert (SUPERVISORS, Fence(2, "the job is over", incarnation=1)) in out.messages
+    assert (SupervisorOf(2, former=True), Fence(2, "the job is over", incarnation=1)) in out.messages
     (refused,) = [one for whom, one in out.messages if whom == Joiner(1)]
     assert refused.code == 0 and refused.reason.startswith("the job is over, and no seat was lost")
     assert not orders(dies(membership, 1))
@@ -349,7 +349,7 @@ def test_who_joins_gets_the_seat_that_nobody_else_is_about_to_fill():
     assert seated(out, 1) == 3 and orders(out) == [(3, 1, 0.0)] and not said(out, Fence)
     out = membership.join(2, "y", True, 10.5)
     assert seated(out, 2) == 1 and orders(out) == [(1, 2, 0.0)]
-    assert (SUPERVISORS, Fence(1, "host y takes its seat", incarnation=1)) in out.messages
+    assert (SupervisorOf(1, former=True), Fence(1, "host y takes its seat", incarnation=1)) in out.messages
     out = membership.join(3, "z", True, 10.5)
     assert seated(out, 3) is None and kinds(out, "spare") == ["spare"]
     out = membership.join(4, "z", False, 10.5)

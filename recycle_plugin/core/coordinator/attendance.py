@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from recycle_plugin.core.coordinator.failure_detector import FailureDetector
-from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput
-from recycle_plugin.core.messages.from_coordinator import End, Fence
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.messages.from_coordinator import End
 from recycle_plugin.core.messages.from_workers import (
     Crashed,
     Exited,
@@ -276,12 +276,6 @@ class Attendance:
         """The errors of the scripts of the lost workers of ``stage``, in words; empty where there are none."""
         return self.crash(sorted(worker for worker in self.lost if self._seats[worker.rank].stage == stage))
 
-    @staticmethod
-    def fence(worker: WorkerId, why: str, out: CoordinatorOutput) -> None:
-        """Sees to it that ``worker`` does nothing more: its supervisor kills it, and it hears so itself."""
-        for whom in (SUPERVISORS, worker):
-            out.tell(whom, Fence(worker.rank, why, incarnation=worker.incarnation))
-
     def lose(self, member: Member, cause: Cause, how: str, at: float, out: CoordinatorOutput) -> Group:
         """Gives up ``member`` and whoever is in its failure domain, and returns them; the others are fenced.  ``at``:
         when that was seen, in seconds.
@@ -290,7 +284,7 @@ class Attendance:
         self._lose(first, cause, how, at, out)
         for other in others:
             why = f"it is given up with {member}, which is lost"
-            self.fence(other.worker, why, out)
+            out.fence(other.worker, why)
             self._lose(other, Cause.TOGETHER, why, at, out)
         return domain
 

@@ -391,7 +391,7 @@ class Course:
         """Fences a worker that may be alive, and takes it for lost, unless it has gone with another one meanwhile."""
         if self.attendance.is_gone(worker):
             return
-        self.attendance.fence(worker, why, out)
+        out.fence(worker, why)
         self.lose(worker, cause, why, now, now, out)
 
     def lose(

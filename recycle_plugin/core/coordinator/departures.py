@@ -81,7 +81,7 @@ def _leave_with(course: Course, member: Member, out: CoordinatorOutput) -> None:
     for other in course.attendance.together(member)[1:]:
         course.attendance.await_goodbye(other.worker)
         if course.regrouping.counts_on(other.worker):
-            course.attendance.fence(other.worker, f"{member} has left, and they go as one", out)
+            out.fence(other.worker, f"{member} has left, and they go as one")
 
 
 def depart(course: Course, worker: WorkerId, out: CoordinatorOutput) -> None:

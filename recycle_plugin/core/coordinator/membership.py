@@ -341,7 +341,7 @@ class Membership:
         """Sees to it that nobody goes on with a worker that says what can't be."""
         if self.is_outside(worker):
             self.course.attendance.confused.add(worker)
-            self.course.attendance.fence(worker, why, out)  # its supervisor says when it is dead
+            out.fence(worker, why)  # its supervisor says when it is dead
         elif self.ended is None or not self.ended.failed:
             self.course.give_up(worker, Cause.CONFUSED, why, now, out)
 

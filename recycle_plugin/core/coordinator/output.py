@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from recycle_plugin.core.messages.from_coordinator import Fence
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
 WORKERS, SUPERVISORS = "workers", "supervisors"
@@ -12,9 +13,10 @@ WORKERS, SUPERVISORS = "workers", "supervisors"
 
 @dataclass(frozen=True)
 class SupervisorOf:
-    """The address of the supervisor that starts the processes of ``rank``."""
+    """The address of the supervisor that starts the processes of ``rank``; ``former``: and of those that once did."""
 
     rank: int
+    former: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class CoordinatorOutput:
     def tell(self, whom: Whom, message: object) -> None:
         """Adds a message for ``whom``: WORKERS, SUPERVISORS, or one of them."""
         self.messages.append((whom, message))
+
+    def fence(self, worker: WorkerId, why: str) -> None:
+        """Sees to it that ``worker`` does nothing more: its supervisor kills it, and it hears so itself."""
+        for whom in (SupervisorOf(worker.rank, former=True), worker):
+            self.tell(whom, Fence(worker.rank, why, incarnation=worker.incarnation))
 
     def say(self, kind: str, text: str, **details: object) -> None:
         """Adds an event for the user."""

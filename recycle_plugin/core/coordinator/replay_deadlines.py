@@ -87,7 +87,7 @@ def give_up_silent(course: Course, empty: Sequence[int], silent_s: float, out: C
     for each in late:
         why = f"nothing was heard of its replay for {silent_s:.1f} s: {found} (deadline {found.give_up_s:.1f} s)"
         out.say("warning", f"{each.member} is given up, and another one is to replay its stage: {why}")
-        course.attendance.fence(each.member.worker, why, out)
+        out.fence(each.member.worker, why)
     return True
 
 

@@ -215,7 +215,7 @@ def turn_down(course: Course, worker: WorkerId, why: str, now: float, out: Coord
     text = f"{course.attendance.named(worker.rank)} does not come back as process {worker.incarnation}, which is ended"
     out.say("turned_down", f"{text}: {why}", rank=worker.rank, incarnation=worker.incarnation)
     course.attendance.confused.add(worker)
-    course.attendance.fence(worker, why, out)
+    out.fence(worker, why)
     _forget([worker], course, now, out)
 
 
@@ -235,7 +235,7 @@ def lose(course: Course, newcomer: Newcomer, cause: Cause, how: str, at: float, 
         course.joining.forget(other.member.worker)
         if other is not newcomer:
             why = f"it is given up with {newcomer.member}, which is lost"
-            course.attendance.fence(other.member.worker, why, out)
+            out.fence(other.member.worker, why)
             course.attendance.lose(other.member, Cause.TOGETHER, why, at, out)
     _call_off(course, unit, at, out)
 

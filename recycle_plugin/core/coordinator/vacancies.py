@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput, Joiner, SupervisorOf
+from recycle_plugin.core.coordinator.output import CoordinatorOutput, Joiner, SupervisorOf
 from recycle_plugin.core.coordinator.restarts import Restarts
 from recycle_plugin.core.messages.from_coordinator import Fence, Refused, Restart, Seated, Stay
 from recycle_plugin.core.messages.from_workers import Exited
@@ -163,7 +163,7 @@ class Vacancies:
             assert other.newcomer is not None, "it is filled"
             ended.append(other.newcomer)
             why = f"it is ended with {self._names[worker.rank]}, which was to come with it: {how}"
-            self._fence(other.newcomer, why, out)
+            out.fence(other.newcomer, why)
             if not other.come:  # it may never be started, and then nobody says that it has ended
                 self._vacant[other.newcomer.rank] = Vacancy(before=other.newcomer, how=why, in_vain=True)
         self._fill(worker.rank, ending, now, out)
@@ -283,7 +283,7 @@ class Vacancies:
         for worker in self.newcomers:
             if self.is_host_gone(worker.rank, now) or self._is_silent(worker.rank, now):
                 self._unguarded.add(worker.rank)
-                self._fence(worker, "its host is gone", out)
+                out.fence(worker, "its host is gone")
                 gone += [worker, *self._in_vain(worker, "its host is gone", ending, now, out)]
         while self._spares and not ending and (ranks := self._gone(unreachable, now)):
             number = next(iter(self._spares))
@@ -347,7 +347,7 @@ class Vacancies:
     def _seat(self, number: int, host: str, rank: int, out: CoordinatorOutput) -> None:
         before = self._vacant.get(rank)
         if before is not None and before.newcomer is not None:
-            self._fence(before.newcomer, f"host {host} takes its seat", out)
+            out.fence(before.newcomer, f"host {host} takes its seat")
         self._restarts.admitted(self._together[rank][0])
         self._hosts[rank] = host
         for gone in self._unguarded, self._silent:
@@ -367,11 +367,6 @@ class Vacancies:
             here = other not in self._unguarded | self._silent and other not in self._absent
             if waits and here and self._hosts[other] not in self._drained:
                 self._start(other, 0.0, 0.0, out)
-
-    @staticmethod
-    def _fence(worker: WorkerId, why: str, out: CoordinatorOutput) -> None:
-        for whom in (SUPERVISORS, worker):
-            out.tell(whom, Fence(worker.rank, why, incarnation=worker.incarnation))
 
     # --- leaving as planned, and coming back from there ------------------------------------------
 
@@ -405,7 +400,7 @@ class Vacancies:
         if self.is_filled(rank):
             newcomer = self._vacant[rank].newcomer
             assert newcomer is not None, "it is filled"
-            self._fence(newcomer, why, out)
+            out.fence(newcomer, why)
             self._vacant[rank] = Vacancy()
             out.say("held_back", f"{self._names[rank]} was coming back, and stays away: {why}", rank=rank)
 
@@ -470,7 +465,7 @@ class Vacancies:
             return
         self._over = True
         for worker in set(self.newcomers) - {*through}:
-            out.tell(SUPERVISORS, Fence(worker.rank, OVER, incarnation=worker.incarnation))
+            out.tell(SupervisorOf(worker.rank, former=True), Fence(worker.rank, OVER, incarnation=worker.incarnation))
         for number in self._spares:
             out.tell(Joiner(number), Refused(f"{OVER}, and no seat was lost that this spare could have taken", code=0))
         self._spares.clear()

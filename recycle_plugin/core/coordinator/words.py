@@ -120,10 +120,10 @@ def objection(message: OfWorker, course: Course) -> str | None:
 def _fits(message: Contribution, speaker: Member, course: Course) -> bool:
     """Whether ``speaker`` can have these numbers of a step, and they are of as many as there are."""
     shape = course.attendance.shape
-    names, counts = {str(speaker.seat.stage)}, range(shape.stages, shape.stages + 1)
+    names, counts = frozenset({str(speaker.seat.stage)}), range(shape.stages, shape.stages + 1)
     if message.name == LOSS:
         whole = len(shape.batch)
-        names, least = set(map(str, shape.batch)), shape.micro_batches if course.shrinks else whole
+        names, least = shape.batch_names, shape.micro_batches if course.shrinks else whole
         counts = range(least, whole + 1, least)
     known = message.name in (LOSS, NORM, SHARE) and message.values.keys() <= names
     return known and message.expected in counts and message.shard == speaker.shard

@@ -69,6 +69,11 @@ class Topology:
             MicroBatch(replica, index) for replica in range(self.replicas) for index in range(self.micro_batches)
         )
 
+    @cached_property
+    def batch_names(self) -> frozenset[str]:
+        """The text forms of all micro-batches of a step."""
+        return frozenset(map(str, self.batch))
+
     def full(self) -> ClusterView:
         """The view in which every seat is live."""
         return ClusterView(self, frozenset(self.seats))

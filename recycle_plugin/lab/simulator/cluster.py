@@ -311,8 +311,7 @@ class Cluster:
         self.exercised[ProtocolRule.WHOLE_RETURNED] += back * (self.scenario.unit == "replica")
         self.exercised[ProtocolRule.PUSHED_RETURNED] += back * self.scenario.pushes
         for whom, message in output.messages:
-            if whom == SUPERVISORS:
-                self._tell_supervisors(message)
+            if whom == SUPERVISORS:  # the end of the job
                 continue
             if isinstance(whom, SupervisorOf):
                 self._tell_supervisor(whom.rank, message)
@@ -353,13 +352,11 @@ class Cluster:
         outside = view.worker not in generation.roster.workers and not generation.from_step
         return outside and view.incarnation > 0 and not view.outside and not view.has_left(generation)
 
-    def _tell_supervisors(self, message: object) -> None:
-        if isinstance(message, Fence):
-            self.watcher.fenced(self, message.rank, message.reason)
-        if isinstance(message, Fence) and message.rank not in self.cut and not self.workers[message.rank].unfenced:
-            self.travel((SUPERVISOR, "back", message.rank), partial(self._kill_fenced, message.worker))
-
     def _tell_supervisor(self, rank: int, message: object) -> None:
+        if isinstance(message, Fence):
+            self.watcher.fenced(self, rank, message.reason)
+            if rank not in self.cut and not self.workers[rank].unfenced:
+                self.travel((SUPERVISOR, "back", rank), partial(self._kill_fenced, message.worker))
         if isinstance(message, Restart):
             self.speakers.starts(message.worker)
         if isinstance(message, Restart) and rank not in self.cut:

@@ -12,7 +12,7 @@ from enum import Enum
 
 from recycle_plugin.core.coordinator.joining import Phase
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput
+from recycle_plugin.core.coordinator.output import CoordinatorOutput, SupervisorOf
 from recycle_plugin.core.messages.from_coordinator import Committed, Fence, Generation, Replay, Resume
 from recycle_plugin.core.messages.from_workers import (
     CatchUp,
@@ -159,7 +159,9 @@ class Exercised(Counter[ProtocolRule]):
         """Counts what the ``output`` shows that ``membership`` has made of ``message``.  ``changing``, ``lost``:
         whether it was changing before, and had lost who says it.
         """
-        told = [each for whom, each in output.messages if not (whom == SUPERVISORS and isinstance(each, Fence))]
+        told = [
+            each for whom, each in output.messages if not (isinstance(whom, SupervisorOf) and isinstance(each, Fence))
+        ]
         for each in told:
             match each:
                 case Fence():

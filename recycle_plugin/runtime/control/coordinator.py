@@ -508,6 +508,8 @@ class Coordinator:
             return [*self._supervisors.values(), *filter(None, self._former.values())]
         if whom == WORKERS:  # what is for a lost one that does not read would pile up here
             return [control for worker, control in self._workers.items() if not self.membership.is_apart(worker)]
+        if isinstance(whom, SupervisorOf) and whom.former:
+            return self._supervisors_of(whom.rank)
         if isinstance(whom, SupervisorOf):
             return [self._supervisors[whom.rank]] if whom.rank in self._supervisors else []
         if isinstance(whom, Joiner):
