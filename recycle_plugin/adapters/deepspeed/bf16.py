@@ -246,7 +246,7 @@ class StateFiles:
             names.GROUP_PADDINGS: [flat.numel() - count for flat, count in zip(masters, filled)],
         }
 
-    def _slices(self, number: int, parts: int) -> list[OrderedDict]:
+    def _slices(self, number: int, parts: int) -> list[OrderedDict[str, Any]]:
         """Where each parameter of each group lies in the part."""
         found = []
         for group in self._flat.groups:

@@ -288,7 +288,7 @@ class RecycleEngine(PipelineEngine):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: Callable | None = None,
+        custom_load_fn: Callable[..., Any] | None = None,
     ) -> Any:
         """DeepSpeed's ``load_checkpoint``; while training, everybody goes on from the checkpoint's step.
 
@@ -325,12 +325,12 @@ class RecycleEngine(PipelineEngine):
         self._trainer.loading.remember(place, found)
         return found
 
-    def get_lr(self) -> list:
+    def get_lr(self) -> list[Any]:
         """DeepSpeed's ``get_lr``; raises RecycleError in a worker that has come back as long as it can't be known."""
         self._refuse_behind("get_lr()")
         return super().get_lr()
 
-    def get_mom(self) -> list:
+    def get_mom(self) -> list[Any]:
         """DeepSpeed's ``get_mom``; raises RecycleError in a worker that has come back as long as it can't be known."""
         self._refuse_behind("get_mom()")
         return super().get_mom()
@@ -373,7 +373,7 @@ class RecycleEngine(PipelineEngine):
             "the call out"
         )
 
-    _INSTRUCTION_MAP: ClassVar[dict] = {**PipelineEngine._INSTRUCTION_MAP, **INSTRUCTION_MAP}
+    _INSTRUCTION_MAP: ClassVar[dict[Any, Any]] = {**PipelineEngine._INSTRUCTION_MAP, **INSTRUCTION_MAP}
 
     def plan_schedule(self) -> PlanSchedule | None:
         """What this worker runs, or has run last, as a DeepSpeed ``PipeSchedule``; None before the first step."""
@@ -556,6 +556,6 @@ def engine_class(users: type, job: EngineArguments) -> type:
     return type(RecycleEngine.__name__ if users is PipelineEngine else users.__name__, bases, {"_job": job})
 
 
-def layer_specs(model: PipelineModule) -> list:
+def layer_specs(model: PipelineModule) -> list[Any]:
     """The specs that the layers of all stages are built from."""
     return model._layer_specs

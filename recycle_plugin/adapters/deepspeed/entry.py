@@ -100,7 +100,7 @@ class Plugin:
 
         module.initialize = initialize
 
-    def _check_section(self, config: dict) -> None:
+    def _check_section(self, config: dict[str, Any]) -> None:
         """Warn where the config has no section, and refuse a misspelt one: who starts a job through the plugin means to
         have it.
         """
@@ -119,7 +119,9 @@ class Plugin:
             )
 
     @contextmanager
-    def _our_engine(self, module: Any, config: dict, settings: Settings, given: dict[str, Any]) -> Iterator[None]:
+    def _our_engine(
+        self, module: Any, config: dict[str, Any], settings: Settings, given: dict[str, Any]
+    ) -> Iterator[None]:
         """Inside of this context ``deepspeed.initialize`` builds our engine.
 
         It builds what the name PipelineEngine stands for at that moment, which may be a class of the user's.
@@ -147,7 +149,7 @@ class Plugin:
 
     @contextmanager
     def _replica_engine(
-        self, packages: Collection[str], module: Any, config: dict, settings: Settings, given: dict[str, Any]
+        self, packages: Collection[str], module: Any, config: dict[str, Any], settings: Settings, given: dict[str, Any]
     ) -> Iterator[None]:
         """Inside of this context ``deepspeed.initialize``, which modules of ``packages`` call, builds our engine of one
         rank of a replica.
@@ -181,7 +183,7 @@ class Plugin:
             )
 
 
-def find_config(arguments: tuple, named: dict[str, Any]) -> dict[str, Any]:
+def find_config(arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
     """The DeepSpeed config as ``deepspeed.initialize`` will find it; {} when it is not there or cannot be read."""
     config = named.get("config") or named.get("config_params")
     if config is None:

@@ -24,7 +24,7 @@ def reentrant(module: PipelineModule) -> bool:
     )
 
 
-def keyed_forward(module: PipelineModule, seed: int, place: int, device: Device) -> AbstractContextManager:
+def keyed_forward(module: PipelineModule, seed: int, place: int, device: Device) -> AbstractContextManager[None]:
     """A context in which a forward on ``device`` draws by ``seed``.
 
     ``place``: the position of the micro-batch among its replica's.  ``seed_layers`` seeds each layer by how many

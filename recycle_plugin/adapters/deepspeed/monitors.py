@@ -117,7 +117,7 @@ class Reporting:
                 engine.monitor.write_events(figures(commit.figures, generation.number, batch, samples))
 
 
-def figures(known: dict, generation: int, batch: int, samples: int) -> list[Entry]:
+def figures(known: dict[str, Any], generation: int, batch: int, samples: int) -> list[Entry]:
     """The monitor entries of a committed step, whose figures ``known`` are core.coordinator.step_figures's.
 
     ``batch``: samples of a step; ``samples``: of all steps so far.

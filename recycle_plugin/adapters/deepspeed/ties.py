@@ -19,7 +19,7 @@ from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.tied import TiedWeight
 
 
-def shared(module: PipelineModule, specs: list) -> dict[str, tuple[int, ...]]:
+def shared(module: PipelineModule, specs: list[Any]) -> dict[str, tuple[int, ...]]:
     """The stages of each tied key that is on several of them; ``specs``: of all layers."""
     stages: dict[str, set[int]] = {}
     for place, spec in enumerate(specs):
@@ -28,7 +28,7 @@ def shared(module: PipelineModule, specs: list) -> dict[str, tuple[int, ...]]:
     return {key: tuple(sorted(found)) for key, found in sorted(stages.items()) if len(found) > 1}
 
 
-def check(specs: list) -> None:
+def check(specs: list[Any]) -> None:
     """Raise RecycleError where layers of one key name different weights to be tied: DeepSpeed would take a stage's
     first.
     """
@@ -55,7 +55,7 @@ class Ties:
     def __init__(
         self,
         module: PipelineModule,
-        specs: list,
+        specs: list[Any],
         shared: dict[str, tuple[int, ...]],
         view: ControlView,
         masters: Masters | None,
