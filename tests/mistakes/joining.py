@@ -20,7 +20,7 @@ from recycle_plugin.core.worker.catching_up import CatchingUp
 from recycle_plugin.core.worker.filled_stage import FilledStage
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.newcomer import Newcomer
-from recycle_plugin.core.worker.serving import Serving, Servings
+from recycle_plugin.core.worker.serving import Service, Servings
 from recycle_plugin.core.worker.whereabouts import Whereabouts
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.lab.simulator.simulated_state import Pipe, SimulatedState
@@ -80,7 +80,7 @@ around("what may be taken back is served", Servings, "between", seen=91, also=al
 around(
     "a newcomer applies steps without regard to their norm", FilledStage, "follow", seen=9, also=all_hashes_are_equal
 )(followed_with(norm=None))
-around("the sum of a unit that is read after it goes nowhere", Serving, "between", seen=31, also=not_asked_again)(
+around("the sum of a unit that is read after it goes nowhere", Service, "between", seen=31, also=not_asked_again)(
     lambda self, before, stepped, valid_from, summed, *more: before(self, stepped, valid_from, False, *more)
 )
 

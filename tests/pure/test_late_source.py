@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Head, Marker, Unit
 from recycle_plugin.core.worker.catching_up import CatchingUp
-from recycle_plugin.core.worker.serving import Serving
+from recycle_plugin.core.worker.serving import Service
 
 NAMES = tuple("abcdefghij")
 ONE, OTHER = WorkerId(0, 0), WorkerId(1, 0)
@@ -49,7 +49,7 @@ def test_it_takes_over_what_others_would_give_last():
 
 def test_what_is_left_to_another_one_is_not_read():
     line, state = Line(), SimpleNamespace(read=lambda name, rest: SimpleNamespace(name=name))
-    serving = Serving(state, line)
+    serving = Service(state, line)
     line.comes = [Asked(("a", "b", "c"))]
     serving.between(5, 0, False, False, False)
     line.comes = [Asked(("b",), leave=True)]

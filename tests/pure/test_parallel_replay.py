@@ -25,7 +25,7 @@ from recycle_plugin.core.worker.helper import CantHelp, Helper
 from recycle_plugin.core.worker.replay import CantReplay, Replayed, StageReplay, StageWork, Times
 from recycle_plugin.core.worker.shared_replay import Helpers
 from recycle_plugin.core.worker.shares import Answer, Call, Lot, Share, Word
-from recycle_plugin.core.worker.step_log import StepLog, StepRecord
+from recycle_plugin.core.worker.step_log import CommittedStep, StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.lab.simulator import campaign
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
@@ -63,8 +63,8 @@ class Work:
     def close(self) -> None:
         self.closed += 1
 
-    def record(self, number: int) -> StepRecord:
-        return StepRecord(number, valid_from=number)
+    def record(self, number: int) -> CommittedStep:
+        return CommittedStep(number, valid_from=number)
 
     def get(self, datum: Datum) -> str:
         return f"logged {datum}"

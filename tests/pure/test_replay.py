@@ -35,7 +35,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.replay import CantReplay, StageReplay
 from recycle_plugin.core.worker.shared_replay import Helpers
-from recycle_plugin.core.worker.step_log import StepLog, StepRecord
+from recycle_plugin.core.worker.step_log import CommittedStep, StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.lab.simulator import campaign
 from recycle_plugin.lab.simulator.scenario import MILLISECOND, Trouble
@@ -356,8 +356,8 @@ def test_the_record_of_a_step_says_from_which_generation_on_its_data_counts():
         ("mark", 1),
         ("void", 1, 5),
         ("mark", 2),
-        ("commit", StepRecord(1, None, 0, 5)),
-        ("commit", StepRecord(2, 7.0, 5, 5)),
+        ("commit", CommittedStep(1, None, 0, 5)),
+        ("commit", CommittedStep(2, 7.0, 5, 5)),
     ]
 
 
@@ -366,7 +366,7 @@ def test_who_has_replayed_a_step_says_of_it_what_its_record_did():
     log = StepLog(kept, boundaries=[0])
     log.applied(1, None)
     log.commit(1, 6, counts_from=4)
-    assert kept.calls[-1] == ("commit", StepRecord(1, None, 4, 6))
+    assert kept.calls[-1] == ("commit", CommittedStep(1, None, 4, 6))
 
 
 # --- a replay -----------------------------------------------------------------------------------------
@@ -414,8 +414,8 @@ class Machine:
     def close(self) -> None:
         self.closed += 1
 
-    def record(self, number: int) -> StepRecord:
-        return StepRecord(number, norm=2.0 if number == 2 else None, counts_from=0, valid_from=number)
+    def record(self, number: int) -> CommittedStep:
+        return CommittedStep(number, norm=2.0 if number == 2 else None, counts_from=0, valid_from=number)
 
     def damaged(self, datum: Datum) -> bool:
         return False

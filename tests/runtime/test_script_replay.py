@@ -7,7 +7,7 @@ import torch
 
 from recycle_plugin.core.messages.from_coordinator import Recorded
 from recycle_plugin.errors import RecycleError, WaitTimeout
-from recycle_plugin.runtime.worker.newcomer import Newcomer
+from recycle_plugin.runtime.worker.newcomer import NewcomersScript
 from recycle_plugin.runtime.worker.on_join import OnJoin
 from recycle_plugin.runtime.worker.script_replay import ScriptReplay
 
@@ -79,7 +79,7 @@ def test_a_loss_that_nobody_has_is_not_made_up(message, said):
 def test_the_way_ends_where_this_worker_is_a_member(coordinator):
     """It asks once, counts what it goes through, and waits with a deadline that names what for."""
     session, counted, asked = coordinator.session(0, wait_timeout_s=0.2), Counted(), []
-    newcomer = Newcomer(session, counted, counted, lambda: asked.append(counted.steps), lambda step: step < 7)
+    newcomer = NewcomersScript(session, counted, counted, lambda: asked.append(counted.steps), lambda step: step < 7)
     coordinator.tell(Recorded(4, (0.5, 0.25), 1, (), 5))
     coordinator.tell(Recorded(6, (), 1, (7.0,), 5))
     with session.waiting.changed:
@@ -104,7 +104,7 @@ def test_a_script_counts_its_own_steps_where_the_state_is_further(coordinator):
         counted.steps = max(counted.steps, 6)
         return step < 8
 
-    newcomer = Newcomer(session, counted, counted, lambda: None, follow)
+    newcomer = NewcomersScript(session, counted, counted, lambda: None, follow)
     coordinator.tell(Recorded(4, (0.5, 0.25, 0.125, 0.0625), 1, (), 7))
     found = [(newcomer.loss(), counted.steps) for _ in range(5)]
     assert found == [(0.5, 4), (0.25, 5), (0.125, 6), (0.0625, 7), (None, 7)]

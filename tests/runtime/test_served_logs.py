@@ -20,9 +20,9 @@ from recycle_plugin.runtime.log.reader import LogReader
 from recycle_plugin.runtime.log.served import (
     PIECE_BYTES,
     Ask,
-    Line,
     Listed,
     Listing,
+    LogLine,
     Piece,
     Refusal,
     Want,
@@ -63,18 +63,18 @@ def server(folder, complaints, strangers) -> Iterator[LogServer]:
 
 
 @contextmanager
-def line(server: LogServer) -> Iterator[Line]:
+def line(server: LogServer) -> Iterator[LogLine]:
     made, seals = called(server.address, Port.LOGS)
     with made:
-        yield Line(made, seals)
+        yield LogLine(made, seals)
 
 
-def asked(connection: Line, server: LogServer) -> dict[str, int]:
+def asked(connection: LogLine, server: LogServer) -> dict[str, int]:
     connection.say(Ask(RUN, server.token))
     return {each.name: each.size for each in connection.hear(Listing).segments}
 
 
-def assert_over(connection: Line) -> None:
+def assert_over(connection: LogLine) -> None:
     with pytest.raises((EOFError, ConnectionError)):
         exactly(connection.connection, 1)
 
@@ -267,7 +267,7 @@ def test_the_next_one_is_asked_where_a_supervisor_is_gone(server, folder, mirror
 class Odd(threading.Thread):
     """Somebody who answers each line by ``answer(connection)``, and ends it."""
 
-    def __init__(self, answer: Callable[[Line], None]) -> None:
+    def __init__(self, answer: Callable[[LogLine], None]) -> None:
         super().__init__(daemon=True)
         self._answer, self._listener = answer, socket.create_server((HERE, 0))
         self.address = f"tcp://{HERE}:{self._listener.getsockname()[1]}"
@@ -277,7 +277,7 @@ class Odd(threading.Thread):
         while True:
             try:
                 with self._listener.accept()[0] as connection:
-                    self._answer(Line(*answered(connection, Port.LOGS)))
+                    self._answer(LogLine(*answered(connection, Port.LOGS)))
             except (EOFError, ConnectionError):
                 pass
             except OSError:
@@ -292,12 +292,12 @@ class Odd(threading.Thread):
         self.join(PATIENCE_S)
 
 
-def lists(connection: Line, *segments: Listed) -> None:
+def lists(connection: LogLine, *segments: Listed) -> None:
     assert connection.hear(Ask).run == RUN
     connection.say(Listing(segments))
 
 
-def breaks_off(connection: Line) -> None:
+def breaks_off(connection: LogLine) -> None:
     """In the middle of a piece."""
     lists(connection, Listed("1.0-000000.log", 1000))
     wanted = connection.hear(Want)
@@ -305,16 +305,16 @@ def breaks_off(connection: Line) -> None:
     connection.connection.sendall(b"x" * (wanted.size // 2))
 
 
-def says_nothing(connection: Line) -> None:
+def says_nothing(connection: LogLine) -> None:
     connection.hear(Ask)
     exactly(connection.connection, 1)
 
 
-def lists_a_path(connection: Line) -> None:
+def lists_a_path(connection: LogLine) -> None:
     lists(connection, Listed("../1.0-000000.log", 10))
 
 
-def says_more_than_a_piece(connection: Line) -> None:
+def says_more_than_a_piece(connection: LogLine) -> None:
     lists(connection, Listed("1.0-000000.log", 1 << 40))
     connection.hear(Want)
     connection.say(Piece(1 << 40))
@@ -357,7 +357,7 @@ def test_a_byte_that_changes_on_its_way_is_found(folder, mirrored) -> None:
     data = bytearray(path.read_bytes())
     data[data.index(content(act(2)))] ^= 4
 
-    def flipped(connection: Line) -> None:
+    def flipped(connection: LogLine) -> None:
         lists(connection, Listed(path.name, len(data)))
         wanted = connection.hear(Want)
         connection.say(Piece(wanted.size))

@@ -12,7 +12,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.state_stream import Asked, Item, Unit
 from recycle_plugin.core.worker.catching_up import CatchingUp
 from recycle_plugin.core.worker.filled_stage import FilledStage
-from recycle_plugin.core.worker.serving import Serving
+from recycle_plugin.core.worker.serving import Service
 from tests.support.optimizers import same
 from tests.support.stepped_worker import SteppedWorker
 
@@ -63,7 +63,7 @@ class Newcomer:
         self.catching_up = CatchingUp(FilledStage(machine, worker.store, worker.steps))
         for rank, source in enumerate(sources):
             line = Line()
-            source.servings.add(NEWCOMER, Serving(source.units, line))
+            source.servings.add(NEWCOMER, Service(source.units, line))
             self.catching_up.add_source(WorkerId(rank), line)
 
     def is_at(self, step: int) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recycle_plugin.core.messages.from_workers import LogBroken, Logged, Note
-from recycle_plugin.core.worker.step_log import StepRecord
+from recycle_plugin.core.worker.step_log import CommittedStep
 from recycle_plugin.runtime.devices.host import There
 from recycle_plugin.runtime.worker.job_log import JobLogs, WorkerLog
 from tests.support.logs import PATIENCE_S, RUN, act, stream
@@ -46,7 +46,7 @@ def made(folder: Path, budget: int = 1 << 20) -> tuple[Session, WorkerLog]:
 
 def keep(log: WorkerLog, step: int) -> None:
     log.keep(act(step), There((torch.full((3,), float(step), dtype=torch.bfloat16),)), 0)
-    log.commit(StepRecord(step, torch.tensor(0.5)))
+    log.commit(CommittedStep(step, torch.tensor(0.5)))
     log.mark(step)
 
 
@@ -56,7 +56,7 @@ def test_what_is_kept_is_told_and_read(tmp_path) -> None:
     assert session.wait(Logged) == [Logged(1, 1)]
     jobs = JobLogs(tmp_path, RUN, 0.0)
     assert torch.equal(jobs.get(act(1))[0], torch.ones(3, dtype=torch.bfloat16))
-    assert jobs.record(1) == StepRecord(1, 0.5) and jobs.record(1).norm.dtype is torch.float32
+    assert jobs.record(1) == CommittedStep(1, 0.5) and jobs.record(1).norm.dtype is torch.float32
     assert not jobs.faults() and jobs.record(2) is jobs.get(act(2)) is None, "however often it looks"
     log.close()
 

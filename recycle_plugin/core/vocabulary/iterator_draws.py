@@ -127,7 +127,7 @@ class BatchTransfer:
 
 
 @dataclass(frozen=True)
-class Share:
+class StepDraws:
     """How the data of one step is shared out: the draw that each micro-batch's data comes from, and the transfers that
     bring it to where it is used and kept.
     """
@@ -147,7 +147,7 @@ class Share:
         return {micro_batch: draw for micro_batch, draw in self.draws.items() if draw.source != micro_batch.replica}
 
 
-def share(iterator_state: IteratorState, step: int, iterator: int = 1) -> Share:
+def share(iterator_state: IteratorState, step: int, iterator: int = 1) -> StepDraws:
     """Shares out the data of ``step``, for which scripts give their ``iterator``-th; everybody finds the same.
 
     Raises :class:`Gone` where data can't be had any more, :class:`Lacking` where all sources' iterators have ended, and
@@ -169,7 +169,7 @@ def share(iterator_state: IteratorState, step: int, iterator: int = 1) -> Share:
             plan.view, step, micro_batch, draws[micro_batch], runner, here, (last - stage, micro_batch in traced)
         )
     ]
-    return Share(draws, tuple(transfers))
+    return StepDraws(draws, tuple(transfers))
 
 
 def _known(here: Mapping[Seat, Batches], step: int) -> dict[MicroBatch, Draw]:

@@ -20,7 +20,7 @@ from recycle_plugin.core.vocabulary.iterator_draws import (
     IteratorState,
     Lacking,
     Place,
-    Share,
+    StepDraws,
     pack,
     share,
 )
@@ -68,7 +68,7 @@ class IteratorData:
         self.stands = Place()
         self._behind = [(-1, self.stands)]  # steps of late, and where it stood when all was drawn for them
         self._taken: IteratorState | None = None
-        self._usual: tuple[int, Share] | None = None  # of a step of which nobody has anything yet, by the iterator
+        self._usual: tuple[int, StepDraws] | None = None  # of a step of which nobody has anything yet, by the iterator
         self._said: set[int] = set()
         self._ended = 0  # the last iterator that has, by its number
         self.lacks = 0  # the step for which there is nothing to draw any more, as far as is known here
@@ -209,7 +209,7 @@ class IteratorData:
         elif step == self._behind[-1][0]:
             self._behind[-1] = (step, self.stands)
 
-    def _share(self, step: int) -> Share:
+    def _share(self, step: int) -> StepDraws:
         iterator = self.stands.iterator - (step < self._begun_in)
         if (
             any(step in batches for batches in self._iterator_state.held_draws.values())

@@ -27,11 +27,11 @@ PROGRESS_S = 1.0  # between two words on how far it has come
 BEHIND_S = 5.0  # between two words on a script that is not at the others' step yet
 
 
-class Asked:
+class HelpWanted:
     """The one that replays this newcomer's stage wants its help."""
 
 
-ASKED = Asked()
+ASKED = HelpWanted()
 
 
 class Newcomer:
@@ -99,7 +99,7 @@ class Newcomer:
                 return True
             if isinstance(followed, Replay):
                 yield from self._run_replay(followed)
-            elif isinstance(followed, Asked):
+            elif isinstance(followed, HelpWanted):
                 yield from self._loop.help()
             if isinstance(followed, Generation) and (yield from self._enter(followed)):
                 if self._wants_script() and self.replayed is None:
@@ -203,7 +203,7 @@ class Newcomer:
         if self._view.hears_end(step):
             raise DataEnded(step)
 
-    def _followed(self, step: int) -> bool | Generation | Replay | Asked | None:
+    def _followed(self, step: int) -> bool | Generation | Replay | HelpWanted | None:
         """What there is to replay, where nobody else has the state; where another one replays it, that this one's help
         is wanted.  Else True once ``step`` is followed; the generation that is to be entered before it; before that
         False where it has come closer, and None where nothing has come.

@@ -25,7 +25,7 @@ from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Waits, execute
-from recycle_plugin.core.worker.step_log import LogReader, StepLog, StepRecord
+from recycle_plugin.core.worker.step_log import CommittedStep, LogReader, StepLog
 from recycle_plugin.core.worker.step_store import StepStore
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class StageWork(Undisturbed):
             if datum.kind in TRAVELS and datum in self._store:
                 self.keep(datum, self._store.move(datum, -1))
 
-    def step_record(self, step: int) -> Waits[StepRecord]:
+    def step_record(self, step: int) -> Waits[CommittedStep]:
         """The record of ``step``, which is committed.  Raises as :meth:`run`."""
         return (yield from self.wait(f"the record of step {step}", lambda: self.logs.record(step), True))
 
@@ -233,7 +233,7 @@ class StepEnd(Undisturbed):
     """
 
     def __init__(
-        self, machine: ReplayingMachine, store: StepStore, work: StageWork, record: StepRecord, times: Times
+        self, machine: ReplayingMachine, store: StepStore, work: StageWork, record: CommittedStep, times: Times
     ) -> None:
         self._machine, self._store, self._work, self._record, self._times = machine, store, work, record, times
 
@@ -327,7 +327,7 @@ class StageReplay:
             work.logs.close()
         self._log.parks()
 
-    def _step(self, work: StageWork, record: StepRecord, times: Times) -> Iterator[Any]:
+    def _step(self, work: StageWork, record: CommittedStep, times: Times) -> Iterator[Any]:
         store, step = self._store, record.step
         store.valid_from = record.valid_from
         self._machine.set_for(step)

@@ -69,7 +69,7 @@ class Outlet(Protocol):
         """Ends it; what was sent still gets there."""
 
 
-class Serving:
+class Service:
     """The serving of one newcomer, over ``outlet``."""
 
     def __init__(self, state: SharedState, outlet: Outlet) -> None:
@@ -182,19 +182,19 @@ class Servings:
     """All newcomers that a worker serves."""
 
     def __init__(self) -> None:
-        self._by_newcomer: dict[WorkerId, Serving] = {}
+        self._by_newcomer: dict[WorkerId, Service] = {}
         self._applied: dict[int, Applied] = {}  # the last steps
 
     def __bool__(self) -> bool:
         return bool(self._by_newcomer)
 
-    def add(self, newcomer: WorkerId, serving: Serving) -> None:
+    def add(self, newcomer: WorkerId, serving: Service) -> None:
         """Serves one more, or one that has lost its line by another line."""
         self.end([newcomer])
         self._by_newcomer[newcomer] = serving
 
     def hand_over(self, newcomer: WorkerId, step: int, state: Callable[[], bytes]) -> None:
-        """Hands over to a newcomer's script, where it is served here; as :meth:`Serving.hand_over` does."""
+        """Hands over to a newcomer's script, where it is served here; as :meth:`Service.hand_over` does."""
         if newcomer in self._by_newcomer:
             self._by_newcomer[newcomer].hand_over(step, state)
 
@@ -215,7 +215,7 @@ class Servings:
 
     def between(self, stepped: int, committed: int, valid_from: int, summed: bool, waiting: bool, final: bool) -> bool:
         """Serves, where the state is that after step ``stepped``, and ``committed`` is known to be committed; returns
-        whether there was something to do.  The others: see :meth:`Serving.between`.
+        whether there was something to do.  The others: see :meth:`Service.between`.
         """
         self.end([newcomer for newcomer, serving in self._by_newcomer.items() if serving.outlet.broken])
         self._say_committed(min(stepped, committed), valid_from)

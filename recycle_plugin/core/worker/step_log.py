@@ -24,7 +24,7 @@ from recycle_plugin.core.worker.observer import Observer
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class CommittedStep:
     """What a replay of the committed ``step`` needs beside boundary tensors: the ``norm`` with regard to which it was
     applied, None where nobody asked for it; data of it counts that was valid from generation ``counts_from`` or a later
     one.  ``valid_from``: the generation from which its writer's data is valid.
@@ -62,7 +62,7 @@ class LogWriter(Protocol):
     def keep(self, datum: Datum, value: Any, valid_from: int) -> None:
         """Keeps a value, made where data is valid from the generation ``valid_from``."""
 
-    def commit(self, record: StepRecord) -> None:
+    def commit(self, record: CommittedStep) -> None:
         """Keeps the record of a committed step."""
 
     def void(self, after: int, valid_from: int) -> None:
@@ -92,7 +92,7 @@ class LogWriter(Protocol):
 class LogReader(Protocol):
     """The logs of all workers of a job, for one that replays its stage."""
 
-    def record(self, step: int) -> StepRecord | None:
+    def record(self, step: int) -> CommittedStep | None:
         """The record of a committed step; None as long as nobody has written it."""
 
     def get(self, datum: Datum) -> Any:
@@ -126,7 +126,7 @@ class StepLog(Observer):
         self._kept: dict[Datum, int] = {}  # of steps that are not committed, with the generation it is valid from
         self._discarded: list[tuple[int, int]] = []  # after which steps, and from which generation on data counts
         self._applied: dict[int, Any] = {}  # norms, by the steps with regard to which they were applied here
-        self._records: dict[int, StepRecord] = {}  # of the committed steps behind the checkpoint
+        self._records: dict[int, CommittedStep] = {}  # of the committed steps behind the checkpoint
         self._committed = self._checkpoint = 0
 
     def begin(self, step: int) -> None:
@@ -191,7 +191,7 @@ class StepLog(Observer):
         known = CountsFrom(self._discarded)
         for each in sorted(each for each in self._applied if each <= step):
             since = max(known.of(each), counts_from)
-            self._records[each] = StepRecord(each, self._applied.pop(each), since, valid_from)
+            self._records[each] = CommittedStep(each, self._applied.pop(each), since, valid_from)
             self._log.commit(self._records[each])
         self._committed = step
         self._kept = {datum: number for datum, number in self._kept.items() if datum.step > step}

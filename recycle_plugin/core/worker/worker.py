@@ -35,7 +35,7 @@ from recycle_plugin.core.worker.lockstep import JOINT, LEFT_OUT, Lockstep
 from recycle_plugin.core.worker.loop_ports import StepProgram
 from recycle_plugin.core.worker.machine import Machine
 from recycle_plugin.core.worker.observer import Observer
-from recycle_plugin.core.worker.serving import Applied, Serving, Servings
+from recycle_plugin.core.worker.serving import Applied, Service, Servings
 from recycle_plugin.core.worker.step_store import StepStore
 
 T = TypeVar("T")
@@ -276,7 +276,7 @@ class Worker:
         state, outlet, address = self._machine.open_outlet(asked.newcomer)
         if not self.servings:
             self._machine.watch_state()
-        self.servings.add(asked.newcomer, Serving(state, outlet))
+        self.servings.add(asked.newcomer, Service(state, outlet))
         self._machine.send(from_workers.Serving(self._control_view.rank, asked.newcomer, address))
 
     def hand_over(self, newcomer: WorkerId, step: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recycle_plugin.core.messages.from_workers import LogBroken, Logged
 from recycle_plugin.core.vocabulary.dataflow import Datum
-from recycle_plugin.core.worker.step_log import CountsFrom, StepRecord
+from recycle_plugin.core.worker.step_log import CommittedStep, CountsFrom
 from recycle_plugin.lab.simulator.exercised import ProtocolRule
 from recycle_plugin.lab.simulator.scenario import MILLISECOND
 
@@ -50,7 +50,7 @@ class SimulatedLog:
         self._dropped = 0  # the last step of which something was not kept
         self.broken: set[int] = set()
         self.data: dict[Datum, list[tuple[int, Any]]] = {}  # with the generation that each is valid from
-        self.records: dict[int, StepRecord] = {}
+        self.records: dict[int, CommittedStep] = {}
         self.voids: list[Void] = []
 
     @property
@@ -62,7 +62,7 @@ class SimulatedLog:
         self._cluster.exercised[ProtocolRule.MADE_AGAIN] += datum in self._cluster.unlogged
         self._write(datum.step, Kept(datum, value, valid_from))
 
-    def commit(self, record: StepRecord) -> None:
+    def commit(self, record: CommittedStep) -> None:
         """Keeps a record; on the disk it is later."""
         self._write(record.step, record)
 
@@ -99,7 +99,7 @@ class SimulatedLog:
             self.voids.append(entry)
         elif self._cluster.log_damages.random() < self._cluster.scenario.log_damaged_share:
             self._cluster.damaged.add(_name(entry))
-        elif isinstance(entry, StepRecord):
+        elif isinstance(entry, CommittedStep):
             self.records[entry.step] = entry
         else:
             self.data.setdefault(entry.datum, []).append((entry.valid_from, entry.value))
@@ -145,9 +145,9 @@ class SimulatedLog:
         self._under_way.clear()
 
 
-def _name(entry: StepRecord | Kept) -> str:
+def _name(entry: CommittedStep | Kept) -> str:
     """What is damaged, as who replays names it where it is nowhere else."""
-    if isinstance(entry, StepRecord):
+    if isinstance(entry, CommittedStep):
         return f"the record of step {entry.step}"
     datum = entry.datum
     return f"the sum over tied weights of step {datum.step}" if datum.kind == "tied" else str(datum)
@@ -159,7 +159,7 @@ class SimulatedLogs:
     def __init__(self, logs: list[SimulatedLog]) -> None:
         self._logs = logs
 
-    def record(self, step: int) -> StepRecord | None:
+    def record(self, step: int) -> CommittedStep | None:
         """The record of a committed step, whoever has written it."""
         return next((log.records[step] for log in self._logs if step in log.records), None)
 

@@ -25,7 +25,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.worker.step_log import CountsFrom
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.log.records import Commit, DatumRecord, Entry, Gap, StepRecord, Stream, Void
+from recycle_plugin.runtime.log.records import Commit, DatumRecord, Gap, IndexEntry, StepRecord, Stream, Void
 from recycle_plugin.runtime.log.segment import NAME, Damaged, Fault, Found, Segment, called, files, head, load
 
 
@@ -45,7 +45,7 @@ class KeptStep(NamedTuple):
 
 class _Place(NamedTuple):
     segment: Segment
-    entry: Entry
+    entry: IndexEntry
 
 
 class NotKept(RecycleError):

@@ -166,7 +166,7 @@ class Gap:
 # --- the index -----------------------------------------------------------------------------------------------
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """A record's place in its segment: ``size`` bytes from ``offset`` on, payload included.
 
     ``what``: the name of its type; ``datum`` is None where it has none; ``valid_from`` is 0 where it has none.
@@ -184,7 +184,7 @@ class Entry(NamedTuple):
 class Index:
     """The last record of a segment that is complete: where all others are."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[IndexEntry, ...]
 
 
 Kept = DatumRecord | StepRecord

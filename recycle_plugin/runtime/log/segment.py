@@ -37,7 +37,7 @@ from recycle_plugin.core.messages.encoding import HEAD
 from recycle_plugin.core.messages.typed import Unreadable
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import RecycleError
-from recycle_plugin.runtime.log.records import LANGUAGE, Entry, Head, Index, Part, Record, Stream
+from recycle_plugin.runtime.log.records import LANGUAGE, Head, Index, IndexEntry, Part, Record, Stream
 
 MAGIC, LAYOUT = b"RCYLOG\r\n", 1
 END_MAGIC = b"RCYEND\r\n"
@@ -122,9 +122,9 @@ def begun(of: Head) -> tuple[bytes, int]:
     return start + bytes(record), crc32(record)
 
 
-def entry(record: Record, offset: int, size: int) -> Entry:
+def entry(record: Record, offset: int, size: int) -> IndexEntry:
     """The index's line on a record."""
-    return Entry(
+    return IndexEntry(
         type(record).__name__,
         record.step,
         getattr(record, "datum", None),
@@ -134,7 +134,7 @@ def entry(record: Record, offset: int, size: int) -> Entry:
     )
 
 
-def ended(entries: Sequence[Entry], offset: int, seed: int) -> list[Buffer]:
+def ended(entries: Sequence[IndexEntry], offset: int, seed: int) -> list[Buffer]:
     """The last bytes of a segment that is complete, from ``offset`` on."""
     end = END_MAGIC + OFFSET.pack(offset)
     return [*framed(Index(tuple(entries)), (), offset, seed), end + CRC.pack(crc32(end, seed))]
@@ -160,7 +160,7 @@ class Segment:
     path: Path
     head: Head
     seed: int
-    entries: tuple[Entry, ...]
+    entries: tuple[IndexEntry, ...]
     sealed: bool
     size: int
     faults: tuple[Fault, ...] = ()
@@ -174,14 +174,14 @@ class Segment:
         """The last step that it has anything of; -1 without records."""
         return max((each.step for each in self.entries), default=-1)
 
-    def read(self, place: Entry) -> Found:
+    def read(self, place: IndexEntry) -> Found:
         """The record at a place of the index, its CRC checked.  Raises Damaged."""
         (found,) = self.each([place])
         if isinstance(found, Fault):
             raise Damaged(found)
         return found
 
-    def each(self, places: Iterable[Entry]) -> Iterator[Found | Fault]:
+    def each(self, places: Iterable[IndexEntry]) -> Iterator[Found | Fault]:
         """The record at each of some places of the index, or what is wrong with it."""
         try:
             with opened(self.path) as file:
@@ -197,7 +197,7 @@ class Segment:
         """The faults of all records that the index names, each of which is read."""
         return (each for each in self.each(self.entries) if isinstance(each, Fault))
 
-    def _found(self, file: BufferedReader, place: Entry) -> Found:
+    def _found(self, file: BufferedReader, place: IndexEntry) -> Found:
         found = _Reading(self.path, file, self.seed).record(place.offset, place.offset + place.size)
         if isinstance(found.record, Record) and entry(found.record, place.offset, found.size) == place:
             return Found(found.record, found.tensors)
@@ -280,7 +280,7 @@ class _Reading:
     def __init__(self, path: Path, file: BufferedReader, seed: int) -> None:
         self._path, self._file, self._seed = path, file, seed
 
-    def indexed(self, first: int, size: int) -> tuple[Entry, ...] | None:
+    def indexed(self, first: int, size: int) -> tuple[IndexEntry, ...] | None:
         """The places of all records, from the index; None where there is none that is whole."""
         try:
             end = self._take(size - END.size, END.size, size) if size >= first + END.size else b""
@@ -298,9 +298,9 @@ class _Reading:
         follow = [first] + [each.offset + each.size for each in index.entries]
         return index.entries if begins == follow else None
 
-    def scanned(self, first: int, size: int) -> tuple[list[Entry], list[Fault]]:
+    def scanned(self, first: int, size: int) -> tuple[list[IndexEntry], list[Fault]]:
         """The places of the whole records from ``first`` on, one after the other, and what is wrong behind them."""
-        entries: list[Entry] = []
+        entries: list[IndexEntry] = []
         offset = first
         while offset < size:
             try:

@@ -76,7 +76,7 @@ LANGUAGE = Language((Ask, Listing, Want, Piece, Refusal))
 FRAMES = Framing(LANGUAGE)
 
 
-class Line(NamedTuple):
+class LogLine(NamedTuple):
     """A connection that has authenticated, and its seals."""
 
     connection: Connection

@@ -27,7 +27,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.log.disk import Disk
-from recycle_plugin.runtime.log.records import Commit, DatumRecord, Entry, Gap, Head, Kept, Record, Stream, Void
+from recycle_plugin.runtime.log.records import Commit, DatumRecord, Gap, Head, IndexEntry, Kept, Record, Stream, Void
 from recycle_plugin.runtime.log.segment import (
     Buffer,
     Damaged,
@@ -387,7 +387,7 @@ class _Open:
     """A segment that is being written."""
 
     def __init__(self, disk: Disk, path: Path, head: Head) -> None:
-        self.path, self.entries = path, list[Entry]()
+        self.path, self.entries = path, list[IndexEntry]()
         start, self._seed = begun(head)
         self._file = disk.create(path)
         self.size = 0
@@ -400,7 +400,7 @@ class _Open:
 
     def append(self, batch: Sequence[_Waiting]) -> None:
         pieces: list[Buffer] = []
-        entries: list[Entry] = []
+        entries: list[IndexEntry] = []
         offset = self.size
         for record, tensors, _ in batch:
             made = framed(record, tensors, offset, self._seed)

@@ -25,9 +25,9 @@ from recycle_plugin.runtime.log.served import (
     LONGEST_QUESTION,
     PIECE_BYTES,
     Ask,
-    Line,
     Listed,
     Listing,
+    LogLine,
     Piece,
     Refusal,
     Want,
@@ -67,7 +67,7 @@ class LogServer:
 
     def _answer(self, own: socket.socket, proved: Proved) -> None:
         """Answer one question after another.  Raises Nonsense, EOFError and OSError."""
-        line = Line(*proved)
+        line = LogLine(*proved)
         listed: dict[str, Path] = {}
         while True:
             match line.hear(object, LONGEST_QUESTION):
@@ -101,7 +101,7 @@ class LogServer:
         return self._runs[path.name]
 
     @staticmethod
-    def _give(line: Line, path: Path, offset: int, wanted: int) -> None:
+    def _give(line: LogLine, path: Path, offset: int, wanted: int) -> None:
         with path.open("rb") as file:
             size = max(0, min(wanted, file.seek(0, 2) - offset))
             line.say(Piece(size))

@@ -11,7 +11,7 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.state.surroundings import SetByScript
 from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.changed_state import StateCounts
-from recycle_plugin.runtime.worker.newcomer import Newcomer
+from recycle_plugin.runtime.worker.newcomer import NewcomersScript
 from recycle_plugin.runtime.worker.parts import Parts
 
 
@@ -31,7 +31,9 @@ class Entry:
         let_in: Callable[[], None],
     ) -> None:
         self._parts, self._scripted, self._ask, self._prepared, self._let_in = parts, scripted, ask, prepared, let_in
-        self._script = Newcomer(parts.session, parts.framework.optimizer, StateCounts(parts.state), ask, self._follow)
+        self._script = NewcomersScript(
+            parts.session, parts.framework.optimizer, StateCounts(parts.state), ask, self._follow
+        )
         self._loop: BlockingLoop | None = None
 
     @property

@@ -56,7 +56,7 @@ def read(folder: Path) -> dict[int, IteratorPlace]:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedIterators:
     """Where iterators begin in a job that goes on: how many batches each replica's has had, and what that changes in a
     sentence, empty where nothing.
     """
@@ -65,7 +65,7 @@ class Resumed:
     change: str = ""
 
 
-def resumed(places: dict[int, IteratorPlace], replicas: int, size: int) -> Resumed:
+def resumed(places: dict[int, IteratorPlace], replicas: int, size: int) -> ResumedIterators:
     """Where the iterators of ``replicas`` begin, with batches of ``size`` samples, after a checkpoint with ``places``.
 
     With as many replicas and as large batches, each where it stood.  Else all begin where together they have given as
@@ -87,7 +87,7 @@ def resumed(places: dict[int, IteratorPlace], replicas: int, size: int) -> Resum
         )
     given = {each.replica: each.read for each in sorted(places.values(), key=lambda each: each.replica)}
     if (replicas, size) == (before.replicas, before.size):
-        return Resumed(tuple(given.values()))
+        return ResumedIterators(tuple(given.values()))
     samples = sum(given.values()) * before.size
     each, rest = divmod(samples, replicas * size)
     uneven = (
@@ -97,7 +97,7 @@ def resumed(places: dict[int, IteratorPlace], replicas: int, size: int) -> Resum
             ", and since they have not gone on evenly, some samples between these places are used twice, others never"
         )
     )
-    return Resumed(
+    return ResumedIterators(
         (each,) * replicas,
         f"the checkpoint is of {before.replicas} replicas with {before.size} samples a batch, whose iterators had "
         f"given {shown(given)} batches, and here are {replicas} replicas with {size}: each iterator begins "

@@ -19,7 +19,7 @@ import torch
 
 from recycle_plugin.core.messages.from_workers import LogBroken, Logged, Note
 from recycle_plugin.core.vocabulary.dataflow import Datum
-from recycle_plugin.core.worker.step_log import StepRecord
+from recycle_plugin.core.worker.step_log import CommittedStep
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.devices.host import There
@@ -67,7 +67,7 @@ class WorkerLog:
         parts = tuple(Part(str(place), _dtype(tensor), tuple(tensor.shape)) for place, tensor in enumerate(tensors))
         self._writer.keep(DatumRecord(datum, parts, valid_from), [_raw(tensor) for tensor in tensors])
 
-    def commit(self, record: StepRecord) -> None:
+    def commit(self, record: CommittedStep) -> None:
         """Keep the record of a committed step."""
         norm = None if record.norm is None else float(record.norm)
         dtype = _dtype(record.norm) if torch.is_tensor(record.norm) else ""
@@ -185,7 +185,7 @@ class JobLogs:
             self._looked = time.monotonic()
         return late
 
-    def record(self, step: int) -> StepRecord | None:
+    def record(self, step: int) -> CommittedStep | None:
         """The record of a committed step; None as long as nobody has written it."""
         records = self._reader.step_records(step) or (self._reader.step_records(step) if self._again() else [])
         found = [each.record for each in records]
@@ -193,7 +193,7 @@ class JobLogs:
             return None
         kept = max(found, key=lambda each: each.valid_from)
         norm = torch.tensor(kept.norm, dtype=getattr(torch, kept.dtype)) if kept.dtype else kept.norm
-        return StepRecord(step, norm, self._reader.counts_from(step), kept.valid_from)
+        return CommittedStep(step, norm, self._reader.counts_from(step), kept.valid_from)
 
     def get(self, datum: Datum) -> Tensors | None:
         """The value of a datum in host memory, as it was sent or drawn; None as long as nobody has written it, or

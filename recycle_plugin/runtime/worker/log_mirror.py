@@ -21,7 +21,7 @@ from recycle_plugin.authentication.secret import Secret
 from recycle_plugin.core.messages.from_coordinator import LogsAt
 from recycle_plugin.runtime.lines.frames import Nonsense, end, exactly, peer_at, proved
 from recycle_plugin.runtime.log.segment import NAME
-from recycle_plugin.runtime.log.served import PIECE_BYTES, Ask, Line, Listed, Listing, Piece, Want
+from recycle_plugin.runtime.log.served import PIECE_BYTES, Ask, Listed, Listing, LogLine, Piece, Want
 from recycle_plugin.runtime.system import forked
 
 ANSWER_S = 10.0  # how long who serves may take for an answer
@@ -85,7 +85,7 @@ class Mirror:
         """Fetch all that is there, and what comes, until it is enough.  Raises OSError, EOFError and Nonsense."""
         with forked.own(socket.create_connection(peer_at(address), ANSWER_S)) as connection:
             self._connections[at.token] = connection
-            line = Line(*proved(connection, self._secret, Port.LOGS, ANSWER_S))
+            line = LogLine(*proved(connection, self._secret, Port.LOGS, ANSWER_S))
             connection.settimeout(ANSWER_S)
             while not self._closed.is_set():
                 line.say(Ask(self._run, at.token))
@@ -102,7 +102,7 @@ class Mirror:
             raise Nonsense(f"{listed.name[:80]!r} is no segment's name")
         return int(match[1]) in at.ranks
 
-    def _fetch(self, line: Line, listed: Listed) -> None:
+    def _fetch(self, line: LogLine, listed: Listed) -> None:
         """Fetch what a segment has grown by.  Behind a torn record it may have been cut: then all of it comes again."""
         path = self.folder / listed.name
         have = path.stat().st_size if path.exists() else 0

@@ -23,7 +23,7 @@ class Counts(Protocol):
         """Goes back, or on, to a copy."""
 
 
-class Newcomer:
+class NewcomersScript:
     """The script of a worker that has come into a job that trains, until it is let in.
 
     ``optimizer`` counts the steps that the script goes through; ``ask()`` asks the coordinator for a place, and for
