@@ -6,6 +6,10 @@ deepspeed --num_gpus 4 --module recycle_plugin.launch scripts/reproduce/run_gpt.
 Trains as scripts/train_gpt.py does; every rank that gets to the end also writes run_dir/log/rank<r>.csv: step, loss,
 seconds, samples per second.  Without the launcher it trains nothing: it builds the model on the meta device and
 prints what each stage will hold, and whom the trace kills.
+
+scripts/reproduce/run_gpt.py experiment=gpt3_6_7b faults=trace --megatron runs/megatron
+
+prints the command that trains the same shape by Megatron-LM's own pretrain_gpt.py, with the same kills.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import megatron_flags
 import train_gpt
 from omegaconf import OmegaConf
 
@@ -28,10 +33,17 @@ from recycle_plugin.lab.simulator.peers.kills import of_trace
 from recycle_plugin.lab.training.compose import GPTModel, TrainingJob, compose_from_command_line
 from recycle_plugin.settings.schema import Settings
 
+MEGATRON = "--megatron"  # and a folder for its settings
+
 OmegaConf.register_new_resolver("trace_kills", of_trace, replace=True)  # configs/faults/trace.yaml
 
 
 def main() -> None:
+    if "RANK" not in os.environ and MEGATRON in sys.argv[1:-1]:
+        place = sys.argv.index(MEGATRON)
+        overrides = [*sys.argv[1:place], *sys.argv[place + 2 :]]
+        print(megatron_flags.write(compose_from_command_line(overrides, __doc__), Path(sys.argv[place + 1])))
+        return
     if "RANK" not in os.environ:
         check(compose_from_command_line(sys.argv[1:], __doc__))
         return

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import csv
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recycle_plugin.adapters.megatron_lm.refusals import refusals
+from recycle_plugin.commands.doctor_megatron import parsed
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator.peers import published
 from recycle_plugin.lab.simulator.peers.kills import kills
 from recycle_plugin.lab.training.compose import compose
-from recycle_plugin.runs import TrainingRun
+from recycle_plugin.runs import JobRun, TrainingRun, environment
+from tests.support import megatron_lm
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "reproduce" / "run_gpt.py"
 SMALL = [
@@ -73,6 +79,40 @@ def test_the_large_ones_on_the_meta_device(
     assert tuple(worker.layers for worker in found) == layers and len(found) == job.topology.stages == stages
     assert job.workers == 32 and len(job.recycle["faults"]) == 12
     assert max(worker.bytes for worker in found) < 80e9, [worker.bytes / 1e9 for worker in found]
+
+
+@pytest.mark.parametrize("experiment", ("gpt_tiny", "gpt3_medium", "gpt3_3_35b", "gpt3_6_7b"))
+def test_the_plugin_takes_the_flags_by_which_megatron_lm_trains_the_same(script, experiment: str) -> None:
+    flags = script("run_gpt").megatron_flags.flags
+    assert list(refusals(parsed(flags(compose([f"experiment={experiment}", "faults=trace"]))))) == []
+
+
+@pytest.mark.parametrize("wrong", ("experiment=emulated_pp4_dp2", "optimizer=sgd"))
+def test_what_megatron_lm_has_no_flag_for_is_said_in_a_line(script, wrong: str) -> None:
+    with pytest.raises(SystemExit, match="run_gpt: (model.kind|optimizer.type) is .* Megatron-LM"):
+        script("run_gpt").megatron_flags.flags(compose([wrong]))
+
+
+@pytest.mark.skipif(megatron_lm.home() is None, reason=megatron_lm.MISSING)
+@pytest.mark.all_kills
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_megatron_lm_trains_gpt_tiny_under_the_trace_as_without(script, tmp_path: Path) -> None:
+    losses = {}
+    for faults in ("none", "trace"):
+        folder = tmp_path / faults
+        run_gpt = script("run_gpt")  # which knows what a trace's kills are
+        job = compose(["experiment=gpt_tiny", f"faults={faults}", "recycle.exact=true", f"run_dir={folder}", *SMALL])
+        command = shlex.split(run_gpt.megatron_flags.write(job, folder).splitlines()[0])
+        place = command.index("pretrain_gpt.py")
+        command[0], command[place : place + 1] = sys.executable, [megatron_lm.SCRIPT, str(folder / "out")]
+        more = {"PYTHONPATH": f"{megatron_lm.home()}:{megatron_lm.ROOT}", "OMP_NUM_THREADS": "1"}
+        with JobRun(folder, [*command, *megatron_lm.ON_CPU], environment(**more)) as run:
+            outcome = run.finish(280)
+        assert len(outcome.of("lost")) == (2 if faults == "trace" else 0)
+        left = [torch.load(file) for file in (folder / "out").glob("rank*.pt")]
+        losses[faults] = next(each["losses"] for each in left if each["losses"])
+    assert losses["none"] == losses["trace"] and len(losses["none"]) == 12
 
 
 @pytest.mark.all_kills

@@ -13,6 +13,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "tests/jobs/megatron_lm.py"
 MISSING = "Megatron-LM was not tried: there is no megatron.training in .venv/megatron_lm, nor in $RECYCLE_MEGATRON"
+ON_CPU = [
+    "--distributed-backend", "gloo",
+    "--transformer-impl", "local",
+    "--use-cpu-initialization",
+    "--no-gradient-accumulation-fusion",
+    "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-rope-fusion",
+    "--disable-jit-fuser",
+]  # fmt: skip
 SMALL = [
     "--num-layers", "4",
     "--hidden-size", "32",
@@ -33,16 +45,7 @@ SMALL = [
     "--eval-interval", "1000",
     "--attention-dropout", "0",
     "--hidden-dropout", "0",
-    "--distributed-backend", "gloo",
-    "--transformer-impl", "local",
-    "--use-cpu-initialization",
-    "--no-gradient-accumulation-fusion",
-    "--no-persist-layer-norm",
-    "--no-masked-softmax-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-rope-fusion",
-    "--disable-jit-fuser",
+    *ON_CPU,
 ]  # fmt: skip
 
 
