@@ -36,6 +36,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.experiments.bench_scripts import DEADLINE_S, run_part, script
 from recycle_plugin.runs import JobRun, environment, free_port
 from recycle_plugin.runtime.collectives import gloo
+from recycle_plugin.runtime.collectives.link import Handle, Operation
 from recycle_plugin.runtime.collectives.place import meet
 from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.stage.buckets import MeanBuckets
@@ -115,7 +116,7 @@ class UnderWay:
         self.seconds, self._now, self._since = 0.0, 0, 0.0
         begin = gloo.GlooLink._begin
 
-        def watched(link: gloo.GlooLink, operation: gloo.Operation, handle: gloo.Handle) -> None:
+        def watched(link: gloo.GlooLink, operation: Operation, handle: Handle) -> None:
             self._since = self._since if self._now else time.perf_counter()
             self._now += 1
             handle.when_over(self._over)
