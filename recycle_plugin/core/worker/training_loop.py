@@ -40,6 +40,7 @@ from recycle_plugin.core.vocabulary.recovery_plan import (
 )
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.core.worker.collector import no_collections
 from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.lockstep import Lockstep
@@ -377,6 +378,7 @@ class TrainingLoop:
                 if one.worker not in before:
                     self._runner.hand_over(one.worker, self.machine.stepped)
 
+    @no_collections()
     def _take_up(self, plan: Plan, resume: Resume) -> None:
         """Works out what is left of the unfinished steps, and takes the last one back where that is in the way."""
         started = self._port.clock()

@@ -1,0 +1,22 @@
+"""Python's collector of cycles, out of the way of what is worked out in a hurry."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Let the collector rest inside of this context; for what makes many objects, and no cycles, while all wait.
+
+    A collection looks at all that torch and the script have made too, 0.3 s and more, and many objects bring several.
+    """
+    rests = not gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not rests:
+            gc.enable()
