@@ -230,16 +230,22 @@ def test_who_comes_back_trains_the_bits_of_stock(job: Jobs, tmp_path: Path) -> N
     assert _evaluations(ours) == pytest.approx(_evaluations(stock), abs=5e-6)
 
 
-def test_who_comes_back_to_a_job_that_has_loaded_a_checkpoint_begins_where_it_did(job: Jobs, tmp_path: Path) -> None:
+DISTRIBUTED = "--bf16", "--clip-grad", "0", "--use-distributed-optimizer"
+
+
+@pytest.mark.parametrize("more", [("--ckpt-format", "torch"), DISTRIBUTED], ids=("", "distributed"))
+def test_who_comes_back_to_a_job_that_has_loaded_a_checkpoint_begins_where_it_did(
+    job: Jobs, tmp_path: Path, more: tuple[str, ...]
+) -> None:
     """A newer checkpoint is on the disk by then."""
-    saving = "--save", str(tmp_path / "saved"), "--save-interval", "4", "--ckpt-format", "torch"
-    job(gpt(2, 2, "--train-iters", "40", *saving, "--exit-interval", "4"), {"exact": True})
-    loading = gpt(2, 2, "--train-iters", "40", *saving, "--load", str(tmp_path / "saved"))
+    saving = "--save", str(tmp_path / "saved"), "--save-interval", "4"
+    job(gpt(2, 2, *more, "--train-iters", "40", *saving, "--exit-interval", "4"), {"exact": True})
+    loading = gpt(2, 2, *more, "--train-iters", "40", *saving, "--load", str(tmp_path / "saved"))
     kill = {"exact": True, "rejoin": "always", "faults": ["kill 1.1 before 1F1.2@6"]}
     run = job.start(loading, kill, held(tmp_path, HELD, "go"))
     run.hear("newcomer")
     (tmp_path / "go").touch()
-    ours, stock = trained(run), job.stock(gpt(2, 2, "--train-iters", "40"))
+    ours, stock = trained(run), job.stock(gpt(2, 2, *more, "--train-iters", "40"))
     assert len(ours.result.of("rejoined")) == 1 and ours.ranks.keys() == stock.ranks.keys()
     assert_same_weights(ours, stock)
 
@@ -310,6 +316,29 @@ def test_all_leave_after_the_same_step_with_a_checkpoint(
     assert_same_weights(later, job.stock(long_job))
 
 
+@pytest.mark.parametrize(
+    "flags, saved_by",
+    [
+        (("--bf16", "--dist-ckpt-optim-fully-reshardable"), None),
+        (("--bf16",), None),
+        (("--bf16",), {"exact": True, "rejoin": "never", "faults": ["kill 0.0 before 0F0.1@2"]}),
+        ((), {"exact": True, "rejoin": "never", "faults": ["kill 1.0 at checkpoint.file"]}),
+    ],
+)
+def test_a_checkpoint_of_a_distributed_optimizer_is_loaded(
+    job: Jobs, tmp_path: Path, flags: tuple[str, ...], saved_by: dict | None
+) -> None:
+    """Stock's and the plugin's, each by both."""
+    flags += "--clip-grad", "0", "--use-distributed-optimizer"
+    whole = later_half(job.stock(gpt(2, 2, *flags)))
+    saving = "--save", str(tmp_path / "saved"), "--save-interval", "3", "--exit-interval", "3"
+    job(gpt(2, 2, *flags, *saving), saved_by)
+    for recycle in (None, {"exact": True}):
+        later = job(gpt(2, 2, *flags, "--load", str(tmp_path / "saved")), recycle)
+        assert {len(each["norms"]) for each in later.ranks.values()} == {3}
+        assert_same_bits(whole, later)
+
+
 @pytest.mark.parametrize("saved_by", [None, {"exact": True, "rejoin": "never", "faults": ["kill 0.0 before 0F0.1@2"]}])
 def test_a_checkpoint_is_loaded_by_other_numbers_of_stages_and_replicas(
     job: Jobs, tmp_path: Path, saved_by: dict | None
@@ -359,9 +388,8 @@ def test_a_flag_that_is_not_supported_is_refused_in_one_line(job: Jobs) -> None:
 
 
 def test_overlapped_communication_is_taken_and_not_done(job: Jobs) -> None:
-    flags = "--bf16", "--clip-grad", "0", "--use-distributed-optimizer"
-    ours = job(gpt(2, 2, *flags, "--overlap-grad-reduce", "--overlap-param-gather"), {})
-    assert_same_bits(job.stock(gpt(2, 2, *flags)), ours)
+    ours = job(gpt(2, 2, *DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather"), {})
+    assert_same_bits(job.stock(gpt(2, 2, *DISTRIBUTED)), ours)
 
 
 def test_a_switched_off_section_leaves_stock_megatron(job: Jobs) -> None:

@@ -146,11 +146,29 @@ def leave(models):
         helper.join()
 
 
+optimizer_of = training.get_megatron_optimizer
+
+
+def get_megatron_optimizer(*given, **named):
+    """Stock's, whose distributed optimizer loads nothing over torch's Adam, which is all that a CPU has."""
+    from recycle_plugin.adapters.megatron_lm.in_parts import mend_for_torchs
+
+    made = optimizer_of(*given, **named)
+    for one in made.chained_optimizers if "--load" in sys.argv else ():
+        if torch.distributed.get_backend() == "gloo" and hasattr(one, "shard_fp32_from_float16_groups"):
+            mend_for_torchs(one)
+    return made
+
+
+training.get_megatron_optimizer = get_megatron_optimizer
 setup, built = training.setup_model_and_optimizer, []
 
 
 def setup_model_and_optimizer(*given, **named):
     built.append(setup(*given, **named))
+    for one in built[-1][1].chained_optimizers:
+        for state in one.optimizer.state.values():
+            state["step"] = state["step"].clone()  # of stock's distributed optimizer all have the same, once loaded
     return built[-1]
 
 

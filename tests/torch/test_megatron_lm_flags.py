@@ -40,7 +40,10 @@ def test_what_megatron_has_by_default_is_taken() -> None:
     "given, said",
     [
         ({"save": "there", "ckpt_format": "zarr"}, "--ckpt-format zarr"),
-        ({"load": "there", "use_distributed_optimizer": True}, "--use-distributed-optimizer with --load"),
+        (
+            {"load": "there", "ckpt_format": "torch", "use_distributed_optimizer": True},
+            "--use-distributed-optimizer with --load and --ckpt-format torch",
+        ),
     ],
 )
 def test_checkpoints_that_nobody_could_write_or_read_are_refused(given: dict, said: str) -> None:
@@ -90,7 +93,7 @@ UNFUSED = "--no-gradient-accumulation-fusion"
     [
         (["--num-layers", "4", UNFUSED], None),
         ([UNFUSED, "--save", "there", "--ckpt-format=torch"], None),
-        ([UNFUSED, "--save", "there"], None),
+        ([UNFUSED, "--save", "there", "--use-distributed-optimizer"], None),
         ([UNFUSED, "--save", "there", "--ckpt-format", "torch_dcp"], "! --ckpt-format torch_dcp"),
         (["--num-layers", "4"], "! --gradient-accumulation-fusion"),
         (
@@ -100,7 +103,7 @@ UNFUSED = "--no-gradient-accumulation-fusion"
         ([UNFUSED, "--tensor-model-parallel-size=1"], None),
         ([UNFUSED, "--tensor-model-parallel-size", "two"], "! --tensor-model-parallel-size two"),
         (
-            [UNFUSED, "--use-distributed-optimizer", "--load", "x"],
+            [UNFUSED, "--use-distributed-optimizer", "--load", "x", "--ckpt-format", "torch"],
             "! --use-distributed-opt",
         ),
     ],

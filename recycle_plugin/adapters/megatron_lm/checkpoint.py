@@ -29,7 +29,7 @@ class StageFiles:
     """The file of one worker's stage, by Megatron's own ``generate_state_dict`` (a CheckpointFormat of
     runtime/stage/ports.py).
 
-    ``iteration``, ``operations``: as Megatron's loop counts them.
+    ``in_parts``: as a distributed optimizer has it; ``iteration``, ``operations``: as Megatron's loop counts them.
     """
 
     seat: Seat
@@ -37,6 +37,7 @@ class StageFiles:
     model: list[Any]
     optimizer: Any
     scheduler: Any
+    in_parts: bool = False
     iteration: int = 0
     operations: Any = 0
 

@@ -121,19 +121,27 @@ class MegatronPlugin:
 
     def _setup_model_and_optimizer(self, stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         from megatron.training import get_args
+        from megatron.training.checkpointing import checkpoint_exists
 
         from recycle_plugin.adapters.megatron_lm import alone
+        from recycle_plugin.adapters.megatron_lm import in_parts as states
         from recycle_plugin.adapters.megatron_lm.job import Job
-        from recycle_plugin.adapters.megatron_lm.refusals import check, prepare
+        from recycle_plugin.adapters.megatron_lm.refusals import check, keep_whole, prepare
 
-        args = get_args()
+        args, config = get_args(), named.get("cfg_container")
         check(args, self._settings)
-        prepare(args, named.get("cfg_container"), self._session)
+        prepare(args, config, self._session)
         alone.without_collectives()
+        in_parts = args.use_distributed_optimizer
         with alone.loading(self._session, args) as loaded:
-            made = stock(*arguments, **named)
+            if in_parts and args.load and checkpoint_exists(args.load):
+                with states.loaded(self._session, args, config) as whole:
+                    made = whole(stock(*arguments, **named))
+            else:
+                keep_whole(args, config)
+                made = stock(*arguments, **named)
             loaded(made[2])
-        self._job = Job(self._session, self._settings, args, *made)
+        self._job = Job(self._session, self._settings, args, made[0], made[1], made[2], in_parts)
         return made
 
     def _load_checkpoint(self, stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

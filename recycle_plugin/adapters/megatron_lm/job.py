@@ -49,10 +49,20 @@ from recycle_plugin.settings.schema import Settings
 
 
 class Job:
-    """The training of one worker's stage, ``model``, by ``optimizer`` and its learning-rate ``scheduler``."""
+    """The training of one worker's stage, ``model``, by ``optimizer`` and its learning-rate ``scheduler``.
+
+    ``in_parts``: checkpoints are those of a distributed optimizer.
+    """
 
     def __init__(
-        self, session: Session, settings: Settings, args: Namespace, model: list[Any], optimizer: Any, scheduler: Any
+        self,
+        session: Session,
+        settings: Settings,
+        args: Namespace,
+        model: list[Any],
+        optimizer: Any,
+        scheduler: Any,
+        in_parts: bool,
     ) -> None:
         check_backend(torch.distributed.get_backend())
         inner = check_built(model, optimizer)
@@ -70,7 +80,7 @@ class Job:
         self._cursor = DataCursor(get_num_microbatches())
         self._steps = MegatronOptimizer(inner, scheduler, args.iteration, self._samples)
         files = ShardedFiles if args.ckpt_format == "torch_dist" else StageFiles
-        self._files = files(self.seat, args, unwrap_model(model), optimizer, scheduler)
+        self._files = files(self.seat, args, unwrap_model(model), optimizer, scheduler, in_parts)
         self._trainer = Trainer(session, settings, self._framework(settings, inner, *shape))
         self._data = IndexedData(
             self._batches, self._cursor, shape[0], args.micro_batch_size, args.consumed_train_samples, args.iteration

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,7 @@ def detach_from_ddp(chunk: Any) -> None:
     """Leave gradients where autograd puts them: Megatron's hooks, which add them to buffers of its own, go, and so does
     those buffers' memory.
     """
-    chunk.grad_accs = []  # which kept the hooked nodes alive
+    chunk.grad_accs = []  # which kept the hooked nodes alive, and so may an optimizer that was there to load only
+    gc.collect()
     for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         buffer.grad_data.untyped_storage().resize_(0)

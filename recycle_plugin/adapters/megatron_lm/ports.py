@@ -122,14 +122,15 @@ def masters_of(module: nn.Module, inner: Any) -> Masters | None:
     """The masters of a model in bf16 or fp16; None in fp32."""
     if not hasattr(inner, "fp32_from_float16_groups"):
         return None
-    pairs = {
-        weight: master
-        for weights, masters in zip(inner.float16_groups, inner.fp32_from_float16_groups)
-        for weight, master in zip(weights, masters)
-    }
-    pairs |= {weight: weight for weights in inner.fp32_from_fp32_groups for weight in weights}
-    weights = trained(module)
-    return Masters(weights, [pairs[weight] for weight in weights])
+    weights, masters = trained(module), master_of(inner)
+    return Masters(weights, [masters(weight) for weight in weights])
+
+
+def master_of(inner: Any) -> Callable[[nn.Parameter], nn.Parameter]:
+    """A function from weights to what Megatron's optimizer ``inner`` steps for them: in fp32 they themselves."""
+    groups = zip(getattr(inner, "float16_groups", ()), getattr(inner, "fp32_from_float16_groups", ()))
+    pairs = {weight: master for weights, masters in groups for weight, master in zip(weights, masters)}
+    return lambda weight: pairs.get(weight, weight)
 
 
 def tied_weights(

@@ -97,12 +97,9 @@ ROWS = (
 """All flags that are refused."""
 
 
-WHOLE = {
-    "use_distributed_optimizer": False,
-    "num_distributed_optimizer_instances": 1,
-    "overlap_param_gather": False,
-    "overlap_grad_reduce": False,
-}
+TOGETHER = {"num_distributed_optimizer_instances": 1, "overlap_param_gather": False, "overlap_grad_reduce": False}
+"""What the plugin does without: nothing is overlapped."""
+WHOLE = {"use_distributed_optimizer": False}
 """What makes every worker of a stage keep the optimizer's state whole."""
 
 
@@ -116,10 +113,11 @@ def refusals(args: Namespace) -> Iterator[str]:
     saved = [flag for flag in ("save", "load") if getattr(args, flag, None)]
     if getattr(args, "save", None) and getattr(args, "ckpt_format", "torch") not in ("torch", "torch_dist"):
         yield f"--ckpt-format {args.ckpt_format} is not supported with recycle.enabled: write --ckpt-format torch_dist"
-    if saved and getattr(args, "use_distributed_optimizer", False):
+    in_torch = getattr(args, "ckpt_format", None) == "torch"
+    if saved and in_torch and getattr(args, "use_distributed_optimizer", False):
         yield (
-            f"--use-distributed-optimizer with --{saved[0]} is not supported with recycle.enabled: its state is whole "
-            "on each worker, and a checkpoint of it is one of a job without that flag; leave the flag out"
+            f"--use-distributed-optimizer with --{saved[0]} and --ckpt-format torch is not supported with "
+            "recycle.enabled: write --ckpt-format torch_dist"
         )
 
 
@@ -147,16 +145,30 @@ def prepare(args: Namespace, config: Any, session: Session) -> None:
             "--use-distributed-optimizer: each worker of a stage keeps the optimizer's state whole, since a lost "
             f"worker's part would be lost with it; that takes {args.data_parallel_size} times the memory of parts"
         )
-    for each in (args, getattr(config, "ddp", None), getattr(config, "optimizer", None)):
-        for name, value in WHOLE.items():
-            if hasattr(each, name):
-                setattr(each, name, value)
+    _set(TOGETHER, args, config)
     if getattr(args, "rerun_mode", "disabled") != "disabled":
         args.rerun_mode = "disabled"
         said.append("--rerun-mode disabled, since a step that is run again may be committed")
     if session.rank == 0:
         for text in said:
             session.note("zero" if text.startswith("--use-dist") else "warning", text)
+
+
+def keep_whole(args: Namespace, config: Any, *more: Any) -> None:
+    """Have each worker of a stage keep the optimizer's state whole, by what is built from now on."""
+    _set(WHOLE, args, config, *more)
+
+
+def _set(values: dict[str, Any], args: Namespace, config: Any, *more: Any) -> None:
+    for each in (args, getattr(config, "ddp", None), getattr(config, "optimizer", None), *more):
+        for name, value in values.items():
+            if hasattr(each, name):
+                setattr(each, name, value)
+
+
+def single(optimizer: Any) -> Any:
+    """The one that a ChainedOptimizer consists of, or the optimizer itself."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])[0]
 
 
 def check_built(model: list[Any], optimizer: Any) -> Any:

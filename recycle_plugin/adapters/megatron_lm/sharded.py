@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from recycle_plugin.adapters.megatron_lm.checkpoint import StageFiles
+from recycle_plugin.adapters.megatron_lm.in_parts import FORMAT, as_parts
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.stage.ports import CheckpointShare
 from recycle_plugin.runtime.state.stage_state import StageState
@@ -84,7 +85,11 @@ class ShardedFiles(StageFiles):
         made = self._contents(state, optim_sd_kwargs=about, model_sd_kwargs=about)
         places = (self.args.pipeline_model_parallel_size, 1), (self.seat.stage, 0)
         made["rng_state"] = ShardedObject("rng_state", made["rng_state"], *places)
-        made["content_metadata"] = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+        said = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+        if self.in_parts and "optimizer" in made:
+            as_parts(made, self.optimizer)
+            said |= FORMAT
+        made["content_metadata"] = said
         return save_preprocess(made, validate_access_integrity=False)
 
 

@@ -1,0 +1,142 @@
+"""Checkpoints of jobs with ``--use-distributed-optimizer``, whose optimizers have a part of the state each.
+
+A worker of the plugin has all of its stage's (refusals.WHOLE).  So stock's own code loads such a checkpoint into
+stock's distributed optimizer, and the whole is put together from all parts before the first step.  What is saved is in
+stock's format "fully_reshardable", which stock's distributed optimizers load, in any number.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import nn
+
+from recycle_plugin.adapters.megatron_lm.ports import master_of
+from recycle_plugin.adapters.megatron_lm.refusals import keep_whole, single
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.stage.ports import trained
+
+STATES = "exp_avg", "exp_avg_sq"
+TORCHS = torch.optim.Adam, torch.optim.AdamW  # their fused forms count steps by group
+KIND = "distrib_optim_sharding_type"
+FORMAT = {KIND: "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+
+
+@contextmanager
+def loaded(session: Session, args: Namespace, config: Any) -> Iterator[Callable[[Any], Any]]:
+    """A context in which Megatron-LM builds its distributed optimizer, and loads its state.
+
+    Call what is yielded with (model, optimizer, scheduler): it returns them with an optimizer that has the whole state.
+    """
+    from megatron.training import training
+
+    stock, calls = training.get_megatron_optimizer, []
+
+    def build(optimizer_config: Any, *more: Any, **named: Any) -> Any:
+        calls.append((optimizer_config, more, named))
+        with session.hooks.startup.apart():  # a newcomer builds the other one only
+            made = stock(optimizer_config, *more, **named)
+        mend_for_torchs(single(made))
+        return made
+
+    def whole(made: Any) -> Any:
+        model, parts, scheduler = made
+        optimizer_config, more, named = calls[0]
+        keep_whole(args, config, optimizer_config)
+        optimizer = stock(optimizer_config, *more, **named)
+        if args.iteration:
+            with session.hooks.startup.apart():
+                _fill(single(optimizer), single(parts), trained(model[0].module))
+        scheduler.optimizer = optimizer
+        scheduler.step(increment=0)
+        return model, optimizer, scheduler
+
+    training.get_megatron_optimizer = build
+    try:
+        yield whole
+    finally:
+        training.get_megatron_optimizer = stock
+
+
+def mend_for_torchs(parts: Any) -> None:
+    """Let stock's distributed optimizer load where it is over torch's own Adam: it wants steps before it has loaded
+    any, and then one for each weight.
+    """
+    if not isinstance(parts.optimizer, TORCHS):
+        return
+    parts._init_optimizer_states_with_dummy_values()
+    stock = parts._set_main_param_and_optimizer_states
+
+    def kept(weight: nn.Parameter, found: dict[str, Any]) -> None:
+        stock(weight, {**found, "step": next(iter(parts.optimizer.state.values()))["step"]})
+
+    parts._set_main_param_and_optimizer_states = kept
+
+
+def _fill(whole: Any, parts: Any, weights: list[nn.Parameter]) -> None:
+    """Take the state of the optimizer ``whole`` from the ``parts`` of all replicas, whose workers all call it."""
+    step = parts.state_dict()["optimizer"]["param_groups"][0].get("step", 0)
+    inner, masters = whole.optimizer, master_of(whole)
+    for weight in weights:
+        found = _whole_of(parts, weight)
+        master = masters(weight)
+        master.data.copy_(found.pop("param"))
+        inner.state[master].update(found)
+        if isinstance(inner, TORCHS):
+            inner.state[master]["step"] = torch.tensor(float(step))
+    if not isinstance(inner, TORCHS):
+        for group in inner.param_groups:
+            group["step"] = step
+    if getattr(whole, "grad_scaler", None) is not None:
+        whole.grad_scaler.load_state_dict(parts.grad_scaler.state_dict())
+
+
+def _whole_of(parts: Any, weight: nn.Parameter) -> dict[str, torch.Tensor]:
+    """A weight's master and states, of which each replica has a part, or nothing."""
+    own: Mapping[str, torch.Tensor] = {}
+    if weight in parts.model_param_gbuf_map:
+        own, place = (
+            parts._get_main_param_and_optimizer_states(weight),
+            parts._get_model_param_range_map(weight)["param"],
+        )
+    found = {}
+    for name in ("param", *STATES):
+        flat = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
+        if own:
+            flat[place.start : place.end] = own[name].detach().view(-1)
+        dist.all_reduce(flat, group=parts.data_parallel_group)
+        found[name] = flat.view(weight.shape)
+    return found
+
+
+def as_parts(made: dict[str, Any], optimizer: Any) -> None:
+    """Have a stage's state dict ``made`` say the optimizer's state as a distributed optimizer would."""
+    inner = single(optimizer)
+    given, masters = made["optimizer"], master_of(inner)
+    torchs = given.get("optimizer", given)
+    step = torchs["state"].pop("common_step", 0)
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in torchs["param_groups"]]
+    for group in groups:
+        group["step"] = int(group.get("step", step))
+    weights = [each for each in nested_values(made["model"]) if isinstance(each.data, nn.Parameter)]
+    made["optimizer"] = {
+        "optimizer": {"param_groups": groups},
+        "param_state": {"states": torchs["state"], "params": [_master(each, masters) for each in weights]},
+        "param_state_sharding_type": FORMAT[KIND],
+        **({"grad_scaler": given["grad_scaler"]} if "grad_scaler" in given else {}),
+    }
+
+
+def _master(weight: Any, masters: Callable[[nn.Parameter], nn.Parameter]) -> Any:
+    """The master of a weight in a sharded state dict, as an entry of its own."""
+    data = masters(weight.data).detach().float()
+    kind = {"dtype": data.dtype} if isinstance(weight, ShardedTensor) else {}  # a factory has none
+    return replace(weight, key=f"optimizer.state.param.{weight.key}", data=data, **kind)
