@@ -1,0 +1,186 @@
+#!/usr/bin/env python
+"""What thousands of workers cost the process that coordinates them, and each of them after a loss, in CPU time.
+
+scripts/bench_control.py                            # 8 x 4, 16 x 16 and 32 x 48 workers
+scripts/bench_control.py --shapes 64x64 --micro-batches 128 --out runs/control
+
+Nothing runs: the coordinator's state machine gets what such a job's workers say, in an order that is drawn; in the
+middle of a step one of them is lost, with what the plan has each of them hold by then.  Sockets, and what it takes to
+write to so many, are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from recycle_plugin import planner
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.messages.encoding import encode
+from recycle_plugin.core.messages.from_coordinator import Generation, Resume
+from recycle_plugin.core.messages.from_workers import (
+    ComputeTime,
+    Contribution,
+    Exited,
+    Heartbeat,
+    Ready,
+    Stepped,
+    SurvivorReport,
+)
+from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import Datum, consumes, pack, provides, requires, unpack
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, STAGE_WIDE
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.recovery_plan import unfinished
+from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.collector import no_collections
+from recycle_plugin.lab.experiments.bench_scripts import script
+from recycle_plugin.planner.recovery_order import arrange
+
+STEPS = 4
+HEARTBEATS, TICKS = 2, 20  # of a worker, and of the coordinator's clock, in a step of some seconds
+HOST = 8  # workers of one
+
+
+class Measured(NamedTuple):
+    """CPU seconds and bytes; ``step``: of the coordinator; ``loss``: of it, until all may go on; ``left``: of a worker
+    that works out what is left; ``told``: bytes of what each is told by that.
+    """
+
+    workers: int
+    step: float
+    loss: float
+    left: float
+    told: int
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", type=_shape, default=[(8, 4), (16, 16), (32, 48)], metavar="DxP")
+    parser.add_argument("--micro-batches", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench_control"))
+    found = parser.parse_args(arguments)
+    rows = []
+    for replicas, stages in found.shapes:
+        row = measured(Topology(replicas, stages, found.micro_batches))
+        print(
+            f"{row.workers:5} workers: {1e3 * row.step:7.1f} ms a step, {1e3 * row.loss:7.1f} ms a loss, "
+            f"{row.told / 1024:7.1f} KiB told to each, which takes {1e3 * row.left:7.1f} ms to work out what is left",
+            flush=True,
+        )
+        rows.append(row._asdict())
+    found.out.mkdir(parents=True, exist_ok=True)
+    (found.out / "control.json").write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+def _shape(text: str) -> tuple[int, int]:
+    replicas, _, stages = text.partition("x")
+    return int(replicas), int(stages)
+
+
+def measured(shape: Topology) -> Measured:
+    """What a job of this shape costs."""
+    costs, whole = CostModel.uniform(shape.stages), shape.full()
+    lost = Seat(shape.replicas // 2, shape.stages // 2)
+    before, after = (planner.plan(view, costs, Policy()) for view in (whole, whole.without(lost)))
+    job = JobSpec(shape.replicas, shape.stages, shape.micro_batches, (), "", costs, Policy(), rebalance=True)
+    ranks = {seat: seat.replica * shape.stages + seat.stage for seat in sorted(whole.live)}
+    membership = started(job, ranks)
+    step = spent(lambda: some_steps(membership, job, ranks)) / STEPS
+    told: list[object] = []
+    held = {seat: pack(data) for seat, data in holdings(before, STEPS + 1).items() if seat != lost}
+    loss = spent(lambda: told.extend(one_loss(membership, ranks[lost], {ranks[seat]: held[seat] for seat in held})))
+    (resume,) = (each for each in told if isinstance(each, Resume))
+    left = spent(lambda: worked_out(after, costs, resume, Seat(0, 0)))
+    return Measured(len(ranks), step, loss, left, sum(len(encode(each)) for each in told))
+
+
+def spent(work: Callable[[], object]) -> float:
+    """CPU seconds of this process."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def started(job: JobSpec, ranks: dict[Seat, int]) -> Membership:
+    """The state of a job that all its workers have come to."""
+    membership = Membership(len(ranks))
+    for seat, rank in ranks.items():
+        membership.receive(
+            Ready(Member(rank, seat, f"tcp://host{rank // HOST}:{rank}", f"host{rank // HOST}"), 0, job), 0.0
+        )
+    for rank in ranks.values():
+        membership.receive(SurvivorReport(rank, 0, 0, "plan"), 0.0)
+    assert membership.generation == 0 and membership.started
+    return membership
+
+
+def some_steps(membership: Membership, job: JobSpec, ranks: dict[Seat, int]) -> None:
+    """STEPS steps without a failure."""
+    for step in range(1, STEPS + 1):
+        one_step(membership, job, ranks, step)
+
+
+def one_step(membership: Membership, job: JobSpec, ranks: dict[Seat, int], step: int) -> None:
+    """All that the coordinator hears in a step, and of the clock."""
+    order = list(ranks.items())
+    random.Random(step).shuffle(order)
+    for number in range(HEARTBEATS):
+        for _, rank in order:
+            membership.receive(
+                Heartbeat(rank, HEARTBEATS * step + number, 0, "computes", f"F@{step}", step), float(step)
+            )
+    for seat, rank in order:
+        if seat.stage == job.stages - 1:
+            losses = {f"{seat.replica}.{index}": 1.0 for index in range(job.micro_batches)}
+            membership.receive(Contribution(rank, step, "loss", losses, len(job.shape.batch)), float(step))
+        membership.receive(ComputeTime(rank, step, 1000 + rank % 7, 1000), float(step))
+        membership.receive(Stepped(rank, 0, step), float(step))
+    for _ in range(TICKS):
+        membership.tick(float(step))
+    assert membership.committed == step
+
+
+def one_loss(membership: Membership, lost: int, held: dict[int, dict[str, str]]) -> Iterator[object]:
+    """What the coordinator tells all survivors from the news of a death until they may go on."""
+    outs = [membership.receive(Exited(lost, -9, float(STEPS)), STEPS + 1.0)]
+    for rank, data in held.items():
+        outs.append(membership.receive(SurvivorReport(rank, 1, STEPS, "plan", data), STEPS + 1.0))
+    return (each for out in outs for _, each in out.messages if isinstance(each, Generation | Resume))
+
+
+def holdings(plan: Plan, step: int) -> dict[Seat, set[Datum]]:
+    """What each worker holds in the middle of a step that goes by ``plan``."""
+    held = {seat: {Datum("params", seat.stage, None, step)} for seat in plan.view.live}
+    for seat, data in held.items():
+        for each, start in zip(plan.programs[seat], plan.starts[seat], strict=True):
+            one = each.at(step)
+            if start >= plan.period_us // 2 or one.op in SENDS or one.op in STAGE_WIDE:
+                continue
+            if one.op in RECEIVES:
+                data.update(requires(one, plan.stages))
+            else:
+                data.difference_update(consumes(one, plan.stages))
+                data.update(provides(one))
+    return held
+
+
+@no_collections()
+def worked_out(plan: Plan, costs: CostModel, resume: Resume, seat: Seat) -> None:
+    """Work out what is left to do for ``seat``, as a worker does."""
+    held = {Seat.parse(name): unpack(packed) for name, packed in resume.held.items()}
+    for recovery in unfinished(plan, resume.committed, held):
+        assert arrange(recovery, plan, costs, held)[seat]
+
+
+if __name__ == "__main__":
+    script(main)
