@@ -24,11 +24,13 @@ CASES = {
 @pytest.mark.parametrize("vehicle, more, shape, kills, helpers", CASES.values(), ids=CASES, indirect=["vehicle"])
 def test_it_is_the_same_training(launch: Launch, reference, more, shape, kills, helpers):
     """Dropout is in all of them; in exact mode all bits are those of the job that nobody was killed in.  Another
-    newcomer of the stage helps too, if it is there in time.
+    newcomer of the stage helps too, if it is there in time; where it is called late, all may be done before it answers.
     """
     result = launch(*more, faults(*kills), shape=shape).ended_well()
     (said,) = result.of("helpers")
-    assert 0 <= said["helpers"] - helpers < len(kills) and not said["left"] and said["lots"] >= helpers, said
+    late = [one for one in said["left"] if one.endswith("it has not answered")]  # another newcomer
+    assert 0 <= said["helpers"] - helpers <= said["helpers"] + len(late) - helpers < len(kills), said
+    assert said["left"] == late and said["lots"] >= helpers, said
     assert said["parameters_bytes"] > 0
     assert {"load", "spawn", "parameters", "compute", "wait", "reduce", "step"} == set(said["seconds"])
     found = difference(result, reference(*more, shape=shape))
