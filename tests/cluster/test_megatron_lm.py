@@ -381,6 +381,19 @@ def _written(folder: Path, name: str) -> dict[int, tuple[float, int]]:
     return found
 
 
+def test_of_what_a_loss_function_returns_the_loss_is_logged_and_the_rest_is_named(
+    job: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = job(gpt(2, 2), {})
+    monkeypatch.setenv("RECYCLE_TEST_LOGS_MORE", "1")
+    ours = job(gpt(2, 2, *EVALUATES), {})
+    assert ours.losses == usual.losses
+    warned = [line for line in ours.result.output.splitlines() if "of the loss function's values: not logged" in line]
+    assert len(warned) == 2 and all("'plain', 'twice' of" in line for line in warned)  # by each of the last stage
+    evaluated = [line for line in ours.result.output.splitlines() if "validation loss at iteration" in line]
+    assert evaluated and not any("plain" in line or "twice" in line for line in evaluated)
+
+
 def test_a_flag_that_is_not_supported_is_refused_in_one_line(job: Jobs) -> None:
     refused = job.start(gpt(2, 2, "--log-params-norm"), {}).finish()
     assert refused.code == 1

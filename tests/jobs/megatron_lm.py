@@ -66,6 +66,7 @@ class Wandb(types.ModuleType):
 
 sys.modules["wandb"] = Wandb("wandb")
 
+LOGS_MORE = bool(os.environ.get("RECYCLE_TEST_LOGS_MORE"))
 folder, kept = Path(sys.argv.pop(1)), {"losses": [], "norms": [], "cpu_s": [], "pid": os.getpid()}
 stock = training.train_step
 
@@ -120,7 +121,9 @@ def forward_step(data_iterator, model):
         mask = batch["loss_mask"].view(-1).float()
         total = torch.sum(output.view(-1).float() * mask)
         tokens = mask.sum().to(torch.int)
-        return total, tokens, {"lm loss": torch.cat([total.detach().view(1), tokens.view(1)])}
+        of_tokens = torch.cat([total.detach().view(1), tokens.view(1)])
+        more = {"plain": output.detach().max(), "twice": 2 * of_tokens[:1] / tokens} if LOGS_MORE else {}
+        return total, tokens, more | {"lm loss": of_tokens}
 
     return model(*(batch[name] for name in names[:3]), labels=batch["labels"]), loss
 

@@ -9,6 +9,7 @@ module looks up when it calls them.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from recycle_plugin.settings.wording import SECTION
 FLAG, VARIABLE = "--recycle-config", "RECYCLE_CONFIG"
 EXAMPLE = 'name a JSON file with the settings, such as {"enabled": true}'
 REPLACED = (
+    "pretrain",
     "setup_model_and_optimizer",
     "load_checkpoint",
     "train_step",
@@ -119,6 +121,16 @@ class MegatronPlugin:
 
     # --- in the place of Megatron's ------------------------------------------------------------------
 
+    def _pretrain(self, stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        given = inspect.signature(stock).bind(*arguments, **named).arguments
+        for name in ("process_non_loss_data_func", "non_loss_data_func"):
+            if given.get(name) is not None:
+                raise RecycleError(
+                    f"pretrain({name}=…): data other than losses is not gathered from a pipeline that can lose "
+                    "workers; leave it out"
+                )
+        return stock(*arguments, **named)
+
     def _setup_model_and_optimizer(self, stock: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         from megatron.training import get_args
         from megatron.training.checkpointing import checkpoint_exists
@@ -167,11 +179,6 @@ class MegatronPlugin:
         eval_iters: int | None = None,
         **_: Any,
     ) -> Any:
-        if process_non_loss_data_func is not None or non_loss_data_func is not None:
-            raise RecycleError(
-                "pretrain(process_non_loss_data_func=… or non_loss_data_func=…): data other than losses is not "
-                "gathered from a pipeline that can lose workers; leave it out"
-            )
         return self._job.evaluate(forward_step, data_iterator, eval_iters), None, False
 
     def _save_checkpoint(

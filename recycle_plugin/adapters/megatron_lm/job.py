@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ class Job:
         self.seat = Seat(mpu.get_data_parallel_rank(), mpu.get_pipeline_model_parallel_rank())
         shape = mpu.get_data_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
         self._batches = Batches()
-        self._module = StageModule(model[0], self._batches, self.seat.stage == 0, self.seat.stage == shape[1] - 1)
+        ends = self.seat.stage == 0, self.seat.stage == shape[1] - 1
+        self._module = StageModule(model[0], self._batches, *ends, warn=partial(session.note, "warning"))
         self._cursor = DataCursor(get_num_microbatches())
         self._steps = MegatronOptimizer(inner, scheduler, args.iteration, self._samples)
         files = ShardedFiles if args.ckpt_format == "torch_dist" else StageFiles
@@ -140,13 +142,14 @@ class Job:
 
     @property
     def prints(self) -> bool:
-        """Whether this worker prints what Megatron's last rank would: the highest live rank does, and no newcomer that
-        is behind.
+        """Whether this worker prints what Megatron's last rank would: the last stage's oldest process does, which has
+        all steps of a log line, and of several the highest rank; and no newcomer that is behind.
         """
-        if self._trainer.behind:
+        if self._trainer.behind or not self._module.last:
             return False
-        live = self._session.view.roster.ranks or (self._args.world_size - 1,)
-        return self._session.rank == max(live)
+        peers = self._session.view.roster.peers(self.seat.stage)
+        oldest = max(peers, key=lambda one: (-one.incarnation, one.rank), default=None)
+        return self._session.rank == (self._args.world_size - 1 if oldest is None else oldest.rank)
 
     def writer(self, stock: Callable[[], Any], kind: str, flag: str) -> Any:
         """The writer ``stock()`` of this ``kind``, for which ``flag`` asks, on the worker that prints; Megatron makes

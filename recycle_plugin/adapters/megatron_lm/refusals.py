@@ -42,6 +42,7 @@ ROWS = (
         lambda value: value is not None and getattr(value, "virtual_pipeline_model_parallel_size", 1) > 1,
         "write a layout with one chunk for each stage",
     ),
+    Row("--skip-train", "skip_train", bool, "evaluate without the plugin, which trains"),
     Row("--use-tp-pp-dp-mapping", "use_tp_pp_dp_mapping", bool, LEAVE),
     Row("--use-torch-fsdp2", "use_torch_fsdp2", bool, LEAVE),
     Row("--use-megatron-fsdp", "use_megatron_fsdp", bool, LEAVE),
