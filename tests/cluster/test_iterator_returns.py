@@ -5,9 +5,10 @@ on at its place, and each sample is used once, of each epoch's iterator (see tes
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.support.cluster import Result
-from tests.support.iterators import A_STEP, counts, retired
+from tests.support.iterators import A_STEP, counts, ends, retired
 from tests.support.jobs import SQUARE, Shape
 from tests.support.returns import LONG
 
@@ -68,6 +69,17 @@ def test_with_a_new_iterator_for_each_epoch(come_back, kills):
     result = come_back(*kills, case="epochs", epoch=EPOCH, held=EPOCH + 3)
     assert all(EPOCH < each["step"] < LONG for each in result.of("rejoined"))
     assert_each_once(result, SQUARE, lost=0, epoch=EPOCH)
+
+
+@pytest.mark.parametrize(
+    "kill", ("kill 0.1 before 1W0.1@2", pytest.param("kill 0.0 before 0F0.1@3", marks=pytest.mark.all_kills))
+)
+def test_who_comes_to_another_batch_size_behind_the_others_trains_with_it(come_back, kill):
+    """From step 4 on there are twice as many micro-batches, as the script of who comes back says once more."""
+    result = come_back(kill, case="another batch size")
+    assert all(each["step"] > 4 for each in result.of("rejoined"))
+    used = [end["rows"] for end in ends(result).values()]
+    assert len(used) == SQUARE.ranks and all(torch.equal(each, used[0]) for each in used)
 
 
 def test_an_iterator_that_ends_while_it_is_read_up(come_back):

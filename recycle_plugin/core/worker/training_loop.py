@@ -177,13 +177,17 @@ class TrainingLoop:
         )
         yield from self.recover()
 
+    def plan_for(self, topology: Topology) -> None:
+        """Makes its plans for ``topology`` from now on, of another number of micro-batches."""
+        self._topology = topology
+        self._plans.clear()
+
     def resize(self, topology: Topology, batch: int, full_us: int) -> Iterator[Any]:
         """Goes on with plans for ``topology``, of another number of micro-batches, as all do who have passed the
         barrier before with all steps committed.  ``batch``: samples in a step; ``full_us``: the planned period with
         everybody there.
         """
-        self._topology = topology
-        self._plans.clear()
+        self.plan_for(topology)
         self._port.send(
             Resized(self._control_view.rank, self._control_view.number, topology.micro_batches, batch, full_us)
         )

@@ -135,6 +135,10 @@ class BlockingLoop:
         """Go on from the checkpoint of ``step``, which all workers have loaded."""
         drain(self._loop.loaded(step))
 
+    def plan_for(self, topology: Topology) -> None:
+        """Count on another number of micro-batches before this worker takes part, as the others do by now."""
+        self._loop.plan_for(topology)
+
     def resize(self, topology: Topology, batch: int) -> None:
         """Take another number of micro-batches, and so another plan, from the next step on; ``batch``: samples of a
         step.

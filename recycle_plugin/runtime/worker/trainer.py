@@ -378,8 +378,12 @@ class Trainer:
             made.worker.helper = made.replays.helper()
         if self._loop is not None:
             self._parts.world.reach("resize")
-            self._made.worker.resize(self.topology)
+        if made is not None:
+            made.worker.resize(self.topology)
+        if self._loop is not None:
             self._loop.resize(self.topology, self._framework.batch())
+        elif made is not None:  # a newcomer's, behind the others
+            made.loop.plan_for(self.topology)
 
     def save(
         self, folder: Path, tag: str | None = None, latest: bool = True, files: CheckpointFormat | None = None
