@@ -90,7 +90,7 @@ class FakeCoordinator:
     def hear(self, kind: type) -> list[object]:
         """All messages of this kind, once there is one."""
         with self.news:
-            assert self.news.wait_for(lambda: any(isinstance(one, kind) for one in self.heard), 30), (
+            assert self.news.wait_for(lambda: any(isinstance(one, kind) for one in self.heard), PATIENCE_S), (
                 f"no {kind.__name__}"
             )
             return [one for one in self.heard if isinstance(one, kind)]

@@ -24,7 +24,7 @@ from tests.support.coordinator import FakeCoordinator, generation
 from tests.support.results import result_of, say_where_it_hangs
 from tests.support.secret import SECRET, way
 
-LONG_S = 30.0
+LONG_S = 60.0
 RANKS = 3  # of a Job
 WAIT_S = 60.0  # of the workers: where they would wait for ever, they say so
 IMPORTED = ["torch", "recycle_plugin.runtime.collectives.calls", "tests.support.calls", "tests.support.scenario"]

@@ -29,7 +29,6 @@ from recycle_plugin.runtime.stage.split_backward import DeferredWeights, Pending
 
 WARM_UP = 3
 IN_A_ROW = 4  # micro-batches between two waits for an accelerator: else what is timed is the start of its kernels
-AHEAD = 3072  # width of the matrices whose product an accelerator is at meanwhile, about a millisecond
 PARTS = ("first", "layer", "last")  # of a GPT: embedding, one layer, head with loss
 INSIDE = Wire(5, 240_000)  # NVLink of an A100 at 80%; nothing uses it but placements on one host
 WAIT_S = 300.0
@@ -47,18 +46,20 @@ class Case(NamedTuple):
 class Clock:
     """Measures the seconds that work on a device takes by the device's clock, ``in_a_row`` times without a wait.
 
-    An accelerator has something to do when the work is started, as it has in a job: the host is ahead of it.
+    An accelerator does it once more before that (``times`` in all), so that it has something to do when what is
+    measured is started, as it has in a job: the host is ahead of it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._port = device_of(device)
-        self.in_a_row = 1 if device == HOST else IN_A_ROW
-        self._before = torch.zeros(0 if device == HOST else AHEAD, 0 if device == HOST else AHEAD, device=device)
+        self.in_a_row, self._before = (1, 0) if device == HOST else (IN_A_ROW, 1)
+        self.times = self._before + self.in_a_row
 
     def of(self, work: Callable[[], object]) -> float:
         """Seconds of ``work``, the mean of several in a row."""
-        torch.mm(self._before, self._before)
+        for _ in range(self._before):
+            work()
         begun = self._port.event("what comes before")
         for _ in range(self.in_a_row):
             work()
@@ -179,7 +180,7 @@ def _part(case: Case, clock: Clock, repeat: int) -> LayerProfile:
 
 def _once(case: Case, clock: Clock, deferred: DeferredWeights | None) -> tuple[float, float, float]:
     """Seconds of F, I and W of one micro-batch; of F, B and nothing where the backward is not split."""
-    inputs, outputs, left = [_inputs(case) for _ in range(clock.in_a_row)], deque[Tensor](), deque[PendingWeights]()
+    inputs, outputs, left = [_inputs(case) for _ in range(clock.times)], deque[Tensor](), deque[PendingWeights]()
 
     def forward() -> None:
         with nullcontext() if deferred is None else deferred.forward():
