@@ -212,6 +212,33 @@ def test_three_replicas_train_the_same_bits_whoever_dies(job: Jobs, more: tuple[
         assert job(gpt(2, 3, micro_batches=2)).losses == pytest.approx(whole.losses, abs=5e-6)
 
 
+def ramped_up(samples: int) -> Flags:
+    """The first two steps have 4 samples, of 16 tokens each, and later ones 8."""
+    words = gpt(2, 2, "--step-batch-size-schedule", "0:4 128:8", "--train-samples", str(samples)).words
+    for gone in ("--train-iters", "--global-batch-size"):
+        del words[(where := words.index(gone)) : where + 2]
+    return Flags(4, words)
+
+
+@pytest.mark.parametrize("kills", [(), ("kill 1.1 before 1F1.0@2",), ("kill 0.0 before 0F0.3@3",)], ids=str)
+def test_the_batch_is_ramped_up_as_by_stock_whoever_dies(job: Jobs, kills: tuple[str, ...]) -> None:
+    flags = ramped_up(40)
+    stock, ours = job.stock(flags), job(flags, {"exact": True, "rejoin": "never", "faults": list(kills)})
+    assert len(ours.result.of("lost")) == len(kills)
+    assert set(re.findall(r"global batch size: +(\d+)", ours.result.output)) == {"4", "8"}
+    assert_same_bits(stock, ours)
+
+
+def test_who_comes_back_ramps_up_too(job: Jobs, tmp_path: Path) -> None:
+    flags, kill = ramped_up(8 + 8 * 38), {"exact": True, "rejoin": "always", "faults": ["kill 1.1 before 1F1.2@4"]}
+    run = job.start(flags, kill, held(tmp_path, HELD, "go"))
+    run.hear("newcomer")
+    (tmp_path / "go").touch()
+    ours, stock = trained(run), job.stock(flags)
+    assert len(ours.result.of("rejoined")) == 1 and ours.ranks.keys() == stock.ranks.keys()
+    assert_same_weights(ours, stock)
+
+
 EVALUATES = "--eval-iters", "2", "--eval-interval", "2"
 
 

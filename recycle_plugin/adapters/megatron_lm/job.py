@@ -79,7 +79,8 @@ class Job:
         self._batches = Batches()
         ends = self.seat.stage == 0, self.seat.stage == shape[1] - 1
         self._module = StageModule(model[0], self._batches, *ends, warn=partial(session.note, "warning"))
-        self._cursor = DataCursor(get_num_microbatches())
+        self._micro_batches = get_num_microbatches()  # of a replica in a step, as all have agreed
+        self._cursor = DataCursor(self._micro_batches)
         self._steps = MegatronOptimizer(inner, scheduler, args.iteration, self._samples)
         files = ShardedFiles if args.ckpt_format == "torch_dist" else StageFiles
         self._files = files(self.seat, args, unwrap_model(model), optimizer, scheduler, in_parts)
@@ -97,6 +98,7 @@ class Job:
         """Train a step; returns what Megatron's ``train_step`` does."""
         self._module.forward_step = forward_step
         self._data.take(data_iterator)
+        self._resize_if_ramped_up(get_num_microbatches())
         skipped = self._steps.skipped
         try:
             loss = self._trainer.train()
@@ -111,6 +113,15 @@ class Job:
         went = self._steps.skipped == skipped
         norm = self._steps.last_norm if went and not self._trainer.behind else None
         return self._reported(loss), int(not went), False, False, 0, norm, None, 0
+
+    def _resize_if_ramped_up(self, micro_batches: int) -> None:
+        """Go on with the number of micro-batches that ``--rampup-batch-size`` or ``--step-batch-size-schedule`` has for
+        the next step.
+        """
+        if micro_batches != self._micro_batches:
+            self._trainer.agree("the schedule of batch sizes", micro_batches)
+            self._micro_batches = micro_batches
+            self._trainer.resize(micro_batches)
 
     def evaluate(self, forward_step: Any, data_iterator: Any, iterations: int | None) -> dict[str, torch.Tensor]:
         """The mean losses of an evaluation, by name, on the last stage."""
@@ -171,7 +182,7 @@ class Job:
     # --- what the trainer is lent ----------------------------------------------------------------------
 
     def _samples(self) -> int:
-        return get_num_microbatches() * self._args.micro_batch_size * self._args.data_parallel_size
+        return self._micro_batches * self._args.micro_batch_size * self._args.data_parallel_size
 
     def _framework(self, settings: Settings, inner: Any, replicas: int, stages: int) -> Framework:
         module, args = self._module, self._args
@@ -184,9 +195,9 @@ class Job:
         elsewhere = {weight.parameter for weight in weights if self.seat.stage != weight.stages[0]}
         return Framework(
             seat=self.seat,
-            topology=Topology(replicas, stages, get_num_microbatches(), ties),
+            topology=Topology(replicas, stages, self._micro_batches, ties),
             model=StageModel(
-                module, module.loss, get_num_microbatches(), first, last, device, keyed=settings.rng == "keyed"
+                module, module.loss, self._micro_batches, first, last, device, keyed=settings.rng == "keyed"
             ),
             optimizer=self._steps,
             buckets=MeanBuckets(mpu.get_data_parallel_group()),

@@ -64,8 +64,6 @@ ROWS = (
     Row("--optimizer", "optimizer", _besides("adam", "sgd"), 'write "adam" or "sgd"'),
     Row("--optimizer-cpu-offload", "optimizer_cpu_offload", bool, LEAVE),
     Row("--use-precision-aware-optimizer", "use_precision_aware_optimizer", bool, LEAVE),
-    Row("--rampup-batch-size", "rampup_batch_size", bool, LEAVE),
-    Row("--step-batch-size-schedule", "step_batch_size_schedule", bool, LEAVE),
     Row("--decrease-batch-size-if-needed", "decrease_batch_size_if_needed", bool, LEAVE),
     Row("--phase-transition-iterations", "phase_transition_iterations", bool, LEAVE),
     Row("--iterations-to-skip", "iterations_to_skip", bool, LEAVE),
