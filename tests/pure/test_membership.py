@@ -378,3 +378,15 @@ def test_what_nobody_can_change_is_a_note_and_said_once(hosts):
         + "the coordinator and the store; its loss ends the job"
     ]
     assert len([event for event in out.events if event.kind == "warning"]) == (0 if hosts == 1 else 2)
+
+
+@pytest.mark.parametrize("replicas, log, warned", ((1, False, True), (1, True, False), (2, False, False)))
+def test_a_job_that_survives_no_loss_says_so_at_its_start(replicas, log, warned):
+    shape = {"replicas": replicas, "stages": 4 // replicas, "log": log}
+    membership = Membership(4)
+    for rank in range(4):
+        out = membership.receive(Ready(member(rank, replicas=replicas), 0, job(**shape)), 0.0)
+    said = [event.text for event in out.events if event.kind == "warning"]
+    assert (
+        said == ["each stage has one worker, so the first loss ends the job: start the job with more replicas"] * warned
+    )

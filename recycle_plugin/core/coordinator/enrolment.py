@@ -115,6 +115,9 @@ def weak_points(job: JobSpec, roster: Roster, shape: Topology) -> Iterator[WeakP
     alone, strict = len({member.host for member in roster}) == 1, job.placement == "strict"
     runs = "runs all workers, the coordinator and the store" if alone else "runs the coordinator and the store"
     yield WeakPoint("note", f"single point of failure: host {roster.first.host} {runs}; its loss ends the job", {})
+    if shape.replicas == 1 and not job.log:
+        text = "each stage has one worker, so the first loss ends the job: start the job with more replicas"
+        yield WeakPoint("warning", text, {})
     for host, stages in stages_at_risk(roster).items() if strict or not alone else ():
         yield WeakPoint(
             "warning",
