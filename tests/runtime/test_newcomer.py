@@ -394,6 +394,8 @@ def test_two_meet_though_the_newcomer_calls_nothing(job):
 
 
 def startup_of(coordinator, newcomer: bool) -> Startup:
+    if newcomer:  # its predecessor's record has come to the coordinator long before
+        coordinator.hear(Post)
     session = coordinator.session(0)
     session.view.newcomer = newcomer
     return Startup(session)
