@@ -210,8 +210,6 @@ class Membership:
             case Crashed():
                 self.course.attendance.crashed(message, out)
             case Note():
-                if message.kind == "checkpoint" and isinstance(path := message.details.get("path"), str):
-                    self.course.ending.saved(path)
                 self._note(message, out)
             case _:
                 self._hear_of_logs(message, now, out)
@@ -570,5 +568,7 @@ class Membership:
         ends.end_planned(self.course, why, out)
 
     def _note(self, note: Note, out: CoordinatorOutput) -> None:
+        if note.kind == "checkpoint" and isinstance(path := note.details.get("path"), str):
+            self.course.ending.saved(path)
         if note.is_known:
             out.events.append(Event(note.kind, note.text, {**note.details, "rank": note.rank}))
