@@ -1,12 +1,10 @@
 #!/usr/bin/env python
 """The planner's figures: the running example, the grid, CP-SAT optima, random failures at scale, and times.
 
-    scripts/bench_planner.py [example] [grid] [exact] [blame] [bounds] [large] [speed] [--budget S] [--stride N] [--json
-    FILE]
+    scripts/bench_planner.py [example] [grid] [exact] [blame] [bounds] [large] [speed] [--stride N] [--json FILE]
 
-Without names everything is run.  ``plan`` is what every worker finds by itself in a failure (a fixed number
-of trials); ``refined`` is after up to ``--budget`` seconds of search per case that missed its bound.  Times are
-CPU seconds of one core.  CP-SAT needs the extra ``exact``.
+Without names everything is run.  ``plan`` is what every worker finds by itself in a failure (a fixed number of trials).
+Times are CPU seconds of one core.  CP-SAT needs the extra ``exact``.
 """
 
 from __future__ import annotations
@@ -34,9 +32,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(PARTS)}")
     parser.add_argument(
-        "--budget", type=float, default=1.0, metavar="S", help="seconds of search per case after its plan (default 1)"
-    )
-    parser.add_argument(
         "--exact-budget", type=float, default=30.0, metavar="S", help="seconds of CP-SAT per case (default 30)"
     )
     parser.add_argument(
@@ -54,7 +49,7 @@ def main() -> int:
     unknown = set(found.parts) - set(PARTS)
     if unknown:
         parser.error(f"no part {', '.join(sorted(unknown))}: any of {', '.join(PARTS)}")
-    results = {"budget_s": found.budget, "exact_budget_s": found.exact_budget, "stride": found.stride}
+    results = {"exact_budget_s": found.exact_budget, "stride": found.stride}
     for part in found.parts or PARTS:
         results[part] = globals()[part](found)
         if found.json:
@@ -89,29 +84,28 @@ def grid(found: argparse.Namespace) -> dict:
         cases = list(benchmark.grid())
         Random(5).shuffle(cases)
         started = time.process_time()
-        rows = [benchmark.case(*one, name, found.budget) for one in cases[:: found.stride]]
+        rows = [benchmark.case(*one, name) for one in cases[:: found.stride]]
         spent = time.process_time() - started
         results[name] = rows
         table(
-            f"Grid, {name} costs: {len(rows)} of {len(cases)} cases, budget {found.budget} s a case, {spent:.0f} s in "
-            "all",
+            f"Grid, {name} costs: {len(rows)} of {len(cases)} cases, {spent:.0f} s in all",
             benchmark.summary(rows),
         )
         table(f"Goals, {name} costs", benchmark.goals(rows, name))
-        worst = sorted(rows, key=lambda row: -row["refined_gap"])[:8]
+        worst = sorted(rows, key=lambda row: -row["plan_gap"])[:8]
         table(f"Largest gaps, {name} costs", [{key: row[key] for key in benchmark.SHOWN} for row in worst])
     return results
 
 
 def exact(found: argparse.Namespace) -> list[dict]:
-    rows = benchmark.against_exact(found.cases, found.budget, found.exact_budget)
+    rows = benchmark.against_exact(found.cases, found.exact_budget)
     table(
         f"Against CP-SAT, {found.exact_budget} s a case; gaps in percent of the best known optimum",
         benchmark.exact_summary(rows),
     )
     table(
         "Cases that CP-SAT improved or could not close",
-        [row for row in rows if row["refined"] > row["optimum"] or not row["closed"]],
+        [row for row in rows if row["plan"] > row["optimum"] or not row["closed"]],
     )
     return rows
 
@@ -119,7 +113,7 @@ def exact(found: argparse.Namespace) -> list[dict]:
 def blame(found: argparse.Namespace) -> dict:
     results = {}
     for name in ("unit", "unequal"):
-        results[name] = benchmark.blame(name, found.budget, found.exact_budget)
+        results[name] = benchmark.blame(name, found.exact_budget)
         table(
             f"Gaps above 1%, {name} costs: is bound or plan to blame? CP-SAT, {found.exact_budget} s a case",
             results[name],
@@ -134,7 +128,7 @@ def bounds(found: argparse.Namespace) -> dict:
 
 
 def large(found: argparse.Namespace) -> list[dict]:
-    return table("32 x 48, M=64, 5% failed at random, cap 1.5", benchmark.large(found.budget))
+    return table("32 x 48, M=64, 5% failed at random, cap 1.5", benchmark.large())
 
 
 def speed(found: argparse.Namespace) -> list[dict]:

@@ -28,8 +28,7 @@ With --megatron it says which of a Megatron-LM command line's flags are refused,
 Ranks sit as DeepSpeed puts them: hosts in the hostfile's order, and PipeDataParallelTopology, so that the replicas of a
 stage have neighbouring ranks; or dealt out over the hosts, with recycle.placement "spread".  Slowdowns are the
 planner's, of steps that follow each other, under the config's settings and costs; "bound" is the least that any
-schedule with this routing and memory could reach.  What would be "faster, at best" is not done yet: other ways to go
-on than rerouting, by their own lower bounds and without the time to change over.
+schedule with this routing and memory could reach.
 
 The table of units says what worker and replica as the unit of a loss keep of the throughput, with a batch that stays,
 and one that shrinks.

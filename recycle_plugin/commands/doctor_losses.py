@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import compress
 
 from recycle_plugin.commands.config_job import ONE_HOST, ConfiguredJob, at_risk
 from recycle_plugin.commands.doctor_section import Section, aligned, ms, times
@@ -13,7 +12,6 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.placement import remedy
 from recycle_plugin.settings.wording import SECTION
 
-OPTIONS_UP_TO = 128  # workers; what else could be done takes seconds to predict for each loss in larger jobs
 ROWS = 8  # hosts in a table: --json has all
 
 
@@ -104,7 +102,7 @@ def _mend(job: ConfiguredJob) -> str:
 
 
 def slowdown(job: ConfiguredJob) -> Section:
-    """The section on what each kind of loss costs; one plan and its alternatives for each.  Raises PlanError."""
+    """The section on what each kind of loss costs; one plan for each.  Raises PlanError."""
     free, _ = job.planned()
     nobody = _row(job, "nobody", (), free)
     rows, hosts, each = [nobody], [], []
@@ -116,33 +114,13 @@ def slowdown(job: ConfiguredJob) -> Section:
     lines = []
     if job.policy.shrinks:
         lines.append("of steps that have only the micro-batches of who is left: for samples see the next table")
-    if len(job.shape.seats) > OPTIONS_UP_TO:
-        lines.append(f"what would be faster than rerouting is predicted for up to {OPTIONS_UP_TO} workers only")
     if len(hosts) > ROWS:
         lines.append(f"of {len(hosts)} kinds of host the {ROWS} worst are shown: --json has all")
-    table = tuple(_slowdown_table([*rows, *hosts[:ROWS]], bool(job.settings.exact)))
-    return Section(
-        "slowdown", "Predicted slowdown", {"each_stage": each, "cases": [*rows, *hosts]}, tuple(lines), table=table
-    )
-
-
-def _slowdown_table(rows: list[dict], exact: bool) -> list[str]:
-    table = [("lost", "step", "slower", "bound", "without exact", "faster, at best")]
-    for row in rows:
-        other = row["faster"]
-        faster = f"{other['name']}: {times(other['slowdown'])}" if other else ""
-        table.append(
-            (
-                row["lost"],
-                ms(row["period_us"]),
-                times(row["slowdown"]),
-                times(row["bound"]),
-                ms(row["without_exact_us"]),
-                faster,
-            )
-        )
-    shown_columns = [True] * 4 + [exact, any(row["faster"] for row in rows)]
-    return aligned([tuple(compress(row, shown_columns)) for row in table], (1, 2, 3, *([4] if exact else [])))
+    table = [("lost", "step", "slower", "bound")]
+    for row in [*rows, *hosts[:ROWS]]:
+        table.append((row["lost"], ms(row["period_us"]), times(row["slowdown"]), times(row["bound"])))
+    data = {"each_stage": each, "cases": [*rows, *hosts]}
+    return Section("slowdown", "Predicted slowdown", data, tuple(lines), table=tuple(aligned(table, (1, 2, 3))))
 
 
 def _row(job: ConfiguredJob, name: str, lost: tuple[Seat, ...], free: int) -> dict:
@@ -154,21 +132,4 @@ def _row(job: ConfiguredJob, name: str, lost: tuple[Seat, ...], free: int) -> di
         "bound_us": bound,
         "slowdown": round(period / free, 4),
         "bound": round(bound / free, 4),
-        "faster": _faster(job, lost, period, free),
-        "without_exact_us": job.planned(lost, block=1)[0],
     }
-
-
-def _faster(job: ConfiguredJob, lost: tuple[Seat, ...], period: int, free: int) -> dict | None:
-    """What would be faster than rerouting, bound against bound."""
-    from recycle_plugin import planner
-
-    if period <= free or len(job.shape.seats) > OPTIONS_UP_TO or job.settings.unit == "replica":
-        return None
-    layers = job.profile.layers if job.profile else 0
-    best = planner.options(job.shape.full().without(*lost), job.costs, job.policy, layers)[0]
-    return (
-        None
-        if best.name == "reroute"
-        else {"name": best.name, "period_us": best.period_us, "slowdown": round(best.period_us / free, 4)}
-    )

@@ -104,9 +104,6 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-reroute", action="store_true", help="leave a lost worker's micro-batches alone: a loss is an error"
     )
-    parser.add_argument(
-        "--couple", action="store_true", help="let single backwards run coupled where that saves memory or time"
-    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--costs", metavar="TICKS", help=f"costs: {COSTS_HELP} (default: F=1,I=1,W=1)")
     source.add_argument("--profile", metavar="FILE", help="costs from the JSON file that recycle profile wrote")
@@ -160,9 +157,7 @@ def techniques(found: argparse.Namespace, taken: Profile | None) -> Policy:
     from.
     """
     held, room = cap(found.cap, found.pp, taken)
-    return Policy(
-        not found.no_split, not found.no_stagger, not found.no_reroute, held, memory_bytes=room, couple=found.couple
-    )
+    return Policy(not found.no_split, not found.no_stagger, not found.no_reroute, held, memory_bytes=room)
 
 
 def seats(text: str, shape: Topology) -> tuple[Seat, ...]:

@@ -46,13 +46,6 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="print figures as JSON instead of the grid; plan_ms: from membership to verified and hashed plan, in a "
         "warm process",
     )
-    made.add_argument(
-        "--refine",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="search on for so long, or until the lower bound is met; for a plan that many steps will follow",
-    )
     made.add_argument("--programs", metavar="FILE", type=Path, help="write every worker's program with planned starts")
     made.add_argument("--png", metavar="FILE", type=Path, help="write the schedule as a picture (.png, .svg, .pdf)")
     made.set_defaults(run=run)
@@ -63,10 +56,9 @@ def run(found: argparse.Namespace) -> int:
     from recycle_plugin.planner.assemble import timeline
 
     given = job(found)
-    first, plan_ms = timed(given)
-    planned = refined(given, first, found.refine)
+    planned, plan_ms = timed(given)
     spans = timeline(planned, given.costs)
-    figures = summary(given, planned, spans, plan_ms) | {"period_unrefined": given.shown(first.period_us)}
+    figures = summary(given, planned, spans, plan_ms)
     if found.programs is not None:
         found.programs.write_text("\n".join(program_lines(given, planned, figures)) + "\n")
     if found.png is not None:
@@ -84,15 +76,6 @@ def timed(given: JobArguments) -> tuple[Plan, float]:
     planned = given.plan()
     _ = planned.digest
     return planned, 1000 * (time.perf_counter() - start)
-
-
-def refined(given: JobArguments, planned: Plan, seconds: float) -> Plan:
-    """A plan at least as good as ``planned``, after a search of so many ``seconds``.  Raises ValueError below 0."""
-    from recycle_plugin import planner
-
-    if seconds < 0:
-        raise ValueError(f"--refine {seconds:g}: write how many seconds to search")
-    return planner.refine(planned, given.costs, seconds) if seconds else planned
 
 
 def summary(given: JobArguments, planned: Plan, spans: list[Span], plan_ms: float) -> dict:
@@ -178,11 +161,9 @@ def report(given: JobArguments, planned: Plan, figures: dict, spans: list[Span])
     """What is printed: the grid, where it is not too large, and the plan's figures."""
     from recycle_plugin.render import grid
 
-    unit, before = figures["unit"], figures["period_unrefined"]
-    better = f", refined from {before} {unit}" if before != figures["period"] else ""
     lines = [
-        f"period {figures['period']} {unit}, span {figures['span']}, lower bound {figures['lower_bound']}: "
-        f"{planned.gap:.1%} above it; planned in {figures['plan_ms']:.1f} ms{better}",
+        f"period {figures['period']} {figures['unit']}, span {figures['span']}, lower bound {figures['lower_bound']}: "
+        f"{planned.gap:.1%} above it; planned in {figures['plan_ms']:.1f} ms",
         f"micro-batches held at most, by stage: {' '.join(map(str, figures['peak_micro_batches']))} (cap: "
         f"{cap_text(planned.policy)}); "
         f"digest {figures['digest']}",

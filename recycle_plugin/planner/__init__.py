@@ -5,9 +5,8 @@ Every worker plans for itself and compares digests, so planning depends on nothi
 
 from __future__ import annotations
 
-from recycle_plugin.planner.alternatives import Option, options
 from recycle_plugin.planner.lower import lowered
-from recycle_plugin.planner.make import plan, refine
+from recycle_plugin.planner.make import plan
 from recycle_plugin.planner.plan_error import PlanError, VerificationError
 from recycle_plugin.planner.plan_store import PlanStore
 from recycle_plugin.planner.recovery_order import arrange
@@ -15,15 +14,12 @@ from recycle_plugin.planner.verify import verify
 from recycle_plugin.planner.warming import warm
 
 __all__ = [
-    "Option",
     "PlanError",
     "PlanStore",
     "VerificationError",
     "arrange",
     "lowered",
-    "options",
     "plan",
-    "refine",
     "verify",
     "warm",
 ]

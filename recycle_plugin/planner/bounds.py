@@ -17,8 +17,7 @@ start of a micro-batch's F at p to the arrival of its gradient:
 * stages that step together: from one barrier of all to the next, each steps, then waits for its first activation, then
   has its window.
 
-Without a split backward, I stands for the whole backward and W is nothing.  Where a backward may be either, each term
-takes the less.
+Without a split backward, I stands for the whole backward and W is nothing.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ def _busiest(problem: Problem, stage: int, trip: int) -> tuple[int, int]:
             held = load * (trip + backward) * activation
             places = cap // activation
             corners = activation * sum(min(n, load) for n in range(places)) if places <= load else 0
-            ending = weight if problem.split and not problem.couple else min(weight, joint) if problem.split else joint
+            ending = weight if problem.split else joint
             window = max(window, -(-(held + corners * (forward + ending)) // (places * activation)))
         else:
             held = load * ((trip + gradient) * activation + min(weight * pending, (backward - gradient) * activation))
@@ -145,11 +144,7 @@ def _busiest(problem: Problem, stage: int, trip: int) -> tuple[int, int]:
 
 def _backward(problem: Problem, split: int, weight: int, joint: int) -> tuple[int, int, int]:
     """The least time to the gradient, the W that may come later, and both together."""
-    if not problem.split:
-        return joint, 0, joint
-    return (
-        (min(split, joint), weight, min(split + weight, joint)) if problem.couple else (split, weight, split + weight)
-    )
+    return (split, weight, split + weight) if problem.split else (joint, 0, joint)
 
 
 def _quickest(problem: Problem) -> StageCosts:

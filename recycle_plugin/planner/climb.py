@@ -2,10 +2,9 @@
 
 The classic neighbourhood of job shops (van Laarhoven, Aarts, Lenstra 1992; insertion moves after Dell'Amico and Trubian
 1993): only a change on a critical path can shorten a schedule.  Here the path is that of the stage whose window is the
-widest.  Unlike the greedy rules it may leave a worker idle on purpose, which pays where costs are unequal.  A
-micro-batch that was dealt to a peer of its lost worker may also be handed to another peer, or swapped with one of
-theirs (with its block: core/vocabulary/blocks.py).  Changes that lengthen a little are accepted too, less and less
-(threshold accepting), from a generator with a seed: the same arguments give the same order anywhere.
+widest.  Unlike the greedy rules it may leave a worker idle on purpose, which pays where costs are unequal.  Changes
+that lengthen a little are accepted too, less and less (threshold accepting), from a generator with a seed: the same
+arguments give the same order anywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from recycle_plugin.planner.compiled import compiled, inner
-from recycle_plugin.planner.moves import FAR, Scratch, deal, move, opened, restore, undeal, unmove
+from recycle_plugin.planner.moves import FAR, Scratch, move, opened, restore, unmove
 
 TRACED_AFTER = 8  # moves: then another critical path is drawn
 SORTED_AFTER = 64  # accepted moves: then the order is sorted by starts again, so that it forbids few moves
@@ -130,19 +129,6 @@ def choose(net, state, path, count, random):
     return earlier if state.place[target] <= most else -1, target
 
 
-@inner
-def partners(net, state, path, count, random):
-    """A dealt record of a critical pair, and a dealt one of another worker of its stage; the first is -1 where the draw
-    gives none.
-    """
-    operation, records = path[draw(random, count)], state.place.size // 4
-    one, other = operation % records, net.dealt[draw(random, net.dealt.size)]
-    if not net.may_deal[one]:
-        return -1, other
-    mine, theirs = state.who[one], state.who[other]
-    return one if mine != theirs and net.stage_of[mine] == net.stage_of[theirs] else -1, other
-
-
 @compiled
 def tidy(state):
     """Sorts the order by starts, so that it forbids few moves."""
@@ -153,13 +139,13 @@ def tidy(state):
 
 @compiled
 def climb(net, order, who, least, rounds, heat, seed):
-    """Makes ``rounds`` moves from ``order``; leaves the best one in ``order``, and in ``who`` who runs it; returns what
-    it measures.
+    """Makes ``rounds`` moves from ``order``, run by the workers ``who``; leaves the best one in ``order``, and returns
+    what it measures.
 
     ``heat``: how much longer than the present one an order may be to be accepted at first, in microseconds.
     """
     workers, stages, size, random = net.stage_of.size, net.closing.size, order.size, np.array([seed * 2 + 1], np.uint64)
-    state, path = opened(net, order.copy(), who.copy()), np.empty(size, np.int64)
+    state, path = opened(net, order.copy(), who), np.empty(size, np.int64)
     scratch = Scratch(
         np.empty(size, np.int64), np.zeros(who.size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
     )
@@ -173,30 +159,22 @@ def climb(net, order, who, least, rounds, heat, seed):
             count = critical(net, state, firsts, lasts, random, path)
         if count == 0 or best <= least:
             break
-        dealing = net.dealt.size > 0 and draw(random, 4) == 0
-        one, other = partners(net, state, path, count, random) if dealing else choose(net, state, path, count, random)
+        one, other = choose(net, state, path, count, random)
         if one < 0:
             continue
-        mine, theirs = (state.who[one], state.who[other]) if dealing else (state.before[one], state.place[one])
+        previous, place = state.before[one], state.place[one]
         most = (widest + draw(random, heat * (rounds - turn) // rounds + 1)) * workers + excess
         limit = (most + least) // (workers + 1)
-        if dealing:
-            changes = deal(net, state, scratch, one, theirs, other, mine if draw(random, 2) else theirs, firsts, limit)
-        else:
-            changes = move(net, state, scratch, one, other, firsts, limit)
+        changes = move(net, state, scratch, one, other, firsts, limit)
         wide, over = measure(net, state, least, firsts_then, lasts_then) if changes >= 0 else (FAR, 0)
         if changes < 0 or wide * workers + over > most:
             restore(state, scratch, 0 if changes == -FAR else abs(changes))
-            if dealing:
-                undeal(net, state, scratch, one, mine, other, theirs)
-            else:
-                unmove(net, state, one, mine, theirs)
+            unmove(net, state, one, previous, place)
             continue
         widest, excess, count = wide, over, -1
         if wide < best or (wide == best and over < best_excess):
             best, best_excess = wide, over
             order[:] = state.order
-            who[:] = state.who
         accepted += 1
         if accepted % SORTED_AFTER == 0:
             tidy(state)

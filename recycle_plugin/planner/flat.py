@@ -33,7 +33,6 @@ class Problem:
     micro_batches: int
     replicas: tuple[int, ...]  # in canonical order: the ranks
     split: bool  # I and W, else B
-    couple: bool  # a split backward may still run as one B
     synchronous: bool  # no stage steps before all have their gradients (Policy.together)
     cost: Array  # [kind, stage]
     reduce: Array  # [stage] the stage's own sum
@@ -48,7 +47,6 @@ class Problem:
     backward_lag: Array  # [record] between the end of I one stage down and the earliest start here
     loads: Array  # [worker] micro-batches
     live: Array  # [worker] 1 or 0
-    alike: bool  # the workers of a stage are equally fast, and so are all links
     block: int  # micro-batches of a replica that stay together
 
     @property
@@ -128,7 +126,6 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
         per,
         routing.replicas,
         policy.split_backward,
-        policy.split_backward and policy.couple,
         policy.together,
         cost,
         reduce,
@@ -143,7 +140,6 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
         backward_lag,
         np.bincount(worker, minlength=stages * ranks),
         live,
-        len({costs.percent(seat) for seat in view.live}) == 1 and _transfers(costs) == (costs.communication,) * 2,
         policy.blocks(topology).size,
     )
 

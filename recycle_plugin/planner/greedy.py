@@ -15,7 +15,7 @@ from recycle_plugin.planner.compiled import compiled, inner
 
 Array = NDArray[np.int64]
 
-BURST, PAUSE, AHEAD, LEAD, EAGER, COUPLE, WAIT_W, WAIT_F = range(8)
+BURST, PAUSE, AHEAD, LEAD, WAIT_W, WAIT_F = range(6)
 """Fields of a rule's array; ``list_scheduling.SchedulingRule`` explains them."""
 F, I, W, B, ACTIVATION, GRADIENT, WAKE = range(7)
 """Events: the end of an operation, the arrival of what F or I needs, a worker's beginning.
@@ -153,12 +153,10 @@ def choose(job, tally, here):
     grows = max(0, job.pending[stage] - job.activation[stage]) if job.split else 0
     may_forward = ready_f > 0 and need <= room
     may_split = job.split and grows <= room
-    may_backward = ready_i > 0 and (may_split or not job.split or rule[COUPLE] > 0)
-    if may_forward and grows > 0 and rule[COUPLE] == 0 and need + grows > room:
+    may_backward = ready_i > 0 and (may_split or not job.split)
+    if may_forward and grows > 0 and need + grows > room:
         may_forward = False  # keep room in which one I can end
     if may_forward and rule[AHEAD] and tally[LEAD_NOW, here] >= depth + rule[AHEAD] - 1:
-        may_forward = False
-    if may_forward and rule[EAGER] and ready_w >= rule[EAGER]:
         may_forward = False
     leads = rule[LEAD] and tally[LEAD_NOW, here] < depth + rule[LEAD] - 1
     if ready_f > 0 and (ready_i == 0 or leads):
@@ -166,11 +164,7 @@ def choose(job, tally, here):
         if may_forward and not (holds and (may_backward or ready_w > 0)):
             return F
     if may_backward:
-        if not job.split or (rule[COUPLE] > 1 and stage < rule[COUPLE] - 1):
-            return B
-        if may_split:
-            return I
-        return W if ready_w and rule[COUPLE] == 1 else B
+        return I if job.split else B
     return W if ready_w else -1
 
 

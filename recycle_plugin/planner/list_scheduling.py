@@ -3,8 +3,7 @@
 Programs are projections of this one order, so they can't deadlock.  A free worker takes I before F (if its memory
 allows) before W: I unblocks others, W is filler.  The key of F is the micro-batch index, because taking them in order
 of arrival is 25-70% worse.  Variations of that rule are tried until the period meets the lower bound.  No clock decides
-how many, so that all workers find the same plan; ``planner.refine`` searches on, by a clock, where only one process
-decides.
+how many, so that all workers find the same plan.
 """
 
 from __future__ import annotations
@@ -21,15 +20,13 @@ from recycle_plugin.planner.timing import evaluate, extent
 
 
 class SchedulingRule(NamedTuple):
-    """A rule by which a worker chooses what it begins next.  The first eight are what the compiled loop reads.
+    """A rule by which a worker chooses what it begins next.  The first six are what the compiled loop reads.
 
     ``burst``: hold the last so many F until memory fits all of them.  ``pause``: once memory is full, wait until so
     many places are free.  ``ahead``: how far the F of a worker may run ahead of its I, beyond 1F1B's depth, plus one
     (0: no limit).  ``lead``: F goes before I while fewer than 1F1B's depth plus so many, less one, are ahead (0:
     never); that is the steady state of the zero-bubble paper's ZB-H1 (Qi et al., ICLR'24), which needs no more memory
-    than 1F1B.  ``eager``: W goes before F once so many are pending (0: never).  ``couple``: 0 never B; 1 B where memory
-    has room neither for an I nor to do a pending W first; 2 B where it has no room for an I; beyond, also on the first
-    so many stages less two, which hand their gradient to nobody who waits.  ``wait_weight``, ``wait_forward``: stay
+    than 1F1B.  ``wait_weight``, ``wait_forward``: stay
     idle rather than begin a W or an F when a gradient is known to arrive within so many percent of its time.
     ``forward``: ties between an own and a rerouted micro-batch of one index: 0 own first, 1 rerouted first; 2: order of
     arrival.  ``backward``: 0 index, 1 arrival.  ``settled``: begin as the step before has left the stages, instead of
@@ -40,8 +37,6 @@ class SchedulingRule(NamedTuple):
     pause: int = 0
     ahead: int = 0
     lead: int = 0
-    eager: int = 0
-    couple: int = 0
     wait_weight: int = 0
     wait_forward: int = 0
     forward: int = 0
@@ -88,21 +83,6 @@ def portfolio(stages: int) -> tuple[SchedulingRule, ...]:
     )
 
 
-def further(stages: int) -> tuple[SchedulingRule, ...]:
-    """The rules that seldom add to the portfolio: a search begins with them."""
-    return (
-        SchedulingRule(forward=2, backward=1, burst=stages, lead=1),
-        SchedulingRule(ahead=3, lead=2),
-        SchedulingRule(burst=stages),
-        SchedulingRule(pause=2, lead=1),
-        SchedulingRule(forward=1, pause=2),
-        SchedulingRule(forward=1, pause=stages),
-        SchedulingRule(forward=2, backward=1, burst=stages),
-        SchedulingRule(forward=1, ahead=1),
-        SchedulingRule(forward=2),
-    )
-
-
 def best_order(problem: Problem, least: int) -> Solution:
     """The best order that the portfolio finds; stops at ``least``, the lower bound.
 
@@ -111,14 +91,7 @@ def best_order(problem: Problem, least: int) -> Solution:
     """
     views = (problem, _at_once(problem)) if problem.forward_lag.any() else (problem,)
     trials = max(TRIALS_AT_LEAST, OPERATIONS_TRIED // (3 * problem.records))
-    known, best = portfolio(problem.stages), None
-    rules = known[: -(-trials // len(views))]
-    if problem.couple:
-        rules += (
-            known[0]._replace(couple=2),
-            known[1]._replace(couple=2),
-            known[0]._replace(couple=2 + problem.stages),
-        )
+    rules, best = portfolio(problem.stages)[: -(-trials // len(views))], None
     for rule, seen in product(rules, views):
         best = better(problem, rule, least, best, seen)
         if best.period <= least:
@@ -148,7 +121,6 @@ def greedy_order(problem: Problem, rule: SchedulingRule, forward: Array, backwar
     ``wake``: when each stage's workers begin.
     """
     order = np.empty(3 * problem.records, np.int64)
-    rule = rule._replace(couple=max(1, rule.couple) if problem.couple else 0)
     job = SchedulingProblem(
         problem.stages,
         problem.ranks,
@@ -164,7 +136,7 @@ def greedy_order(problem: Problem, rule: SchedulingRule, forward: Array, backwar
         forward,
         backward,
         wake,
-        np.array(rule[:8], np.int64),
+        np.array(rule[:6], np.int64),
     )
     return order[: greedy(job, order)]
 

@@ -206,21 +206,3 @@ def _least(ways: Iterator[_Prefix]) -> list[_Prefix]:
         if not found or way.expected_s < found[-1].expected_s:
             found.append(way)
     return found
-
-
-def swift_greedy(line: Line, budget: int) -> tuple[int, ...]:
-    """The boundaries that SWIFT's own rule logs: from all of them, as long as their log is too large, the one goes that
-    costs the least recovery time for what it takes.  Costs time in proportion to S³.  For comparison.
-    """
-    logged = tuple(range(line.stages - 1))
-
-    def without(boundary: int) -> tuple[int, ...]:
-        return tuple(each for each in logged if each != boundary)
-
-    def price(boundary: int) -> float:
-        saved = line.boundary_bytes[boundary]
-        return (line.expected_s(without(boundary)) - line.expected_s(logged)) / saved if saved else inf
-
-    while line.log_bytes(logged) > budget:
-        logged = without(min(logged, key=price))
-    return logged

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView
@@ -13,7 +11,7 @@ from recycle_plugin.planner.flat import Problem, flatten
 from recycle_plugin.planner.list_scheduling import Solution, best_order, timed
 from recycle_plugin.planner.one_f_one_b import fits, one_f_one_b
 from recycle_plugin.planner.reroute import route
-from recycle_plugin.planner.search import fused, polish, search
+from recycle_plugin.planner.search import polish
 from recycle_plugin.planner.shrunk import shrunk
 from recycle_plugin.planner.verify import verify
 
@@ -29,25 +27,6 @@ def plan(view: ClusterView, costs: CostModel, policy: Policy) -> Plan:
         return shrunk(view, costs, policy, plan)
     problem = prepare(view, costs, policy)
     return finish(view, costs, policy, problem, *solve(problem))
-
-
-def refine(planned: Plan, costs: CostModel, budget_s: float, seed: int = 0) -> Plan:
-    """A better plan for the same view and policy, or ``planned``; searches until the bound is met or ``budget_s``
-    seconds of CPU are spent.
-
-    May deal rerouted micro-batches out in other ways.  For a plan that stays long enough to pay for the seconds, in the
-    background or ahead of the run.  Because it goes by a clock, only one process may decide to use it, and has to hand
-    the plan to the others.
-    """
-    if planned.policy.shrinks and planned.view.lost:
-        return planned  # it is another job's, of fewer replicas
-    until = time.thread_time() + budget_s
-    problem = prepare(planned.view, costs, planned.policy)
-    solution, least = solve(problem)
-    problem, solution = search(problem, solution, least, until - time.thread_time(), seed)
-    if solution.period >= planned.period_us:
-        return planned
-    return finish(planned.view, costs, planned.policy, problem, solution, bound(problem))
 
 
 def prepare(view: ClusterView, costs: CostModel, policy: Policy) -> Problem:
@@ -74,5 +53,4 @@ def solve(problem: Problem) -> tuple[Solution, int]:
     if not problem.split and fits(problem):
         return timed(problem, one_f_one_b(problem), least), least
     best = best_order(problem, least)
-    best = best if best.period <= least else polish(problem, best, least)
-    return (fused(problem, best, least) if problem.couple else best), least
+    return best if best.period <= least else polish(problem, best, least), least

@@ -48,7 +48,7 @@ def memory(costs: CostModel, policy: Policy) -> StageMemory:
     pending = np.array(costs.pending_bytes or costs.activation_bytes, np.int64)
     if not policy.split_backward:
         pending = np.zeros(stages, np.int64)
-    least = activation if policy.couple or not policy.split_backward else np.maximum(activation, pending)
+    least = np.maximum(activation, pending) if policy.split_backward else activation
     for stage in range(stages):
         if cap[stage] < least[stage]:
             raise PlanError(

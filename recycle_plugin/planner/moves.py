@@ -39,9 +39,6 @@ class Net(NamedTuple):
     release: Array  # [stage] when its workers begin
     closing: Array  # [stage] from its last end to the end of its window
     joint: int  # 1: windows begin with the step, not with the stage
-    dealt: Array  # records that may be handed to other workers of their stage, in any order
-    may_deal: Array  # [record] 1: is one of them
-    mate: Array  # [record] the next of its block, in a circle
 
 
 class SearchState(NamedTuple):
@@ -95,7 +92,9 @@ def opened(net, order, who):
         if source >= 0:
             starts[operation] = max(starts[operation], starts[source] + net.spend[source] + net.lag[operation])
     for here in range(workers):
-        recount(net, state, here, here)
+        fits(net, state, state.after[operations + here], operations + here)
+        last = state.before[operations + here]
+        state.done[operations + here] = state.done[last] if last < operations else 0
     return state
 
 
@@ -127,18 +126,6 @@ def fits(net, state, operation, stop):
         state.done[operation] = net.spend[operation] + (state.done[previous] if previous < state.place.size else 0)
         enough &= state.held[operation] <= net.cap[state.who[operation]]
         operation = state.after[operation]
-    return enough
-
-
-@inner
-def recount(net, state, one, other):
-    """Counts memory and time of all operations of two workers; returns whether the memory is enough."""
-    enough, operations = True, state.place.size
-    for worker in (one, other):
-        enough &= fits(net, state, state.after[operations + worker], operations + worker)
-        state.done[operations + worker] = (
-            state.done[state.before[operations + worker]] if state.before[operations + worker] < operations else 0
-        )
     return enough
 
 
@@ -237,52 +224,3 @@ def unmove(net, state, operation, previous, place):
     shift(state, operation, place)
     enlist(state, operation, previous)
     fits(net, state, operation if ahead else following, following if ahead else state.after[operation])
-
-
-@inner
-def hand(net, state, scratch, record, worker, size):
-    """Lets ``worker`` run all operations of ``record``'s block, in the order's sequence.
-
-    ``size``: how many were queued before; returns how many are queued now.
-    """
-    operations, each = state.place.size, record
-    while True:
-        for operation in range(each, operations, operations // 4):
-            at = state.place[operation]
-            if at < 0:
-                continue
-            size = enqueue(state, scratch, size, delist(state, operation))
-            state.who[operation] = worker
-            at -= 1
-            while at >= 0 and state.who[state.order[at]] != worker:
-                at -= 1
-            enlist(state, operation, state.order[at] if at >= 0 else operations + worker)
-            size = enqueue(state, scratch, size, operation)
-            size = enqueue(state, scratch, size, state.after[operation])
-        each = net.mate[each]
-        if each == record:
-            return size
-
-
-@inner
-def deal(net, state, scratch, one, theirs, other, mine, firsts, limit):
-    """Lets ``theirs`` run the block of ``one``, and, if it is another, ``mine`` that of ``other``; returns what
-    :func:`settle` does, or -FAR where memory is short.
-    """
-    was = state.who[one]
-    size = hand(net, state, scratch, one, theirs, 0)
-    size = hand(net, state, scratch, other, mine, size) if mine != theirs else size
-    if not recount(net, state, was, theirs):
-        dismiss(state, scratch, size)
-        return -FAR
-    return settle(net, state, scratch, size, firsts, limit)
-
-
-@inner
-def undeal(net, state, scratch, one, mine, other, theirs):
-    """Takes back that ``mine`` and ``theirs`` exchanged blocks."""
-    size = hand(net, state, scratch, one, mine, 0)
-    if state.who[other] != theirs:
-        size = hand(net, state, scratch, other, theirs, size)
-    dismiss(state, scratch, size)
-    recount(net, state, mine, theirs)

@@ -44,7 +44,7 @@ def _run() -> None:
     costs = CostModel.uniform(2, communication=1)
     _ = plan(view, costs, Policy()).digest
     problem = prepare(view, costs, Policy())
-    climbed(problem, solve(problem)[0], bound(problem) - 1, 1, 1, 0)
+    climbed(problem, solve(problem)[0], bound(problem) - 1, 1, 1)
 
 
 def _lock_file() -> Path:

@@ -34,7 +34,7 @@ from recycle_plugin.lab.simulator.peers import (
 )
 from recycle_plugin.lab.simulator.peers.policy import label
 from recycle_plugin.lab.simulator.peers.recycle import spread, techniques
-from recycle_plugin.planner import options, refine, warm
+from recycle_plugin.planner import warm
 
 GOAL = 0.99
 IMPLIED = "Oobleck, implied pause"
@@ -51,10 +51,7 @@ STEADY = (
     Column("load bound", OURS),
     Column("bound", OURS),
     Column("of min(1,load)", OURS),
-    Column("refined", OURS),
-    Column("refined, of it", OURS),
     Column("Oobleck", "simulated"),
-    Column("cut anew", "predicted"),
     Column("ReCycle", PUBLISHED),
     Column("Oobleck", PUBLISHED),
     Column("Bamboo", PUBLISHED),
@@ -102,9 +99,7 @@ def main() -> None:
     notes = [
         *(jobs[model["name"], config.micro_batches[0]].profile.title for model in config.models),
         "M: micro-batches a step of each pipeline; at what M the published points were taken is not known",
-        "refined: after another search of refine_s seconds where the plan that is made at once misses the goal; the "
-        "trace uses the latter",
-        "bound: of any schedule of this routing and memory; cut anew: planner.options' prediction",
+        "bound: of any schedule of this routing and memory",
         "Oobleck (simulated): its best instantiation, without transitions",
         f"(published): {published.DIGITISED}; its big model's size is labelled 3.5B and 6.7B by the authors, ours is "
         f"{config.models[-1]['name']}",
@@ -138,19 +133,9 @@ def add_steady(table: Table, job: PeerJob, model: Mapping[str, Any], config: Sim
         plan = own.store.plan(view)
         speed = own.speed(view)
         ours, load = speed / job.fault_free, job.fault_free_us / common.load_bound_us(job, view)
-        anew = next(
-            (
-                one.period_us
-                for one in options(view, job.costs, policy, job.profile.layers)
-                if one.name == "cut the layers anew"
-            ),
-            None,
-        )
         known = {
             system: published.fraction(system, model["published"], gpus) for system in ("ReCycle", "Oobleck", "Bamboo")
         }
-        better = refine(plan, job.costs, config.refine_s) if config.refine_s and ours < GOAL * min(1.0, load) else plan
-        refined = job.fault_free_us / better.period_us
         simulated, bound = oobleck.speed(gpus) / job.fault_free, job.fault_free_us / plan.bound_us
         table.add(
             job.name,
@@ -162,18 +147,13 @@ def add_steady(table: Table, job: PeerJob, model: Mapping[str, Any], config: Sim
             load,
             bound,
             ours / min(1.0, load),
-            refined,
-            refined / min(1.0, load),
             simulated,
-            anew and job.fault_free_us / anew,
             *known.values(),
-            remark(max(ours, refined), load, bound, known, simulated, anew and job.fault_free_us / anew),
+            remark(ours, load, bound, known, simulated),
         )
 
 
-def remark(
-    ours: float, load: float, bound: float, known: Mapping[str, float | None], simulated: float, anew: float | None
-) -> str:
+def remark(ours: float, load: float, bound: float, known: Mapping[str, float | None], simulated: float) -> str:
     """Where we fall short, and why."""
     points = {
         "published ReCycle": known["ReCycle"],
@@ -187,10 +167,7 @@ def remark(
         said.append(f"short of {GOAL:.0%} by {goal - ours:.3f}" + (f": {MEMORY}" if bound < goal else ""))
     said += [f"behind {name}" for name in ahead if name not in beyond]
     if beyond:
-        said.append(
-            f"{OUT_OF_REACH}: {', '.join(beyond)}"
-            + (f"; cutting the layers anew: {anew:.3f}, predicted" if anew else "")
-        )
+        said.append(f"{OUT_OF_REACH}: {', '.join(beyond)}")
     return "; ".join(said)
 
 
@@ -341,7 +318,7 @@ def draw_steady(axes: Any, model: Mapping[str, Any], config: SimpleNamespace, st
         rows = [row for row in steady.rows if row[:2] == (model["name"], micro_batches)]
         gpus = [row[2] for row in rows]
         axes.plot(
-            gpus, [row[9] for row in rows], color=shade, marker="o", markersize=4, label=f"ours, M={micro_batches}"
+            gpus, [row[4] for row in rows], color=shade, marker="o", markersize=4, label=f"ours, M={micro_batches}"
         )
         axes.plot(gpus, [min(row[6], 1.0) for row in rows], color=shade, linestyle=":", linewidth=1.4)
     axes.plot([], [], color=common.INK, linestyle=":", label="goal: min(1, load bound)")
@@ -413,25 +390,22 @@ def draw_transitions(axes: Any, runs: list[Run]) -> None:
 def verdict(steady: Table, averages: Table) -> list[str]:
     """Where we fall short and where a peer wins, in words."""
     rows = steady.rows
-    short, first = [row for row in rows if row[10] < GOAL], [row for row in rows if row[8] < GOAL]
-    lines = [
-        f"goal per number of GPUs ({GOAL:.0%} of min(1, load bound)): met in {len(rows) - len(short)} of {len(rows)} "
-        "rows after refining, "
-        f"in {len(rows) - len(first)} by the plan made at once"
-    ]
+    short = [row for row in rows if row[8] < GOAL]
+    met = f"{len(rows) - len(short)} of {len(rows)} rows"
+    lines = [f"goal per number of GPUs ({GOAL:.0%} of min(1, load bound)): met in {met}"]
     held = sum(MEMORY in row[-1] for row in rows)
     if held:
         lines.append(f"  in {held} of the others {MEMORY}")
     if short:
-        worst = min(short, key=lambda row: row[10])
-        lines.append(f"  furthest: {worst[0]}, M={worst[1]}, {worst[2]} GPUs: {worst[10]:.3f}")
-    for place, system in ((13, "ReCycle"), (14, "Oobleck")):
+        worst = min(short, key=lambda row: row[8])
+        lines.append(f"  furthest: {worst[0]}, M={worst[1]}, {worst[2]} GPUs: {worst[8]:.3f}")
+    for place, system in ((10, "ReCycle"), (11, "Oobleck")):
         for model in dict.fromkeys(row[0] for row in rows):
             for micro_batches in dict.fromkeys(row[1] for row in rows):
                 behind = [
                     str(row[2])
                     for row in rows
-                    if row[:2] == (model, micro_batches) and row[place] is not None and row[9] < row[place]
+                    if row[:2] == (model, micro_batches) and row[place] is not None and row[4] < row[place]
                 ]
                 if behind:
                     lines.append(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from recycle_plugin.commands import replayed
 from recycle_plugin.lab.experiments.bench_scripts import script
 from recycle_plugin.lab.simulator.peers.published import SWIFT_STORAGE
 from recycle_plugin.planner.analytic import Shape, profile
-from recycle_plugin.planner.log_selection import Line, Selection, selection, swift_greedy
+from recycle_plugin.planner.log_selection import Line, Selection, selection
 from recycle_plugin.planner.log_selection import best as exact
 from recycle_plugin.runs import TrainingRun
 
@@ -69,6 +70,24 @@ def line_of(model: Mapping[str, Any], config: SimpleNamespace) -> Line:
         network_bytes_per_s=made.across.bytes_per_us * 1e6,
         read_bytes_per_s=config.read_bytes_per_s,
     )
+
+
+def swift_greedy(line: Line, budget: int) -> tuple[int, ...]:
+    """The boundaries that SWIFT's own rule logs: from all of them, as long as their log is too large, the one goes that
+    costs the least recovery time for what it takes.  Costs time in proportion to S³.
+    """
+    logged = tuple(range(line.stages - 1))
+
+    def without(boundary: int) -> tuple[int, ...]:
+        return tuple(each for each in logged if each != boundary)
+
+    def price(boundary: int) -> float:
+        saved = line.boundary_bytes[boundary]
+        return (line.expected_s(without(boundary)) - line.expected_s(logged)) / saved if saved else inf
+
+    while line.log_bytes(logged) > budget:
+        logged = without(min(logged, key=price))
+    return logged
 
 
 def choices(line: Line, share: float) -> tuple[Selection, Selection]:

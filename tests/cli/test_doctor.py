@@ -80,18 +80,10 @@ def test_slowdowns_are_the_planners(doctor, section) -> None:
             round(planned.period_us / free, 4),
             round(planned.bound_us / free, 4),
         )
-        best = planner.options(view, costs, policy)[0]
-        hurt = planned.period_us > free and best.name != "reroute"
-        assert case["faster"] == (
-            {"name": best.name, "period_us": best.period_us, "slowdown": round(best.period_us / free, 4)}
-            if hurt
-            else None
-        )
     each = [planner.plan(full.without(Seat(0, stage)), costs, policy).period_us for stage in range(4)]
     assert found["slowdown"]["each_stage"] == [round(period / free, 4) for period in each]
     worst = next(case for case in found["slowdown"]["cases"] if "at worst" in case["lost"])
     assert worst["period_us"] == max(each)
-    assert any(case["faster"] for case in found["slowdown"]["cases"])
 
 
 def test_each_kind_of_loss_comes_once(doctor) -> None:
@@ -443,9 +435,9 @@ What it survives
   hosts: none, all ranks are on one (no --hostfile given)
 
 Predicted slowdown
-  lost                      step  slower  bound  faster, at best
+  lost                      step  slower  bound
   nobody                   13 ms   1.00x  1.00x
-  one worker of any stage  25 ms   1.92x  1.92x  cut the layers anew: 1.67x
+  one worker of any stage  25 ms   1.92x  1.92x
   any whole replica        25 ms   1.92x  1.92x
 
 Worker or replica as unit (recycle.unit, recycle.batch)
@@ -508,15 +500,15 @@ What it survives
   c     4-5    1.1 2.1  is survived
 
 Predicted slowdown
-  lost                               step  slower  bound  faster, at best
+  lost                               step  slower  bound
   nobody                         381.1 ms   1.00x  1.00x
   one worker, at worst: stage 1  561.1 ms   1.47x  1.47x
   one worker, at best: stage 0   541.1 ms   1.42x  1.42x
-  2 workers of stage 1            1101 ms   2.89x  2.89x  move workers into whole replicas: 1.47x
+  2 workers of stage 1            1101 ms   2.89x  2.89x
   2 workers, spread: stages 0-1  561.1 ms   1.47x  1.47x
   any whole replica              561.1 ms   1.47x  1.47x
   all replicas but one            1101 ms   2.89x  2.89x
-  host c                          1101 ms   2.89x  2.89x  move workers into whole replicas: 1.47x
+  host c                          1101 ms   2.89x  2.89x
   host b                         561.1 ms   1.47x  1.47x
 
 Worker or replica as unit (recycle.unit, recycle.batch)
@@ -601,7 +593,6 @@ def test_what_exact_mode_costs_stands_beside_the_same_job_without_it(doctor, tmp
         row["period_us"] for row in plain["slowdown"]["cases"] if len(row["seats"]) == 1
     )
     for mine, theirs in zip(exact["slowdown"]["cases"], plain["slowdown"]["cases"], strict=True):
-        assert mine["without_exact_us"] == theirs["period_us"] <= mine["period_us"]
+        assert theirs["period_us"] <= mine["period_us"]
     contributions = [row["contributions"] for found in (plain, exact, halves) for row in found["memory"]["stages"]]
     assert contributions == [8 * MIB] * 2 + [16 * MIB] * 2 + [24 * MIB] * 2
-    assert "without exact" in doctor({**sizes, "recycle": {"enabled": True, "exact": True}}, "--pp 2 --dp 3")[1]

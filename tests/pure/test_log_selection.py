@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recycle_plugin.core.vocabulary.log_boundaries import groups
-from recycle_plugin.planner.log_selection import Line, best, choose, choose_anew, in_bytes, selection, swift_greedy
+from recycle_plugin.planner.log_selection import Line, best, choose, choose_anew, in_bytes, selection
 
 FOUR = Line(
     recompute_s=(1.0, 2.0, 3.0, 4.0),
@@ -102,15 +102,6 @@ def test_the_program_finds_the_best(line, data) -> None:
     assert isclose(line.expected_s(found), exhaustive(line, budget), abs_tol=1e-9)
 
 
-@given(lines(most=14), st.data())
-def test_it_is_never_worse_than_swifts_rule(line, data) -> None:
-    budget = data.draw(shares(line))
-    theirs = swift_greedy(line, budget)
-    assert line.log_bytes(theirs) <= budget
-    found = line.expected_s(best(line, budget))
-    assert found <= line.expected_s(theirs) or isclose(found, line.expected_s(theirs), abs_tol=1e-9)
-
-
 @given(lines(), st.data())
 def test_more_room_is_never_worse(line, data) -> None:
     small, large = sorted(data.draw(st.tuples(shares(line), shares(line))))
@@ -129,15 +120,6 @@ def test_a_line_that_is_turned_round_has_the_same_time(line, data) -> None:
         hosts=line.hosts[::-1],
     )
     assert isclose(line.expected_s(best(line, budget)), turned.expected_s(best(turned, budget)), abs_tol=1e-9)
-
-
-def test_swifts_rule_is_not_always_the_best() -> None:
-    """It lets the cheapest boundary go first, and then needs a dear one's room all the same."""
-    line = replace(
-        FOUR, recompute_s=(1.0, 1.0, 9.0, 9.0), boundary_bytes=(100, 300, 200), read_bytes_per_s=1e9, every=1
-    )
-    found = {budget: (best(line, budget), swift_greedy(line, budget)) for budget in range(0, 601, 100)}
-    assert any(line.expected_s(ours) < line.expected_s(theirs) - 1e-9 for ours, theirs in found.values()), found
 
 
 def test_a_slow_disk_is_not_read_where_a_neighbour_is_quicker() -> None:

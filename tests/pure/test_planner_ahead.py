@@ -1,11 +1,10 @@
-"""Search beyond the portfolio, the exact oracle, plans in store, normalisation, and what else could be done."""
+"""Search beyond the portfolio, the exact oracle, plans in store, and normalisation."""
 
 from __future__ import annotations
 
 from random import Random
 
 import pytest
-from hypothesis import given, settings
 
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -13,25 +12,16 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.planner.benchmark import against_exact, bounds_hold, small_case
 from recycle_plugin.lab.simulator.peers.normalise import normalise
-from recycle_plugin.planner import PlanError, PlanStore, options, plan, refine
+from recycle_plugin.planner import PlanError, PlanStore, plan
 from recycle_plugin.planner.make import prepare, solve
 from recycle_plugin.planner.plan_store import next_failures
 from recycle_plugin.planner.search import climbed
-from tests.support.planned import EXAMPLE, LOST, UNIT, wide_jobs
+from tests.support.planned import EXAMPLE, LOST, UNIT
 
 SHAPE = Topology(4, 4, 16)
 COSTS = CostModel.uniform(4, 100, 100, 100)
 ROOMY = Policy(activation_cap=8)
 HURT = SHAPE.full().without(Seat(0, 1), Seat(1, 1))
-
-
-@given(wide_jobs())
-@settings(max_examples=40)
-def test_local_search_never_makes_a_plan_longer_or_invalid(job) -> None:
-    view, costs, policy = job
-    planned = plan(view, costs, policy)
-    refined = refine(planned, costs, 0.02)  # verified where it is another
-    assert planned.bound_us <= refined.period_us <= planned.period_us
 
 
 def test_local_search_is_the_same_each_time() -> None:
@@ -41,15 +31,14 @@ def test_local_search_is_the_same_each_time() -> None:
         Policy(activation_cap=4),
     )
     best, least = solve(problem)
-    one, two = (climbed(problem, best, least, 300, 5, seed=3)[1] for _ in range(2))
+    one, two = (climbed(problem, best, least, 300, 5, seed=3) for _ in range(2))
     assert one.order.tolist() == two.order.tolist() and one.period == two.period
 
 
 def test_published_schedule_needs_six_places_not_eight() -> None:
-    """ReCycle's zero-loss schedule holds 8 micro-batches on the hurt stage; 6 do, and 5 don't."""
+    """ReCycle's zero-loss schedule holds 8 micro-batches on the hurt stage; by the bound 6 may do, and 3 don't."""
     view = EXAMPLE.full().without(LOST)
     assert plan(view, UNIT, Policy(activation_cap=(4, 4, 6, 4))).bound_us == 27
-    assert refine(plan(view, UNIT, Policy(activation_cap=6)), UNIT, 1.0).period_us == 27
     assert plan(view, UNIT, Policy(activation_cap=(4, 4, 3, 4))).bound_us > 27
 
 
@@ -62,7 +51,7 @@ def test_bounds_are_no_higher_than_optima(tied) -> None:
 
 def test_small_plans_are_near_their_optima() -> None:
     pytest.importorskip("ortools")
-    gaps = [row["refined"] / row["optimum"] - 1 for row in against_exact(6, 0.1, 3.0, seed=9, most=48)]
+    gaps = [row["plan"] / row["optimum"] - 1 for row in against_exact(6, 3.0, seed=9, most=48)]
     assert sum(gaps) / len(gaps) <= 0.02
 
 
@@ -113,20 +102,7 @@ def test_nothing_to_normalise_without_a_loss() -> None:
     assert not normalise(SHAPE.full(), COSTS, ROOMY, (1,) * 4, 10**6).moves
 
 
-def test_other_options_win_where_the_load_is_beyond_the_bubbles() -> None:
-    one_lost = SHAPE.full().without(Seat(1, 2))
-    assert options(SHAPE.full(), COSTS, ROOMY)[0].name == "reroute"
-    many = {
-        option.name: option
-        for option in options(Topology(4, 4, 64).full().without(Seat(0, 1), Seat(1, 1)), COSTS, ROOMY)
-    }
-    assert many["cut the layers anew"].period_us < many["reroute"].period_us
-    assert many["move workers into whole replicas"].copies == 1 and many["drop the hurt replicas"].idle == 6
-    assert all(str(option).startswith(option.name) for option in options(one_lost, COSTS, ROOMY))
-
-
 def test_an_empty_stage_leaves_no_rerouting() -> None:
     view = Topology(2, 2, 4).full().without(Seat(0, 1), Seat(1, 1))
-    assert options(view, CostModel.uniform(2), Policy()) == ()
     with pytest.raises(PlanError):
         PlanStore(CostModel.uniform(2), Policy()).plan(view)

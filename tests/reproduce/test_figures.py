@@ -15,7 +15,7 @@ LARGE = "{name: 18.4B, preset: gpt_18_4b, micro_batch: 1, stages: 4, replicas: 4
 RUNS = {
     "recycle_example": ([], ["example"], ["example.png", "two_steps.png", "schedules.txt"]),
     "recycle_gcp_trace": (
-        [f"models=[{MODEL}]", "micro_batches=[6]", "caps=[2.0]", "refine_s=0"],
+        [f"models=[{MODEL}]", "micro_batches=[6]", "caps=[2.0]"],
         ["steady", "trace", "transitions", "memory"],
         ["GPT-3_350M.png"],
     ),
@@ -118,8 +118,8 @@ def test_the_running_example_is_as_published(script, tmp_path) -> None:
 
 def test_out_of_reach_is_said(script) -> None:
     trace = script("recycle_gcp_trace")
-    said = trace.remark(0.62, 0.63, 0.63, {"ReCycle": 0.78, "Oobleck": 0.625, "Bamboo": None}, 0.5, 0.7)
-    reach = "out of reach for rerouting at this M: published ReCycle; cutting the layers anew: 0.700, predicted"
+    said = trace.remark(0.62, 0.63, 0.63, {"ReCycle": 0.78, "Oobleck": 0.625, "Bamboo": None}, 0.5)
+    reach = "out of reach for rerouting at this M: published ReCycle"
     assert said == f"short of 99% by 0.004; behind published Oobleck; {reach}"
 
 

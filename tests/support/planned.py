@@ -88,9 +88,7 @@ def jobs(draw: st.DrawFn) -> tuple[ClusterView, CostModel, Policy]:
 
 @st.composite
 def wide_jobs(draw: st.DrawFn) -> tuple[ClusterView, CostModel, Policy]:
-    """Jobs with everything unequal: caps per stage or bytes, slow and fast workers, slower links between replicas, B
-    mixed in.
-    """
+    """Jobs with everything unequal: caps per stage or bytes, slow and fast workers, slower links between replicas."""
     view = draw(views())
     stages, seats = view.topology.stages, sorted(view.live)
     rows = st.tuples(*[st.integers(1, 6)] * stages)
@@ -105,18 +103,8 @@ def wide_jobs(draw: st.DrawFn) -> tuple[ClusterView, CostModel, Policy]:
     )
     cap = draw(st.none() | st.just("1f1b") | st.integers(1, 2 * stages) | st.tuples(*[st.integers(1, 6)] * stages))
     room = draw(st.none() | st.integers(6, 40) | st.tuples(*[st.integers(6, 40)] * stages))
-    block = draw(BLOCK)
     return (
         view,
         model,
-        Policy(
-            draw(st.booleans()),
-            draw(st.booleans()),
-            True,
-            cap,
-            draw(st.booleans()),
-            room,
-            draw(st.booleans()) and block == 1,
-            block,
-        ),
+        Policy(draw(st.booleans()), draw(st.booleans()), True, cap, draw(st.booleans()), room, draw(BLOCK)),
     )

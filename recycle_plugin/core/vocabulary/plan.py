@@ -23,12 +23,12 @@ class Policy:
     ``activation_cap``: micro-batches whose activations or pending weight gradients one worker may hold at once: one
     number, one per stage, "1f1b" for what 1F1B holds (one for each stage still ahead), or None for the number of stages
     (what 1F1B holds at its first stage). ``memory_bytes``: the same in bytes, one number or one per stage; it needs a
-    cost model with ``activation_bytes`` and then replaces ``activation_cap``. ``couple``: a backward may run as one B
-    where that saves memory or time (split backward on). ``stagger_optimizer``: a stage steps once it has its gradients,
-    and begins the next step; off: no stage steps before all have theirs. ``validate``: the step waits for the gradient
-    norm over all stages (gradient clipping), and so is not staggered either. ``block``: so many consecutive
-    micro-batches of a replica stay together (core/vocabulary/blocks.py); None: all of them.  ``shrinks``: while a
-    replica is out nobody computes its micro-batches (core/vocabulary/step_batches.py); no step is staggered then.
+    cost model with ``activation_bytes`` and then replaces ``activation_cap``. ``stagger_optimizer``: a stage steps once
+    it has its gradients, and begins the next step; off: no stage steps before all have theirs. ``validate``: the step
+    waits for the gradient norm over all stages (gradient clipping), and so is not staggered either. ``block``: so many
+    consecutive micro-batches of a replica stay together (core/vocabulary/blocks.py); None: all of them.  ``shrinks``:
+    while a replica is out nobody computes its micro-batches (core/vocabulary/step_batches.py); no step is staggered
+    then.
     """
 
     split_backward: bool = True
@@ -37,7 +37,6 @@ class Policy:
     activation_cap: int | tuple[int, ...] | str | None = None
     validate: bool = False
     memory_bytes: int | tuple[int, ...] | None = None
-    couple: bool = False
     block: int | None = 1
     shrinks: bool = False
 
@@ -49,11 +48,6 @@ class Policy:
             raise ValueError(f"activation_cap is {cap}: a worker has to hold at least 1 micro-batch")
         if self.block is not None and self.block < 1:
             raise ValueError(f"block is {self.block}: it has at least 1 micro-batch")
-        if self.couple and self.block != 1:
-            raise ValueError(
-                "couple and block: a backward in one piece would overtake a weight gradient of its block that waits; "
-                "choose one"
-            )
 
     @property
     def together(self) -> bool:

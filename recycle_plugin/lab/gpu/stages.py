@@ -37,9 +37,7 @@ SHORT = ("micro_batches=[12]", "drawn=12")  # of the figures' axes, so that each
 REHEARSED = ("micro_batches=[2]", "drawn=2")
 ABLATION = gpu_figures.reproduce("recycle_ablation", [*SHORT, "patterns=1"], [*REHEARSED, "losses=[1]", "patterns=1"])
 MTBF = gpu_figures.reproduce("recycle_mtbf", SHORT, [*REHEARSED, "losses=1"])
-TRACE = gpu_figures.reproduce(
-    "recycle_gcp_trace", [*SHORT, "caps=[]", "refine_s=0.2"], [*REHEARSED, "caps=[]", "refine_s=0.01"], published=True
-)
+TRACE = gpu_figures.reproduce("recycle_gcp_trace", [*SHORT, "caps=[]"], [*REHEARSED, "caps=[]"], published=True)
 STAGES = {
     stage.name: stage
     for stage in (

@@ -12,13 +12,12 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.lab.planner.cp_sat import exact, exists
-from recycle_plugin.planner.make import plan, prepare, refine, solve
-from recycle_plugin.planner.search import search
+from recycle_plugin.planner.make import plan, prepare, solve
 from recycle_plugin.planner.warming import warm
 
 CAPS = (1.0, 1.5, 2.0)
 EXAMPLE = Topology(3, 4, 6)
-SHOWN = ("pp", "dp", "m", "lost", "cap", "bound", "plan", "refined", "refined_gap")
+SHOWN = ("pp", "dp", "m", "lost", "cap", "bound", "plan", "plan_gap")
 
 
 def unequal(stages: int, seed: int = 0) -> CostModel:
@@ -81,33 +80,26 @@ def peak(planned: Plan) -> list[int]:
     return most
 
 
-def least_cap(view: ClusterView, costs: CostModel, policy: Policy, period: int, budget_s: float = 0.5) -> int:
+def least_cap(view: ClusterView, costs: CostModel, policy: Policy, period: int) -> int:
     """The least activation cap, the same on every stage, with which ``period`` is reached; "more" where twice PP is too
-    little.  ``budget_s``: CPU seconds of refinement for each cap.
+    little.
     """
-    return _least(view, costs, policy, period, lambda cap: cap, budget_s)
+    return _least(view, costs, policy, period, lambda cap: cap)
 
 
-def least_on_stage(
-    view: ClusterView, costs: CostModel, policy: Policy, period: int, stage: int, budget_s: float = 0.5
-) -> int | str:
+def least_on_stage(view: ClusterView, costs: CostModel, policy: Policy, period: int, stage: int) -> int | str:
     """The least activation cap of ``stage`` with which ``period`` is reached, where all others hold PP micro-batches;
     "more" where twice PP is too little.
     """
     stages = view.topology.stages
     return _least(
-        view, costs, policy, period, lambda cap: tuple(cap if at == stage else stages for at in range(stages)), budget_s
+        view, costs, policy, period, lambda cap: tuple(cap if at == stage else stages for at in range(stages))
     )
 
 
-def _least(view, costs, policy, period, cap_of, budget_s: float):
+def _least(view, costs, policy, period, cap_of):
     for cap in range(1, 2 * view.topology.stages + 1):
-        planned = plan(view, costs, replace(policy, activation_cap=cap_of(cap)))
-        if planned.bound_us > period:
-            continue
-        if planned.period_us > period:
-            planned = refine(planned, costs, budget_s)
-        if planned.period_us <= period:
+        if plan(view, costs, replace(policy, activation_cap=cap_of(cap))).period_us <= period:
             return cap
     return "more"
 
@@ -135,15 +127,12 @@ def grid() -> Iterator[tuple[int, int, int, tuple[Seat, ...], float]]:
                         yield stages, replicas, micro_batches, lost, cap
 
 
-def case(
-    stages: int, replicas: int, micro_batches: int, lost: tuple[Seat, ...], cap: float, costs_name: str, budget_s: float
-) -> dict:
+def case(stages: int, replicas: int, micro_batches: int, lost: tuple[Seat, ...], cap: float, costs_name: str) -> dict:
     """The figures of one case of the grid: periods in microseconds, gaps in percent of the bound, CPU milliseconds."""
     costs, view = COSTS[costs_name](stages), Topology(replicas, stages, micro_batches).full().without(*lost)
     started = time.process_time()
     planned = plan(view, costs, Policy(activation_cap=int(cap * stages)))
     spent = time.process_time() - started
-    refined = refine(planned, costs, budget_s) if planned.gap and budget_s else planned
     return {
         "pp": stages,
         "dp": replicas,
@@ -152,9 +141,7 @@ def case(
         "cap": cap,
         "bound": planned.bound_us,
         "plan": planned.period_us,
-        "refined": refined.period_us,
         "plan_gap": 100 * planned.gap,
-        "refined_gap": 100 * refined.gap,
         "plan_ms": 1000 * spent,
     }
 
@@ -166,17 +153,16 @@ def summary(rows: list[dict]) -> list[dict]:
 
 
 def _spread(rows: list[dict], cap: float, micro_batches: int) -> dict:
-    line: dict = {"cap": cap, "M": micro_batches, "cases": len(rows)}
-    for name in ("plan", "refined"):
-        gaps = [row[f"{name}_gap"] for row in rows]
-        line |= {
-            f"{name} met %": share(gaps, 0),
-            "<= 1%": share(gaps, 1),
-            f"{name} mean %": sum(gaps) / len(gaps),
-            f"{name} max %": max(gaps),
-        }
-        line = {key if key != "<= 1%" else f"{name} <= 1%": value for key, value in line.items()}
-    return line
+    gaps = [row["plan_gap"] for row in rows]
+    return {
+        "cap": cap,
+        "M": micro_batches,
+        "cases": len(rows),
+        "met %": share(gaps, 0),
+        "<= 1%": share(gaps, 1),
+        "mean %": sum(gaps) / len(gaps),
+        "max %": max(gaps),
+    }
 
 
 def share(gaps: list[float], most: float) -> float:
@@ -187,27 +173,24 @@ def share(gaps: list[float], most: float) -> float:
 def goals(rows: list[dict], costs_name: str) -> list[dict]:
     """The goals that were set for the grid, each with what was found."""
 
-    def gaps(name: str, cap: float, least: int) -> list[float]:
-        return [row[f"{name}_gap"] for row in rows if row["cap"] == cap and row["m"] >= least] or [0.0]
+    def gaps(cap: float, least: int) -> list[float]:
+        return [row["plan_gap"] for row in rows if row["cap"] == cap and row["m"] >= least] or [0.0]
 
     def mean(values: list[float]) -> float:
         return sum(values) / len(values)
 
-    lines = []
-    for name in ("plan", "refined"):
-        if costs_name == "unit":
-            tight = gaps(name, 1.0, 16)
-            lines += [
-                {"of": name, "goal": "met exactly at 2x, M >= 8, in >= 95%", "found": share(gaps(name, 2.0, 8), 0)},
-                {"of": name, "goal": "within 1% at 1.5x, M >= 16, in >= 99%", "found": share(gaps(name, 1.5, 16), 1)},
-                {"of": name, "goal": "mean <= 1% at 1x, M >= 16", "found": mean(tight)},
-                {"of": name, "goal": "max <= 7% at 1x, M >= 16", "found": max(tight)},
-            ]
-        else:
-            lines.append({"of": name, "goal": "mean <= 1% at 1.5x, M >= 16", "found": mean(gaps(name, 1.5, 16))})
-            lines.append({"of": name, "goal": "(max at 1.5x, M >= 16)", "found": max(gaps(name, 1.5, 16))})
-            lines.append({"of": name, "goal": "(mean at 1x, M >= 16)", "found": mean(gaps(name, 1.0, 16))})
-    return lines
+    if costs_name == "unit":
+        return [
+            {"goal": "met exactly at 2x, M >= 8, in >= 95%", "found": share(gaps(2.0, 8), 0)},
+            {"goal": "within 1% at 1.5x, M >= 16, in >= 99%", "found": share(gaps(1.5, 16), 1)},
+            {"goal": "mean <= 1% at 1x, M >= 16", "found": mean(gaps(1.0, 16))},
+            {"goal": "max <= 7% at 1x, M >= 16", "found": max(gaps(1.0, 16))},
+        ]
+    return [
+        {"goal": "mean <= 1% at 1.5x, M >= 16", "found": mean(gaps(1.5, 16))},
+        {"goal": "(max at 1.5x, M >= 16)", "found": max(gaps(1.5, 16))},
+        {"goal": "(mean at 1x, M >= 16)", "found": mean(gaps(1.0, 16))},
+    ]
 
 
 def small_case(random: Random, most: int) -> tuple[ClusterView, CostModel, Policy]:
@@ -242,9 +225,9 @@ def _small_costs(random: Random, stages: int) -> CostModel:
     return CostModel(forward, inputs, weight, communication=communication, step=(step,) * stages)
 
 
-def against_exact(cases: int, budget_s: float, exact_s: float, seed: int = 1, most: int = 96) -> list[dict]:
-    """One row for each of ``cases`` random small jobs: the planner's periods beside CP-SAT's best with the routes of
-    the refined ones.  Needs ortools.
+def against_exact(cases: int, exact_s: float, seed: int = 1, most: int = 96) -> list[dict]:
+    """One row for each of ``cases`` random small jobs: the planner's periods beside CP-SAT's best with the same routes.
+    Needs ortools.
     """
     random = Random(seed)
     rows: list[dict] = []
@@ -252,9 +235,8 @@ def against_exact(cases: int, budget_s: float, exact_s: float, seed: int = 1, mo
         view, costs, policy = small_case(random, most)
         problem = prepare(view, costs, policy)
         solution, least = solve(problem)
-        problem, refined = search(problem, solution, least, budget_s)
-        best = exact(problem, refined, exact_s, threads=2, use_bound=True) if refined.period > least else None
-        optimum = best.period if best else refined.period
+        best = exact(problem, solution, exact_s, threads=2, use_bound=True) if solution.period > least else None
+        optimum = best.period if best else solution.period
         rows.append(
             {
                 "pp": view.topology.stages,
@@ -264,7 +246,6 @@ def against_exact(cases: int, budget_s: float, exact_s: float, seed: int = 1, mo
                 "cap": policy.activation_cap,
                 "bound": least,
                 "plan": solution.period,
-                "refined": refined.period,
                 "optimum": optimum,
                 "proven": best.least if best else least,
                 "closed": best.optimal if best else True,
@@ -276,7 +257,7 @@ def against_exact(cases: int, budget_s: float, exact_s: float, seed: int = 1, mo
 def exact_summary(rows: list[dict]) -> list[dict]:
     """The rows of :func:`against_exact` summed up: gaps to the optimum in percent."""
     lines = []
-    for name in ("plan", "refined", "bound"):
+    for name in ("plan", "bound"):
         gaps = [100 * abs(row[name] / row["optimum"] - 1) for row in rows]
         lines.append(
             {
@@ -315,7 +296,7 @@ def bounds_hold(cases: int, seed: int = 2, exact_s: float = 1.0, most: int = 36,
     }
 
 
-def blame(costs_name: str, budget_s: float, exact_s: float, most: int = 8, operations: int = 800) -> list[dict]:
+def blame(costs_name: str, exact_s: float, most: int = 8, operations: int = 800) -> list[dict]:
     """Whom CP-SAT blames in the grid's cases with more than 1% of gap that it can handle: the plan, for which it finds
     a shorter schedule, or the bound, where it proves that there is none below what it found.  Needs ortools.
     """
@@ -327,7 +308,6 @@ def blame(costs_name: str, budget_s: float, exact_s: float, most: int = 8, opera
         view = Topology(replicas, stages, micro_batches).full().without(*lost)
         problem = prepare(view, COSTS[costs_name](stages), Policy(activation_cap=int(cap * stages)))
         solution, least = solve(problem)
-        problem, solution = search(problem, solution, least, budget_s)
         if solution.period <= 1.01 * least:
             continue
         best = exact(problem, solution, exact_s, threads=2, use_bound=True)
@@ -340,7 +320,7 @@ def blame(costs_name: str, budget_s: float, exact_s: float, most: int = 8, opera
                 "lost": " ".join(map(str, lost)),
                 "cap": cap,
                 "bound": least,
-                "refined": solution.period,
+                "plan": solution.period,
                 "CP-SAT": best.period,
                 "proven": best.least,
                 "to blame": {(True, True): "both", (True, False): "plan", (False, True): "bound"}.get(
@@ -353,7 +333,7 @@ def blame(costs_name: str, budget_s: float, exact_s: float, most: int = 8, opera
     return rows
 
 
-def large(budget_s: float, draws: int = 3) -> list[dict]:
+def large(draws: int = 3) -> list[dict]:
     """The gaps of plans for 1,536 workers with 5% lost."""
     rows = []
     for costs_name in ("unit", "unequal"):
@@ -363,14 +343,12 @@ def large(budget_s: float, draws: int = 3) -> list[dict]:
                 *Random(draw).sample(topology.seats, topology.replicas * topology.stages // 20)
             )
             planned = plan(view, COSTS[costs_name](32), Policy(activation_cap=48))
-            refined = refine(planned, COSTS[costs_name](32), budget_s) if planned.gap else planned
             rows.append(
                 {
                     "costs": costs_name,
                     "draw": draw,
                     "bound": planned.bound_us,
                     "plan gap %": 100 * planned.gap,
-                    "refined gap %": 100 * refined.gap,
                 }
             )
     return rows

@@ -4,25 +4,18 @@ Useful up to some 800 operations.  Needs the extra ``exact`` (ortools).  The mod
 shares nothing with the scheduler but the :class:`Problem`: one start per operation, one operation at a time per worker,
 memory as a cumulative resource, weight gradients of a block in their order, and a period no shorter than each stage's
 window with reduce and step (and, of stages that share weights, from the first start of one to the step of any; where
-stages step together, from one barrier of all to the next).  Routes are as given; no backward is coupled unless all are.
+stages step together, from one barrier of all to the next).  Routes are as given.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.planner.bounds import bound
 from recycle_plugin.planner.flat import Problem
 from recycle_plugin.planner.list_scheduling import Solution, timed
-from recycle_plugin.planner.make import finish, prepare, solve
-from recycle_plugin.planner.plan_error import PlanError
-
-MOST = 800  # operations that ``check`` lets pass
 
 
 class Exact(NamedTuple):
@@ -40,26 +33,13 @@ class Exact(NamedTuple):
         return self.period <= self.least
 
 
-def check(problem: Problem) -> None:
-    """Raises PlanError where an exact search can't be made, or would find nothing in any time worth waiting for."""
-    if find_spec("ortools") is None:
-        raise PlanError("the exact search needs ortools: pip install 'recycle_plugin[exact]'")
-    operations = problem.records * (3 if problem.split else 2)
-    if operations > MOST:
-        raise PlanError(f"the exact search takes up to {MOST} operations, this job has {operations}: refine it without")
-    if problem.couple:
-        raise PlanError("the exact search has no mixed backwards: leave `couple` off")
-
-
 def exact(problem: Problem, start: Solution, budget_s: float, threads: int = 1, use_bound: bool = False) -> Exact:
     """Improves ``start`` for up to ``budget_s`` seconds.  ``use_bound``: begin at our own lower bound, and so trust it.
 
-    Raises ImportError without ortools, ValueError for a problem that mixes B and I.
+    Raises ImportError without ortools.
     """
     from ortools.sat.python import cp_model
 
-    if problem.couple:
-        raise ValueError("the exact model has no mixed backwards: leave `couple` off")
     model = cp_model.CpModel()
     starts, period = _model(model, problem, start, bound(problem) if use_bound else 0)
     model.minimize(period)
@@ -76,20 +56,6 @@ def exact(problem: Problem, start: Solution, budget_s: float, threads: int = 1, 
             start,
         )
     return _read(problem, solver, starts, start)
-
-
-def refined_exactly(planned: Plan, costs: CostModel, budget_s: float) -> Plan:
-    """A better plan for the same view, policy and routes, or ``planned``, which is then the best where ``budget_s``
-    seconds were enough.  Raises PlanError as :func:`check` does.
-    """
-    problem = prepare(planned.view, costs, planned.policy)
-    check(problem)
-    solution, least = solve(problem)
-    if solution.period > least:
-        solution = exact(problem, solution, budget_s, use_bound=True).solution
-    if solution.period >= planned.period_us:
-        return planned
-    return finish(planned.view, costs, planned.policy, problem, solution, least)
 
 
 def exists(problem: Problem, start: Solution, period: int, budget_s: float) -> bool | None:
