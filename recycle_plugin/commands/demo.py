@@ -6,32 +6,24 @@ Everything that is reported is read from what the two runs left behind: event lo
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import platform
 import re
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 
-from recycle_plugin import planner
-from recycle_plugin.commands import rejoined, replayed
-from recycle_plugin.commands.rejoined import NotBack
+from recycle_plugin.commands import came_back
 from recycle_plugin.core.vocabulary.causes import Cause
-from recycle_plugin.core.vocabulary.cost import CostModel
-from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.observability.console import STYLES
 from recycle_plugin.observability.report import panels
-from recycle_plugin.observability.run_history import WARM_UP, Failure, RunHistory, step_times
+from recycle_plugin.observability.run_history import WARM_UP, Failure, RunHistory
 from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.render import curves, gantt
 from recycle_plugin.runs import RunFailed, RunOutcome, TrainingRun, terminable
@@ -176,17 +168,17 @@ def survivors(outcome: RunOutcome, killed: Sequence[Failure]) -> list[dict]:
     ]
 
 
-def report(fault_free: RunOutcome, failed: RunOutcome, spans: Sequence[Span], steps: int) -> dict:
-    """The contents of report.json; ``spans``: the trace of the run with the failure.  Seconds, rounded to 0.1 ms."""
+def report(fault_free: RunOutcome, failed: RunOutcome, steps: int) -> dict:
+    """The contents of report.json.  Seconds, rounded to 0.1 ms."""
     killed, job = failures(failed), failed.job
     if not killed:
         raise RunFailed("no fault struck in the run that was to have one")
     if not (fault_free.records and failed.records):
         raise RunFailed("no worker got to the end of the training script")
     live = survivors(failed, killed)
-    before = step_times(failed.commits, WARM_UP + 1, killed[0].step - 1)
+    before = failed.median_s(WARM_UP + 1, killed[0].step - 1)
     back = min((each.back_step for each in failed.returns if each.back_step > killed[-1].step), default=steps + 1)
-    after = step_times(failed.commits, killed[-1].step + 1, back - 1)
+    after = failed.median_s(killed[-1].step + 1, back - 1)
     worst = as_report(max(killed, key=lambda failure: failure.stall_s))
     found = {
         "topology": {key: job[key] for key in ("replicas", "stages", "micro_batches")},
@@ -200,9 +192,8 @@ def report(fault_free: RunOutcome, failed: RunOutcome, spans: Sequence[Span], st
         **{key: worst[key] for key in ("stall_s", "detection_s", "regroup_s", "rest_s")},
         "step_s_before": round(before, 4),
         "step_s_after": round(after, 4),
-        "step_s_fault_free": round(step_times(fault_free.commits, WARM_UP + 1, steps), 4),
-        "measured_ratio": round(after / before, 3),
-        "predicted_ratio": round(predicted_ratio(failed, spans, killed), 3),
+        "step_s_fault_free": round(fault_free.median_s(WARM_UP + 1, steps), 4),
+        "ratio": round(after / before, 3),
         "cores": len(os.sched_getaffinity(0)),
         "losses": {FAULT_FREE: fault_free.losses, FAILED: failed.losses},
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
@@ -230,42 +221,6 @@ def what_is_wrong(found: Mapping, failed: RunOutcome) -> list[str]:
     return wrong
 
 
-def predicted_ratio(failed: RunHistory, spans: Sequence[Span], killed: Sequence[Failure]) -> float:
-    """Degraded step time over fault-free step time as the planner has it, from the costs measured before the failure.
-
-    It holds where every worker has a core (or device) of its own: the costs stay what they were.  Who has replayed a
-    stage has all of its work again.
-    """
-    costs = measured_costs(
-        [span for span in spans if WARM_UP < span.instruction.step < killed[0].step], failed.shape.stages
-    )
-    full = failed.shape.full()
-    along = map(Seat.parse, gone_along(failed))
-    left = full.without(*(failure.seat for failure in killed if failure.absence.replayed_at is None), *along)
-    degraded, whole = (planner.plan(view, costs, failed.policy).period_us for view in (left, full))
-    return degraded / whole
-
-
-def measured_costs(spans: Sequence[Span], stages: int) -> CostModel:
-    """A cost model of the medians over the spans, in microseconds.
-
-    REDUCE is timed at the worker that comes last: the others wait in it.
-    """
-
-    def cost(op: Op, stage: int) -> int:
-        taken: dict[object, int] = {}
-        for number, span in enumerate(
-            span for span in spans if (span.instruction.op, span.instruction.stage) == (op, stage)
-        ):
-            group = span.instruction.step if op is Op.REDUCE else number
-            taken[group] = min(taken.get(group, sys.maxsize), span.end_us - span.start_us)
-        return round(median(taken.values())) if taken else 0
-
-    ops = {"forward": Op.F, "input": Op.I, "weight": Op.W, "reduce": Op.REDUCE, "step": Op.STEP}
-    times: dict[str, Any] = {name: tuple(cost(op, stage) for stage in range(stages)) for name, op in ops.items()}
-    return CostModel(**times)
-
-
 def _curve(outcome: RunOutcome) -> dict[int, float]:
     return dict(enumerate(outcome.losses, start=1))
 
@@ -274,14 +229,10 @@ def _curve(outcome: RunOutcome) -> dict[int, float]:
 
 
 def write(out: Path, found: dict, spans: Sequence[Span], killed: Sequence[Failure]) -> None:
-    """Write report.json, losses.csv and gantt.png to ``out``; no gantt.png where a stage was replayed,
-    for which all wait so long that nothing else could be seen.
+    """Write report.json and gantt.png to ``out``; no gantt.png where a stage was replayed, for which all wait so long
+    that nothing else could be seen.
     """
     (out / "report.json").write_text(json.dumps(found, indent=1))
-    with (out / "losses.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("step", FAULT_FREE, FAILED))
-        writer.writerows((step, *pair) for step, pair in enumerate(zip(*found["losses"].values()), start=1))
     if "recovered_by" not in found:
         gantt.draw(out / "gantt.png", *panels(spans, killed[0]))
 
@@ -321,7 +272,7 @@ def _until_back(out: Path, name: str, steps: int, console: Console, longer: int)
     """Run the demo, and if the worker was not back in time, up to ``longer`` times with more steps."""
     try:
         return _demo(out, name, steps, console)
-    except NotBack as error:
+    except came_back.NotBack as error:
         if not longer:
             raise RunFailed(f"{error} (this machine is slow to start processes now)") from None
         console.print(f"\n{error}: this machine is slow to start processes now. Once more, with {steps * LONGER} steps")
@@ -341,22 +292,18 @@ def _demo(out: Path, name: str, steps: int, console: Console) -> int:
     console.print("\nrun 1 of 2, without a failure (starting four processes takes about half a minute)", style="bold")
     fault_free = _train(out / FAULT_FREE, scenario.workers, overrides, console, said)
     console.print(f"\nrun 2 of 2, with {' '.join(more)}", style="bold")
-    size = replayed.LogSize(out / FAILED / replayed.LOG)
-    failed = _train(out / FAILED, scenario.workers, [*overrides, *more], console, said, size.look)
-    spans = read_traces(out / FAILED / "trace")
-    found = report(fault_free, failed, spans, steps) | {"scenario": name, "seconds": round(time.monotonic() - began, 1)}
+    failed = _train(out / FAILED, scenario.workers, [*overrides, *more], console, said)
+    found = report(fault_free, failed, steps) | {"scenario": name, "seconds": round(time.monotonic() - began, 1)}
     if scenario.returns:
-        found["rejoined"] = rejoined.figures(failed, failures(failed))
-        rejoined.draw(out / "throughput.png", fault_free, failed, failures(failed))
+        found["rejoined"] = came_back.rejoined(failed, failures(failed))
     if scenario.replays:
-        found |= replayed.figures(failed, failures(failed)) | {"log_bytes": size.at(failures(failed)[0].struck_at)}
-        replayed.draw(out / "throughput.png", fault_free, failed, failures(failed))
-    write(out, found, spans, failures(failed))
+        found |= came_back.replayed(failed, failures(failed))
+    write(out, found, read_traces(out / FAILED / "trace"), failures(failed))
     console.print("\n" + summary(found, out), markup=False)
     who = "replica" if found["gone_along"] else "worker"
-    came_back = f", the lost {who} came back" * scenario.returns + ", its stage was replayed" * scenario.replays
+    back = f", the lost {who} came back" * scenario.returns + ", its stage was replayed" * scenario.replays
     verdict = (
-        f"passed: same losses, no survivor restarted{came_back}"
+        f"passed: same losses, no survivor restarted{back}"
         if found["passed"]
         else f"failed: {'; '.join(found['problems'])}"
     )
@@ -364,24 +311,13 @@ def _demo(out: Path, name: str, steps: int, console: Console) -> int:
     return 0 if found["passed"] else 1
 
 
-def _train(
-    folder: Path,
-    workers: int,
-    overrides: Sequence[str],
-    console: Console,
-    said: set[str],
-    look: Callable[[], None] = lambda: None,
-) -> RunOutcome:
-    """One run, its event lines printed as they come; warnings and notes that ``said`` has are not said again.
-
-    ``look`` is called again and again meanwhile.
-    """
+def _train(folder: Path, workers: int, overrides: Sequence[str], console: Console, said: set[str]) -> RunOutcome:
+    """One run, its event lines printed as they come; warnings and notes that ``said`` has are not said again."""
     began, printed, quiet = time.monotonic(), 0, 0
     with TrainingRun(folder, workers, overrides) as job:
         ended = False
         while not ended:
             ended = job.launcher.poll() is not None
-            look()
             lines = job.output.split("\n")[printed:-1]
             printed += len(lines)
             _show(lines, console, said)
@@ -410,10 +346,7 @@ def summary(found: Mapping, out: Path) -> str:
     killed, live = found["killed"], found["survivors"]
     usual, failed = (dict(enumerate(losses, start=1)) for losses in found["losses"].values())
     table = curves.table(usual, failed, tuple(one["step"] for one in killed))
-    workers = len(live) + len(killed) + len(found["gone_along"])
-    shared = f" with a core for each worker (here {workers} share {found['cores']})" if found["cores"] < workers else ""
-    pictures = ["gantt.png (schedule before and after), "] * ("recovered_by" not in found)
-    pictures += ["throughput.png, "] * bool({"rejoined", "recovered_by"} & found.keys())
+    picture = "" if "recovered_by" in found else "gantt.png (schedule before and after), "
     until = "until its stage was replayed" if "recovered_by" in found else "to regroup"
     rows = [
         ("killed", f"seat {one['seat']}, process {one['pid']}, by SIGKILL {one['when']} {one['instruction']}")
@@ -430,12 +363,9 @@ def summary(found: Mapping, out: Path) -> str:
         ),
         (
             "step time",
-            f"{found['step_s_before']:.3f} s before, {found['step_s_after']:.3f} s after: ratio "
-            f"{found['measured_ratio']:.2f}, "
-            f"planned {found['predicted_ratio']:.2f}{shared}",
+            f"{found['step_s_before']:.3f} s before, {found['step_s_after']:.3f} s after: ratio {found['ratio']:.2f}",
         ),
-        *([("back", rejoined.told(found["rejoined"]))] if "rejoined" in found else []),
-        *([("replayed", replayed.told(found))] if "recovered_by" in found else []),
+        *filter(None, [came_back.told(found)]),
         (
             "survivors",
             ", ".join(f"{one['seat']} is process {one['pid_at_end']}" for one in live)
@@ -443,7 +373,7 @@ def summary(found: Mapping, out: Path) -> str:
         ),
         (
             "files",
-            f"{out}: report.json, losses.csv, {''.join(pictures)}{FAILED}/report.html",
+            f"{out}: report.json, {picture}{FAILED}/report.html",
         ),
         ("took", f"{found['seconds']:.0f} s"),
     ]

@@ -14,14 +14,13 @@ from pathlib import Path
 from recycle_plugin import folders
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.vocabulary.describe import named
-from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.span import Span, run_again
 from recycle_plugin.observability import measured_costs
 from recycle_plugin.observability.console import QUIET, STYLES, event_line
 from recycle_plugin.observability.event_fields import number
 from recycle_plugin.observability.measured_costs import Measured
 from recycle_plugin.observability.run_history import EVENTS, Failure, RunHistory
-from recycle_plugin.observability.run_summary import UNKNOWN, end, facts, lost_by_step, seconds, sentence, these
+from recycle_plugin.observability.run_summary import UNKNOWN, end, facts, seconds, sentence, these
 from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.render import gantt
 from recycle_plugin.render.page import Chart, Content, Table, page
@@ -111,29 +110,17 @@ def throughput(history: RunHistory) -> str:
 
 def charts(history: RunHistory) -> Iterator[Chart]:
     """Throughput, loss and waiting over the committed steps, with the losses and returns of workers marked."""
-    commits, marks = history.commits, _marks(history)
     rates = {step: history.rate(spent, step) for step, spent in history.took.items()}
     shares = {step: 100 * share for step, share in history.shares("bubble_share").items()}
-    first, last = min(commits, default=0), max(commits, default=0)
-    lines = (
+    lost = sorted({failure.step for failure in history.failures})
+    back = sorted({absence.back_step for absence in history.returns})
+    for title, points, unit, from_zero in (
         ("Throughput", rates, "samples/s", True),
         ("Loss", history.curve, "mean loss", False),
-        ("Waiting", shares, "% of live workers' time, no micro-batch", True),
-    )
-    for title, points, unit, from_zero in lines:
+        ("Waiting", shares, "% of live workers' time", True),
+    ):
         if points:
-            yield Chart(title, points, first, last, marks, unit, from_zero)
-
-
-def _marks(history: RunHistory) -> dict[int, str]:
-    """Who was lost and who came back, by step."""
-    back: dict[int, tuple[Seat, ...]] = {}
-    for absence in history.returns:
-        back[absence.back_step] = (*back.get(absence.back_step, ()), absence.seat)
-    marks = {step: f"{these(seats)} lost" for step, seats in lost_by_step(history).items()}
-    for step, seats in back.items():
-        marks[step] = "; ".join(filter(None, (marks.get(step), f"{these(seats)} back")))
-    return dict(sorted(marks.items()))
+            yield Chart(title, points, unit, lost, back, from_zero)
 
 
 def failures(history: RunHistory) -> Table:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import nan
@@ -353,6 +353,10 @@ class RunHistory:
         first = max(min(self._before.at, default=1), self.batch_from(last)[0])
         return self._before.median_s(first + (WARM_UP if last >= first + WARM_UP else 1), last)
 
+    def median_s(self, first: int, last: int) -> float:
+        """Median seconds of the steps ``first`` to ``last``; nan where none of them is known."""
+        return self._committed.median_s(first, last)
+
     @property
     def now_s(self) -> float:
         """Median seconds of the last steps, none of which was interrupted; nan where there are none since the last
@@ -364,7 +368,7 @@ class RunHistory:
             *(failure.step + 1 for failure in self.failures),
             *(absence.back_step + 1 for absence in self.returns),
         ]
-        return self._committed.median_s(max(begins), self.last)
+        return self.median_s(max(begins), self.last)
 
     @property
     def meanwhile_s(self) -> float:
@@ -460,11 +464,3 @@ def _first_commit(events: Iterable[dict], step: int) -> float | None:
         if event["event"] == "committed" and event["step"] == step:
             return event["time"]
     return None
-
-
-def step_times(commits: Mapping[int, float], first: int, last: int) -> float:
-    """Median seconds between commits, over the steps ``first`` to ``last``; nan where there are none."""
-    taken = [
-        commits[step] - commits[step - 1] for step in range(first, last + 1) if step in commits and step - 1 in commits
-    ]
-    return median(taken) if taken else nan

@@ -182,14 +182,6 @@ def checkpoints(history: RunHistory) -> str:
     return f"{len(written)} written, the last one {written[-1]['path']}" if written else "none"
 
 
-def lost_by_step(history: RunHistory) -> dict[int, tuple[Seat, ...]]:
-    """Seats that were lost in each step that was interrupted."""
-    found: dict[int, tuple[Seat, ...]] = {}
-    for failure in history.failures:
-        found[failure.step] = (*found.get(failure.step, ()), failure.seat)
-    return found
-
-
 def these(seats: Iterable[Seat]) -> str:
     """The seats in a list, ``0.1, 1.1``; of more than three the first two and how many more."""
     named = list(map(str, seats))

@@ -10,7 +10,9 @@ the published points are not known to us.  M: micro-batches a step.
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from typing import Any
 import common
 from common import OURS, PUBLISHED, Column, Table
 
-from recycle_plugin.commands import replayed
+from recycle_plugin.commands import came_back
 from recycle_plugin.lab.experiments.bench_scripts import script
 from recycle_plugin.lab.simulator.peers.published import SWIFT_STORAGE
 from recycle_plugin.planner.analytic import Shape, profile
@@ -204,10 +206,31 @@ def overrides(overhead: float, real: Mapping[str, Any]) -> Sequence[str]:
     )
 
 
+class LogSize:
+    """The bytes of the segments in ``folder`` over time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: list[tuple[float, int]] = []  # seconds since the epoch, bytes
+
+    def look(self) -> None:
+        """Takes in what is there now; segments may go meanwhile."""
+        held = 0
+        for path in self._folder.glob("*.log"):
+            with suppress(FileNotFoundError):
+                held += path.stat().st_size
+        self._seen.append((time.time(), held))
+
+    def at(self, moment: float) -> int:
+        """The bytes when somebody looked last before ``moment``, in seconds since the epoch."""
+        return max((each for each in self._seen if each[0] <= moment), default=(moment, 0))[1]
+
+
 def replay_of(folder: Path, overhead: float, real: Mapping[str, Any]) -> tuple[Any, ...]:
     """Steps, bytes and seconds of a run's replay.  Raises RunFailed."""
-    shutil.rmtree(folder / replayed.LOG, ignore_errors=True)
-    size = replayed.LogSize((folder / replayed.LOG).resolve())
+    log = folder.resolve() / "log"
+    shutil.rmtree(log, ignore_errors=True)
+    size = LogSize(log)
 
     def ended() -> bool:
         size.look()
@@ -216,7 +239,7 @@ def replay_of(folder: Path, overhead: float, real: Mapping[str, Any]) -> tuple[A
     with TrainingRun(folder, 4, overrides(overhead, real)) as run:
         run.wait_for(ended, "its end", DEADLINE_S, poll_s=0.1)
         outcome = run.finish()
-    found = replayed.figures(outcome, outcome.failures)
+    found = came_back.replayed(outcome, outcome.failures)
     steps, replay_s = found["replayed_steps"], found["replay_s"]
     start_up = found["restart_s"] + found["start_up_s"]
     logged = size.at(outcome.failures[0].struck_at) / 1e6

@@ -30,8 +30,6 @@ ASKED_FOR = (
 ROOT = Path(__file__).parents[2]
 STEPS, STEPS_BACK, STEPS_STAGE = 10, 60, 40
 STATE_BYTES = 3 * 4 * 8192 + 4  # of the layer's weights and Adam's two moments of them, and its count of steps
-LOGGED_BYTES = 3 * 2 * 8 * 4 * 4 * 8192
-"""Of a step: over three boundaries, there and back, of eight micro-batches with four samples each."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +79,7 @@ def test_demo(warm, tmp_path, capsys):
     assert found["topology"] == {"replicas": 2, "stages": 2, "micro_batches": 4} and found["steps"] == STEPS
     assert [(one["seat"], one["instruction"]) for one in found["killed"]] == [("0.1", "1F0.1@5")]
     assert 0 < found["detection_s"] + found["regroup_s"] < found["stall_s"]
-    assert found["step_s_before"] > 0 and found["step_s_after"] > 0 and found["predicted_ratio"] > 1
+    assert found["step_s_before"] > 0 and found["step_s_after"] > 0
     assert "fault: kill 0.1 before 1F0.1@5" in said and "lost: seat 0.1" in said and "passed" in said
     sample = (
         (ROOT / "README.md").read_text().partition("## What you see when a worker dies")[2].partition("And when")[0]
@@ -89,7 +87,6 @@ def test_demo(warm, tmp_path, capsys):
     assert shapes(sample) and not never_printed(sample, said)
     assert "[INFO]" not in said, "DeepSpeed's own lines do not belong here"
     assert said.count("single point of failure") == 1
-    assert len((out / "losses.csv").read_text().splitlines()) == STEPS + 1
     picture_opens(out / "gantt.png")
     assert (out / "with_failure" / "report.html").exists(), "the demo is over when it is written"
 
@@ -101,12 +98,11 @@ def test_the_demo_of_a_return(warm, tmp_path, capsys):
     out = tmp_path / "back"
     said, found = demo(out, capsys, "--scenario", "rejoin", "--steps", str(STEPS_BACK))
     back = back_at(found, "0.1")
-    assert back["start_up_s"] > 0 and 0 < back["catch_up_s"] < back["away_s"] and back["peer_step_ratio"] > 0
+    assert back["start_up_s"] > 0 and 0 < back["catch_up_s"] < back["away_s"]
     assert "rejoined: seat 0.1" in said and "the lost worker came back" in said
     picture_opens(out / "gantt.png")
-    assert (out / "throughput.png").read_bytes().startswith(b"\x89PNG")
     report = (out / "with_failure" / "report.html").read_text()
-    assert "0.1 back" in report and f"(0.1 in step {STEPS_BACK // 5}, back after " in report
+    assert f"(0.1 in step {STEPS_BACK // 5}, back after " in report
 
 
 @pytest.mark.some_of(1, among="walk-throughs")
@@ -117,10 +113,8 @@ def test_the_demo_of_a_whole_replica(warm, tmp_path, capsys):
     said, found = demo(out, capsys, "--scenario", "replica", "--steps", str(STEPS_BACK))
     back_at(found, "1.1")
     assert found["gone_along"] == ["1.0"] and [one["seat"] for one in found["survivors"]] == ["0.0", "0.1"]
-    assert found["predicted_ratio"] > 1.5, "one replica has the work of two meanwhile"
     assert "it is given up with seat 1.1" in said and "rejoined: seat 1.0" in said and "rejoined: seat 1.1" in said
     assert "the lost replica came back" in said
-    assert (out / "throughput.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.some_of(1, among="walk-throughs")
@@ -133,12 +127,11 @@ def test_the_demo_of_a_stage_that_nobody_is_left_in(warm, tmp_path, capsys):
     assert [one["seat"] for one in found["killed"]] == ["0.1"] and len(found["survivors"]) == 3
     assert found["recovered_by"] == "replay" and found["helpers"] == 3
     assert 0 < found["replayed_steps"] < STEPS_STAGE // 2
-    assert found["log_bytes"] > found["replayed_steps"] * LOGGED_BYTES
     parts = [found[f"{name}_s"] for name in ("restart", "start_up", "load", "replay")]
     assert min(parts) > 0 and sum(parts) < found["stall_s"] and found["bytes"] == STATE_BYTES
-    assert found["step_s_after"] > 0 and found["predicted_ratio"] == 1
+    assert found["step_s_after"] > 0
     assert "replayed: seat 0.1" in said and "its stage was replayed" in said
-    assert (out / "throughput.png").read_bytes().startswith(b"\x89PNG") and not (out / "gantt.png").exists()
+    assert not (out / "gantt.png").exists()
 
 
 def picture_opens(path: Path) -> None:

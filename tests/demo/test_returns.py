@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import isnan
-from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
-from recycle_plugin.commands import demo, rejoined
+from recycle_plugin.commands import came_back, demo
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.observability import report
 from recycle_plugin.observability.run_history import RunHistory
 from recycle_plugin.observability.run_summary import sentence
 from recycle_plugin.runs import RunFailed, RunOutcome
-from tests.support.run_folder import CAME, FAILED, FAULT_FREE, LOSSES, WHY, Read, resume, rewrite, spans
+from tests.support.run_folder import CAME, FAILED, FAULT_FREE, LOSSES, WHY, Read, resume, rewrite
 
 CAUGHT_UP = {"event": "caught_up", "seat": "0.1", "rank": 2, "step": 8, "bytes": 1200, "followed_bytes": 400}
 BACK = {"event": "rejoined", "seat": "0.1", "rank": 2, "incarnation": 1, "step": 10}
@@ -85,7 +83,7 @@ def test_the_report_shows_the_return(folder):
     facts = dict(report.summary(history))
     assert facts["workers"] == "4 of 4 left; seat 0.1 (rank 2): back after 1.59 s"
     assert facts["throughput"].endswith("at the end 40 samples/s, 0.2 s a step: 115%, predicted 100%")
-    assert all(chart.marks == {6: "0.1 lost", 10: "0.1 back"} for chart in report.charts(history))
+    assert all((chart.lost, chart.back) == ([6], [10]) for chart in report.charts(history))
     (row,) = report.failures(history).rows
     assert (row[1], row[-1]) == (WHY, "1.59 s, step 10")
     whole, without = report.planned(history, None, None)
@@ -93,7 +91,7 @@ def test_the_report_shows_the_return(folder):
     assert without.title == "planned, without 0.1, with assumed costs", "as it was while somebody was missing"
     view, first, last = history.degraded
     assert list(map(str, view.lost)) == ["0.1"] and (first, last) == (7, 9)
-    assert {"0.1 lost", "0.1 back"} <= set(Read(report.write(folder).read_text()).texts["text"])
+    assert {"0.1", "1.59 s, step 10"} <= set(Read(report.write(folder).read_text()).texts["td"])
 
 
 def test_who_is_lost_again_is_gone_and_its_next_process_was_the_lost_one(folder):
@@ -119,7 +117,7 @@ def test_of_newcomers_the_last_one_counts(folder):
     (absence,) = history.returns
     assert absence.restarted_at == 103.6 and absence.came_at is None and absence.is_over
     with pytest.raises(RunFailed, match="does not tell how it came"):
-        rejoined.absence(history, history.failures)
+        came_back.rejoined(history, history.failures)
 
 
 def test_who_left_as_planned_can_come_back(folder):
@@ -147,7 +145,7 @@ def test_a_return_that_cannot_be_is_refused(folder, field, value):
 # --- the demo's ------------------------------------------------------------------------------------------
 
 
-def came_back() -> RunOutcome:
+def outcome() -> RunOutcome:
     losses = [*LOSSES, *(1.0 - step / 10 for step in range(4))]
     records = {rank: {"rank": rank, "pid": 1000 + rank, "losses": losses} for rank in (0, 1, 3)}
     records[2] = {"rank": 2, "pid": 2002, "losses": losses}
@@ -155,43 +153,33 @@ def came_back() -> RunOutcome:
 
 
 def test_figures():
-    """While it caught up, from 103.2 to 103.5, steps 7 and 8 ran, of 0.3 and 0.5 s; from the loss on only step 7."""
-    failed = came_back()
-    killed = demo.failures(failed)
-    assert rejoined.figures(failed, killed) == {
+    failed = outcome()
+    found = came_back.rejoined(failed, demo.failures(failed))
+    assert found == {
         "seat": "0.1",
         "step": 10,
         "start_up_s": pytest.approx(0.37),
         "catch_up_s": pytest.approx(0.3),
         "away_s": pytest.approx(1.59),
         "bytes": 1200,
-        "followed_bytes": 400,
-        "peer_step_ratio": pytest.approx(0.4 / 0.3, abs=1e-3),
         "step_s_since": pytest.approx(0.2),
     }
-    told = rejoined.told(rejoined.figures(failed, killed))
-    assert "0.1 has work from step 10 on, 1.6 s after its loss" in told and "1.2 kB of state and 400 B of" in told
+    name, told = came_back.told({"rejoined": found})
+    assert name == "back" and "0.1 has work from step 10 on, 1.6 s after its loss" in told
 
 
 def test_the_newcomer_is_no_survivor_and_steps_after_are_those_without_it():
-    failed = came_back()
-    found = demo.report(replace(FAULT_FREE, records=failed.records), failed, spans(), 13)
+    failed = outcome()
+    found = demo.report(replace(FAULT_FREE, records=failed.records), failed, 13)
     assert found["passed"] and found["survivors_restarted"] == 0
     assert [one["seat"] for one in found["survivors"]] == ["0.0", "1.0", "1.1"]
     assert found["step_s_after"] == pytest.approx(0.4)
-
-
-def test_the_picture_opens(tmp_path: Path):
-    failed = came_back()
-    rejoined.draw(tmp_path / "throughput.png", FAULT_FREE, failed, demo.failures(failed))
-    height, width, _ = imread(tmp_path / "throughput.png").shape
-    assert 1000 < width <= 1400 and 300 < height < 700
 
 
 @pytest.mark.parametrize(
     "until, message", [(104.0, "seat 0.1 did not come back in 8 steps"), (104.7, "came back in the last steps")]
 )
 def test_who_comes_too_late_is_no_demo(until, message):
-    late = RunHistory(tuple(event for event in came_back().events if event["time"] < until))
+    late = RunHistory(tuple(event for event in outcome().events if event["time"] < until))
     with pytest.raises(RunFailed, match=message):
-        rejoined.figures(late, late.failures)
+        came_back.rejoined(late, late.failures)
