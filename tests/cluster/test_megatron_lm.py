@@ -408,17 +408,27 @@ def _written(folder: Path, name: str) -> dict[int, tuple[float, int]]:
     return found
 
 
-def test_of_what_a_loss_function_returns_the_loss_is_logged_and_the_rest_is_named(
-    job: Jobs, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "kills", [(), ("kill 1.1 before 1F1.3@3",), ("kill 1.1 before 1STEP@3",), ("kill 0.1 before 1I0.1@4",)], ids=str
+)
+def test_all_that_a_loss_function_gives_is_logged_as_by_stock_whoever_dies(
+    job: Jobs, monkeypatch: pytest.MonkeyPatch, kills: tuple[str, ...]
 ) -> None:
-    usual = job(gpt(2, 2), {})
+    """Numbers, and sums of as many tokens as a micro-batch has; stock's last rank prints, 1.1 here."""
     monkeypatch.setenv("RECYCLE_TEST_LOGS_MORE", "1")
-    ours = job(gpt(2, 2, *EVALUATES), {})
-    assert ours.losses == usual.losses
-    warned = [line for line in ours.result.output.splitlines() if "of the loss function's values: not logged" in line]
-    assert len(warned) == 2 and all("'plain', 'twice' of" in line for line in warned)  # by each of the last stage
-    evaluated = [line for line in ours.result.output.splitlines() if "validation loss at iteration" in line]
-    assert evaluated and not any("plain" in line or "twice" in line for line in evaluated)
+    flags = gpt(2, 2, *EVALUATES)
+    stock, ours = job(flags), job(flags, {"exact": True, "rejoin": "never", "faults": list(kills)})
+    assert len(ours.result.of("lost")) == len(kills)
+    assert all(each.keys() == {"plain", "pair", "lm loss"} for each in stock.ranks[3]["logged"])
+    for last in (2, 3):  # whoever is left of the last stage
+        assert last not in ours.ranks or ours.ranks[last]["logged"] == stock.ranks[3]["logged"]
+    assert _lines(ours) == _lines(stock) and len(_lines(stock)) == 6 + 5
+
+
+def _lines(of: Trained) -> list[str]:
+    """What is printed of steps and evaluations, without times."""
+    found = re.findall(r"(?: iteration +\d+/.*?consumed|validation loss at ).*", of.result.output)
+    return [re.sub(r"elapsed time.*?\| (throughput.*?\|)?", "", line).rstrip() for line in found]
 
 
 def test_a_flag_that_is_not_supported_is_refused_in_one_line(job: Jobs) -> None:

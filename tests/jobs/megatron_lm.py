@@ -67,13 +67,14 @@ class Wandb(types.ModuleType):
 sys.modules["wandb"] = Wandb("wandb")
 
 LOGS_MORE = bool(os.environ.get("RECYCLE_TEST_LOGS_MORE"))
-folder, kept = Path(sys.argv.pop(1)), {"losses": [], "norms": [], "cpu_s": [], "pid": os.getpid()}
+folder, kept = Path(sys.argv.pop(1)), {"losses": [], "logged": [], "norms": [], "cpu_s": [], "pid": os.getpid()}
 stock = training.train_step
 
 
 def train_step(forward_step_func, data_iterator, model, *rest, **named):
     result = stock(forward_step_func, data_iterator, model, *rest, **named)
-    kept["losses"] += [float(value) for value in result[0].values()]
+    kept["losses"] += [float(value) for name, value in result[0].items() if name == "lm loss"]
+    kept["logged"] += [{name: float(value) for name, value in result[0].items()}] if result[0] else []
     kept["cpu_s"].append(time.process_time())
     kept["norms"].append(None if result[5] is None else float(result[5]))
     kept["backend"], kept["skipped"] = torch.distributed.get_backend(), result[1]
@@ -119,10 +120,12 @@ def forward_step(data_iterator, model):
 
     def loss(output):
         mask = batch["loss_mask"].view(-1).float()
+        if LOGS_MORE:  # and micro-batches have different numbers of tokens
+            mask[: int(batch["tokens"][0, 0]) % 8] = 0
         total = torch.sum(output.view(-1).float() * mask)
         tokens = mask.sum().to(torch.int)
         of_tokens = torch.cat([total.detach().view(1), tokens.view(1)])
-        more = {"plain": output.detach().max(), "twice": 2 * of_tokens[:1] / tokens} if LOGS_MORE else {}
+        more = {"plain": output.detach().max(), "pair": of_tokens**2} if LOGS_MORE else {}
         return total, tokens, more | {"lm loss": of_tokens}
 
     return model(*(batch[name] for name in names[:3]), labels=batch["labels"]), loss

@@ -373,6 +373,7 @@ IMPOSSIBLE = (
     (Contribution(RANK, 1, "loss", {"0.0": 1.0}, 1), "this job has nothing of the kind: Contribution("),
     (Contribution(RANK, 1, "norm", {"0": 1.0}, 2), "this job has nothing of the kind: Contribution("),
     (Contribution(RANK, 1, "norm", {"1": 1.0}, 2, 1), "this job has nothing of the kind: Contribution("),
+    (Contribution(RANK, 1, "norm", {"1": (1.0, {"lm loss": (1.0, 2.0)})}, 2), "this job has nothing of the kind"),
     (Contribution(RANK, 1, "luck", {"1": 1.0}, 2), "this job has nothing of the kind: Contribution("),
     (Resized(RANK, 0, 0, 0, 0), "this job has nothing of the kind: Resized("),
     (Durable(RANK, 0, "a folder", boundaries=(7,)), "this job has nothing of the kind: Durable("),

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from recycle_plugin.core.coordinator.recorded import PIECE, Recorder
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.from_coordinator import Recorded
+from recycle_plugin.core.messages.from_coordinator import Collected, Recorded
 from recycle_plugin.core.messages.from_workers import BarrierReached, CheckpointLoaded, Contribution, SurvivorReport
 from recycle_plugin.core.vocabulary.evaluation_route import end_of, ended_at
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.lab.simulator.state_dump import dump, load
-from tests.support.membership import holds, started, step
+from tests.support.membership import holds, said, started, step
 
 
 def heard(messages: list[Recorded]) -> tuple[dict[int, float], dict[int, float]]:
@@ -45,6 +45,18 @@ def test_it_is_what_all_were_told_up_to_the_last_committed_step():
     view = ControlView(2, 1)
     view.take(told)
     assert view.recorded == [told]
+
+
+def test_what_is_logged_beside_a_loss_goes_to_all_and_the_mean_of_the_losses_is_kept():
+    membership, logged = started(), {"lm loss": (3.0, 2.0), "other": (7.5,)}
+    membership.receive(Contribution(2, 1, "loss", {"0.0": (1.5, logged)}, 2), 0.0)
+    last = decode(encode(Contribution(3, 1, "loss", {"1.0": (2.5, logged)}, 2)))
+    told = said(membership.receive(last, 0.0), Collected)
+    assert [each.values for each in told] == [{"0.0": (1.5, logged), "1.0": (2.5, logged)}]
+    for rank in range(4):
+        membership.receive(BarrierReached(rank, 0, end_of(1), {"0.0": [4.0, logged]} if rank == 3 else {}), 0.0)
+    step(membership, 0, 1)
+    assert list(membership.course.steps.recorded.told(1)) == [Recorded(1, (2.0,), 1, (4.0,), 1)]
 
 
 def test_a_checkpoint_that_is_loaded_while_they_train_is_said():

@@ -203,8 +203,8 @@ class MegatronPlugin:
     def _print_rank_last(self, stock: Callable[..., Any], message: str) -> None:
         if self._job is None:
             stock(message)
-        elif self._job.prints:
-            print(message, flush=True)
+        else:
+            self._job.print(message)
 
     def _get_signal_handler(self, stock: Callable[..., Any]) -> Any:
         """A handler of which Megatron's loop hears nothing: the plugin asks the stock one (early_exit.py)."""

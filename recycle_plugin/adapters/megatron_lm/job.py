@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import global_vars
 
 import recycle_plugin.adapters.megatron.layers  # noqa: F401  registers the converters of its layers
+from recycle_plugin.adapters.megatron_lm import log_line
 from recycle_plugin.adapters.megatron_lm.checkpoint import StageFiles, mark_latest
 from recycle_plugin.adapters.megatron_lm.data import IndexedData
 from recycle_plugin.adapters.megatron_lm.early_exit import EarlyExit
@@ -78,7 +78,7 @@ class Job:
         shape = mpu.get_data_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
         self._batches = Batches()
         ends = self.seat.stage == 0, self.seat.stage == shape[1] - 1
-        self._module = StageModule(model[0], self._batches, *ends, warn=partial(session.note, "warning"))
+        self._module = StageModule(model[0], self._batches, *ends)
         self._micro_batches = get_num_microbatches()  # of a replica in a step, as all have agreed
         self._cursor = DataCursor(self._micro_batches)
         self._steps = MegatronOptimizer(inner, scheduler, args.iteration, self._samples)
@@ -90,7 +90,8 @@ class Job:
         )
         self._trainer.feed.source = self._data
         self._exit, self._saved = EarlyExit(session, args), -1
-        session.hooks.at_end = self._trainer.finish
+        self._unsaid: list[tuple[int, str]] = []  # of the last step, where another worker prints it
+        session.hooks.at_end = self._finish
 
     # --- what Megatron's loop calls --------------------------------------------------------------------
 
@@ -112,7 +113,7 @@ class Job:
             self._scale.put()  # for the log line, and checkpoints
         went = self._steps.skipped == skipped
         norm = self._steps.last_norm if went and not self._trainer.behind else None
-        return self._reported(loss), int(not went), False, False, 0, norm, None, 0
+        return self._logged(loss), int(not went), False, False, 0, norm, None, 0
 
     def _resize_if_ramped_up(self, micro_batches: int) -> None:
         """Go on with the number of micro-batches that ``--rampup-batch-size`` or ``--step-batch-size-schedule`` has for
@@ -130,17 +131,20 @@ class Job:
         size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
         each = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
         count = size // (each * args.data_parallel_size)
-        losses = []
+        found: log_line.Sums = {}
         for _ in range(args.eval_iters if iterations is None else iterations):
-            losses.append(self._evaluated(data_iterator, count))
+            for name, each in self._evaluated(data_iterator, count).items():
+                found[name] = found.get(name, 0) + each
             args.consumed_valid_samples += size
-        return self._reported(sum(losses) / len(losses)) if losses else {}
+        return log_line.quotients(found) if self._module.last else {}
 
-    def _evaluated(self, data_iterator: Any, count: int) -> float:
+    def _evaluated(self, data_iterator: Any, count: int) -> log_line.Sums:
+        """The sums of an evaluation's values; nothing if it was over before this worker came."""
         ours = [self._batches.packed(next(data_iterator)) for _ in range(count)] if self._trainer.feed.reads else []
-        if (past := self._trainer.recorded_evaluation()) is not None:
-            return past
-        return self._trainer.evaluate([packed((values, values)) for values in ours], count)
+        if self._trainer.recorded_evaluation() is not None:
+            return {}
+        self._trainer.evaluate([packed((values, values)) for values in ours], count)
+        return log_line.sums(self._trainer.losses)
 
     def save(self, iteration: int, operations: Any) -> None:
         """Save a checkpoint of all steps so far where Megatron would, complete whoever is missing."""
@@ -162,6 +166,27 @@ class Job:
         oldest = max(peers, key=lambda one: (-one.incarnation, one.rank), default=None)
         return self._session.rank == (self._args.world_size - 1 if oldest is None else oldest.rank)
 
+    def print(self, message: str) -> None:
+        """Print a line of Megatron's last rank, if this worker does so."""
+        if self.prints:
+            self._take_over()
+            print(message, flush=True)
+        else:
+            step = self._steps.steps
+            self._unsaid = [*((at, line) for at, line in self._unsaid if at == step), (step, message)]
+
+    def _take_over(self) -> None:
+        """Print the lines of a step which a lost worker, whose place this one takes, had not applied."""
+        for step, line in self._unsaid:
+            if step > self._session.view.interrupted_behind:
+                print(line, flush=True)
+        self._unsaid.clear()
+
+    def _finish(self) -> None:
+        self._trainer.finish()
+        if self.prints:
+            self._take_over()
+
     def writer(self, stock: Callable[[], Any], kind: str, flag: str) -> Any:
         """The writer ``stock()`` of this ``kind``, for which ``flag`` asks, on the worker that prints; Megatron makes
         one on its last rank only.
@@ -174,10 +199,12 @@ class Job:
             self._args.rank = rank
         return stock()
 
-    def _reported(self, loss: float) -> dict[str, torch.Tensor]:
+    def _logged(self, loss: float) -> dict[str, torch.Tensor]:
         if not self._module.last:
             return {}
-        return {name: torch.tensor(loss) for name in self._module.reports}
+        if self._trainer.behind:  # of steps that are over a newcomer is told their mean loss only
+            return {"lm loss": torch.tensor(loss)}
+        return log_line.quotients(log_line.sums(self._trainer.losses))
 
     # --- what the trainer is lent ----------------------------------------------------------------------
 
@@ -191,13 +218,13 @@ class Job:
         ties = tied([(0, stages - 1)]) if shares and stages > 1 else ()
         weights = tied_weights(layers, shares, stages, replicas, self._session.view, masters)
         device = device_of(trained(module)[0].device)
-        first, last = self.seat.stage == 0, self.seat.stage == stages - 1
+        first, last, keyed_forwards = self.seat.stage == 0, self.seat.stage == stages - 1, settings.rng == "keyed"
         elsewhere = {weight.parameter for weight in weights if self.seat.stage != weight.stages[0]}
         return Framework(
             seat=self.seat,
             topology=Topology(replicas, stages, self._micro_batches, ties),
             model=StageModel(
-                module, module.loss, self._micro_batches, first, last, device, keyed=settings.rng == "keyed"
+                module, module.loss, self._micro_batches, first, last, device, keyed=keyed_forwards, told=module.told
             ),
             optimizer=self._steps,
             buckets=MeanBuckets(mpu.get_data_parallel_group()),

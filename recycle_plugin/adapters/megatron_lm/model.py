@@ -11,7 +11,9 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import nn
 
+from recycle_plugin.adapters.megatron_lm import log_line
 from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.stage.ports import Told
 
 
 class Batches:
@@ -43,22 +45,17 @@ class StageModule(nn.Module):
     """The layers of a stage behind Megatron's ``forward_step_func``, ``forward_step`` here.
 
     ``chunk``: what Megatron has built, DDP around the layers; ``first``, ``last``: which stage it is.  On the last a
-    forward hands on what comes in, and :meth:`loss` computes, since only there the labels are.  ``warn`` is told what
-    of the loss function's values is not logged.
+    forward hands on what comes in, and :meth:`loss` computes, since only there the labels are.
     """
 
-    def __init__(
-        self, chunk: nn.Module, batches: Batches, first: bool, last: bool, warn: Callable[[str], object]
-    ) -> None:
+    def __init__(self, chunk: nn.Module, batches: Batches, first: bool, last: bool) -> None:
         super().__init__()
         self.layers = chunk.module
         self._chunk, self._batches = [chunk], batches  # a list: no part of this module
         self._first, self.last = first, last
         self._config = get_model_config(chunk)
         self.forward_step: Callable[..., Any] | None = None
-        self._warn = warn
-        self.reports: tuple[str, ...] = ("lm loss",)  # the names by which the loss is logged
-        self._returned: tuple[str, ...] = ()  # by the loss function
+        self._values: list[Any] = []  # that the loss function has given for the log line at the last forward
 
     def forward(self, given: Any) -> Any:
         """The stage's output, or on the last stage ``given``."""
@@ -69,6 +66,10 @@ class StageModule(nn.Module):
     def loss(self, given: Any, batch: tuple[Any, ...]) -> torch.Tensor:
         """The mean loss of a micro-batch, whose activations the last stage is ``given``."""
         return self._run(None if self._first else given, batch)
+
+    def told(self, loss: torch.Tensor) -> Told:
+        """What all workers are told of the ``loss`` that was just computed."""
+        return log_line.told(loss, self._values.pop())
 
     def _run(self, activations: torch.Tensor | None, batch: tuple[Any, ...] | None) -> torch.Tensor:
         assert self.forward_step is not None, "the script has given it"
@@ -86,37 +87,8 @@ class StageModule(nn.Module):
             is_last_stage=self.last,
         )
         get_attr_wrapped_model(self._chunk[0], "set_input_tensor")([None])  # else it is kept until the next one
-        if self.last:
-            self._name_loss(found, output)
+        self._values = found
         return output
-
-    @torch.no_grad()
-    def _name_loss(self, found: list[Any], loss: torch.Tensor) -> None:
-        """Learn which of the values for the log line is the loss: no other one is summed over all workers."""
-        if not found or not isinstance(found[0], dict):
-            raise RecycleError(
-                "the loss function gives no dict of what is logged: return (loss, tokens, {'lm loss': …}), as "
-                "pretrain_gpt.py does"
-            )
-        values: dict[str, Any] = found[0]
-        if (names := tuple(values)) == self._returned and len(self.reports) < 2:
-            return  # to look at numbers waits for the device
-        known = self.reports if names == self._returned else names
-        self._returned, self.reports = names, tuple(name for name in known if _is_mean(values[name], loss))
-        if left_out := [name for name in known if name not in self.reports]:
-            self._warn(
-                f"{', '.join(map(repr, left_out))} of the loss function's values: not logged, since only the loss is "
-                "summed over workers that may be lost; log it on the rank that computes it"
-            )
-
-
-def _is_mean(value: Any, loss: torch.Tensor) -> bool:
-    """Whether ``value`` is the ``loss`` of a micro-batch: a number, or a sum and of how many tokens."""
-    numbers = torch.as_tensor(value, dtype=torch.float64, device=loss.device).flatten()
-    if len(numbers) not in (1, 2):
-        return False
-    mean = numbers[0] if len(numbers) == 1 else numbers[0] / numbers[1].clamp(min=1)
-    return bool(torch.isclose(mean, loss.double().reshape(()), rtol=1e-5))
 
 
 def detach_from_ddp(chunk: Any) -> None:

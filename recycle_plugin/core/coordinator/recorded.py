@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from math import nan
 
 from recycle_plugin.core.messages.from_coordinator import Recorded
+from recycle_plugin.core.vocabulary.losses import Loss, mean
 
 PIECE = 5_000  # numbers in one message
 ANOTHER_STATE = "the others have loaded a checkpoint while they trained, and a script that comes back can't do so alone"
@@ -31,7 +32,7 @@ class Recorder:
     def evaluations(self) -> int:
         return len(self._evaluations)
 
-    def lost(self, step: int, losses: Mapping[str, float]) -> None:
+    def lost(self, step: int, losses: Mapping[str, Loss]) -> None:
         """Takes the losses of ``step``, by micro-batch; those of a step that is run anew replace what was there."""
         place = step - self._began
         if place >= 1 and losses:
@@ -39,7 +40,7 @@ class Recorder:
             self._unknown.discard(step)
             _put(self._losses, place, losses)
 
-    def evaluated(self, number: int, losses: Mapping[str, float]) -> None:
+    def evaluated(self, number: int, losses: Mapping[str, Loss]) -> None:
         """Takes the losses of an evaluation, of which the first one has the number 1."""
         if losses:
             _put(self._evaluations, number, losses)
@@ -74,7 +75,7 @@ class Recorder:
             )
 
 
-def _put(numbers: array[float], place: int, losses: Mapping[str, float]) -> None:
+def _put(numbers: array[float], place: int, losses: Mapping[str, Loss]) -> None:
     """Set the number at ``place``, which counts from 1, to the mean loss."""
     numbers.extend([nan] * (place - len(numbers)))
-    numbers[place - 1] = sum(losses.values()) / len(losses)
+    numbers[place - 1] = mean(losses)

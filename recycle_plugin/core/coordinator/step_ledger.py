@@ -21,6 +21,7 @@ from recycle_plugin.core.messages.from_workers import ComputeTime, Contribution,
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.dataflow import unpack
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.losses import Loss, mean, number
 from recycle_plugin.core.vocabulary.recovery_plan import uninformed
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
@@ -94,11 +95,12 @@ class StepLedger:
         if message.step <= self.committed:
             return None  # said once more after a failure, and the others were quicker
         if message.name == SHARE:
-            return self.validation.add(message.step, message.values, message.shard)
+            shares = {stage: number(share) for stage, share in message.values.items()}
+            return self.validation.add(message.step, shares, message.shard)
         values = self._contributions.add(message)
         if values is None:
             return None
-        if message.name == NORM and self.validation.hopeless(norm := sum(values.values())):
+        if message.name == NORM and self.validation.hopeless(norm := sum(map(number, values.values()))):
             return norm
         self._tell_collected(message.step, message.name, values, out)
         return None
@@ -225,8 +227,8 @@ class StepLedger:
             return False
         return behind or bool(uninformed({Seat.parse(seat): unpack(packed) for seat, packed in held.items()}, step))
 
-    def _tell_collected(self, step: int, name: str, values: dict[str, float], out: CoordinatorOutput) -> None:
+    def _tell_collected(self, step: int, name: str, values: dict[str, Loss], out: CoordinatorOutput) -> None:
         out.tell(WORKERS, Collected(step, name, values))
         if name == LOSS:
             self.recorded.lost(step, values)
-            out.say("loss", f"step {step}", step=step, loss=sum(values.values()) / len(values))
+            out.say("loss", f"step {step}", step=step, loss=mean(values))

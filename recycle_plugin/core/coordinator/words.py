@@ -125,6 +125,8 @@ def _fits(message: Contribution, speaker: Member, course: Course) -> bool:
         whole = len(shape.batch)
         names, least = shape.batch_names, shape.micro_batches if course.shrinks else whole
         counts = range(least, whole + 1, least)
+    elif not all(isinstance(value, float | int) for value in message.values.values()):
+        return False
     known = message.name in (LOSS, NORM, SHARE) and message.values.keys() <= names
     return known and message.expected in counts and message.shard == speaker.shard
 

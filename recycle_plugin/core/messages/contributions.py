@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator
 
 from recycle_plugin.core.messages.from_workers import Contribution
 from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.losses import Loss, number
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
 LOSS = "loss"  # by micro-batch
@@ -33,10 +34,10 @@ class Contributions:
 
     def __init__(self, shards: int = 1) -> None:
         self._shards = shards
-        self._values: dict[tuple[int, str], dict[int, dict[str, float]]] = {}  # by shard
-        self._told: dict[tuple[int, str], dict[str, float]] = {}  # what all were told of steps that are not committed
+        self._values: dict[tuple[int, str], dict[int, dict[str, Loss]]] = {}  # by shard
+        self._told: dict[tuple[int, str], dict[str, Loss]] = {}  # what all were told of steps that are not committed
 
-    def add(self, message: Contribution) -> dict[str, float] | None:
+    def add(self, message: Contribution) -> dict[str, Loss] | None:
         """Takes ``message`` in; returns all numbers of its step and name, sorted by key, if that makes them complete,
         else None.
         """
@@ -50,11 +51,11 @@ class Contributions:
         self._told[key] = _over_shards(message.name, self._values.pop(key))
         return self._told[key]
 
-    def _complete(self, values: dict[int, dict[str, float]], expected: int) -> bool:
+    def _complete(self, values: dict[int, dict[str, Loss]], expected: int) -> bool:
         return len(values) >= self._shards and all(len(each) >= expected for each in values.values())
 
     @property
-    def told(self) -> dict[tuple[int, str], dict[str, float]]:
+    def told(self) -> dict[tuple[int, str], dict[str, Loss]]:
         """All complete numbers of steps that are not committed, by (step, name): who comes to such a step later has
         to be told as well.
         """
@@ -65,7 +66,7 @@ class Contributions:
         self._values = {key: values for key, values in self._values.items() if key[0] <= after}
         self._told = {key: values for key, values in self._told.items() if key[0] <= after}
 
-    def without(self, batches: StepBatches, micro_batches: int) -> Iterator[tuple[int, dict[str, float]]]:
+    def without(self, batches: StepBatches, micro_batches: int) -> Iterator[tuple[int, dict[str, Loss]]]:
         """Forgets what was said of void steps (core/vocabulary/step_batches.py), but losses of what they still have;
         gives (step, losses) of those of which all have been said by that.  ``micro_batches``: of a replica.
         """
@@ -81,7 +82,7 @@ class Contributions:
             else:
                 self._values[key] = kept
 
-    def committed(self, step: int) -> Iterator[tuple[int, dict[str, float]]]:
+    def committed(self, step: int) -> Iterator[tuple[int, dict[str, Loss]]]:
         """Forgets ``step`` and all before it, which are committed; gives (step, losses) of those whose losses are
         incomplete, since the missing ones have gone down with a worker.
         """
@@ -92,20 +93,21 @@ class Contributions:
         self._told = {key: values for key, values in self._told.items() if key[0] > step}
 
 
-def _of(losses: dict[str, float], replicas: Collection[int]) -> dict[str, float]:
+def _of(losses: dict[str, Loss], replicas: Collection[int]) -> dict[str, Loss]:
     """The losses of the micro-batches of ``replicas``."""
     return {name: loss for name, loss in losses.items() if MicroBatch.parse(name).replica in replicas}
 
 
-def _over_shards(name: str, values: dict[int, dict[str, float]]) -> dict[str, float]:
+def _over_shards(name: str, values: dict[int, dict[str, Loss]]) -> dict[str, Loss]:
     """The numbers of all shards by key, in order: the mean of losses, squared norms added up."""
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[Loss]] = {}
     for _, each in sorted(values.items()):
         for key, value in each.items():
             found.setdefault(key, []).append(value)
-    return {key: _mean(each) if name == LOSS else sum(each) for key, each in sorted(found.items())}
+    return {key: _mean(each) if name == LOSS else sum(map(number, each)) for key, each in sorted(found.items())}
 
 
-def _mean(values: list[float]) -> float:
-    """The mean, and of equal numbers just that, whatever its last digit would be."""
-    return values[0] if len(set(values)) == 1 else sum(values) / len(values)
+def _mean(losses: list[Loss]) -> Loss:
+    """The mean, and of equal losses just that, whatever its last digit would be."""
+    alike = all(loss == losses[0] for loss in losses)
+    return losses[0] if alike else sum(map(number, losses)) / len(losses)

@@ -10,6 +10,7 @@ from recycle_plugin.core.messages.from_workers import LogFolder
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Place
+from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.step_batches import StepBatches
 
@@ -261,7 +262,7 @@ class Collected:
 
     step: int
     name: str
-    values: dict[str, float]
+    values: dict[str, Loss]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.of_worker import OfWorker
 from recycle_plugin.core.messages.said import SUPERVISOR, Said
 from recycle_plugin.core.vocabulary.iterator_draws import Place
+from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 ALWAYS = -1  # the generation of what is posted for as long as the job goes on
@@ -289,7 +290,7 @@ class Contribution(OfWorker, running=True, ahead=2):
 
     step: int
     name: str
-    values: dict[str, float]
+    values: dict[str, Loss]
     expected: int
     shard: int = 0
 

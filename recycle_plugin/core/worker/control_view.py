@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from recycle_plugin.core.messages.from_coordinator import (
     BarrierPassed,
@@ -58,12 +59,13 @@ class ControlView:
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
     adopted, ``adopting`` the context in which it does, ``committed`` the last step said to be committed, ``begun`` the
     last that this worker has begun, ``evaluated`` the last evaluation said to be over, ``since`` the step at which
-    ``generation`` came in force, ``changed_behind`` that at which the members were others last, ``news`` how commits
-    were said, and ``recorded`` what a newcomer's script was told, for whoever takes them from there, ``end`` the job's;
-    ``departed``: the others go on without this worker, since it was to leave; ``newcomer``: it has come back to a job
-    that had started; ``may_go``: its script is through, and nobody needs it; ``shard``: which of its seat's it is;
-    ``called_off``: the last generation that held at once and that a newcomer was not in; ``heard_in``: the last one
-    that this worker is in; ``reported_first``: the first that a newcomer has reported for since then.
+    ``generation`` came in force, ``changed_behind`` that at which the members were others last, ``interrupted_behind``
+    the last one said to be committed when a loss was heard of last, ``news`` how commits were said, and ``recorded``
+    what a newcomer's script was told, for whoever takes them from there, ``end`` the job's; ``departed``: the others go
+    on without this worker, since it was to leave; ``newcomer``: it has come back to a job that had started; ``may_go``:
+    its script is through, and nobody needs it; ``shard``: which of its seat's it is; ``called_off``: the last
+    generation that held at once and that a newcomer was not in; ``heard_in``: the last one that this worker is in;
+    ``reported_first``: the first that a newcomer has reported for since then.
     """
 
     def __init__(self, rank: int, incarnation: int = 0) -> None:
@@ -73,7 +75,7 @@ class ControlView:
         self.committed = self.begun = self.durable = self.evaluated = 0
         self.adopting: Callable[[], AbstractContextManager[object]] = nullcontext
         self.logged: frozenset[int] | None = None
-        self.since = self.changed_behind = 0
+        self.since = self.changed_behind = self.interrupted_behind = 0
         self.news: deque[tuple[Generation | None, Committed]] = deque(maxlen=UNREAD)
         self.recorded: list[Recorded] = []
         self.end: End | None = None
@@ -98,7 +100,7 @@ class ControlView:
         self._newest = self._resumed = -1  # the newest generation that it has heard of, and the newest to go on in
         self._next: Generation | None = None  # planned, and said before ``pending`` was adopted
         self._resume: Resume | None = None
-        self._collected: dict[tuple[int, str], dict[str, float]] = {}
+        self._collected: dict[tuple[int, str], dict[str, Any]] = {}
         self._barriers_passed: dict[str, BarrierPassed] = {}
 
     @property
@@ -157,6 +159,8 @@ class ControlView:
                 self._next = message  # that one is to be adopted first: its Resume may have come with this
             case Generation():
                 self.pending, self._next, self._resume = message, None, None
+                if not message.from_step:
+                    self.interrupted_behind = self.committed
             case Resume():
                 self._resume = message
                 if message.rejected:
@@ -318,7 +322,7 @@ class ControlView:
         """Whether a peer may have something of ``step``, negative for an evaluation, by what is known here."""
         return is_reached(step, self.committed, self.evaluated)
 
-    def collected(self, step: int, name: str) -> dict[str, float] | None:
+    def collected(self, step: int, name: str) -> dict[str, Any] | None:
         """The complete set of contributions ``name`` of ``step``, until a later one is committed: after a failure it
         may be asked for once more.
         """

@@ -20,6 +20,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.evaluation_route import end_of, readers, runner
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.worker.executor import Interrupted, Waits
 from recycle_plugin.core.worker.iterator_data import KIND
@@ -52,7 +53,7 @@ class Evaluations:
         """Goes on behind evaluation ``number``, the last one that the others have done before this worker came."""
         self._number = number
 
-    def run(self, batches: Sequence[Any], count: int) -> Waits[dict[str, float]]:
+    def run(self, batches: Sequence[Any], count: int) -> Waits[dict[str, Loss]]:
         """Evaluates ``count`` micro-batches of each replica; the value is the loss of each, by its name.
 
         ``batches``: the ``count`` that this worker has read, if it is at the first or last stage of its replica.  After
@@ -71,7 +72,7 @@ class Evaluations:
                 self._worker.forget_evaluation(-self._number)
             yield from self._recover()
 
-    def _run(self, plan: Plan, batches: Sequence[Any], count: int) -> Waits[dict[str, float]]:
+    def _run(self, plan: Plan, batches: Sequence[Any], count: int) -> Waits[dict[str, Loss]]:
         number, read_by = -self._number, readers(plan.view)
         self._say_missing(plan, read_by)
         for micro_batch, stage in self._mine(plan, read_by, count):

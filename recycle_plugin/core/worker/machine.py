@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.step_batches import LiveShare
@@ -173,8 +174,8 @@ class Machine(Protocol):
         stay until all of them begin to have the sum (core/worker/lockstep.py).
         """
 
-    def number(self, loss: Any) -> float | int:
-        """A loss as the number that is told to the coordinator."""
+    def number(self, loss: Any) -> Loss:
+        """A loss as it is told to the coordinator."""
 
     def open_outlet(self, newcomer: WorkerId) -> tuple[SharedState, Outlet, str]:
         """The state of this worker's stage for ``newcomer``, the line to it, and an address at which it is let in."""

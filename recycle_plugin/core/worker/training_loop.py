@@ -30,6 +30,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE
 from recycle_plugin.core.vocabulary.iterator_draws import Batches, IteratorState, end_before
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
+from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.recovery_plan import (
     Held,
@@ -87,7 +88,7 @@ class TrainingLoop:
         yield from self._port.wait("all workers to be ready", lambda: self._control_view.pending, interruptible=False)
         yield from self.recover()
 
-    def train(self, step: int) -> Waits[dict[str, float]]:
+    def train(self, step: int) -> Waits[dict[str, Loss]]:
         """Applies ``step``; the value is the loss of each of its micro-batches.  It may be committed later.  Raises
         DataEnded.
         """

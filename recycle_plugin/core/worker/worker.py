@@ -23,6 +23,7 @@ from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import IteratorState, Lacking, Place
+from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.step_batches import SUMMED, StepBatches
@@ -520,7 +521,7 @@ class Worker:
         if self.helper is not None:
             self.helper.leave()
 
-    def losses(self, step: int) -> dict[str, float]:
+    def losses(self, step: int) -> dict[str, Loss]:
         """The losses of ``step`` by micro-batch, of those whose last stage has run here."""
         return {
             str(micro_batch): self._machine.number(loss) for micro_batch, loss in self.store.of("loss", step).items()

@@ -28,6 +28,10 @@ from recycle_plugin.runtime.state.stage_state import StageState, StatePart
 if TYPE_CHECKING:  # which reads this module
     from recycle_plugin.runtime.stage.pushed_stage import PushedStage
 
+Told = torch.Tensor | tuple[torch.Tensor, dict[str, int]]
+"""A micro-batch's loss, detached; or the loss and what else is logged of it in one flat tensor, with how many numbers
+each of these has, by name.
+"""
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 Parameters = list[torch.nn.Parameter]
 Reach = Callable[[str], None]
@@ -169,7 +173,8 @@ class StageModel:
     ``loss``: of (outputs, labels) on the last stage; ``scale``: the divisor of each micro-batch's loss, the logical
     number of micro-batches of a replica; ``reentrant()``: whether the first stage's data has to require a gradient, as
     reentrant checkpointing of a layer wants it, which else would be cut off from the graph; ``keyed``: a forward that
-    is run again draws the same random numbers.  ``gradients``: where a backward adds to them, and the optimizer's step
+    is run again draws the same random numbers.  ``told``: what all workers are told of a loss that was just computed.
+    ``gradients``: where a backward adds to them, and the optimizer's step
     finds them; None: in ``parameter.grad`` (of the masters, where there are some).
     """
 
@@ -182,6 +187,7 @@ class StageModel:
     reentrant: Callable[[], bool] = lambda: False
     keyed: bool = True
     gradients: GradientStore | None = None
+    told: Callable[[torch.Tensor], Told] = torch.Tensor.detach
 
     @property
     def made(self) -> GradientStore:

@@ -40,7 +40,7 @@ from recycle_plugin.runtime.stage.boundary import (
 from recycle_plugin.runtime.stage.gradient_store import Slots, empty, swapped
 from recycle_plugin.runtime.stage.inner_gradients import InnerGradients, engine_runs
 from recycle_plugin.runtime.stage.masters import Masters
-from recycle_plugin.runtime.stage.ports import StageModel
+from recycle_plugin.runtime.stage.ports import StageModel, Told
 from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, Reuse, check_unchanged
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights, PendingWeights, resting_hooks
 
@@ -161,7 +161,7 @@ class Stage:
         made, inner = self.backward_input((step, one), stash, grads)
         return {datum("grad"): made, datum("inner"): inner}
 
-    def forward(self, key: Key, loaded: LoadedBatch, received: Tensors) -> tuple[Tensors, Stash, torch.Tensor | None]:
+    def forward(self, key: Key, loaded: LoadedBatch, received: Tensors) -> tuple[Tensors, Stash, Told | None]:
         """Run one forward: what goes to the next stage, what the backward needs, and on the last stage the loss.
 
         Raises RecycleError where the model can't be trained so, for instance where the forward calls ``backward()``.
@@ -176,7 +176,7 @@ class Stage:
         )
         if model.last:
             assert loss is not None, "the last stage makes the loss"
-            return (), Stash(given.inputs, (), self._scaled(loss / model.scale)), loss.detach()
+            return (), Stash(given.inputs, (), self._scaled(loss / model.scale)), model.told(loss)
         stash = Stash(given.inputs, outgoing(outputs), None)
         made = packed(outputs, self._own_memory(key[0], stash.outputs))
         return tuple(tensor.detach() for tensor in made), stash, None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 from recycle_plugin.core.messages.from_coordinator import BarrierPassed
+from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker import pushed
@@ -75,7 +76,7 @@ class BlockingLoop:
         """What a peer's script has handed over to this newcomer's."""
         return self._newcomer.handed
 
-    def train(self, step: int) -> dict[str, float]:
+    def train(self, step: int) -> dict[str, Loss]:
         """Train ``step``; returns the loss of each micro-batch of the step."""
         return drain(self._loop.train(step))
 
@@ -105,7 +106,7 @@ class BlockingLoop:
         """Recover from a membership change between steps."""
         drain(self._loop.catch_up())
 
-    def evaluate(self, batches: Sequence[Tensors], count: int) -> dict[str, float]:
+    def evaluate(self, batches: Sequence[Tensors], count: int) -> dict[str, Loss]:
         """Run ``count`` micro-batches of each replica forwards; returns the losses, as
         core.worker.evaluation.Evaluations.run does.
         """

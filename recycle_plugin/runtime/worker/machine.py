@@ -12,7 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, TypeVar
+
+import torch
 
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, awaited
 from recycle_plugin.core.messages.from_workers import Missing, Serving
@@ -20,6 +23,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, SENDS, STAGE_WIDE, Instruction, Op
+from recycle_plugin.core.vocabulary.losses import Loss
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.catching_up import Inlet
@@ -39,6 +43,7 @@ from recycle_plugin.runtime.devices.port import Tensors
 from recycle_plugin.runtime.movers.batches import described, packed
 from recycle_plugin.runtime.movers.mover import OF_REPLAYS, Mover
 from recycle_plugin.runtime.movers.shares import carried, word_of
+from recycle_plugin.runtime.stage.ports import Told
 from recycle_plugin.runtime.state.background_hash import BackgroundHash
 from recycle_plugin.runtime.state.units import Units
 from recycle_plugin.runtime.worker.operations import TorchOperations
@@ -267,9 +272,14 @@ class TorchMachine:
         """
         return list(self.operations.timeline.spans(span))
 
-    def number(self, loss: Any) -> float:
-        """A loss as a Python number."""
-        return fetch(loss, "a loss").item()
+    def number(self, loss: Told) -> Loss:
+        """A loss in Python's numbers."""
+        if torch.is_tensor(loss):
+            return float(fetch(loss, "a loss").item())
+        numbers, sizes = loss
+        own, *logged = fetch(numbers, "a loss").tolist()
+        more = iter(logged)
+        return own, {name: tuple(islice(more, size)) for name, size in sizes.items()}
 
     def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
         """Let a fault strike that is due at a named point (one argument; core/vocabulary/faults.py), or before or after

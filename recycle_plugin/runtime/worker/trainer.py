@@ -9,7 +9,7 @@ of torch's touches parameters or the optimizer's state first, in the thread that
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from recycle_plugin.core.messages.from_coordinator import TRY_AGAIN, BarrierPassed
 from recycle_plugin.core.vocabulary.deadlines import lease_s
 from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.losses import Loss, mean
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.checkpoint_saving import end_of_saving
 from recycle_plugin.core.worker.control_view import JobEnded
@@ -79,6 +80,7 @@ class Trainer:
         self._from_checkpoint = False  # from a checkpoint, before training
         self._asked = self._trains = False
         self._evaluated = 0
+        self.losses: Mapping[str, Loss] = {}  # of the last step or evaluation that was run here, by micro-batch
         self._scripted: SetByScript | None = None  # where a replay may have to set it again
         if session.view.newcomer or parts.log is not None:
             self._scripted = SetByScript(self._surroundings, model.module)
@@ -152,13 +154,13 @@ class Trainer:
             self._surroundings.remember()
             try:
                 self._checkpoints.make_if_due(self.step + 1)
-                losses = self._running.train(self.step + 1)
+                self.losses = self._running.train(self.step + 1)
             except JobEnded as end:
                 if end.code == TRY_AGAIN and self._framework.saves_last:
                     self.save(self.folder)
                 raise
             self._surroundings.leave() if self._scripted is None else self._scripted.end()
-            return sum(losses.values()) / len(losses)
+            return mean(self.losses)
 
     def skip_to_present(self) -> None:
         """Have a newcomer's script, which goes by the number of the last step, leave out steps that are over."""
@@ -212,8 +214,8 @@ class Trainer:
             self.start()
             self.settle()
             self._framework.model.module.eval()
-            losses = self._running.evaluate(batches, count)
-            return sum(losses.values()) / len(losses)
+            self.losses = self._running.evaluate(batches, count)
+            return mean(self.losses)
 
     def await_others(self) -> None:
         """Wait, behind the end of the script, until nobody needs this worker: it may be, to replay a stage."""
