@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 from recycle_plugin.commands.config_job import COUNT, ConfiguredJob, job_of
 from recycle_plugin.commands.doctor_losses import slowdown, survival
-from recycle_plugin.commands.doctor_megatron import megatron
 from recycle_plugin.commands.doctor_memory import memory
 from recycle_plugin.commands.doctor_recovery import recovery
 from recycle_plugin.commands.doctor_section import WIDTH
 from recycle_plugin.commands.doctor_settings import costly, refused, versions
 from recycle_plugin.commands.doctor_units import units
+from recycle_plugin.commands.megatron_flags import megatron
 
 DESCRIPTION = """\
 Say which failures a job survives, how much slower each makes it, what its settings cost, what is refused, and whether

@@ -22,6 +22,11 @@ COSTS_HELP = (
     "B (both backwards at once; I + W without), dispatch; in ticks, a value for each stage where stages differ: "
     "F=1/1/2/1"
 )
+SHAPE = (
+    ("--pp", "P", "pipeline stages"),
+    ("--dp", "D", "replicas of the pipeline (data parallelism)"),
+    ("--micro-batches", "M", "micro-batches of each replica in a step"),
+)
 PLACEMENTS = ("alone", "replica", "stage")
 FINEST = 1000  # parts of a tick that costs may be given in
 _NAMES = {
@@ -73,15 +78,10 @@ class JobArguments:
             raise ValueError(str(error)) from None
 
 
-def add_job(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that describe a job: shape, techniques, memory and costs."""
-    parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline stages")
-    parser.add_argument(
-        "--dp", type=int, required=True, metavar="D", help="replicas of the pipeline (data parallelism)"
-    )
-    parser.add_argument(
-        "--micro-batches", type=int, required=True, metavar="M", help="micro-batches of each replica in a step"
-    )
+def add_job(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Add the arguments that describe a job: shape, which is ``required``, techniques, memory and costs."""
+    for name, letter, text in SHAPE:
+        parser.add_argument(name, type=int, required=required, metavar=letter, help=text)
     parser.add_argument(
         "--tied", default="", metavar="STAGES", help="stages that share weights, comma-separated: 0+3,1+2"
     )

@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from recycle_plugin.commands.given import JobArguments, add_job, job
+from recycle_plugin.commands.given import SHAPE, JobArguments, add_job, job
+from recycle_plugin.commands.megatron_flags import shape
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.span import Span
@@ -18,6 +19,7 @@ DESCRIPTION = """\
 Plan one step for the live workers of a job, draw it, and say how far it lies above its lower bound.
 
 recycle plan --pp 4 --dp 3 --micro-batches 6 --lost 1.2 --cap 2.0 --costs F=1,I=1,W=1,comm=0,step=3
+recycle plan --lost 1.2 --megatron --workers 12 --pipeline-model-parallel-size 4 --micro-batch-size 2 ...
 
 --programs FILE writes lines of three words, "<seat> <start> <instruction>": every live worker's program in
 its order.  The seat is replica.stage; the start is the planned one in the unit that the first lines name, counted
@@ -39,7 +41,14 @@ def add(commands: argparse._SubParsersAction) -> None:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_job(made)
+    add_job(made, required=False)
+    made.add_argument(
+        "--megatron",
+        nargs=argparse.REMAINDER,
+        metavar="FLAGS",
+        help="in the place of --pp, --micro-batches and --tied, and behind all else: Megatron-LM's own flags, with "
+        "--workers N of the launcher, or --dp D before",
+    )
     made.add_argument(
         "--json",
         action="store_true",
@@ -55,6 +64,12 @@ def run(found: argparse.Namespace) -> int:
     """Plan, write what is asked for, and print the rest; returns the exit code.  Raises ValueError for bad input."""
     from recycle_plugin.planner.assemble import timeline
 
+    if found.megatron is not None:
+        if twice := [name for name in ("pp", "micro_batches", "tied") if getattr(found, name)]:
+            raise ValueError(f"--{twice[0].replace('_', '-')} follows from Megatron-LM's flags: leave it out")
+        found.pp, found.dp, found.micro_batches, found.tied = shape(found.megatron, found.dp)
+    elif missing := [name for name, *_ in SHAPE if getattr(found, name[2:].replace("-", "_")) is None]:
+        raise ValueError(f"{', '.join(missing)} missing: write --pp P --dp D --micro-batches M, or --megatron FLAGS")
     given = job(found)
     planned, plan_ms = timed(given)
     spans = timeline(planned, given.costs)

@@ -45,6 +45,45 @@ def test_running_example(capsys, more: str, span: int) -> None:
     assert found["plan_ms"] > 0 and len(found["digest"]) == 16
 
 
+FLAGS = "--no-gradient-accumulation-fusion --pipeline-model-parallel-size 4 --micro-batch-size 2"
+
+
+@pytest.mark.parametrize(
+    "more, same",
+    [
+        ("--megatron --workers 12 pretrain_gpt.py --global-batch-size 36", "--micro-batches 6 --tied 0+3"),
+        ("--dp 3 --megatron --global-batch-size=36", "--micro-batches 6 --tied 0+3"),
+        ("--dp 3 --megatron --untie-embeddings-and-output-weights", "--micro-batches 1"),
+    ],
+)
+def test_the_flags_of_megatron_lm_are_a_shape(capsys, more: str, same: str) -> None:
+    digests = []
+    for words in (f"plan --lost 1.2 --json {more} {FLAGS}", f"plan --lost 1.2 --json --pp 4 --dp 3 {same}"):
+        assert main(words.split()) == 0
+        digests.append(json.loads(capsys.readouterr().out)["digest"])
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        ("--pp 4", "--dp, --micro-batches missing: write --pp P --dp D --micro-batches M, or --megatron FLAGS"),
+        (f"--megatron {FLAGS}", "--workers is missing among Megatron-LM's flags: write --workers N, or write --dp D"),
+        (f"--megatron --workers 10 {FLAGS}", "--workers 10 is no multiple of --pipeline-model-parallel-size 4"),
+        (f"--dp 0 --megatron {FLAGS}", "--dp 0: write at least 1"),
+        (f"--pp 4 --dp 3 --megatron {FLAGS}", "--pp follows from Megatron-LM's flags: leave it out"),
+        (f"--dp 3 --megatron --global-batch-size 8 {FLAGS}", "is no multiple of --micro-batch-size 2 times 3 replicas"),
+        (f"--dp 3 --megatron --global-batch-size {FLAGS}", "--global-batch-size: write a whole number of at least 1"),
+        (f"--dp 3 --megatron --context-parallel-size 2 {FLAGS}", "--context-parallel-size 2 is not supported"),
+        ("--dp 3 --megatron --no-gradient-accumulation-fusion", "--micro-batch-size is missing among"),
+    ],
+)
+def test_flags_of_megatron_lm_that_make_no_plan_end_in_one_line(capsys, words: str, why: str) -> None:
+    assert main(["plan", *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert why in said and said.count("\n") == 1
+
+
 def test_costs_in_parts_of_a_tick_and_by_stage(capsys) -> None:
     arguments = "plan --pp 2 --dp 1 --micro-batches 1 --costs F=0.5/1.5,I=1,W=1,comm=0.25 --json"
     assert main(arguments.split()) == 0

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recycle_plugin.adapters.megatron_lm.refusals import refusals
-from recycle_plugin.commands.doctor_megatron import parsed
+from recycle_plugin.commands.megatron_flags import parsed
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.simulator.peers import published
