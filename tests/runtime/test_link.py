@@ -7,9 +7,6 @@ Each test is a scenario that every member runs; what they return comes in the me
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -34,7 +31,6 @@ from recycle_plugin.runtime.collectives.link import (
     Broken,
     Gather,
     Handle,
-    Link,
     Receive,
     ReduceScatter,
     Send,
@@ -42,49 +38,20 @@ from recycle_plugin.runtime.collectives.link import (
 from recycle_plugin.runtime.control.connections import connect
 from recycle_plugin.runtime.control.session import Session
 from tests.support.coordinator import FakeCoordinator
-from tests.support.results import DIED, result_of
+from tests.support.members import DIED, LONG_S, Place, in_processes, told
 from tests.support.secret import SECRET, way
 from tests.support.threads_link import Meeting, ThreadsLink
 from tests.support.waiting import together
 
 HERE = "127.0.0.1"
-LONG_S, SHORT_S = 60.0, 0.2  # what must not pass, and what must
+SHORT_S = 0.2  # what must pass
+PRELOADED = ["torch", "recycle_plugin.runtime.collectives.gloo"]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 SIZES = (0, 1, 1000, 1 << 18)
 
 
 class Died(BaseException):
     """A thread that plays a member ends."""
-
-
-class Place:
-    """Of one member in a scenario; members meet at ``store`` without a link."""
-
-    def __init__(
-        self,
-        position: int,
-        members: int,
-        store: dist.Store,
-        made: Callable[[int, dist.Store], Link],
-        end: Callable[[], object],
-    ) -> None:
-        self.position, self.members, self._store, self._made, self._end = position, members, store, made, end
-
-    def link(self, generation: int = 1) -> Link:
-        return self._made(generation, self._store)
-
-    def say(self, word: str) -> None:
-        self._store.set(f"{word} {self.position}", "")
-
-    def hear(self, word: str, *of: int) -> None:
-        self._store.wait([f"{word} {position}" for position in of], timedelta(seconds=LONG_S))
-
-    def meet(self, word: str) -> None:
-        self.say(word)
-        self.hear(word, *range(self.members))
-
-    def die(self) -> None:
-        self._end()
 
 
 # --- implementations ---------------------------------------------------------------------------------
@@ -99,47 +66,13 @@ def gloo_link(session: Session, members: int, generation: int) -> GlooLink:
     return GlooLink(generation, meeting, name_of(members), HERE, timedelta(seconds=LONG_S))
 
 
-def in_a_process(
-    scenario: Callable, position: int, members: int, port: int, coordinator: tuple[str, int], results: Any
-) -> None:
-    session = Session(connect(way(coordinator), LONG_S), position, SECRET)
-    store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-    place = Place(
-        position,
-        members,
-        store,
-        lambda generation, _: gloo_link(session, members, generation),
-        lambda: os.kill(os.getpid(), signal.SIGKILL),
-    )
-    results.send(told(scenario, place))
-    os._exit(0)  # Gloo may still look for who never comes
+def enter_gloo(place: Place, port: int, coordinator: tuple[str, int]) -> None:
+    session = Session(connect(way(coordinator), LONG_S), place.position, SECRET)
+    place.made = lambda generation: gloo_link(session, place.members, generation)
 
 
 def over_gloo(scenario: Callable, members: int) -> list[Any]:
-    store, coordinator = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), FakeCoordinator()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "recycle_plugin.runtime.collectives.gloo"])
-    ends = [context.Pipe(duplex=False) for _ in range(members)]
-    started = [
-        context.Process(
-            target=in_a_process,
-            args=(scenario, position, members, store.port, coordinator.address, writing),
-            daemon=True,
-        )
-        for position, (_, writing) in enumerate(ends)
-    ]
-    try:
-        for process, (_, writing) in zip(started, ends):
-            process.start()
-            writing.close()
-        for _ in started:
-            coordinator.accept()
-        return [result_of(reading) for reading, _ in ends]
-    finally:
-        for process in started:
-            process.kill()
-            process.join(LONG_S)
-        coordinator.close()
+    return in_processes(scenario, members, enter_gloo, PRELOADED, coordinated=True)
 
 
 def between_threads(scenario: Callable, members: int) -> list[Any]:
@@ -147,7 +80,7 @@ def between_threads(scenario: Callable, members: int) -> list[Any]:
     results: list[Any] = [DIED] * members
 
     def run(position: int) -> None:
-        def made(generation: int, _: dist.Store) -> ThreadsLink:
+        def made(generation: int) -> ThreadsLink:
             with lock:
                 meeting = meetings.setdefault(generation, Meeting(members))
             return ThreadsLink(generation, meeting, position, name_of(members))
@@ -159,18 +92,10 @@ def between_threads(scenario: Callable, members: int) -> list[Any]:
             raise Died
 
         with suppress(Died):
-            results[position] = told(scenario, Place(position, members, store, made, end))
+            results[position] = told(scenario, Place(position, members, store, end, made))
 
     together(run, range(members), 2 * LONG_S)
     return results
-
-
-def told(scenario: Callable, place: Place) -> Any:
-    """What it returns; a failure's type and words, which no test expects."""
-    try:
-        return scenario(place)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 @pytest.fixture(params=[over_gloo, between_threads])

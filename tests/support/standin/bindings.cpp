@@ -45,6 +45,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("use", use);
   m.def("in_use", in_use);
   m.def("in_bad_fork", in_bad_fork);
+  m.def("hold", hold, py::call_guard<py::gil_scoped_release>());
+  m.def("let_go", let_go, py::call_guard<py::gil_scoped_release>());
+  m.def("load_lazily", load_lazily);
   m.def("pinned_bytes", pinned_bytes, py::call_guard<py::gil_scoped_release>());
   m.def("allocated", allocated, py::call_guard<py::gil_scoped_release>());
   m.def("most_allocated", most_allocated, py::call_guard<py::gil_scoped_release>());

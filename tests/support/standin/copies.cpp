@@ -91,8 +91,10 @@ at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   if (!to.numel() || to.is_same(from))
     return to;
   const auto copy = kind_of(from.sizes() == to.sizes() ? from : from.expand_as(to), to, non_blocking);
-  if ((copy.host_is_source || copy.host_is_target) && !copy.asynchronous)
+  if ((copy.host_is_source || copy.host_is_target) && !copy.asynchronous) {
     count_synchronisation(copy.name);
+    await_held([&] { return clock_of(stream_of(copy.host_is_source ? copy.to : copy.from)); });
+  }
   const auto trace = capture();
   std::optional<Conflict> conflict;
   {

@@ -40,6 +40,9 @@ class Call {
     const bool waits = kWaitsForItsResult.count(schema_.name()) > 0;
     if (waits)
       count_synchronisation(schema_.name() == "aten::_local_scalar_dense" ? "item" : schema_.name());
+    load(schema_.name());
+    if (waits)
+      await_held([&] { return clock_of(agent_of(current_stream(device_->index()))); });
     const auto trace = capture();
     const auto name = called();  // takes Python's lock: whoever holds that may wait for ours
     std::optional<Conflict> conflict;

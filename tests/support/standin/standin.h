@@ -114,6 +114,16 @@ bool pending_before(const Clock& clock);
 void let_some_happen();
 uint64_t draw();
 
+// ---- held.cpp: kernels of collectives, which last until `let_go` ----
+
+int64_t hold(const c10::Stream& stream, std::string name);
+void let_go(int64_t kernel);
+bool held_before(const Clock& clock);
+void await_held(const std::function<Clock()>& clock);  // called without the lock
+// With `load_lazily` a kernel that runs for the first time waits until no other is held, as CUDA's loading does.
+void load_lazily(bool on);
+void load(const std::string& kernel);  // called without the lock
+
 // ---- host.cpp: Python's stacks, places, and what the host touches ----
 
 Trace capture();

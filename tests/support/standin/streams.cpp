@@ -31,6 +31,8 @@ c10::Stream new_stream(c10::DeviceIndex device) {
 // Whether all that `clock` knows is over, as a poll of the host sees it.  A poll orders nothing, as for torch's own
 // torch.cuda._sanitizer: whoever reads what is over has to synchronise with it.
 bool over(const Clock& clock, int& polls) {
+  if (held_before(clock))
+    return false;
   if (pending_before(clock) && polls > 0) {
     --polls;
     let_some_happen();
@@ -83,18 +85,23 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& stream) const override {
     raise_remembered();
     count_synchronisation("stream.synchronize");
+    await_held([&] { return clock_of(agent_of(stream)); });
     Lock lock;
     host_learns(clock_of(agent_of(stream)));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     raise_remembered();
     count_synchronisation("device synchronize");
+    const auto all = [&] {
+      Clock found = clock_of(1 + device);
+      for (Agent agent = 1 + kMostDevices; agent < device_of_agent.size(); ++agent)
+        if (device_of_agent[agent] == device)
+          found.join(clock_of(agent));
+      return found;
+    };
+    await_held(all);
     Lock lock;
-    Clock all = clock_of(1 + device);
-    for (Agent agent = 1 + kMostDevices; agent < device_of_agent.size(); ++agent)
-      if (device_of_agent[agent] == device)
-        all.join(clock_of(agent));
-    host_learns(all);
+    host_learns(all());
   }
 
   void record(
@@ -132,6 +139,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       count_synchronisation("event.synchronize");
     if (!event)
       return;
+    await_held([&] { return static_cast<Event*>(event)->clock; });
     Lock lock;
     host_learns(static_cast<Event*>(event)->clock);
   }
