@@ -29,9 +29,9 @@ from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.lab.experiments.bench_scripts import calibration, one_loss, run_part, script, told
 from recycle_plugin.lab.experiments.measurements import Constants
+from recycle_plugin.lab.planner import analytic
 from recycle_plugin.lab.simulator import predict, simulate, traces
 from recycle_plugin.lab.simulator.history import SimulatedTrainer
-from recycle_plugin.planner import analytic
 
 MEAN, MOST = 0.03, 0.06
 

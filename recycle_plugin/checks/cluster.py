@@ -186,7 +186,7 @@ def devices(workers: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
 def placed(workers: Sequence[Mapping[str, Any]], config: Path) -> tuple[Row, list[str]]:
     """Whether a host's loss is survived where the workers were put, and what the doctor says of it."""
     arguments = argparse.Namespace(
-        config=str(config), pp=2, dp=len(workers) // 2, micro_batches=None, hostfile=None, profile=None, preset=None
+        config=str(config), pp=2, dp=len(workers) // 2, micro_batches=None, hostfile=None, profile=None
     )
     hosts: dict[str, tuple[Seat, ...]] = {}
     for worker in sorted(workers, key=lambda worker: worker["rank"]):

@@ -208,7 +208,7 @@ def costs_of(
 
     Raises ValueError for a profile that does not fit the job.
     """
-    if found.profile is None and found.preset is None:
+    if found.profile is None:
         costs, taken = settings.cost_model(shape, samples), settings.profile()
         origin = (
             taken.title
@@ -218,10 +218,8 @@ def costs_of(
             else "equal, F = I = W = 1 ms: no profile given"
         )
         return costs, origin, taken
-    from recycle_plugin.planner import analytic
-
-    taken = profile_of(found.profile) if found.profile is not None else analytic.preset(found.preset)
-    if found.profile is not None and taken.micro_batch != samples:
+    taken = profile_of(found.profile)
+    if taken.micro_batch != samples:
         raise ValueError(
             f"--profile {found.profile}: measured with micro-batches of {taken.micro_batch}, "
             f"and the job's have {samples}; measure again with recycle profile --micro-batch {samples}"

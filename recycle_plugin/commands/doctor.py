@@ -64,16 +64,10 @@ def add(commands: argparse._SubParsersAction) -> None:
         metavar="FILE",
         help="DeepSpeed's: lines such as worker-1 slots=4 (default: all ranks on one host)",
     )
-    source = made.add_mutually_exclusive_group()
-    source.add_argument(
+    made.add_argument(
         "--profile",
         metavar="FILE",
         help="costs and bytes from the JSON file that recycle profile wrote (default: the config's)",
-    )
-    source.add_argument(
-        "--preset",
-        metavar="NAME",
-        help="costs and bytes of a named model, an analytic A100: see recycle simulate --help",
     )
     made.add_argument(
         "--json", action="store_true", help='the same as data; "change" has the lines that begin with "!"'

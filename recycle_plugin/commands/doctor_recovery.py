@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from recycle_plugin.commands.config_job import ConfiguredJob
@@ -19,7 +19,7 @@ from recycle_plugin.core.coordinator.restarts import FIRST_S
 from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.log_boundaries import AUTO, at_start, groups, in_words
 from recycle_plugin.core.vocabulary.machine_constants import LOCAL, START_UP_S
-from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, crossing_bytes, expected, work_s
+from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, crossing_bytes, expected
 from recycle_plugin.planner.log_selection import Line, Selection, choose
 from recycle_plugin.settings.sections import LogSettings
 from recycle_plugin.settings.wording import SECTION
@@ -44,12 +44,10 @@ INTERVAL = (
 def recovery(job: ConfiguredJob) -> Section:
     """The section on the ways of recovery; its ``data`` has all predicted seconds."""
     found = Choices.of(job)
-    help_ = Help.of(job, any(len(each) < job.stages - 1 for each in found.logged))
-    losses = _losses(job, found)
-    ways = [each.row for each in losses]
-    lines = [GUESSES, INTERVAL, help_.text]
-    data: dict = {"ways": ways, "start_up_s": BEFORE_S, "start_up": "assumed", "every": list(EVERY)}
-    data["help"] = {"blocks": help_.blocks, "helpers": help_.helpers, "seconds": list(help_.seconds)}
+    helped, help_text = _help(job, any(len(each) < job.stages - 1 for each in found.logged))
+    ways = _ways(job, found)
+    lines = [GUESSES, INTERVAL, help_text]
+    data: dict = {"ways": ways, "start_up_s": BEFORE_S, "start_up": "assumed", "every": list(EVERY), "help": helped}
     data |= {"boundaries": found.setting, "budget": found.budget}
     if job.profile is None:
         also = f"; {SECTION}.log.boundaries chooses once steps were measured" * (found.setting == AUTO)
@@ -120,46 +118,30 @@ class Choices:
         return [f"{needs} {SECTION}.log.budget is {full.budget / 1e9:.4g} GB: raise it, {fewer}"]
 
 
-@dataclass(frozen=True)
-class Help:
-    """The help that a stage's replay gets: so many ``blocks`` in a step, that can be shared, for so many ``helpers``;
-    the ``seconds`` of the slowest stage's recovery with them, at each of ``EVERY``; and that in words.
+def _help(job: ConfiguredJob, together: bool) -> tuple[dict, str]:
+    """The blocks of a step that a replay's helpers share, and how many help, as data and in words; ``together``: stages
+    may have to replay together.
     """
-
-    blocks: int
-    helpers: int
-    seconds: tuple[float, ...]
-    text: str
-
-    @classmethod
-    def of(cls, job: ConfiguredJob, together: bool) -> Help:
-        """That of ``job``, where stages may have to replay ``together``."""
-        blocks = job.settings.policy(False, job.stages).blocks(job.shape)
-        sizes = [len(each) for each in blocks.members().values()]
-        live = (job.stages - 1) * job.shape.replicas
-        helpers, share = shared(blocks, live, None if job.settings.log is None else job.settings.log.most_helpers)
-        work = work_s(job.costs, job.settings.split_backward, round(share * len(job.shape.batch)))
-        lines = [replace(_line(job, every), recompute_s=work) for every in EVERY]
-        seconds = tuple(
-            round(BEFORE_S + max(line.recovery_s(stage, stage + 1) for stage in range(job.stages)), 3) for line in lines
+    blocks = job.settings.policy(False, job.stages).blocks(job.shape)
+    sizes = [len(each) for each in blocks.members().values()]
+    live = (job.stages - 1) * job.shape.replicas
+    helpers, share = shared(blocks, live, None if job.settings.log is None else job.settings.log.most_helpers)
+    found = {"blocks": len(sizes), "helpers": helpers}
+    if len(sizes) == 1:
+        batch = f"all {len(job.shape.batch)} micro-batches of a step"
+        return found, (
+            f"nobody can help with a replay: {SECTION}.exact adds {batch} as one block, which can't be shared; "
+            "a number in its place cuts it"
         )
-        batch, which = len(job.shape.batch), ["share weights"] * bool(job.shape.ties) + ["replay together"] * together
-        alone = f" stages that {' or '.join(which)} are replayed without it" * bool(which)
-        if len(sizes) == 1:
-            text = (
-                f"nobody can help with a replay: {SECTION}.exact adds all {batch} micro-batches of a step as one "
-                f"block, which can't be shared; a number in its place cuts it"
-            )
-        elif not helpers:
-            text = f"nobody helps with a replay: {SECTION}.log.helpers is 0"
-        else:
-            took = ", ".join(f"{each:.3g} s" for each in seconds)
-            text = (
-                f"help with a replay: the times in the table are those of one worker; with {helpers} that help, of "
-                f"{live} that are left, who share {len(sizes)} blocks of up to {max(sizes)} micro-batches a step, the "
-                f"slowest stage takes {took}, beside the weights that each is sent once a step;{alone}"
-            ).removesuffix(";")
-        return cls(len(sizes), helpers, seconds, text)
+    if not helpers:
+        return found, f"nobody helps with a replay: {SECTION}.log.helpers is 0"
+    which = ["share weights"] * bool(job.shape.ties) + ["replay together"] * together
+    alone = f"; stages that {' or '.join(which)} are replayed without it" * bool(which)
+    return found, (
+        "help with a replay: the times in the table are those of one worker; "
+        f"with {helpers} that help, of {live} that are left, who share {len(sizes)} blocks of up to {max(sizes)} "
+        f"micro-batches a step, it computes {share:.0%} itself{alone}"
+    )
 
 
 def shared(blocks: Blocks, live: int, limit: int | None) -> tuple[int, float]:
@@ -171,45 +153,34 @@ def shared(blocks: Blocks, live: int, limit: int | None) -> tuple[int, float]:
     return helpers, sum(sizes[:: helpers + 1]) / sum(sizes)
 
 
-@dataclass(frozen=True)
-class Loss:
+def _row(lost: str, way: str, how: str, seconds: Sequence[float]) -> dict:
     """A kind of loss, which ``way`` it goes and ``how``, and the ``seconds`` in which the job does not get on, at each
     of ``EVERY``; of an end, those until whoever starts it again is where it was.
     """
-
-    lost: str
-    way: str
-    how: str
-    seconds: tuple[float, ...]
-
-    @property
-    def row(self) -> dict:
-        return {
-            "lost": self.lost, "way": self.way, "how": self.how, "seconds": [round(each, 3) for each in self.seconds],
-        }  # fmt: skip
+    return {"lost": lost, "way": way, "how": how, "seconds": [round(each, 3) for each in seconds]}
 
 
-def _losses(job: ConfiguredJob, found: Choices) -> list[Loss]:
+def _ways(job: ConfiguredJob, found: Choices) -> list[dict]:
     """The kinds of loss, each with its way."""
     losses, step_s = [], job.planned()[0] / 1e6
     if job.survives:
         pause, throughput = (LOCAL.detection_us + LOCAL.pause_us) / 1e6, job.planned()[0] / job.one_lost()
         slower = 0.0 if job.settings.rejoin == "never" else BEFORE_S * (1 - throughput)
         others = (pause + slower,) * len(EVERY)
-        losses.append(Loss("a worker whose stage has others", "reroute", "they take its work", others))
+        losses.append(_row("a worker whose stage has others", "reroute", "they take its work", others))
     alike: dict[tuple[float, ...], list[int]] = {}
     for stage in range(job.stages):
         alike.setdefault(_replayed_step_s(job, found, stage, stage), []).append(stage)
     for steps, stages in alike.items():
         lost = f"the last worker of {'any stage' if len(stages) == job.stages else stages_text(stages)}"
-        losses.append(Loss(lost, "replay", "from the log; all others wait", _from_checkpoint(job, steps)))
+        losses.append(_row(lost, "replay", "from the log; all others wait", _from_checkpoint(job, steps)))
     if job.stages > 2:
         pairs = [_replayed_step_s(job, found, stage, stage + 1) for stage in range(job.stages - 1)]
         both = _from_checkpoint(job, [max(taken) for taken in zip(*pairs)])
-        losses.append(Loss("two neighbours, at worst", "replay", "one after the other, at most", both))
+        losses.append(_row("two neighbours, at worst", "replay", "one after the other, at most", both))
     again = _from_checkpoint(job, [step_s] * len(EVERY))
     for lost in ("stages that can't be replayed", "the host of rank 0"):
-        losses.append(Loss(lost, "end", "from a checkpoint", again))
+        losses.append(_row(lost, "end", "from a checkpoint", again))
     return losses
 
 

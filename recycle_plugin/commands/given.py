@@ -27,7 +27,6 @@ SHAPE = (
     ("--dp", "D", "replicas of the pipeline (data parallelism)"),
     ("--micro-batches", "M", "micro-batches of each replica in a step"),
 )
-PLACEMENTS = ("alone", "replica", "stage")
 FINEST = 1000  # parts of a tick that costs may be given in
 _NAMES = {
     "F": "forward",
@@ -48,9 +47,7 @@ _SINGLE = ("comm", "across", "tie", "dispatch")
 class JobArguments:
     """A job as the arguments describe it: shape, who is alive, costs and their unit.
 
-    ``scale``: integers of ``costs`` in one ``unit``.  ``samples``: of a micro-batch; ``state_bytes``: per stage, what a
-    copy of a worker's state moves (where costs are given by hand: nothing).  ``profile``: what costs are from, if they
-    are; ``placement``: who shares a host.
+    ``scale``: integers of ``costs`` in one ``unit``.  ``profile``: what costs are from, if they are.
     """
 
     view: ClusterView
@@ -59,10 +56,7 @@ class JobArguments:
     unit: str
     scale: int
     origin: str
-    samples: int = 1
-    state_bytes: tuple[int, ...] = ()
     profile: Profile | None = None
-    placement: str = "alone"
 
     def shown(self, value: int) -> int | float:
         """A value of the cost model as a number of ``unit``."""
@@ -78,8 +72,10 @@ class JobArguments:
             raise ValueError(str(error)) from None
 
 
-def add_job(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Add the arguments that describe a job: shape, which is ``required``, techniques, memory and costs."""
+def add_job(parser: argparse.ArgumentParser, required: bool = True) -> argparse._MutuallyExclusiveGroup:
+    """Add the arguments that describe a job: shape, which is ``required``, techniques, memory and costs; returns the
+    group of the last.
+    """
     for name, letter, text in SHAPE:
         parser.add_argument(name, type=int, required=required, metavar=letter, help=text)
     parser.add_argument(
@@ -92,8 +88,8 @@ def add_job(parser: argparse.ArgumentParser, required: bool = True) -> None:
         "--cap",
         default="1.0",
         metavar="C",
-        help="what a worker may hold: micro-batches in units of P, 1f1b for what 1F1B holds, or, with --profile or "
-        "--preset, bytes: a size such as 12GiB, or auto for what its device has left (default: 1.0)",
+        help="what a worker may hold: micro-batches in units of P, 1f1b for what 1F1B holds, or, with a profile, "
+        "bytes: a size such as 12GiB, or auto for what its device has left (default: 1.0)",
     )
     parser.add_argument("--no-split", action="store_true", help="both gradients at once: no decoupled backward")
     parser.add_argument(
@@ -107,41 +103,26 @@ def add_job(parser: argparse.ArgumentParser, required: bool = True) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--costs", metavar="TICKS", help=f"costs: {COSTS_HELP} (default: F=1,I=1,W=1)")
     source.add_argument("--profile", metavar="FILE", help="costs from the JSON file that recycle profile wrote")
-    source.add_argument(
-        "--preset", metavar="NAME", help="costs of a named model, an analytic A100: see recycle simulate --help"
-    )
+    return source
 
 
-def job(found: argparse.Namespace, milliseconds: bool = False, placement: str = "alone") -> JobArguments:
+def job(found: argparse.Namespace, milliseconds: bool = False, taken: Profile | None = None) -> JobArguments:
     """The job that :func:`add_job`'s arguments describe.
 
-    ``milliseconds``: so long is a tick of ``--costs``; otherwise it has no length.
+    ``milliseconds``: so long is a tick of ``--costs``; otherwise it has no length.  ``taken``: the profile, where the
+    arguments name none.
     """
     shape = Topology(found.dp, found.pp, found.micro_batches, ties(found.tied))
     view = shape.full().without(*seats(found.lost, shape))
-    if found.profile is None and found.preset is None:
-        if placement != "alone":
-            raise ValueError(f"--placement {placement} needs the sizes of tensors: give --profile or --preset")
+    if found.profile is not None:
+        taken = read(found.profile)
+    if taken is None:
         model, scale = ticks(found.costs or "F=1,I=1,W=1", found.pp, FINEST if milliseconds else 1)
         return JobArguments(
             view, model, techniques(found, None), "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1"
         )
-    from recycle_plugin.planner import analytic
-
-    taken = read(found.profile) if found.profile is not None else analytic.preset(found.preset)
-    costs = taken.costs(shape.stages, shape.replicas, found.no_split, placement)
-    return JobArguments(
-        view,
-        costs,
-        techniques(found, taken),
-        "us",
-        1,
-        taken.title,
-        taken.micro_batch,
-        taken.state_bytes(shape.stages),
-        taken,
-        placement,
-    )
+    costs = taken.costs(shape.stages, shape.replicas, found.no_split)
+    return JobArguments(view, costs, techniques(found, taken), "us", 1, taken.title, taken)
 
 
 def ties(text: str) -> tuple[tuple[int, ...], ...]:
@@ -183,9 +164,7 @@ def cap(text: str, stages: int, taken: Profile | None = None) -> tuple[int | str
     if word == ONE_F_ONE_B:
         return ONE_F_ONE_B, None
     if word is not None and taken is None:
-        raise ValueError(
-            f"--cap {text} counts bytes, and --costs doesn't know those of a micro-batch: give --profile or --preset"
-        )
+        raise ValueError(f"--cap {text} counts bytes, and --costs doesn't know those of a micro-batch: give --profile")
     if word is not None:
         try:
             return None, caps.memory_bytes(word, taken, stages)

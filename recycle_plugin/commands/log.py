@@ -1,20 +1,14 @@
-"""``recycle log``: what is in the logs of a folder, whether all of it can be read, and a step's tensors as files."""
+"""``recycle log``: what is in the logs of a folder, and whether all of it can be read."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-import numpy
-
-from recycle_plugin import folders
 from recycle_plugin.commands.losses import stages_text
 from recycle_plugin.runtime.log.reader import LogReader, runs
-from recycle_plugin.runtime.log.records import ITEM_BYTES, Part
-from recycle_plugin.runtime.log.segment import Damaged, Fault, Segment, files
+from recycle_plugin.runtime.log.segment import Fault, Segment, files
 
 INSPECT = """\
 Show the segments of each stream, with their steps and bytes, its gaps, and the steps of which everything is there.
@@ -27,26 +21,16 @@ expected there.  A last segment without an index is none: its writer was killed,
 
 recycle log verify runs/train/log
 """
-EXPORT = """\
-Write a step's tensors as numpy files, and manifest.json, which says what each is.  A type that numpy does not have,
-such as bfloat16, is written as unsigned numbers of the same bits; the manifest has its name.
-
-recycle log export runs/train/log 17 --out step17
-"""
 CODES = "Exit code: 0, or 1 where something can't be read; 2 for a wrong command."
-MANIFEST = "manifest.json"
-NOT_IN_NUMPY = ("bfloat", "float8")
-"""How the names of types begin that numpy does not have."""
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand with its three parts."""
-    made = commands.add_parser("log", help="look at what was logged for replays, check it, write it as files")
-    parts = made.add_subparsers(required=True, metavar="inspect|verify|export")
+    """Add the subcommand with its two parts."""
+    made = commands.add_parser("log", help="look at what was logged for replays, check it")
+    parts = made.add_subparsers(required=True, metavar="inspect|verify")
     for name, help_, description, run in (
         ("inspect", "segments, steps, bytes and gaps", INSPECT, inspect),
         ("verify", "every record is read and checked", VERIFY, verify),
-        ("export", "a step's tensors as numpy files", EXPORT, export),
     ):
         part = parts.add_parser(
             name,
@@ -56,9 +40,6 @@ def add(commands: argparse._SubParsersAction) -> None:
         )
         part.add_argument("folder", metavar="FOLDER", type=Path, help="where the segments are")
         part.add_argument("--run", dest="job", metavar="ID", default=None, help="of several runs in it, this one")
-        if run is export:
-            part.add_argument("step", metavar="STEP", type=int)
-            part.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new folder for the files")
         part.set_defaults(run=run)
 
 
@@ -129,71 +110,3 @@ def _say(faults: Sequence[Fault]) -> int:
     for fault in faults:
         print(fault)
     return int(bool(faults))
-
-
-# --- export --------------------------------------------------------------------------------------------------
-
-
-def export(found: argparse.Namespace) -> int:
-    """Write the files; returns the exit code.  Raises ValueError where the step is not in the log, or there is a folder
-    of that name already.
-    """
-    reader = _reader(found)
-    if found.step not in reader.committed:
-        raise ValueError(f"{found.folder}: {'; '.join(reader.why_not(found.step))}")
-    if found.out.exists():
-        raise ValueError(f"--out {found.out} exists already")
-    folders.make(found.out)
-    manifest = {
-        "run": reader.run_id,
-        "step": found.step,
-        "not_whole": reader.why_not(found.step),
-        "data": list(_data(reader, found.step, found.out)),
-        "records": list(_records(reader, found.step)),
-        "faults": [str(fault) for fault in reader.faults],
-    }
-    (found.out / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    print(f"{len(manifest['data'])} data and {len(manifest['records'])} records of step {found.step} in {found.out}")
-    return _say(reader.faults)
-
-
-def _data(reader: LogReader, step: int, out: Path) -> Iterator[dict]:
-    """The manifest's lines on the data of a step, whose tensors are written; what can't be read is a fault."""
-    for datum in sorted(reader.data(step), key=lambda each: (each.kind, each.stage, each.micro_batch or ())):
-        try:
-            record, tensors = reader.get(datum)
-        except Damaged as error:
-            reader.faults.append(error.fault)
-            continue
-        name = f"{datum.kind}-{datum.stage}" + (f"-{datum.micro_batch}" if datum.micro_batch else "")
-        yield {
-            "kind": datum.kind,
-            "stage": datum.stage,
-            "micro_batch": str(datum.micro_batch) if datum.micro_batch else None,
-            "valid_from": record.valid_from,
-            "tensors": list(_tensors(out, name, record.parts, tensors)),
-        }
-
-
-def _records(reader: LogReader, step: int) -> Iterator[dict]:
-    for stream, record in reader.step_records(step):
-        rank, incarnation = stream.worker
-        yield {
-            **asdict(record),
-            "rank": rank,
-            "incarnation": incarnation,
-            "seat": str(stream.seat),
-            "shard": stream.shard,
-        }
-
-
-def _tensors(out: Path, name: str, parts: Sequence[Part], tensors: Sequence[bytearray]) -> Iterator[dict]:
-    for place, (part, tensor) in enumerate(zip(parts, tensors, strict=True)):
-        file = f"{name}-{place}.npy"
-        numpy.save(out / file, numpy.frombuffer(tensor, _numpy_type(part)).reshape(part.shape))
-        yield {"file": file, **asdict(part)}
-
-
-def _numpy_type(part: Part) -> numpy.dtype:
-    name = f"uint{8 * ITEM_BYTES[part.dtype]}" if part.dtype.startswith(NOT_IN_NUMPY) else part.dtype
-    return numpy.dtype(name).newbyteorder("<")

@@ -19,9 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.profile import Profile, read
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.lab.planner.analytic import SHAPES, profile
 from recycle_plugin.lab.simulator.peers import PeerJob, recycle
 from recycle_plugin.lab.training.compose import CONFIGS
-from recycle_plugin.planner.analytic import SHAPES, profile
 
 OURS, PUBLISHED = "ours", "published"
 FRACTION = "fraction of fault-free 1F1B"  # at the same M

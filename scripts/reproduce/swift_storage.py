@@ -23,8 +23,8 @@ from common import OURS, PUBLISHED, Column, Table
 
 from recycle_plugin.commands import came_back
 from recycle_plugin.lab.experiments.bench_scripts import script
+from recycle_plugin.lab.planner.analytic import Shape, profile
 from recycle_plugin.lab.simulator.peers.published import SWIFT_STORAGE
-from recycle_plugin.planner.analytic import Shape, profile
 from recycle_plugin.planner.log_selection import Line, Selection, selection
 from recycle_plugin.planner.log_selection import best as exact
 from recycle_plugin.runs import TrainingRun

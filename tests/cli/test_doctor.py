@@ -14,7 +14,7 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from tests.support.doctor import HEALTHY, MIB, ON, SIZES, data, small_profile
+from tests.support.doctor import HEALTHY, MIB, ON, SIZES, data, medium, small_profile
 
 DOCUMENT = (Path(__file__).parents[2] / "recycle_plugin/docs/planning.md").read_text()
 
@@ -40,13 +40,14 @@ def test_the_documents_example(doctor) -> None:
     assert len(example) > 10 and [line for line in example if line not in text.splitlines()] == []
 
 
-@pytest.mark.parametrize("more", ["", "--preset gpt3_medium"])
+@pytest.mark.parametrize("profiled", [False, True])
 @pytest.mark.parametrize(
     "config",
     [HEALTHY, {**SIZES, "zero_optimization": {"stage": 1}, "recycle": {"split_backward": False, "activation_cap": 8}}],
 )
-def test_text_fits_a_page_whatever_the_names(doctor, config, more) -> None:
+def test_text_fits_a_page_whatever_the_names(doctor, config, profiled) -> None:
     hosts = {f"a-very-long-name-of-a-host-{number}.in.a.cluster.example.org": 6 for number in range(9)}
+    more = medium("medium.json") if profiled else ""
     _, text = doctor(config, f"--pp 6 --dp 9 {more}", hosts)
     assert max(map(len, text.splitlines())) <= 100 and "--json has" in text
 

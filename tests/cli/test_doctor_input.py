@@ -71,7 +71,6 @@ ZERO = json.dumps({"forward": [0, 0], "input": [0, 0], "weight": [0, 0]})
             "--pp 8 --dp 2 --profile small.json",
             "--pp 8: 4 layers for 8 stages: a stage needs at least one layer; lower --pp",
         ),
-        (HEALTHY, f"{SHAPE} --preset gpt4", "gpt3_medium"),
         (
             {**HEALTHY, "recycle": {"activation_cap": "1MiB", "costs": "small.json"}},
             SHAPE,
@@ -132,7 +131,7 @@ def test_no_framework_is_imported(tmp_path) -> None:
     script = f"""
 import sys
 from recycle_plugin.cli import main
-main(["doctor", {str(tmp_path / "ds.json")!r}, "--pp", "2", "--dp", "2", "--preset", "gpt3_medium", "--json"])
+main(["doctor", {str(tmp_path / "ds.json")!r}, "--pp", "2", "--dp", "2", "--json"])
 print(sorted({{"torch", "deepspeed", "megatron"}} & set(sys.modules)), file=sys.stderr)
 """
     done = subprocess.run(

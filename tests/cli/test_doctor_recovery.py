@@ -12,7 +12,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner.log_line import STORAGE_BYTES_PER_S, expected
 from recycle_plugin.planner.log_selection import Line, choose
 from recycle_plugin.settings.schema import Settings
-from tests.support.doctor import HEALTHY, MIB, data, small_profile
+from tests.support.doctor import HEALTHY, MIB, data, medium, small_profile
 
 LOGS = {**HEALTHY, "recycle": {"enabled": True, "checkpoint": {}, "log": {}}}
 
@@ -88,25 +88,23 @@ def test_a_disk_that_is_too_small_has_to_change(doctor, tmp_path, monkeypatch, f
 
 
 @pytest.mark.parametrize(
-    "settings, blocks, helpers, share, said",
+    "settings, blocks, helpers, said",
     [
-        ({}, 6, 1, 3, "with 1 that help, of 1 that are left, who share 6 blocks of up to 1 micro-batches"),
-        ({"exact": True}, 1, 0, 6, "nobody can help with a replay: recycle.exact adds all 6 micro-batches"),
-        ({"exact": 4}, 2, 1, 4, "who share 2 blocks of up to 4 micro-batches"),
-        ({"log": {"helpers": 0}}, 6, 0, 6, "nobody helps with a replay: recycle.log.helpers is 0"),
+        ({}, 6, 1, "with 1 that help, of 1 that are left, who share 6 blocks of up to 1 micro-batches"),
+        ({"exact": True}, 1, 0, "nobody can help with a replay: recycle.exact adds all 6 micro-batches"),
+        ({"exact": 4}, 2, 1, "who share 2 blocks of up to 4 micro-batches"),
+        ({"log": {"helpers": 0}}, 6, 0, "nobody helps with a replay: recycle.log.helpers is 0"),
     ],
 )
-def test_the_help_that_a_replay_gets_is_predicted(doctor, settings, blocks, helpers, share, said) -> None:
-    """Six micro-batches of 3 ms on each stage."""
+def test_the_help_that_a_replay_gets_is_said(doctor, settings, blocks, helpers, said) -> None:
     config = {**LOGS, "recycle": {**LOGS["recycle"], **settings}}
     found = data(doctor, config, "--pp 2 --dp 1")["recovery"]["help"]
-    assert (found["blocks"], found["helpers"]) == (blocks, helpers)
-    assert found["seconds"] == pytest.approx([BEFORE_S + every / 2 * share * 0.003 for every in EVERY], abs=1e-3)
+    assert found == {"blocks": blocks, "helpers": helpers}
     assert said in " ".join(doctor(config, "--pp 2 --dp 1")[1].split())
 
 
 def test_it_fits_a_page(doctor) -> None:
-    _, text = doctor(LOGS, "--pp 12 --dp 2 --preset gpt3_medium")
+    _, text = doctor(LOGS, f"--pp 12 --dp 2 {medium('medium.json')}")
     section = text.split("\nRecovery\n")[1].split("\n\n")[0].splitlines()
     assert len(section) > 10 and max(map(len, section)) <= 100
 
@@ -152,7 +150,7 @@ def test_a_budget_that_is_too_small_has_to_change(doctor) -> None:
 
 
 def test_only_boundaries_between_hosts(doctor) -> None:
-    found = data(doctor, logging(boundaries="hosts"), "--pp 4 --dp 1 --preset gpt3_medium", {"a": 2, "b": 2})
+    found = data(doctor, logging(boundaries="hosts"), f"--pp 4 --dp 1 {medium('medium.json')}", {"a": 2, "b": 2})
     assert [each["logged"] for each in found["recovery"]["chosen"]] == [[1], [1]]
 
 

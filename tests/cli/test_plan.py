@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
+from recycle_plugin.core.vocabulary import profile
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import provides, requires
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
-from recycle_plugin.planner import analytic
+from recycle_plugin.lab.planner import analytic
+from tests.support import doctor
 
 EXAMPLE = "plan --pp 4 --dp 3 --micro-batches 6 --costs F=1,I=1,W=1,comm=0,step=3"
 UNSPLIT = "--no-split --no-stagger"
@@ -92,15 +94,15 @@ def test_costs_in_parts_of_a_tick_and_by_stage(capsys) -> None:
 
 
 def test_a_cap_in_bytes(capsys, tmp_path: Path) -> None:
-    """What a worker holds by its program, in the preset's bytes, stays under the cap; a smaller cap holds less and
+    """What a worker holds by its program, in the profile's bytes, stays under the cap; a smaller cap holds less and
     takes longer.
     """
-    preset = "plan --pp 4 --dp 3 --micro-batches 12 --lost 1.2 --preset gpt3_medium"
+    medium = f"plan --pp 4 --dp 3 --micro-batches 12 --lost 1.2 {doctor.medium(str(tmp_path / 'medium.json'))}"
     costs = analytic.preset("gpt3_medium").costs(4, 3)
     programs = tmp_path / "programs.txt"
     held, periods = {}, {}
     for cap in ("2GiB", "4GiB", "auto"):
-        assert main([*preset.split(), "--cap", cap, "--json", "--programs", str(programs)]) == 0
+        assert main([*medium.split(), "--cap", cap, "--json", "--programs", str(programs)]) == 0
         found = json.loads(capsys.readouterr().out)
         room, periods[cap] = found["cap_bytes"], found["period"]
         assert found["cap"] is None and (room == int(cap[:-3]) << 30 if cap != "auto" else len(room) == 4)
@@ -108,7 +110,7 @@ def test_a_cap_in_bytes(capsys, tmp_path: Path) -> None:
         assert all(most <= allowed for most, allowed in zip(held[cap], room if cap == "auto" else [room] * 4))
     assert max(held["2GiB"]) < max(held["4GiB"]) < max(held["auto"])
     assert periods["2GiB"] > periods["4GiB"] > periods["auto"]
-    assert main([*preset.split(), "--cap", "4GiB", "--programs", str(programs)]) == 0
+    assert main([*medium.split(), "--cap", "4GiB", "--programs", str(programs)]) == 0
     assert "(cap: 4 GiB)" in capsys.readouterr().out and "; cap: 4 GiB" in programs.read_text()
 
 
@@ -181,10 +183,10 @@ def test_the_picture_is_written(tmp_path: Path, capsys) -> None:
         ("--lost 1.2 --no-reroute", "reroute"),
         ("--cap 0.1", "less than one micro-batch"),
         ("--cap two", "1f1b"),
-        ("--cap 12GiB", "give --profile or --preset"),
-        ("--cap auto --costs F=1,I=1,W=1", "give --profile or --preset"),
-        ("--cap 1MiB --preset gpt3_medium", "may hold 1048576 bytes"),
-        ("--cap auto --preset gpt_145_6b", "--cap auto: stage 0: model state and working memory leave"),
+        ("--cap 12GiB", "give --profile"),
+        ("--cap auto --costs F=1,I=1,W=1", "give --profile"),
+        ("--cap 1MiB --profile gpt3_medium", "may hold 1048576 bytes"),
+        ("--cap auto --profile gpt_145_6b", "--cap auto: stage 0: model state and working memory leave"),
         ("--cap -1", "--cap -1"),
         ("--costs F=1,I=1", "W missing"),
         ("--costs F=1,I=1,W=1,X=2", "names F, I, W"),
@@ -194,10 +196,12 @@ def test_the_picture_is_written(tmp_path: Path, capsys) -> None:
         ("--dp 0", "replicas is 0"),
         ("--programs /no/such/folder/x", "No such file"),
         ("--profile /no/such/file", "No such file"),
-        ("--preset gpt4", "gpt3_medium"),
     ],
 )
-def test_errors_are_one_line(capsys, more: str, says: str) -> None:
+def test_errors_are_one_line(capsys, tmp_path, monkeypatch, more: str, says: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "--profile gpt" in more:
+        profile.write(analytic.preset(more.split()[-1]), more.split()[-1])
     arguments = ["plan", "--pp", "4", "--dp", "3", "--micro-batches", "6"] + more.split()
     assert main(arguments) == 2
     said = capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin.core.vocabulary import profile
-from recycle_plugin.planner import analytic
+from recycle_plugin.lab.planner import analytic
 from tests.support.jobs import assert_one_line, assert_same_training, faults
 
 pytestmark = pytest.mark.plain_too

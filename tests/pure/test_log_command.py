@@ -1,19 +1,15 @@
-"""``recycle log``: what is there, whether it can be read, and a step's tensors as files."""
+"""``recycle log``: what is there, and whether it can be read."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy
 import pytest
 
 from recycle_plugin.cli import main
-from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.runtime.log.records import DatumRecord, Part, StepRecord
 from recycle_plugin.runtime.log.segment import called, load
 from recycle_plugin.runtime.log.writer import LogWriter
 from tests.support.logs import RUN, News, act, put, put_step, stream
@@ -115,87 +111,17 @@ def test_what_a_killed_writer_leaves_is_said_and_is_no_fault(tmp_path, capsys) -
     writer.close()
 
 
-# --- export ----------------------------------------------------------------------------------------------------
-
-
-def test_export_writes_numpy_files_and_says_what_they_are(tmp_path, capsys) -> None:
-    writer = LogWriter(tmp_path / "log", stream(), 1 << 20, News())
-    numbers = numpy.arange(6, dtype="float32").reshape(2, 3)
-    halves = numpy.array([1, 2, 65535], dtype="uint16")  # the bits of three bfloat16
-    parts = (Part("hidden", "float32", (2, 3)), Part("", "bfloat16", (3,)))
-    assert writer.keep(DatumRecord(act(7, 1), parts, 2), [numbers, halves])
-    tied = numpy.array([0.5, -0.5])
-    assert writer.keep(DatumRecord(Datum("tied", 1, None, 7), (Part("0", "float64", (2,)),), 2), [tied])
-    assert writer.keep(StepRecord(7, 2, 1.25, "float32")) and writer.commit(7, 0)
-    writer.close()
-    out = tmp_path / "out"
-    code, text, _ = said(capsys, "export", tmp_path / "log", 7, "--out", out)
-    assert (code, text) == (0, f"2 data and 1 records of step 7 in {out}\n")
-    manifest = json.loads((out / "manifest.json").read_text())
-    tensors = [
-        {"file": "act-1-0.1-0.npy", "name": "hidden", "dtype": "float32", "shape": [2, 3]},
-        {"file": "act-1-0.1-1.npy", "name": "", "dtype": "bfloat16", "shape": [3]},
-    ]
-    whose = {"stage": 1, "micro_batch": "0.1", "valid_from": 2}
-    assert manifest == {
-        "run": RUN,
-        "step": 7,
-        "not_whole": [],
-        "data": [
-            {"kind": "act", **whose, "tensors": tensors},
-            {
-                "kind": "tied",
-                **whose,
-                "micro_batch": None,
-                "tensors": [{"file": "tied-1-0.npy", "name": "0", "dtype": "float64", "shape": [2]}],
-            },
-        ],
-        "records": [
-            {
-                "step": 7,
-                "valid_from": 2,
-                "norm": 1.25,
-                "dtype": "float32",
-                "rank": 1,
-                "incarnation": 0,
-                "seat": "0.1",
-                "shard": 0,
-            }
-        ],
-        "faults": [],
-    }
-    for file, expected in zip(("act-1-0.1-0", "act-1-0.1-1", "tied-1-0"), (numbers, halves, tied), strict=True):
-        found = numpy.load(out / f"{file}.npy")
-        assert found.dtype == expected.dtype and numpy.array_equal(found, expected)
-
-
-def test_export_writes_what_can_be_read_and_names_the_rest(tmp_path, capsys) -> None:
-    written(tmp_path).close()
-    path = tmp_path / called(WorkerId(1), 0)
-    place = load(path).entries[0]
-    flip(path, place.offset + place.size - 1)
-    code, text, _ = said(capsys, "export", tmp_path, 1, "--out", tmp_path / "out")
-    assert code == 1
-    assert text.splitlines()[1].startswith(f"{path}, byte {place.offset}: is damaged")
-    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert [each["micro_batch"] for each in manifest["data"]] == ["0.1"] and len(manifest["faults"]) == 1
-    assert not (tmp_path / "out" / "act-1-0.0-0.npy").exists()
-
-
 # --- mistakes --------------------------------------------------------------------------------------------------
 
 
 def test_mistakes_are_one_line(tmp_path, capsys) -> None:
     written(tmp_path / "log").close()
-    log, out = tmp_path / "log", tmp_path / "out"
+    log = tmp_path / "log"
     for arguments, text in (
         (("inspect", tmp_path / "no"), f"there is no folder {tmp_path / 'no'}"),
         (("verify", log, "--run", "x"), f"{log} has no log of run x: there are run-1"),
-        (("export", log, 9, "--out", out), f"{log}: step 9 is not committed"),
-        (("export", log, 1, "--out", tmp_path), f"--out {tmp_path} exists already"),
     ):
         assert said(capsys, *arguments) == (2, "", f"recycle: {text}\n")
-    assert not out.exists()
 
 
 def test_of_several_runs_one_has_to_be_named(tmp_path, capsys) -> None:
@@ -207,7 +133,7 @@ def test_of_several_runs_one_has_to_be_named(tmp_path, capsys) -> None:
     assert code == 1 and "run run-2, " in out and "is of run 'run-1', expected 'run-2'" in out
 
 
-@pytest.mark.parametrize("part", ["inspect", "verify", "export"])
+@pytest.mark.parametrize("part", ["inspect", "verify"])
 def test_each_part_has_help(part, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["log", part, "--help"])

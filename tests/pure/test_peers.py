@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.lab.planner.analytic import SHAPES, profile
 from recycle_plugin.lab.simulator.peers import (
     Bamboo,
     CheckFreq,
@@ -30,7 +31,6 @@ from recycle_plugin.lab.simulator.peers import (
 from recycle_plugin.lab.simulator.peers.bamboo import Nodes, fits_memory
 from recycle_plugin.lab.simulator.peers.oobleck import Template, distribute, multisets, template
 from recycle_plugin.lab.simulator.peers.recycle import techniques
-from recycle_plugin.planner.analytic import SHAPES, profile
 
 JOB = PeerJob("GPT-3 350M", Topology(6, 4, 6), profile(SHAPES["gpt3_medium"], micro_batch=4))
 BIG = PeerJob("GPT-3 3.35B", Topology(6, 4, 6), profile(SHAPES["gpt3_3_35b"]))

@@ -11,7 +11,7 @@ import yaml
 
 from recycle_plugin.core.vocabulary import profile
 from recycle_plugin.core.vocabulary.profile import Wire, ring_us
-from recycle_plugin.planner import analytic
+from recycle_plugin.lab.planner import analytic
 
 MEDIUM = analytic.preset("gpt3_medium")
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"

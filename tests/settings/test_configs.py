@@ -8,6 +8,7 @@ import yaml
 from recycle_plugin import configs
 from recycle_plugin.core.vocabulary import profile
 from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.lab.planner import analytic
 from recycle_plugin.lab.training.compose import (
     ComposeError,
     EmulatedModel,
@@ -15,7 +16,6 @@ from recycle_plugin.lab.training.compose import (
     compose,
     compose_from_command_line,
 )
-from recycle_plugin.planner import analytic
 from recycle_plugin.settings.schema import Settings
 from recycle_plugin.settings.wording import SettingsError
 

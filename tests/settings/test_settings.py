@@ -16,7 +16,7 @@ from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.planner import analytic
+from recycle_plugin.lab.planner import analytic
 from recycle_plugin.settings.schema import Settings, reference
 from recycle_plugin.settings.sections import LogSettings
 from recycle_plugin.settings.wording import GONE, SettingsError

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
+from recycle_plugin.core.vocabulary import profile
 from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile, Wire
+from recycle_plugin.lab.planner import analytic
 
 SIZES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6}
 ON = {"recycle": {"enabled": True}}
@@ -56,6 +58,12 @@ def data(doctor, config: dict, arguments: str, hosts: dict[str, int] | None = No
     found = json.loads(text)
     assert code == bool(found["change"])
     return found
+
+
+def medium(path: str) -> str:
+    """The arguments that name an analytic profile of GPT-3 Medium, which is written to ``path``."""
+    profile.write(analytic.preset("gpt3_medium"), path)
+    return f"--profile {path}"
 
 
 def small_profile(device_bytes: int | None) -> Profile:

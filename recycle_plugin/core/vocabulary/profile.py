@@ -1,6 +1,6 @@
 """Profiles: what the parts of a model cost on a device, and from them the cost of each stage of a pipeline.
 
-A profile is measured (``recycle profile``) or analytic (``simulator.analytic``), and says which wherever
+A profile is measured (``recycle profile``) or analytic (``lab.planner.analytic``), and says which wherever
 its title is shown.  JSON: the fields of :class:`Profile`, parts and links as objects.
 """
 

@@ -29,7 +29,7 @@ def run(found: argparse.Namespace, given: JobArguments, machine: Any) -> int:
     faults = tuple(map(Fault.parse, found.fault))
     if found.steps < 1:
         raise ValueError(f"--steps {found.steps}: at least 1")
-    lines = between(given.profile, given.placement, given.view.topology.stages)
+    lines = between(given.profile, found.placement, given.view.topology.stages)
     job = SimulatedJob(given.view, given.costs, given.policy, machine, lines)
     try:
         ran = job.run(found.steps, faults)

@@ -17,6 +17,9 @@ from F to I and from I to W, and the device's memory.  Medians of --repeat runs.
 recycle profile --model gpt3_medium --dtype bf16 --micro-batch 4 --out gpt3_medium.json
 recycle plan --profile gpt3_medium.json --pp 4 --dp 6 --micro-batches 12 --lost 1.2 --cap auto
 
+Where there is no such device, --preset writes an analytic A100's figures of a named model: gpt3_medium, gpt3_3_35b,
+gpt3_6_7b, gpt_18_4b, gpt_39_1b, gpt_76_1b, gpt_145_6b, each also with -ckpt for activation checkpointing.
+
 A job takes it with "recycle": {"costs": "gpt3_medium.json", "activation_cap": "auto"}.
 
 Links can't be measured by one process: --bandwidth and --latency are taken on trust, and the file says so.  Started on
@@ -39,6 +42,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         metavar="NAME",
         help="a GPT of configs/model: gpt_tiny, gpt3_medium, gpt3_3_35b, gpt3_6_7b (default: gpt_tiny)",
     )
+    made.add_argument("--preset", metavar="NAME", help="measure nothing: an analytic A100's, see above")
     made.add_argument("--micro-batch", type=int, default=1, metavar="B", help="sequences of a micro-batch (default: 1)")
     made.add_argument("--dtype", choices=["bf16", "fp32"], default=None, help="default: fp32 on a CPU, else bf16")
     made.add_argument("--device", metavar="KIND", help="default: the accelerator that torch finds, or else the CPU")
@@ -80,8 +84,9 @@ def run(found: argparse.Namespace) -> int:
         raise ValueError(f"--out {found.out}: there is no folder {found.out.resolve().parent}")
     from recycle_plugin.core.vocabulary import profile
     from recycle_plugin.lab.commands import measure_gpt
+    from recycle_plugin.lab.planner import analytic
 
-    taken = measure_gpt.measure(found)
+    taken = analytic.preset(found.preset, found.micro_batch) if found.preset else measure_gpt.measure(found)
     if taken is None:  # a rank other than 0
         return 0
     print(report(taken))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from recycle_plugin.commands.given import PLACEMENTS, JobArguments, add_job, job
+from recycle_plugin.commands.given import JobArguments, add_job, job
 from recycle_plugin.lab.commands import failure
 
 DESCRIPTION = """\
@@ -27,6 +27,7 @@ With --fault the steps are played instruction by instruction and drawn; --png wr
 A trace file has entries "hour workers", "hour lost 1.2,0.3" or "hour end", one a line or separated by |; gcp is the one
 of ReCycle's evaluation (digitised).  Who is lost is drawn at random where the trace does not say so (--seed).
 """
+PLACEMENTS = ("alone", "replica", "stage")
 _SPAN = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[smh])")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -39,7 +40,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_job(made)
+    add_job(made).add_argument("--preset", metavar="NAME", help="costs of a named model, an analytic A100: see above")
     failures = made.add_mutually_exclusive_group(required=True)
     failures.add_argument("--trace", metavar="FILE", help="failure trace: a file, or gcp")
     failures.add_argument("--mtbf", metavar="TIME", help="one worker lost so often, as in 30m or 6h")
@@ -83,7 +84,7 @@ def run(found: argparse.Namespace) -> int:
     from recycle_plugin import planner
     from recycle_plugin.core.vocabulary import machine_constants as machine
 
-    given = job(found, milliseconds=True, placement=found.placement)
+    given = given_job(found)
     found.machine = found.machine or ("local" if given.unit == "ms" else "cluster")
     costs = machine.by_name(found.machine)
     if found.fault:
@@ -94,12 +95,25 @@ def run(found: argparse.Namespace) -> int:
         raise ValueError("--lost: write losses into a trace, as in '0 lost 1.2'")
     changes, length_s = failures(found, len(given.view.live))
     try:
-        result = simulate(given, costs, changes, length_s, not found.no_normalise, found.seed)
+        result = simulate(given, costs, changes, length_s, not found.no_normalise, found.seed, found.placement)
     except planner.PlanError as error:
         raise ValueError(str(error)) from None
     result["machine"] = {"name": found.machine, **asdict(costs)}
     print(json.dumps(result, indent=1) if found.json else report(given, result))
     return 0
+
+
+def given_job(found: argparse.Namespace) -> JobArguments:
+    """The job that the arguments describe, with the costs of its placement.  Raises ValueError for bad input."""
+    from recycle_plugin.lab.planner import analytic
+
+    given = job(found, milliseconds=True, taken=analytic.preset(found.preset) if found.preset else None)
+    if found.placement == "alone":
+        return given
+    if given.profile is None:
+        raise ValueError(f"--placement {found.placement} needs the sizes of tensors: give --profile or --preset")
+    shape = given.view.topology
+    return replace(given, costs=given.profile.costs(shape.stages, shape.replicas, found.no_split, found.placement))
 
 
 def failures(found: argparse.Namespace, workers: int) -> tuple[list, float]:
@@ -129,19 +143,22 @@ def span(text: str, name: str) -> float:
     return float(match["number"]) * _SECONDS[match["unit"]]
 
 
-def simulate(given: JobArguments, costs: Any, changes: list, length_s: float, normalise: bool, seed: int) -> dict:
+def simulate(
+    given: JobArguments, costs: Any, changes: list, length_s: float, normalise: bool, seed: int, placement: str
+) -> dict:
     """Simulate a job's hours; everything that is printed, times in seconds, throughput in samples per second."""
     from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Policy
     from recycle_plugin.lab.simulator.history import SimulatedTrainer, StepPeriods
     from recycle_plugin.lab.simulator.network import between
 
     shape = given.view.topology
-    lines = between(given.profile, given.placement, shape.stages)
-    copies = [costs.copy.transfer_us(size) for size in given.state_bytes]
+    lines = between(given.profile, placement, shape.stages)
+    states = () if given.profile is None else given.profile.state_bytes(shape.stages)
+    copies = [costs.copy.transfer_us(size) for size in states]
     trainer = SimulatedTrainer(shape, given.costs, given.policy, costs, copies, normalise, seed, lines)
     history = trainer.run(changes, length_s)
     stock = StepPeriods(given.costs, Policy(False, False, False, ONE_F_ONE_B), lines).of(given.view)
-    samples = shape.replicas * shape.micro_batches * given.samples
+    samples = shape.replicas * shape.micro_batches * (1 if given.profile is None else given.profile.micro_batch)
 
     def rate(period_us: int) -> float:
         return 1e6 * samples / period_us

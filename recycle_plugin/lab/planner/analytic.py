@@ -100,16 +100,16 @@ SHAPES = {
 """Shapes: configs/model, and for the last four papers.md section 1; their tensor parallelism is our choice."""
 
 
-def preset(name: str) -> Profile:
-    """The analytic profile called ``name``; ``<shape>-ckpt`` with activation checkpointing.  Raises ValueError for
-    another name.
+def preset(name: str, micro_batch: int = 1) -> Profile:
+    """The analytic profile called ``name``, for micro-batches of so many sequences; ``<shape>-ckpt`` with activation
+    checkpointing.  Raises ValueError for another name.
     """
     shape, _, saved = name.partition("-")
     if shape not in SHAPES or saved not in ("", "ckpt"):
         raise ValueError(
             f"--preset {name}: one of {', '.join(SHAPES)}, each also with -ckpt for activation checkpointing"
         )
-    return profile(SHAPES[shape], checkpointing=saved == "ckpt")
+    return profile(SHAPES[shape], micro_batch, checkpointing=saved == "ckpt")
 
 
 def profile(shape: Shape, micro_batch: int = 1, checkpointing: bool = False, device: DeviceRates = A100) -> Profile:
@@ -121,7 +121,7 @@ def profile(shape: Shape, micro_batch: int = 1, checkpointing: bool = False, dev
         origin="analytic",
         device=device.name,
         date=WRITTEN,
-        command="recycle_plugin/planner/analytic.py",
+        command="recycle_plugin/lab/planner/analytic.py",
         dtype="bf16",
         micro_batch=micro_batch,
         sequence=shape.sequence,
