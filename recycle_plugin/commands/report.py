@@ -7,8 +7,8 @@ from pathlib import Path
 
 DESCRIPTION = """\
 Write report.html to a run folder: what happened and what it cost in one sentence, why the job ended, throughput and
-loss with the failures marked, the schedule before and after (as it ran where recycle.trace is set, else the plan with
-measured costs), and the events.  The file needs nothing else, and no network.
+loss with the failures marked, with recycle.trace the schedule before and after, and the events.  The file needs
+nothing else, and no network.
 
 recycle report runs/train
 """

@@ -15,10 +15,8 @@ from recycle_plugin import folders
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.span import Span, run_again
-from recycle_plugin.observability import measured_costs
 from recycle_plugin.observability.console import QUIET, STYLES, event_line
 from recycle_plugin.observability.event_fields import number
-from recycle_plugin.observability.measured_costs import Measured
 from recycle_plugin.observability.run_history import EVENTS, Failure, RunHistory
 from recycle_plugin.observability.run_summary import UNKNOWN, end, facts, seconds, sentence, these
 from recycle_plugin.observability.trace import read_traces
@@ -154,9 +152,7 @@ def failures(history: RunHistory) -> Table:
 
 
 def schedule(history: RunHistory, spans: Sequence[Span]) -> Iterator[bytes | str]:
-    """What the workers did when: as it was traced; without traces as it was planned, with the costs that were
-    measured.
-    """
+    """What the workers did when, as far as it was traced."""
     if len(history.shape.seats) > DRAWN_SEATS:
         yield f"{len(history.shape.seats)} workers are too many to draw; recycle plan --png draws a plan all the same."
         return
@@ -174,61 +170,7 @@ def schedule(history: RunHistory, spans: Sequence[Span]) -> Iterator[bytes | str
         yield "As it ran, measured: the last two steps that were traced."
         yield _png([window])
         return
-    try:
-        before, after = measured_costs.before(history), measured_costs.after(history)
-        drawn = planned(history, before, after)
-    except ValueError as wrong:  # settings as another release has them: the rest of the report does not need them
-        yield f"The plan is not drawn: {wrong}."
-        return
-    yield _assumptions(history, before, after)
-    yield _png(drawn)
-
-
-def planned(history: RunHistory, before: Measured | None, after: Measured | None) -> list[gantt.Panel]:
-    """The plan for everybody and, if workers were missing, the one for those who were left, the last time.
-
-    Each is drawn with what was measured in its steps, ``before`` the first failure and ``after`` one; None: with what
-    the settings assume.
-    """
-    from recycle_plugin import planner
-    from recycle_plugin.planner.assemble import timeline
-
-    drawn = [(history.shape.full(), before)]
-    if history.degraded is not None:
-        drawn.append((history.degraded[0], after))
-    found = []
-    for view, measured in drawn:
-        plan = planner.plan(view, history.costs, history.policy)  # as the job made it, by the settings' costs
-        who = f"without {these(view.lost)}" if view.lost else "with everybody there"
-        costs = f"with costs of steps {measured.first} to {measured.last}" if measured else "with assumed costs"
-        spans = measured_costs.timed(plan, measured.costs) if measured else timeline(plan, history.costs)
-        found.append(gantt.Panel(f"planned, {who}, {costs}", spans))
-    return found
-
-
-def _assumptions(history: RunHistory, before: Measured | None, after: Measured | None) -> str:
-    """What of the drawn plans was measured, and what was not."""
-    known = [("before the first failure" if history.failures else "measured", before)]
-    if history.degraded is not None:
-        known.append(("while workers were missing", after))
-    told = [
-        f"{when} {', '.join(f'{us / 1000:.3g}' for us in measured.micro_batch_us)} ms (steps {measured.first} to "
-        f"{measured.last})"
-        for when, measured in known
-        if measured
-    ]
-    untraced = "recycle.trace: true draws what ran"
-    if not told:
-        return (
-            "No trace, and no figures of undisturbed steps: the plan is drawn with the costs that the settings assume, "
-            f"and its times are no measurement; {untraced}."
-        )
-    rest = "" if all(measured for _, measured in known) else "; the other plan has the costs that the settings assume"
-    return (
-        f"No trace: the plan is drawn with what a micro-batch was measured to cost on each stage, forward and backward "
-        f"together: {', '.join(told)}. How that divides into forward and backward, and what communication costs, is "
-        f"assumed as in the settings{rest}; the gradients' sum and the optimizer's step are not drawn; {untraced}."
-    )
+    yield "No trace of these steps: recycle.trace: true draws what ran, and recycle plan --png draws a plan."
 
 
 def events(history: RunHistory) -> Table:

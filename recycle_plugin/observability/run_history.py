@@ -13,21 +13,17 @@ from functools import cached_property
 from math import nan
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import psutil
 
-from recycle_plugin.core.messages.typed import Unreadable, read
-from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.describe import BROKEN
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.observability.absences import Absence, absences
 from recycle_plugin.observability.event_fields import check, number
 
-T = TypeVar("T")
 EVENTS = "events.jsonl"
 WARM_UP = 3  # steps at the start of a run that no median counts
 CLOCKS_S = 60.0  # how far apart the clocks of events and of processes may be
@@ -163,25 +159,6 @@ class RunHistory:
             self.job["replicas"], self.job["stages"], micro_batches, tuple(map(tuple, self.job.get("ties", ())))
         )
 
-    @property
-    def policy(self) -> Policy:
-        """The policy that plans were made with.  Raises ValueError where the log has none that can be read."""
-        return self._of_job(Policy, "policy")
-
-    @property
-    def costs(self) -> CostModel:
-        """The costs that plans were made with.  Raises ValueError where the log has none that can be read."""
-        return self._of_job(CostModel, "costs")
-
-    def _of_job(self, kind: type[T], name: str) -> T:
-        """Read a part of the job's settings; ValueError names what is wrong."""
-        if name not in self.job:
-            raise ValueError(f"the start event has no job.{name}")
-        found = read(kind, self.job[name], f"job.{name}")
-        if isinstance(found, Unreadable):
-            raise ValueError(str(found))
-        return found
-
     @cached_property
     def commits(self) -> dict[int, float]:
         """When each step was committed, in seconds since the epoch.
@@ -256,21 +233,6 @@ class RunHistory:
     def view(self) -> ClusterView:
         """The cluster as it is at the end: who is left."""
         return self.shape.full().without(*map(Seat.parse, self.gone))
-
-    @cached_property
-    def degraded(self) -> tuple[ClusterView, int, int] | None:
-        """The last time at which workers were missing: who was left, and its first and last undisturbed step, none if
-        the one is behind the other; None if nobody was ever missing, or a stage had nobody.
-        """
-        last = max((absence.back_step for absence in self.returns), default=0)
-        over = [absence for absence in self.returns if self.gone or absence.back_step < last]
-        missing = [absence for absence in self.absences if absence not in over]
-        if not missing:
-            return None
-        view = self.shape.full().without(*{absence.seat for absence in missing})
-        since = [step for absence in missing for step in self._committed_after(absence.gone_at)[1:2]]
-        first = max([*since, *(absence.back_step + 1 for absence in over)], default=self.last + 1)
-        return None if view.empty_stages() else (view, first, self.last if self.gone else last - 1)
 
     def _committed_after(self, time: float) -> list[int]:
         return sorted(step for step, at in self.commits.items() if at > time)

@@ -86,11 +86,6 @@ def test_the_report_shows_the_return(folder):
     assert all((chart.lost, chart.back) == ([6], [10]) for chart in report.charts(history))
     (row,) = report.failures(history).rows
     assert (row[1], row[-1]) == (WHY, "1.59 s, step 10")
-    whole, without = report.planned(history, None, None)
-    assert whole.title == "planned, with everybody there, with assumed costs"
-    assert without.title == "planned, without 0.1, with assumed costs", "as it was while somebody was missing"
-    view, first, last = history.degraded
-    assert list(map(str, view.lost)) == ["0.1"] and (first, last) == (7, 9)
     assert {"0.1", "1.59 s, step 10"} <= set(Read(report.write(folder).read_text()).texts["td"])
 
 

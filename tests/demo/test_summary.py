@@ -3,71 +3,22 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from math import isnan
-from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from recycle_plugin import planner
 from recycle_plugin.cli import main
 from recycle_plugin.commands import demo
 from recycle_plugin.commands.came_back import NotBack
-from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.observability import measured_costs, report
+from recycle_plugin.observability import report
 from recycle_plugin.observability.console import QUIET
 from recycle_plugin.observability.run_history import NO_REASON, RunHistory
 from recycle_plugin.observability.run_summary import UNKNOWN, end, facts, sentence, wall_clock
 from recycle_plugin.render import gantt
 from tests.support.run_folder import Read, rewrite, spans, trace, two_at_once
-
-
-def test_without_a_trace_and_figures_it_shows_the_plans_with_assumed_costs_and_says_so(folder):
-    history = RunHistory.read(folder)
-    assert measured_costs.before(history) is None and measured_costs.after(history) is None
-    before, after = report.planned(history, None, None)
-    assert (before.title, after.title) == (
-        "planned, with everybody there, with assumed costs",
-        "planned, without 0.1, with assumed costs",
-    )
-    assert len({span.seat for span in before.spans}) == 4 and len({span.seat for span in after.spans}) == 3
-
-
-def figures(folder: Path) -> None:
-    """Let each committed step say that workers of stage 0 compute half of the time, and those of stage 1 a quarter."""
-    previous = 100.0
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    for event in events:
-        if event["event"] == "committed":
-            event.update(step_s=event["time"] - previous, stage_bubbles=[0.5, 0.75], bubble_share=0.6)
-            previous = event["time"]
-    (folder / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
-
-
-def test_without_a_trace_plans_have_the_costs_that_were_measured(folder):
-    """Before: steps 4 and 5, median 0.23 s, of two workers a stage; after: steps 7 to 9, 0.4 s, of two and one."""
-    figures(folder)
-    history = RunHistory.read(folder)
-    before, after = measured_costs.before(history), measured_costs.after(history)
-    assert (before.first, before.last, after.first, after.last) == (4, 5, 7, 9)
-    assert before.micro_batch_us == (round(0.23 / 8 * 1e6), round(0.115 / 8 * 1e6))
-    assert after.micro_batch_us == (round(0.4 / 8 * 1e6), round(0.1 / 8 * 1e6))
-    assert before.costs.forward[0] == before.costs.input[0] == before.costs.weight[0] == round(28750 / 3)
-    whole, without = report.planned(history, before, after)
-    assert whole.title == "planned, with everybody there, with costs of steps 4 to 5"
-    busy = sum(span.end_us - span.start_us for span in whole.spans if span.seat.stage == 0)
-    assert busy == pytest.approx(8 * 28750, rel=0.01)
-    for seat in {span.seat for span in whole.spans}:  # nobody does two things at once
-        mine = sorted((span for span in whole.spans if span.seat == seat), key=lambda span: span.start_us)
-        assert all(one.end_us <= two.start_us for one, two in pairwise(mine)) and len(mine) == 12
-    assert without.title == "planned, without 0.1, with costs of steps 7 to 9"
-    (note,) = (text for text in Read(report.write(folder).read_text()).texts["p"] if "No trace" in text)
-    assert "before the first failure 28.8, 14.4 ms" in note and "no measurement" not in note
 
 
 def test_no_text_of_a_picture_covers_another(folder, monkeypatch):
@@ -85,21 +36,6 @@ def test_no_text_of_a_picture_covers_another(folder, monkeypatch):
     assert len(pauses) == 1 and len(names) == 12
     assert not any(pause.overlaps(name) for pause in pauses for name in names)
     assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width for _, box in boxes)
-
-
-def test_a_plan_that_is_timed_with_its_own_costs_is_as_the_planner_has_it_from_rest():
-    """F of a micro-batch after that of the stage before, I after that of the next one, each as soon as it may."""
-    view, costs = Topology(1, 2, 1).full(), CostModel((5, 7), (11, 13), (17, 19), communication=3)
-    plan = planner.plan(view, costs, Policy())
-    found = {(str(span.seat), span.instruction.op.value): span[2:] for span in measured_costs.timed(plan, costs)}
-    assert found == {
-        ("0.0", "F"): (0, 5),
-        ("0.1", "F"): (8, 15),
-        ("0.1", "I"): (15, 28),
-        ("0.1", "W"): (28, 47),
-        ("0.0", "I"): (31, 42),
-        ("0.0", "W"): (42, 59),
-    }
 
 
 def test_a_run_without_a_failure_shows_its_last_traced_steps(folder):
@@ -335,26 +271,6 @@ def test_only_a_fault_that_explains_a_loss_is_its_cause(folder, fields, was_it):
     assert (failure.fault is not None) == was_it and (failure.struck_at < failure.seen_at) == was_it
 
 
-@pytest.mark.parametrize("part", ("policy", "costs"))
-@pytest.mark.parametrize("how", ("more", "less"))
-def test_settings_of_another_release_cost_only_the_schedule(folder, part, how):
-    def changed(events: list[dict]) -> list[dict]:
-        (start,) = (event for event in events if event["event"] == "start")
-        if how == "less":
-            del start["job"][part]
-        else:
-            start["job"][part]["newer"] = 1
-        return events
-
-    history = rewrite(folder, changed)
-    what = f"job.{part}.newer is unknown" if how == "more" else f"the start event has no job.{part}"
-    with pytest.raises(ValueError, match=what):
-        getattr(history, part)
-    assert list(report.schedule(history, [])) == [f"The plan is not drawn: {what}."]
-    found = Read(report.write(folder).read_text())
-    assert found.texts["p"][0] == SENTENCE and found.texts["h2"][-1] == "Events" and len(found.links) == 2
-
-
 def test_figures_that_are_no_numbers_are_left_out(folder):
     def odd(events: list[dict]) -> list[dict]:
         for event in events:
@@ -366,7 +282,7 @@ def test_figures_that_are_no_numbers_are_left_out(folder):
 
     history = rewrite(folder, odd)
     assert [drawn.title for drawn in report.charts(history)] == ["Throughput"] and history.failures[0].pid is None
-    assert measured_costs.before(history) is None and report.write(folder)
+    assert report.write(folder)
 
 
 def test_commits_at_one_time_have_no_rate(folder, capsys):
