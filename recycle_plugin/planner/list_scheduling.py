@@ -61,8 +61,8 @@ NEVER = 1 << 60
 
 
 def portfolio(stages: int) -> tuple[SchedulingRule, ...]:
-    """The rules to try, in an order found by greedy cover over 220 jobs of ``scripts/bench_planner.py grid``, half of
-    them with unequal costs: each adds most to those before it.
+    """The rules to try, in an order found by greedy cover over 220 jobs of 2 to 8 stages, half of them with unequal
+    costs: each adds most to those before it.
     """
     half = stages // 2
     return (

@@ -36,8 +36,7 @@ class Line:
     ``recompute_s``: a step of each stage in a replay; ``boundary_bytes``: what crosses each boundary in a step, both
     ways; ``failure``: the probability of each stage to be the one that fails; ``hosts``: where each stage is.
 
-    ``load_s``: the loading of a checkpoint; ``every``: steps from one checkpoint to the next.  Raises ValueError for
-    what can't be.
+    ``load_s``: the loading of a checkpoint; ``every``: steps from one checkpoint to the next.
     """
 
     recompute_s: tuple[float, ...]
@@ -48,17 +47,6 @@ class Line:
     every: int
     network_bytes_per_s: float
     read_bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        stages = len(self.recompute_s)
-        lengths = {"boundary_bytes": stages - 1, "failure": stages, "hosts": stages}
-        for name, length in lengths.items():
-            if len(getattr(self, name)) != length:
-                raise ValueError(f"{name} has {len(getattr(self, name))} numbers, and {stages} stages need {length}")
-        if not stages or min(*self.recompute_s, *self.boundary_bytes, *self.failure, self.load_s, self.every) < 0:
-            raise ValueError("a line has at least one stage, and no number below 0")
-        if min(self.network_bytes_per_s, self.read_bytes_per_s) <= 0:
-            raise ValueError("bandwidths have to be above 0")
 
     @property
     def stages(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
-from recycle_plugin.core.vocabulary.plan import Plan
 
 
 class PlanError(Exception):
@@ -12,9 +11,9 @@ class PlanError(Exception):
 
 
 class VerificationError(PlanError):
-    """A plan breaks a rule.  Carries where, so that ``render.grid.draw_error`` can show it."""
+    """A plan breaks a rule, which is a mistake of the planner."""
 
-    def __init__(self, rule: str, plan: Plan, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
+    def __init__(self, rule: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
         where = (
             f" (seat {seat}, {instruction})"
             if instruction is not None
@@ -23,4 +22,3 @@ class VerificationError(PlanError):
             else ""
         )
         super().__init__(rule + where)
-        self.plan, self.seat, self.instruction = plan, seat, instruction

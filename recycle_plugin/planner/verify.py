@@ -75,7 +75,7 @@ def _rows(plan: Plan) -> Rows:
 def _refuse(rule: str, plan: Plan, row: int, place: int) -> None:
     seat = plan.programs.seats[row]
     program = plan.programs[seat]
-    raise VerificationError(rule, plan, seat, program[place] if 0 <= place < len(program) else None)
+    raise VerificationError(rule, seat, program[place] if 0 <= place < len(program) else None)
 
 
 def _check_end(plan: Plan, rows: Rows) -> None:
@@ -121,7 +121,7 @@ def _check_once(plan: Plan, rows: Rows) -> None:
         names = {number: " ".join(map(str, ran)) or "nothing" for ran, number in _states().items()}
         ran, micro_batch = names[int(state[stage, replica, index])], MicroBatch(replica, index)
         raise VerificationError(
-            f"of micro-batch {micro_batch} stage {stage} runs {ran}", plan, plan.route.get((stage, micro_batch))
+            f"of micro-batch {micro_batch} stage {stage} runs {ran}", plan.route.get((stage, micro_batch))
         )
 
 
@@ -136,7 +136,6 @@ def _check_blocks(plan: Plan, rows: Rows) -> None:
         micro_batch, first = MicroBatch(replica, index), MicroBatch(replica, index // size * size)
         raise VerificationError(
             f"micro-batches {first} and {micro_batch} of one block have different workers on stage {stage}",
-            plan,
             plan.route[stage, micro_batch],
         )
     adds = np.array([op in (Op.W, Op.B) for op in OPS])

@@ -41,12 +41,6 @@ def test_grid_of_a_simulated_step(golden) -> None:
     golden("simulated_degraded.txt", grid.draw(spans(LOST), tick_us=10))
 
 
-def test_grid_marks_one_instruction() -> None:
-    text = grid.draw(spans(), tick_us=10, mark=(Seat(1, 0), Instruction.parse("0I1.0")))
-    assert [line.endswith(grid.HERE) for line in text.splitlines()] == [False, False, False, True, False]
-    assert text.count("[I0]") == 1
-
-
 def test_grid_refuses_ticks_of_no_length_and_draws_nothing_for_nothing() -> None:
     with pytest.raises(ValueError, match="tick_us is 0"):
         grid.draw(spans(), tick_us=0)

@@ -10,7 +10,6 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.planner import VerificationError, plan, verify
-from recycle_plugin.render.grid import draw_error
 from tests.support.planned import EXAMPLE, LOST, UNIT, crossed
 
 GOOD = plan(EXAMPLE.full().without(LOST), UNIT, Policy(activation_cap=8))
@@ -71,9 +70,3 @@ def test_broken_plans_are_refused(what: str) -> None:
 def test_programs_that_wait_for_each_other_are_refused() -> None:
     with pytest.raises(VerificationError, match="0.0 waits before 0I0.1; 0.1 waits before 1F0.0"):
         verify(crossed())
-
-
-def test_errors_draw_the_grid(golden) -> None:
-    with pytest.raises(VerificationError) as caught:
-        verify(BROKEN["a weight gradient before its backward"][0])
-    golden("error.txt", draw_error(caught.value))
