@@ -128,12 +128,10 @@ class CheckedFile:
         self.crc = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write bytes; raises OSError."""
         self.crc = crc32(data, self.crc)
         return self._noting(lambda: self._file.write(data))
 
     def flush(self) -> None:
-        """Flush the file; raises OSError."""
         self._noting(self._file.flush)
 
     def _noting(self, do: Callable[[], T]) -> T:

@@ -50,7 +50,6 @@ class RunOutcome(RunHistory):
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each step, as every rank that got to the end has it."""
         return next(iter(self.records.values()))["losses"]
 
     @property
@@ -99,7 +98,6 @@ class JobRun:
 
     @property
     def output(self) -> str:
-        """What the run has printed so far."""
         return self._output.read_text(errors="replace")
 
     def events(self) -> list[dict]:
@@ -107,7 +105,6 @@ class JobRun:
         return read_events(self.folder / EVENTS)
 
     def committed(self) -> int:
-        """The last committed step, 0 before the first."""
         return max((event["step"] for event in self.events() if event["event"] == "committed"), default=0)
 
     def resumes(self) -> list[dict]:
@@ -181,7 +178,6 @@ class JobRun:
         self.launcher.wait(10)
 
     def cpu_s(self) -> float:
-        """Processor seconds that the run's processes have used."""
         used = 0.0
         for pid in self._pids():
             try:

@@ -28,12 +28,10 @@ class Release(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether it is in the range, or not installed."""
         return self.installed is None or SpecifierSet(self.needs).contains(self.installed, prereleases=True)
 
     @property
     def wrong(self) -> str:
-        """The line that says what to install instead."""
         return f"{self.name} {self.installed}: pip install '{self.name}{self.needs}'"
 
 

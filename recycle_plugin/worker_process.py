@@ -154,7 +154,6 @@ def crash(rank: int, error: Exception) -> Crashed:
 
 
 def _foreign(file: str) -> bool:
-    """Whether the file is no code of the user's."""
     return file.startswith("<") or any(os.path.realpath(file).startswith(f"{folder}{os.sep}") for folder in FOREIGN)
 
 

@@ -27,11 +27,9 @@ class Row:
 
     @property
     def said(self) -> str:
-        """The text, and the advice behind it."""
         return f"{self.text}; {self.advice}" if self.advice else self.text
 
     def as_data(self) -> dict[str, Any]:
-        """The row for JSON."""
         return asdict(self)
 
 
@@ -41,16 +39,13 @@ def judged(name: str, wrong: str, text: str, advice: str, **figures: Any) -> Row
 
 
 def all_passed(rows: Iterable[Row]) -> bool:
-    """Whether nothing that was tried has failed."""
     return all(row.passed is not False for row in rows)
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The rows as aligned lines of text."""
     return [line.rstrip() for line in aligned([(MARKS[row.passed], row.name, row.said) for row in rows])]
 
 
 def markdown(rows: Sequence[Row]) -> list[str]:
-    """The rows as the lines of a table in Markdown."""
     cells = ((MARKS[row.passed], row.name, row.said.replace("|", "\\|")) for row in rows)
     return ["| | what | found |", "|---|---|---|", *(f"| {' | '.join(line)} |" for line in cells)]

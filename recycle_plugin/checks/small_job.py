@@ -31,7 +31,6 @@ class Block(nn.Module):
         self.narrow, self.dropout = nn.Linear(4 * width, width), nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add to (batch, token, width) what follows from it."""
         return x + self.dropout(self.narrow(nn.functional.gelu(self.wide(self.norm(x)))))
 
 
@@ -44,7 +43,6 @@ def batch(step: int, replica: int, micro_batch: int) -> tuple[torch.Tensor, torc
 
 
 def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean cross entropy."""
     return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
 
 
@@ -112,7 +110,6 @@ def train(pipeline: Pipeline, steps: int, record: dict, hold: Hold) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The script's own arguments."""
     made = argparse.ArgumentParser()
     made.add_argument("--local_rank", type=int)  # DeepSpeed's launcher gives it
     made.add_argument("--deepspeed_config")  # in which the plugin's launcher looks for the placement

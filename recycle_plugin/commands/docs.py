@@ -16,7 +16,6 @@ _ROW = re.compile(r"^\| \[(\w+)\]\(\w+\.md\) \| (.+?) \|$", re.MULTILINE)
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand and its arguments."""
     made = commands.add_parser(
         "docs",
         help="print the documents: tutorial, operations, settings, ...",

@@ -40,7 +40,6 @@ Exit code: 0 where nothing has to change; 1 where something has to, in lines tha
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand and its arguments."""
     made = commands.add_parser(
         "doctor",
         help="what a job survives, what each loss costs, and what to change",
@@ -116,7 +115,6 @@ def head(job: ConfiguredJob) -> Iterator[str]:
 
 
 def described(job: ConfiguredJob) -> dict:
-    """The job's shape as data for ``--json``."""
     return {
         "stages": job.stages,
         "replicas": job.replicas,

@@ -161,7 +161,6 @@ def _row(lost: str, way: str, how: str, seconds: Sequence[float]) -> dict:
 
 
 def _ways(job: ConfiguredJob, found: Choices) -> list[dict]:
-    """The kinds of loss, each with its way."""
     losses, step_s = [], job.planned()[0] / 1e6
     if job.survives:
         pause, throughput = (LOCAL.detection_us + LOCAL.pause_us) / 1e6, job.planned()[0] / job.one_lost()

@@ -45,7 +45,6 @@ def aligned(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> lis
 
 
 def ms(microseconds: int) -> str:
-    """Microseconds in words, as milliseconds."""
     return f"{microseconds / 1000:.4g} ms"
 
 
@@ -55,5 +54,4 @@ def times(ratio: float) -> str:
 
 
 def gib(size: int) -> str:
-    """Bytes in words, as GiB."""
     return f"{size / (1 << 30):.2f} GiB"

@@ -25,7 +25,6 @@ CODES = "Exit code: 0, or 1 where something can't be read; 2 for a wrong command
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand with its two parts."""
     made = commands.add_parser("log", help="look at what was logged for replays, check it")
     parts = made.add_subparsers(required=True, metavar="inspect|verify")
     for name, help_, description, run in (

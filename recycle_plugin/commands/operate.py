@@ -32,7 +32,6 @@ CODES = "Exit code: 0 once it is asked for, 1 where that can't be, with the reas
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Make the three commands known to the command line."""
     for name, what, help_, description, make in (
         ("leave", "SEAT", "a seat's worker leaves a running job as planned", LEAVE, AskLeave),
         ("drain", "HOST", "all workers of a host leave a running job as planned", DRAIN, AskDrain),

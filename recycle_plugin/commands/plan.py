@@ -34,7 +34,6 @@ COARSE = 60  # columns of a grid whose costs are no ticks
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand and its arguments."""
     made = commands.add_parser(
         "plan",
         help="plan one step for a shape and its lost workers",

@@ -15,7 +15,6 @@ recycle report runs/train
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand and its arguments."""
     made = commands.add_parser(
         "report",
         help="write report.html of a run",

@@ -29,7 +29,6 @@ MOST_NAMED = 24  # seats in a line
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Make ``recycle status`` known to the command line."""
     made = commands.add_parser(
         "status",
         help="where a running job is: steps, live workers, throughput",
@@ -138,7 +137,6 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
 
 
 def _joining(history: RunHistory, now: float) -> list[dict]:
-    """Who is coming back, as data."""
     at = {rank: seat for seat, rank in history.seats.items()}
     return [
         {

@@ -51,7 +51,6 @@ class Absence:
 
     @property
     def is_over(self) -> bool:
-        """Whether the seat has a worker again."""
         return self.back_at is not None
 
     @property

@@ -145,7 +145,6 @@ class Announcer:
             self._log.add("\n".join(lines), keep=event.kind not in STEPS)
 
     def _say_of(self, kind: str, text: str, **details: object) -> None:
-        """Say something of what is written here."""
         self.say(Event(kind, text, details), time.time())
 
     def _of_a_file(self, event: Event, now: float) -> None:
@@ -183,7 +182,6 @@ class Announcer:
             self._printing.attempt(lambda: self._print(stamp + line))
 
     def _print(self, line: str) -> None:
-        """Print to what is no terminal, perhaps a file."""
         try:
             print(line, flush=True)
         except BrokenPipeError:

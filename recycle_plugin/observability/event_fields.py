@@ -17,22 +17,18 @@ Check = Callable[[Any], bool]
 
 
 def count(value: object) -> bool:
-    """Whether it is a whole number from 0 on."""
     return type(value) is int and 0 <= value <= LARGEST
 
 
 def positive(value: object) -> bool:
-    """Whether it is a whole number from 1 on."""
     return count(value) and value != 0
 
 
 def number(value: object) -> bool:
-    """Whether it is a finite number."""
     return (type(value) is int and abs(value) <= LARGEST) or (type(value) is float and isfinite(value))
 
 
 def moment(value: object) -> bool:
-    """Whether it is a time in seconds since the epoch."""
     return number(value) and 0 <= value < LATEST  # type: ignore[operator]
 
 
@@ -42,12 +38,10 @@ def loss(value: object) -> bool:
 
 
 def text(value: object) -> bool:
-    """Whether it is a text."""
     return isinstance(value, str)
 
 
 def texts(value: object) -> bool:
-    """Whether it is a list of texts."""
     return isinstance(value, list) and all(map(text, value))
 
 
@@ -67,12 +61,10 @@ def others(value: object) -> bool:
 
 
 def rank(value: object) -> bool:
-    """Whether it is a worker's rank, or None for nobody's."""
     return value is None or count(value)
 
 
 def yes_or_no(value: object) -> bool:
-    """Whether it is a truth value."""
     return isinstance(value, bool)
 
 

@@ -39,7 +39,6 @@ class Exporter:
             self._metrics.take(event, now)
 
     def close(self) -> None:
-        """Close the server, if there is one."""
         if self._server is not None:
             self._server.close()
 

@@ -297,7 +297,6 @@ class TrainingTime:
         return self._samples * self._usual_s() / since_s if since_s > 0 else nan
 
     def _usual_s(self) -> float:
-        """The usual seconds a sample; NaN where they are not known."""
         if not self._undisturbed:
             return nan
         history = RunHistory(tuple(self._undisturbed))

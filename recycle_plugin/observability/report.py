@@ -251,7 +251,6 @@ def _around(spans: Sequence[Span], failure: Failure) -> bool:
 
 
 def _extents(spans: Sequence[Span]) -> tuple[dict[int, int], dict[int, int]]:
-    """When each step begins and ends."""
     begins: dict[int, int] = {}
     ends: dict[int, int] = {}
     for span in spans:

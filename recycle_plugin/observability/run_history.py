@@ -126,7 +126,6 @@ class RunHistory:
         return cls(tuple(events[first:]))
 
     def of(self, kind: str) -> list[dict]:
-        """The events of one kind."""
         return [event for event in self.events if event["event"] == kind]
 
     @property
@@ -221,17 +220,14 @@ class RunHistory:
 
     @property
     def returns(self) -> tuple[Absence, ...]:
-        """The absences that are over, in their order."""
         return tuple(absence for absence in self.absences if absence.is_over)
 
     @property
     def unmanned(self) -> tuple[int, ...]:
-        """Stages that nobody is left in."""
         return self.view.empty_stages()
 
     @property
     def view(self) -> ClusterView:
-        """The cluster as it is at the end: who is left."""
         return self.shape.full().without(*map(Seat.parse, self.gone))
 
     def _committed_after(self, time: float) -> list[int]:
@@ -239,7 +235,6 @@ class RunHistory:
 
     @cached_property
     def failures(self) -> tuple[Failure, ...]:
-        """All lost workers, in the order of their losses."""
         return tuple(self._failure(place) for place, event in enumerate(self.events) if event["event"] == "lost")
 
     def _failure(self, place: int) -> Failure:
@@ -300,12 +295,10 @@ class RunHistory:
 
     @property
     def last(self) -> int:
-        """The last committed step."""
         return max(self.commits, default=0)
 
     @property
     def last_before(self) -> int:
-        """The last step that was committed before the first failure."""
         return self.failures[0].step - 1 if self.failures else self.last
 
     @property
@@ -359,7 +352,6 @@ class RunHistory:
 
     @property
     def end(self) -> dict | None:
-        """The event that the job ended with, if it has."""
         return next((event for event in self.events if event["event"] in ("end", "finished")), None)
 
     @property

@@ -146,7 +146,6 @@ def batch(history: RunHistory) -> str:
 
 
 def hosts(history: RunHistory) -> str:
-    """Each host with its seats."""
     if not history.hosts:
         return ", ".join(history.of("start")[0].get("hosts", ())) or UNKNOWN
     return "; ".join(

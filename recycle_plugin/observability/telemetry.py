@@ -91,7 +91,6 @@ class LineFile:
         self._let_go()
 
     def _append(self, lines: list[str]) -> None:
-        """Write what waits, and then these lines."""
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)

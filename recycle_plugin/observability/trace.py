@@ -21,7 +21,6 @@ class TraceFile(Observer):
         self._lines = LineFile(folder / f"{seat}.txt", say)
 
     def ran(self, span: Span) -> None:
-        """Append a span."""
         self._lines.add(f"{span.instruction} {span.start_us} {span.end_us}")
 
     def close(self) -> None:

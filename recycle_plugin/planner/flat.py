@@ -51,7 +51,6 @@ class Problem:
 
     @property
     def ranks(self) -> int:
-        """The number of replicas, which their ranks count."""
         return len(self.replicas)
 
     @property
@@ -82,7 +81,6 @@ class Problem:
 
     @property
     def width(self) -> int:
-        """The number of records per stage."""
         return len(self.replicas) * self.micro_batches
 
     @property
@@ -91,7 +89,6 @@ class Problem:
 
     @property
     def workers(self) -> int:
-        """The number of workers, lost ones included."""
         return self.stages * self.ranks
 
 

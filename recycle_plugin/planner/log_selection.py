@@ -109,7 +109,6 @@ class Selection:
 
     @property
     def fits(self) -> bool:
-        """Whether the log is within the budget."""
         return self.budget is None or self.log_bytes <= self.budget
 
     def __str__(self) -> str:
@@ -126,7 +125,6 @@ class Selection:
 
 
 def in_bytes(count: int) -> str:
-    """A number of bytes for people."""
     unit, name = (1e9, "GB") if count >= 1e9 else (1e6, "MB") if count >= 1e5 else (1e3, "kB")
     return f"{count / unit:.4g} {name}"
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class Look(NamedTuple):
-    """How an instruction that takes time is drawn."""
-
     colour: str
     name: str
 

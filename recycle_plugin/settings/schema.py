@@ -48,8 +48,6 @@ COSTS = "the path of a file that recycle profile --out wrote, or that has the co
 
 
 class Settings(BaseModel):
-    """All settings of the section, with their defaults."""
-
     model_config = STRICT
 
     enabled: bool = setting(False, BOOL, "Switch the plugin on. False leaves the stock engine untouched.")

@@ -81,7 +81,6 @@ class LogSettings(BaseModel):
 
     @property
     def budget_bytes(self) -> int | None:
-        """The ``budget`` in bytes, None for no limit."""
         assert not isinstance(self.budget, str), "a checked size is a number"
         return self.budget
 

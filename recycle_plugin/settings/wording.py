@@ -108,6 +108,5 @@ def shown(value: Any) -> str:
 
 
 def kind(value: Any) -> str:
-    """The sort of JSON value that it is, with its article."""
     names = {bool: "a boolean", int: "a whole number", float: "a number", str: "a string", dict: "an object"}
     return names.get(type(value), "a list" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}")
