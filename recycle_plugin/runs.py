@@ -68,7 +68,7 @@ class JobRun:
         self, folder: Path, command: Sequence[str], variables: Mapping[str, str], cwd: Path | None = None
     ) -> None:
         self.folder = folder.resolve()
-        self._mark = uuid.uuid4().hex
+        self.mark = uuid.uuid4().hex
         self._output = self.folder / "output.txt"
         self.folder.mkdir(parents=True, exist_ok=True)
         for stale in (
@@ -81,7 +81,7 @@ class JobRun:
             self.launcher = subprocess.Popen(
                 command,
                 cwd=cwd,
-                env={**variables, MARK: self._mark},
+                env={**variables, MARK: self.mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -123,14 +123,6 @@ class JobRun:
         os.kill(pids[rank], by)
         return at
 
-    def pause(self) -> None:
-        """Stop all processes of the run until :meth:`go_on`, so that another run has the machine to itself."""
-        self._signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """Let all processes of the run go on after :meth:`pause`."""
-        self._signal(signal.SIGCONT)
-
     def wait_for(self, found: Callable[[], T], what: str, timeout_s: float = 120.0, poll_s: float = POLL_S) -> T:
         """Poll until ``found()`` is true and return it; RunFailed when the run ends or the deadline passes first."""
         deadline = time.monotonic() + timeout_s
@@ -166,9 +158,9 @@ class JobRun:
     def clean(self) -> None:
         """Kill what is left of the run, found by its environment; repeats until nothing is."""
         if self.launcher.poll() is not None:
-            await_reports(self._mark)
+            await_reports(self.mark)
         deadline = time.monotonic() + 10
-        while (left := processes_with(self._mark)) and time.monotonic() < deadline:
+        while (left := processes_with(self.mark)) and time.monotonic() < deadline:
             for process in left:
                 try:
                     process.kill()
@@ -176,38 +168,6 @@ class JobRun:
                     pass
             psutil.wait_procs(left, timeout=1)
         self.launcher.wait(10)
-
-    def cpu_s(self) -> float:
-        used = 0.0
-        for pid in self._pids():
-            try:
-                times = psutil.Process(pid).cpu_times()
-            except psutil.NoSuchProcess:
-                continue
-            used += times.user + times.system
-        return used
-
-    def memory_bytes(self) -> int:
-        """Bytes of memory of the run's processes; what several share is divided among them."""
-        held = 0
-        for pid in self._pids():
-            try:
-                held += psutil.Process(pid).memory_full_info().pss
-            except psutil.NoSuchProcess:
-                continue
-        return held
-
-    def _signal(self, number: int) -> None:
-        for pid in self._pids():
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                pass
-
-    def _pids(self) -> list[int]:
-        # forked ones do not show their environment
-        workers = {event["pid"] for event in self.events() if event["event"] == "worker"}
-        return sorted(workers | {process.pid for process in processes_with(self._mark)})
 
     def failed(self, how: str) -> RunFailed:
         """The error that says how this run has failed, with the last lines that it printed."""

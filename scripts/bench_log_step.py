@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
+from recycle_plugin.lab.experiments import turns
 from recycle_plugin.lab.experiments.bench_scripts import DEADLINE_S, run_part, script
 from recycle_plugin.lab.experiments.turns import Window, interval, step_s, take_turns
 from recycle_plugin.runs import TrainingRun
@@ -74,7 +75,7 @@ def compared(found: argparse.Namespace, job: Sequence[str]) -> dict:
             run = stack.enter_context(TrainingRun(folder, 4, [*COMMON, *job, *more, "report_every=0"]))
             jobs[kind] = run
             run.wait_for(lambda: run.committed() >= STARTED, f"step {STARTED}", DEADLINE_S)
-            run.pause()
+            turns.pause(run)
         windows = take_turns(jobs, found.pairs, found.window)
         rate = logged_bytes(log)
         events = {kind: run.events() for kind, run in jobs.items()}

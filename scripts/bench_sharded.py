@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
+from recycle_plugin.lab.experiments import turns
 from recycle_plugin.lab.experiments.bench_scripts import DEADLINE_S, run_part, script
 from recycle_plugin.lab.experiments.turns import Window, interval, step_s, take_turns
 from recycle_plugin.observability.run_history import read_events
@@ -55,8 +56,8 @@ def compared(found: argparse.Namespace) -> dict:
         for kind in (STOCK, OURS):
             jobs[kind] = run = stack.enter_context(started(found.out / f"{found.part}-{kind}", kind, shape))
             run.wait_for(lambda: len(steps_of(run)) >= STARTED, f"step {STARTED}", DEADLINE_S)
-            run.pause()
-            memory[kind] = run.memory_bytes()
+            turns.pause(run)
+            memory[kind] = turns.memory_bytes(run)
         windows = take_turns(jobs, found.pairs, found.window)
         steps = {kind: steps_of(run) for kind, run in jobs.items()}
     return judged(windows, steps, memory)

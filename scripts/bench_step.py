@@ -36,6 +36,7 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.lab.experiments import turns
 from recycle_plugin.lab.experiments.bench_scripts import (
     DEADLINE_S,
     calibration,
@@ -191,13 +192,13 @@ def side_by_side(
                 TrainingRun(place, 4, [*job, *overrides], plugin=plugin, checkout=checkout, variables=variables)
             )
             runs[kind].wait_for(lambda: printed(runs[kind]) >= STARTED, f"step {STARTED}", DEADLINE_S)
-            runs[kind].pause()
-            memory[kind] = runs[kind].memory_bytes()
-        turns = take_turns(runs)
+            turns.pause(runs[kind])
+            memory[kind] = turns.memory_bytes(runs[kind])
+        taken = take_turns(runs)
         for kind, run in runs.items():
             records = run.finish(DEADLINE_S).records.values()
             steps[kind] = [
-                (s, turn.others) for turn in turns[kind] for r in records for s in r["step_s"][turn.first : turn.last]
+                (s, turn.others) for turn in taken[kind] for r in records for s in r["step_s"][turn.first : turn.last]
             ]
     return steps, memory
 
@@ -290,24 +291,24 @@ def checkpoint(found: argparse.Namespace) -> dict:
 def take_turns(runs: Mapping[str, TrainingRun]) -> dict[str, list[Turn]]:
     """One run at a time has the machine, until one has ended.  All are paused at first."""
     deadline = time.monotonic() + DEADLINE_S
-    turns: dict[str, list[Turn]] = {kind: [] for kind in runs}
+    taken: dict[str, list[Turn]] = {kind: [] for kind in runs}
     while time.monotonic() < deadline:
         for kind, run in runs.items():
             wait_for_quiet()
-            step, began, busy, own = printed(run), time.monotonic(), busy_s(), run.cpu_s()
-            run.go_on()
+            step, began, busy, own = printed(run), time.monotonic(), busy_s(), turns.cpu_s(run)
+            turns.go_on(run)
             time.sleep(SLICE_S)
-            run.pause()
+            turns.pause(run)
             if run.launcher.poll() is not None or "has left" in run.output:
                 break
-            others = (busy_s() - busy - run.cpu_s() + own) / (time.monotonic() - began)
-            turns[kind].append(Turn(step + 1, max(step + 1, printed(run)), others))
+            others = (busy_s() - busy - turns.cpu_s(run) + own) / (time.monotonic() - began)
+            taken[kind].append(Turn(step + 1, max(step + 1, printed(run)), others))
         else:
             continue
         break
     for run in runs.values():
-        run.go_on()
-    return turns
+        turns.go_on(run)
+    return taken
 
 
 def printed(run: TrainingRun) -> int:

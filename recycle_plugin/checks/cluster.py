@@ -177,10 +177,8 @@ def devices(workers: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
     """A row for each host's device, by its worker of the lowest rank."""
     for host in dict.fromkeys(worker["host"] for worker in workers):
         here = [worker for worker in workers if worker["host"] == host]
-        rates = ", ".join(f"{name} {value:g}" for name, value in here[0]["copies"].items())
         name = ", ".join(sorted({worker["device"] for worker in here}))
-        text = f"{len(here)} workers on {name}, {here[0]['cores']} cores{rates and f'; {rates}'}"
-        yield Row(f"device: {host}", None, text, figures=here[0]["copies"])
+        yield Row(f"device: {host}", None, f"{len(here)} workers on {name}, {here[0]['cores']} cores")
 
 
 def placed(workers: Sequence[Mapping[str, Any]], config: Path) -> tuple[Row, list[str]]:

@@ -16,7 +16,6 @@ from recycle_plugin.runtime.devices.host import HOST
 JOB = Path(__file__).with_name("small_job.py")
 SEAT, KILLED_IN, STEPS = "0.1", 4, 8
 TOLERANCE = 5e-6  # between losses with and without a kill, on the same devices: sums are in another order
-SUBMITTED_S = 60.0  # how long it may take until a worker has come to where it is to be killed
 MOMENTS = {
     "F": "after 1F0.0@4",
     "I": "after 1I0.0@4",
@@ -72,16 +71,6 @@ def outcome(run: JobRun, deadline_s: float) -> RunOutcome:
 
 def killed_itself(run: JobRun, moment: str) -> None:
     """Nothing: the job's own fault kills the worker, wherever that is."""
-
-
-def killed_from_outside(run: JobRun, moment: str) -> float:
-    """SIGKILL to the worker once it stands at ``moment``, where the job's fault has stopped it; returns when."""
-    run.wait_for(
-        lambda: any(event["event"] == "fault" for event in run.events()),
-        f"seat {SEAT} {moment}",
-        SUBMITTED_S,
-    )
-    return run.kill(run.rank_at(SEAT))
 
 
 def kill_list(

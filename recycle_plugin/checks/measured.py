@@ -16,15 +16,11 @@ import torch
 import torch.distributed as dist
 
 from recycle_plugin.adapters.plain import Pipeline
-from recycle_plugin.checks.copies import bandwidths
 from recycle_plugin.checks.installed import installed, name_of
-from recycle_plugin.runtime.devices.host import HOST
-from recycle_plugin.runtime.devices.kinds import device_of
 
 PINGS, WARM_UP = 50, 5
 LARGE, TIMES = 16 << 20, 4  # bytes, and how often they are sent
 ALL_PAIRS = 6  # hosts; of more, each with the first and with the next
-COPIED, PRODUCTS, SIDE = 16 << 20, 20, 2048
 
 
 def write(pipeline: Pipeline, path: Path) -> None:
@@ -51,7 +47,6 @@ def about(pipeline: Pipeline) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "versions": installed(where.type),
         "device": name_of(where),
-        "copies": {} if where.type == HOST.type else bandwidths(device_of(where), COPIED, PRODUCTS, SIDE),
     }
 
 

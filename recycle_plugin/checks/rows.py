@@ -44,8 +44,3 @@ def all_passed(rows: Iterable[Row]) -> bool:
 
 def table(rows: Sequence[Row]) -> list[str]:
     return [line.rstrip() for line in aligned([(MARKS[row.passed], row.name, row.said) for row in rows])]
-
-
-def markdown(rows: Sequence[Row]) -> list[str]:
-    cells = ((MARKS[row.passed], row.name, row.said.replace("|", "\\|")) for row in rows)
-    return ["| | what | found |", "|---|---|---|", *(f"| {' | '.join(line)} |" for line in cells)]

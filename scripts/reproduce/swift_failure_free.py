@@ -20,6 +20,7 @@ import swift_jobs
 from common import OURS, Column, Table
 from swift_jobs import WORKERS, Told
 
+from recycle_plugin.lab.experiments import turns
 from recycle_plugin.lab.experiments.bench_scripts import script
 from recycle_plugin.lab.experiments.turns import Window, interval, step_s, take_turns
 from recycle_plugin.observability.run_history import RunHistory
@@ -142,7 +143,7 @@ def measured(config: SimpleNamespace) -> tuple[Mapping[str, Sequence[Window]], M
 def at_work(run: JobRun, trains: Callable[[], bool]) -> None:
     """Stop ``run`` once it trains."""
     run.wait_for(trains, f"step {STARTED}", DEADLINE_S, poll_s=0.2)
-    run.pause()
+    turns.pause(run)
 
 
 def judged(table: Table, windows: Mapping[str, Sequence[Window]], steps: Mapping[str, Steps]) -> None:

@@ -85,20 +85,14 @@ def test_the_jobs_differ_in_the_log_alone_and_take_turns(bench, tmp_path, monkey
         def wait_for(self, found, what, timeout_s):
             order.append(f"start {self.name}")
 
-        def pause(self):
-            pass
-
-        def cpu_s(self):
-            return 1.0
-
-        def go_on(self):
-            order.append(self.name)
-
         def events(self):
             return [{"event": "committed", "time": number / 4} for number in range(400)]
 
     clock = iter(range(0, 1000, 6))
     monkeypatch.setattr(bench, "TrainingRun", Run)
+    monkeypatch.setattr(turns, "pause", lambda run: None)
+    monkeypatch.setattr(turns, "cpu_s", lambda run: 1.0)
+    monkeypatch.setattr(turns, "go_on", lambda run: order.append(run.name))
     monkeypatch.setattr(turns.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(turns.time, "time", lambda: next(clock))
     monkeypatch.setattr(bench, "logged_bytes", lambda folder: {"rank 0": 10})

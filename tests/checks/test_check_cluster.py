@@ -27,7 +27,6 @@ def worker(rank: int, host: str, seat: str, **versions: str) -> dict:
         "cores": 2,
         "versions": {**MEASURED, **versions},
         "device": "cpu",
-        "copies": {},
     }
 
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 import pytest
 
-from recycle_plugin.checks.rows import Row, judged, markdown, table
+from recycle_plugin.checks.rows import Row, judged, table
 from recycle_plugin.checks.watched import ALLOWED, Watched
 from recycle_plugin.lab.gpu import on_gpu, wheels
 from recycle_plugin.lab.gpu.stages import STAGES
@@ -150,7 +150,7 @@ def test_rows_say_what_to_do_only_where_something_is_wrong():
     assert (good.passed, good.said, good.figures) == (True, "fine", {"x": 1})
     assert (bad.passed, bad.said) == (False, "it | broke; mend it")
     assert table([good, bad]) == ["pass  a  fine", "FAIL  b  it | broke; mend it"]
-    assert markdown([bad])[-1] == "| FAIL | b | it \\| broke; mend it |"
+    assert on_gpu.markdown([bad])[-1] == "| FAIL | b | it \\| broke; mend it |"
 
 
 def test_what_waits_for_the_device_is_counted_by_its_place():

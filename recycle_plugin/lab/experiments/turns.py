@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from random import Random
 from statistics import median
 from typing import NamedTuple
 
+import psutil
+
 from recycle_plugin.lab.experiments.measurements import TooShort
-from recycle_plugin.runs import JobRun
+from recycle_plugin.runs import JobRun, processes_with
 
 RESAMPLES, CONFIDENCE = 4000, 0.95
 
@@ -22,17 +26,60 @@ class Window(NamedTuple):
     cpu_s: float
 
 
+def pause(run: JobRun) -> None:
+    """Stop all processes of the run until :func:`go_on`, so that another run has the machine to itself."""
+    _signal(run, signal.SIGSTOP)
+
+
+def go_on(run: JobRun) -> None:
+    """Let all processes of the run go on after :func:`pause`."""
+    _signal(run, signal.SIGCONT)
+
+
+def _signal(run: JobRun, number: int) -> None:
+    for process in _processes(run):
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def cpu_s(run: JobRun) -> float:
+    """Processor seconds that the run's processes have used."""
+    used = 0.0
+    for process in _processes(run):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            used += times.user + times.system
+    return used
+
+
+def memory_bytes(run: JobRun) -> int:
+    """Bytes of memory of the run's processes; what several share is divided among them."""
+    held = 0
+    for process in _processes(run):
+        with suppress(psutil.NoSuchProcess):
+            held += process.memory_full_info().pss
+    return held
+
+
+def _processes(run: JobRun) -> Iterator[psutil.Process]:
+    """The run's processes; forked ones do not show their environment."""
+    workers = {event["pid"] for event in run.events() if event["event"] == "worker"}
+    for pid in sorted(workers | {process.pid for process in processes_with(run.mark)}):
+        with suppress(psutil.NoSuchProcess):
+            yield psutil.Process(pid)
+
+
 def take_turns(jobs: Mapping[str, JobRun], pairs: int, window_s: float) -> dict[str, list[Window]]:
     """Give each of the paused runs the machine in turn, ``pairs`` times, in the other order each time."""
     windows: dict[str, list[Window]] = {kind: [] for kind in jobs}
     for number in range(pairs):
         for kind in sorted(jobs, reverse=bool(number % 2)):
-            began, used = time.time(), jobs[kind].cpu_s()
-            jobs[kind].go_on()
+            began, used = time.time(), cpu_s(jobs[kind])
+            go_on(jobs[kind])
             time.sleep(window_s)
             ended = time.time()
-            jobs[kind].pause()
-            windows[kind].append(Window(began, ended, jobs[kind].cpu_s() - used))
+            pause(jobs[kind])
+            windows[kind].append(Window(began, ended, cpu_s(jobs[kind]) - used))
     return windows
 
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from recycle_plugin import cli
-from recycle_plugin.checks.copies import bandwidths
 from recycle_plugin.checks.rows import Row, judged
 from recycle_plugin.core.vocabulary.profile import Profile, read
 from recycle_plugin.lab.commands import measure_gpt
+from recycle_plugin.lab.gpu.copies import bandwidths
 from recycle_plugin.lab.gpu.place import Place
 from recycle_plugin.runtime.devices.kinds import device_of
 from recycle_plugin.runtime.devices.port import Device

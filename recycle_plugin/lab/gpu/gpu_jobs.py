@@ -17,7 +17,6 @@ from recycle_plugin.checks.killed import (
     difference,
     failed,
     kill_list,
-    killed_from_outside,
     on_device,
     one_host,
     outcome,
@@ -30,6 +29,7 @@ from recycle_plugin.runs import JobRun, RunFailed, RunOutcome, training_script
 from recycle_plugin.runtime.devices.host import HOST
 
 JOB_S = 120.0  # of one job of four processes
+SUBMITTED_S = 60.0  # how long it may take until a worker has come to where it is to be killed
 ANSWER_S = 90.0  # of a process that has to import torch and to make its context first
 # between losses on the accelerator and on the CPU, over eight steps in fp32: sums are in another order
 AS_THE_CPU = 1e-4
@@ -96,6 +96,16 @@ def survived(name: str, found: RunOutcome | RunFailed, whole: RunOutcome, at: fl
     if isinstance(found, RunFailed):
         return failed(name, found, folder)
     return row(name, found, whole, at, SURVIVED_HALF)
+
+
+def killed_from_outside(run: JobRun, moment: str) -> float:
+    """SIGKILL to the worker once it stands at ``moment``, where the job's fault has stopped it; returns when."""
+    run.wait_for(
+        lambda: any(event["event"] == "fault" for event in run.events()),
+        f"seat {SEAT} {moment}",
+        SUBMITTED_S,
+    )
+    return run.kill(run.rank_at(SEAT))
 
 
 def kills(place: Place) -> list[Row]:

@@ -28,7 +28,7 @@ import torch
 
 from recycle_plugin.checks.installed import first_line, installed, name_of
 from recycle_plugin.checks.killed import on_device
-from recycle_plugin.checks.rows import Row, all_passed, markdown
+from recycle_plugin.checks.rows import MARKS, Row, all_passed
 from recycle_plugin.lab.gpu.stages import STAGES, Stage
 from recycle_plugin.runs import JobRun, RunFailed, terminable
 from recycle_plugin.runtime.devices.host import HOST
@@ -37,6 +37,12 @@ from recycle_plugin.runtime.devices.kinds import kinds
 NO_GPU, LEFT, BAD, MINUTES = 69, 75, 2, 9.0
 CHECKOUT = Path(__file__).resolve().parents[3]
 END_S = 25.0  # of a call, for a stage that has to end, and for the report
+
+
+def markdown(rows: Sequence[Row]) -> list[str]:
+    """The rows as the lines of a table in Markdown."""
+    cells = ((MARKS[row.passed], row.name, row.said.replace("|", "\\|")) for row in rows)
+    return ["| | what | found |", "|---|---|---|", *(f"| {' | '.join(line)} |" for line in cells)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

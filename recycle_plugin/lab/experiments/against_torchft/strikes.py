@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import psutil
 
+from recycle_plugin.lab.experiments import turns
 from recycle_plugin.lab.experiments.against_torchft.sides import LOOPS, Side
 from recycle_plugin.lab.experiments.measurements import TooShort
 from recycle_plugin.lab.experiments.turns import Window, take_turns
@@ -207,9 +208,9 @@ def in_turns(jobs: Mapping[str, Job], shape: Shape, folder: Path, pairs: int, wi
         for name, (command, settings) in jobs.items():
             runs[name] = run = stack.enter_context(started(command, shape, folder / name, settings))
             await_steps(run, range(shape.replicas), 0.0, WARM_UP, "steps before the first turn")
-            run.pause()
-        turns = take_turns(runs, pairs, window_s)
-        return {name: _short_step(turns[name], log_of(run), shape) for name, run in runs.items()}
+            turns.pause(run)
+        windows = take_turns(runs, pairs, window_s)
+        return {name: _short_step(windows[name], log_of(run), shape) for name, run in runs.items()}
 
 
 def _short_step(windows: Sequence[Window], log: Sequence[Mapping], shape: Shape) -> ShortStep:
