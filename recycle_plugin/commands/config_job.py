@@ -84,11 +84,7 @@ class ConfiguredJob:
 
         ``changed``: fields of the policy.  Raises PlanError.
         """
-        return self.planned_without(self.gone(lost), **changed)
-
-    def planned_without(self, seats: Iterable[Seat], **changed: Any) -> tuple[int, int]:
-        """The same without exactly these ``seats``."""
-        return _planned(self.shape.full().without(*seats), self.costs, replace(self.policy, **changed))
+        return _planned(self.shape.full().without(*self.gone(lost)), self.costs, replace(self.policy, **changed))
 
     def gone(self, lost: Iterable[Seat]) -> tuple[Seat, ...]:
         """The seats that go where those of ``lost`` do: these, or their whole replicas, where such are the unit."""

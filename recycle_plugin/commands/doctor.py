@@ -13,7 +13,6 @@ from recycle_plugin.commands.doctor_memory import memory
 from recycle_plugin.commands.doctor_recovery import recovery
 from recycle_plugin.commands.doctor_section import WIDTH
 from recycle_plugin.commands.doctor_settings import costly, refused, versions
-from recycle_plugin.commands.doctor_units import units
 from recycle_plugin.commands.megatron_flags import megatron
 
 DESCRIPTION = """\
@@ -29,9 +28,6 @@ Ranks sit as DeepSpeed puts them: hosts in the hostfile's order, and PipeDataPar
 stage have neighbouring ranks; or dealt out over the hosts, with recycle.placement "spread".  Slowdowns are the
 planner's, of steps that follow each other, under the config's settings and costs; "bound" is the least that any
 schedule with this routing and memory could reach.
-
-The table of units says what worker and replica as the unit of a loss keep of the throughput, with a batch that stays,
-and one that shrinks.
 
 With recycle.log it says which way each loss goes, and what that is predicted to take.
 
@@ -87,7 +83,7 @@ def run(found: argparse.Namespace) -> int:
     job = job_of(found)
     try:
         logs = [recovery(job)] if job.settings.log is not None else []
-        sections = [survival(job), slowdown(job), units(job), *logs, costly(job), refused(job), versions(), memory(job)]
+        sections = [survival(job), slowdown(job), *logs, costly(job), refused(job), versions(), memory(job)]
     except PlanError as error:
         raise ValueError(str(error)) from None
     wrong = [line for section in sections for line in section.wrong]

@@ -424,6 +424,16 @@ def test_a_profile_without_the_devices_memory(doctor, tmp_path) -> None:
     assert code == 0 and "the profile does not say how much the device has" in text
 
 
+def test_a_host_with_a_worker_of_every_replica_ends_a_job_of_whole_replicas(doctor):
+    hosts = {"a": 1, "b": 2, "c": 1}  # 0.0, then 1.0 and 0.1, then 1.1
+    of_workers, of_replicas = (
+        data(doctor, {**SIZES, **config}, "--pp 2 --dp 2", hosts)["survives"]["hosts"]
+        for config in (ON, {"recycle": {**ON["recycle"], "unit": "replica"}})
+    )
+    assert [host["ends"] for host in of_workers] == ["coordinator", "", ""]
+    assert [host["ends"] for host in of_replicas] == ["coordinator", "a worker of every replica", ""]
+
+
 # --- the two texts ---------------------------------------------------------------------------------------
 
 FINE = """\
@@ -440,16 +450,6 @@ Predicted slowdown
   nobody                   13 ms   1.00x  1.00x
   one worker of any stage  25 ms   1.92x  1.92x
   any whole replica        25 ms   1.92x  1.92x
-
-Worker or replica as unit (recycle.unit, recycle.batch)
-  samples a second, of what the job has without a loss, after losses that each strike another
-    replica; and how long the last of them stalls everybody, at a random instant of a step. At worst
-    workers are lost of one stage, at best each of another, with the batch constant
-  of a stall 37 ms to notice, meet and plan were measured on 2 cores; the rest is work that died and
-    is done again. With shrink that is nothing, or, where the loss comes when some stages have their
-    sums and others not, up to 12 ms
-  losses  worker, at worst  worker, at best  replica, constant  replica, shrink
-  1       52%, 43.2 ms      52%, 43.2 ms     52%, 43.2 ms       50%, 37 ms
 
 What settings cost
   recycle.activation_cap null: one loss costs 1.92x; 3 micro-batches: 1.85x
@@ -511,17 +511,6 @@ Predicted slowdown
   all replicas but one            1101 ms   2.89x  2.89x
   host c                          1101 ms   2.89x  2.89x
   host b                         561.1 ms   1.47x  1.47x
-
-Worker or replica as unit (recycle.unit, recycle.batch)
-  samples a second, of what the job has without a loss, after losses that each strike another
-    replica; and how long the last of them stalls everybody, at a random instant of a step. At worst
-    workers are lost of one stage, at best each of another, with the batch constant
-  of a stall 37 ms to notice, meet and plan were measured on 2 cores; the rest is work that died and
-    is done again. With shrink that is nothing, or, where the loss comes when some stages have their
-    sums and others not, up to 360 ms
-  losses  worker, at worst  worker, at best  replica, constant  replica, shrink
-  1       68%, 130.5 ms     70%, 127.2 ms    68%, 130.5 ms      67%, 37 ms
-  2       35%, 312.3 ms     68%, 130.5 ms    35%, 312.3 ms      33%, 37 ms
 
 What settings cost
   gradient_clipping 1 (DeepSpeed's default): steps wait for the norm over all stages; 0, or
