@@ -54,11 +54,11 @@ def recovery(job: ConfiguredJob) -> Section:
         lines += [f"{in_words(found.logged[0], job.stages)}{also}", NO_BYTES]
     else:
         crossing = crossing_bytes(job.profile, len(job.shape.batch))
-        data |= {"boundary_bytes": crossing, "disk_bytes": found.free, **found.as_data()}
+        data |= {"boundary_bytes": crossing, "disk_bytes": found.free, "chosen": list(map(_as_data, found.chosen))}
         lines += [
             f"logged in a step: {crossing / 1e6:.4g} MB over each boundary, both ways, "
             f"{crossing * (job.stages - 1) / 1e6:.4g} MB in all, by its senders; {found.disk}",
-            *found.texts(),
+            *map(str, found.chosen),
             "times of these choices are without the start of the next process",
         ]
     return Section("recovery", "Recovery", data, tuple(lines), tuple(found.wrong()), tuple(_table(ways)))
@@ -66,8 +66,8 @@ def recovery(job: ConfiguredJob) -> Section:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a job logs at each of ``EVERY``, by the ``setting``, and what would be best; both are empty where nobody
-    knows bytes, and then ``logged`` is what it logs at first.
+    """What a job logs at each of ``EVERY``, by the ``setting``: ``chosen``.  Where nobody knows bytes that is empty,
+    and ``logged`` is what it logs at first.
 
     ``budget``: the bytes that its logs may take, None for no limit; ``free``: those on its disk, None where that is not
     known, and ``disk`` says so.
@@ -79,7 +79,6 @@ class Choices:
     disk: str
     logged: tuple[tuple[int, ...], ...]
     chosen: tuple[Selection, ...]
-    best: tuple[Selection, ...]
 
     @classmethod
     def of(cls, job: ConfiguredJob) -> Choices:
@@ -88,22 +87,9 @@ class Choices:
         setting, (free, disk) = log.of_stages(job.stages), _disk(log)
         room = min((each for each in (log.budget_bytes, free) if each is not None), default=None)
         lines = [] if job.profile is None else [_line(job, every) for every in EVERY]
-        chosen, best = (tuple(choose(line, way, room) for line in lines) for way in (setting, AUTO))
+        chosen = tuple(choose(line, setting, room) for line in lines)
         logged = tuple(each.logged for each in chosen) or (at_start(setting, _hosts(job)),) * len(EVERY)
-        return cls(setting, log.budget_bytes, free, disk, logged, chosen, best)
-
-    def as_data(self) -> dict:
-        """All of them, for ``--json``."""
-        return {"chosen": [_as_data(each) for each in self.chosen], AUTO: [_as_data(each) for each in self.best]}
-
-    def texts(self) -> list[str]:
-        """What each of them means, and what would be better."""
-        return [f"{now}{self._instead(now, best)}" for now, best in zip(self.chosen, self.best)]
-
-    def _instead(self, now: Selection, best: Selection) -> str:
-        if best.logged == now.logged:
-            return "" if self.setting == AUTO else "; no choice is better"
-        return f"; {'better' if now.fits else 'what is within it'}: {best}"
+        return cls(setting, log.budget_bytes, free, disk, logged, chosen)
 
     def wrong(self) -> list[str]:
         """What has to change: a log for which there is no room."""

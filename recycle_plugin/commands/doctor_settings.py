@@ -7,7 +7,6 @@ from typing import Any
 from recycle_plugin.commands.config_job import CLIPPING, ConfiguredJob
 from recycle_plugin.commands.doctor_memory import held_bytes
 from recycle_plugin.commands.doctor_section import Section, aligned, gib, ms, times
-from recycle_plugin.commands.exact_mode import buffer_bytes, cost
 from recycle_plugin.core.vocabulary.worker_bytes import ADAM, STATE_BYTES, UNDO_BYTES, UNDO_HOST_BYTES, WEIGHTS
 from recycle_plugin.settings.wording import SECTION, shown
 from recycle_plugin.versions import releases
@@ -35,7 +34,7 @@ def costly(job: ConfiguredJob) -> Section:
             rows.append(_switch(job, f"{SECTION}.{name}", f"false: {why}", "true", **{name: True}))
     if job.survives:
         rows.append(_cap(job))
-    rows.append({"setting": f"{SECTION}.exact", **(found := cost(job)), "text": _exact(job, found)})
+    rows.append(_exact(job))
     precision = half(job.config)
     if precision is not None:
         whole = _whole("fp16" if precision == FP16 else "bf16", job.replicas)
@@ -59,27 +58,28 @@ def costly(job: ConfiguredJob) -> Section:
     return Section("settings", "What settings cost", rows, lines)
 
 
-def _exact(job: ConfiguredJob, found: dict) -> str:
-    """Exact mode, or what it would cost, side by side with the same job without it."""
-    now, without = found["now"], found["without"]
-    size, each = buffer_bytes(job), f"blocks of {now['block']} micro-batches"
-    said = f"true, {each}: " if found["on"] else f"false: the same bits after any failure ({each}) would cost "
+def _exact(job: ConfiguredJob) -> dict:
+    """Exact mode, or what it would cost, side by side with the same job without it.
+
+    ``blocks``: how many the busiest worker has, without a loss and after one; each but the first takes a buffer.
+    """
+    on, block = bool(job.settings.exact), job.settings.exact_block
+    count = len(job.blocks(block).members()) // job.replicas, job.busiest_blocks(block)
+    now, without = (_periods(job, each) for each in (block, 1))
+    each = f"blocks of {job.blocks(block).size} micro-batches"
+    said = f"true, {each}: " if on else f"false: the same bits after any failure ({each}) would cost "
     said += f"the step {ms(now['period_us'])} (without: {ms(without['period_us'])})"
     if job.survives:
         said += f", after one loss {ms(now['period_one_lost_us'])} (without: {ms(without['period_one_lost_us'])})"
-    more = " and ".join(str(count - 1) for count in now["blocks"][: 1 + job.survives])
-    said += f"; {more} gradient buffers more" + (f" of {gib(size)}" if size is not None else "")
-    said += (
-        f"; sums move {' and '.join(f'{ratio:g}' for ratio in now['moved'][: 1 + job.survives])} times an all-reduce's "
-        "bytes"
-    )
-    if found["smaller"]:
-        less = [
-            f"{other['block']}: {ms(other['period_one_lost_us'])}, {other['blocks'][1] - 1} buffers"
-            for other in found["smaller"]
-        ]
-        said += f"; after one loss with {SECTION}.exact {'; '.join(less)}"
-    return said
+    said += f"; {' and '.join(str(each - 1) for each in count[: 1 + job.survives])} gradient buffers more"
+    if job.profile is not None:
+        said += f" of {gib(max(4 * sum(part.parameters for part in row) for row in job.profile.parts(job.stages)))}"
+    found = {"setting": f"{SECTION}.exact", "on": on, "block": job.blocks(block).size, "blocks": list(count)}
+    return found | {"now": now, "without": without, "text": said}
+
+
+def _periods(job: ConfiguredJob, block: int | None) -> dict[str, int]:
+    return {"period_us": job.planned(block=block)[0], "period_one_lost_us": job.one_lost(block=block)}
 
 
 def _whole(dtype: str, replicas: int) -> str:
@@ -102,33 +102,17 @@ def _undo_bytes(way: str, unit: str) -> str:
 
 
 def _switch(job: ConfiguredJob, setting: str, now: str, instead: str, **changed: Any) -> dict:
-    """A row on a setting that takes away one of the planner's techniques.
-
-    Where memory hides what that costs, more memory shows it.
-    """
-    from recycle_plugin.planner import PlanError
-
-    row: dict[str, Any] = {"setting": setting, "period_us": job.planned()[0], "period_one_lost_us": job.one_lost()}
-    roomy: dict[str, Any] = {"activation_cap": job.busiest, "memory_bytes": None}
-    for more, said in ({}, f"{instead}: "), (roomy, f"{instead}, and {SECTION}.activation_cap {job.busiest}: "):
-        try:
-            after = (job.planned(**changed, **more)[0], job.one_lost(**changed, **more))
-        except PlanError:  # bytes that hold an activation, but not what a split backward keeps
-            continue
-        befores = row["period_us"], row["period_one_lost_us"]
-        gained = [
-            f"{what} {ms(old)} -> {ms(new)}"
-            for what, old, new in zip(("the step", "after one loss"), befores, after)
-            if new < old
-        ]
-        if gained:
-            changes = {
-                "activation_cap": more.get("activation_cap"),
-                "period_us_changed": after[0],
-                "period_one_lost_us_changed": after[1],
-            }
-            return row | changes | {"text": f"{now}; {said}{', '.join(gained)}"}
-    return row | {"text": f"{now}, which costs nothing here"}
+    """A row on a setting that takes away one of the planner's techniques."""
+    before = {"period_us": job.planned()[0], "period_one_lost_us": job.one_lost()}
+    after = {"period_us_changed": job.planned(**changed)[0], "period_one_lost_us_changed": job.one_lost(**changed)}
+    gained = [
+        f"{what} {ms(old)} -> {ms(new)}"
+        for what, old, new in zip(("the step", "after one loss"), before.values(), after.values())
+        if new < old
+    ]
+    if not gained:
+        return {"setting": setting, **before, "text": f"{now}, which costs nothing here"}
+    return {"setting": setting, **before, **after, "text": f"{now}; {instead}: {', '.join(gained)}"}
 
 
 def _cap(job: ConfiguredJob) -> dict:

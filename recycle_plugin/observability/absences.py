@@ -17,10 +17,9 @@ class Absence:
 
     ``how``: as it was first said; ``confirmed``: what its supervisor has seen.  Times are seconds since the epoch, None
     where it did not come to that: ``restarted_at``, its next process was ordered; ``came_at``, that one's script had
-    come to its first step; ``caught_up_at``, it had the state of its stage, ``bytes`` of it, and ``followed_bytes`` of
-    gradients since; ``back_at``, it was given work, from step ``back_step`` on.  Where nobody had its stage:
-    ``restored_at``, it had the state of a checkpoint, after ``restoring_s``; ``replayed_at``, it had replayed
-    ``replayed_steps`` behind that, with so many ``helpers``.
+    come to its first step; ``caught_up_at``, it had the state of its stage, ``bytes`` of it; ``back_at``, it was given
+    work, from step ``back_step`` on.  Where nobody had its stage: ``restored_at``, it had the state of a checkpoint;
+    ``replayed_at``, it had replayed ``replayed_steps`` behind that, with so many ``helpers``.
     """
 
     seat: Seat
@@ -32,9 +31,7 @@ class Absence:
     came_at: float | None = None
     caught_up_at: float | None = None
     bytes: int = 0
-    followed_bytes: int = 0
     restored_at: float | None = None
-    restoring_s: float = 0.0
     replayed_at: float | None = None
     replayed_steps: int = 0
     helpers: int = 0
@@ -74,10 +71,9 @@ class Absence:
             case "newcomer":
                 return replace(self, came_at=event["time"], caught_up_at=None, replayed_at=None)
             case "caught_up":
-                taken, followed = event["bytes"], event["followed_bytes"]
-                return replace(self, caught_up_at=event["time"], bytes=taken, followed_bytes=followed)
+                return replace(self, caught_up_at=event["time"], bytes=event["bytes"])
             case "restored":
-                return replace(self, restored_at=event["time"], restoring_s=event["seconds"], replayed_at=None)
+                return replace(self, restored_at=event["time"], replayed_at=None)
             case "replayed":
                 steps, helpers = event["steps"], event.get("helpers", 0)
                 at, size = event["time"], event["bytes"]

@@ -29,14 +29,6 @@ def test_constraints_pin_every_dependency():
     assert "+" not in pinned.replace("++", "")
 
 
-@pytest.mark.parametrize("length, code", [(72, 0), (73, 1)])
-def test_a_commit_with_a_long_subject_is_refused(tmp_path, length, code):
-    message = tmp_path / "message"
-    message.write_text(f"# a comment of git's\n{'é' * length}\n\n{'b' * 100}\n")
-    ended = subprocess.run([CHECKOUT / "scripts" / "subject", message], capture_output=True, text=True, timeout=30)
-    assert ended.returncode == code and (f"{length} characters" in ended.stderr) == bool(code)
-
-
 def test_setup_cfg_and_the_check_at_the_start_name_the_same_releases():
     parser = configparser.ConfigParser()
     parser.read(CHECKOUT / "setup.cfg")
