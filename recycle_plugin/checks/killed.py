@@ -39,9 +39,9 @@ class Started(NamedTuple):
     variables: Mapping[str, str]
     deadline_s: float
 
-    def run(self, folder: Path, *options: str) -> JobRun:
+    def run(self, folder: Path, *options: str, job: Path = JOB) -> JobRun:
         """Start the small job with these options of its own."""
-        return JobRun(folder, [*self.command, str(JOB), "--run-dir", str(folder), *options], self.variables)
+        return JobRun(folder, [*self.command, str(job), "--run-dir", str(folder), *options], self.variables)
 
 
 def one_host(device: str, deadline_s: float, workers: int = 4) -> Started:

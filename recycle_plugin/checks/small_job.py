@@ -9,6 +9,8 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ from torch import nn
 
 from recycle_plugin.adapters.plain import Pipeline
 
-WORDS, TOKENS = 64, 32
+WORDS, TOKENS, WIDTH = 64, 32, 32
 GO, HELD_S = "go", 200.0  # the file in the run folder that ends --hold
 SETTLED = 2  # steps in which everything is made that is made once
 
@@ -46,13 +48,13 @@ def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
 
 
-def main() -> None:
-    """Train, and write this rank's record."""
+def main(watch: Callable[[], AbstractContextManager[Mapping[str, Any]]] = lambda: nullcontext({})) -> None:
+    """Train, and write this rank's record; with what ``watch`` has seen of it once all was made that is made once."""
     found = parser().parse_args()
     layers = [
-        lambda: nn.Embedding(WORDS, found.width),
-        *[lambda: Block(found.width, found.dropout)] * 2,
-        lambda: nn.Linear(found.width, WORDS),
+        lambda: nn.Embedding(WORDS, WIDTH),
+        *[lambda: Block(WIDTH, found.dropout)] * 2,
+        lambda: nn.Linear(WIDTH, WORDS),
     ]
     settings = json.loads(found.settings) | {"run_dir": str(found.run_dir), "report": False, "faults": found.fault}
     pipeline = Pipeline(
@@ -73,14 +75,9 @@ def main() -> None:
         measured.write(pipeline, found.measure)
     while pipeline.steps < min(SETTLED, found.steps):
         record["losses"].append(pipeline.step())
-    if found.watched:
-        from recycle_plugin.checks.watched import Watched
-
-        with Watched() as watched:
-            train(pipeline, found.steps, record, hold)
-        record |= {"watched": watched.on, "synchronisations": watched.found}
-    else:
+    with watch() as seen:
         train(pipeline, found.steps, record, hold)
+    record |= seen
     path = found.run_dir / "losses" / f"rank{record['rank']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record))
@@ -119,12 +116,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--hold", type=int, metavar="STEP", help="begin it only once there is a file go in the run folder"
     )
-    made.add_argument("--width", type=int, default=32)
     made.add_argument("--dropout", type=float, default=0.1)
     made.add_argument("--fault", action="append", default=[])
     made.add_argument("--settings", default="{}", help="the plugin's, as JSON")
     made.add_argument("--measure", type=Path, help="measure hosts and links before the first step, and write that here")
-    made.add_argument("--watched", action="store_true", help="watch what waits for the device, and races on it")
     return made
 
 

@@ -12,9 +12,9 @@ from importlib.metadata import version
 import pytest
 
 from recycle_plugin.checks.rows import Row, judged, table
-from recycle_plugin.checks.watched import ALLOWED, Watched
 from recycle_plugin.lab.gpu import on_gpu, wheels
 from recycle_plugin.lab.gpu.stages import STAGES
+from recycle_plugin.lab.gpu.watched import ALLOWED, Watched
 
 PASSED, FAILED = Row("tried", True, "it went"), Row("tried", False, "it did not", "mend it")
 Call = Callable[..., int]

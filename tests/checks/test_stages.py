@@ -361,7 +361,7 @@ def test_places_that_wait_for_the_device_fail_a_watched_job(place, monkeypatch):
             pass
 
     record = {"rank": 0, "pid": 5, "watched": True, "synchronisations": {"stage.py:step": 3}}
-    monkeypatch.setattr(killed.Started, "run", lambda *_: Ended())
+    monkeypatch.setattr(killed.Started, "run", lambda *_, **__: Ended())
     monkeypatch.setattr(gpu_jobs, "outcome", lambda *_: RunOutcome((), 0, {0: record}))
     races, waits = gpu_jobs.sanitizer(place)
     assert races.passed and waits.passed is False and waits.text == "stage.py:step: 3 times"

@@ -11,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-WITHOUT_DEEPSPEED = "small_job.py"
+WITHOUT_DEEPSPEED = ("small_job.py", "watched_job.py")
 
 if __name__ == "__main__":
     del sys.argv[0]
@@ -20,6 +20,6 @@ if __name__ == "__main__":
     if os.environ.get("RECYCLE_TEST_ON_STANDIN"):
         os.environ.pop("DS_ACCELERATOR", None)
         importlib.import_module("tests.support.standin")
-        if script.name != WITHOUT_DEEPSPEED:
+        if script.name not in WITHOUT_DEEPSPEED:
             importlib.import_module("tests.support.standin.accelerator").use()
     runpy.run_path(str(script), run_name="__main__")

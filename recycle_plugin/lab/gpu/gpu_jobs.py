@@ -28,6 +28,7 @@ from recycle_plugin.lab.gpu.place import Place
 from recycle_plugin.runs import JobRun, RunFailed, RunOutcome, training_script
 from recycle_plugin.runtime.devices.host import HOST
 
+WATCHED = Path(__file__).with_name("watched_job.py")
 JOB_S = 120.0  # of one job of four processes
 SUBMITTED_S = 60.0  # how long it may take until a worker has come to where it is to be killed
 ANSWER_S = 90.0  # of a process that has to import torch and to make its context first
@@ -121,7 +122,7 @@ def sanitizer(place: Place) -> list[Row]:
     """The plain pipeline under torch.cuda._sanitizer, with what waits for the device counted by its place."""
     folder = place.folder / "watched"
     try:
-        with one_host(place.device, JOB_S).run(folder, "--watched", "--device", place.device) as run:
+        with one_host(place.device, JOB_S).run(folder, "--device", place.device, job=WATCHED) as run:
             found = outcome(run, JOB_S)
     except RunFailed as error:
         return [failed("sanitizer", error, folder)]

@@ -1,0 +1,25 @@
+"""The small job of checks/small_job.py, with its device watched once it has settled: the plugin's launcher runs this
+file on each worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from recycle_plugin.checks.small_job import main
+from recycle_plugin.lab.gpu.watched import Watched
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, Any]]:
+    """What a worker's record has of it afterwards."""
+    seen: dict[str, Any] = {}
+    with Watched() as watch:
+        yield seen
+    seen |= {"watched": watch.on, "synchronisations": watch.found}
+
+
+if __name__ == "__main__":
+    main(watched)
