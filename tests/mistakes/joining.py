@@ -176,3 +176,11 @@ def gone_when_read(self, before, asked, out):
     for rank in asked.ranks if asked.generation != ALWAYS else ():
         if rank in self._present:
             self._present[rank].values.pop(asked.board, None)
+
+
+@instead("what a source says before its newcomer has come is lost", Pipe, "connect", seen=3216)
+def nobody_there(self, taker):
+    self._taker = taker
+
+
+instead("who leaves keeps its lines to newcomers", Servings, "close", seen=9110)(lambda self: None)

@@ -59,6 +59,7 @@ class Script:
             machine.send(Fatal(machine.rank, machine.reason))
         if machine.rude:
             raise Died
+        machine.worker.servings.close()
         machine.send(Left(machine.rank, planned=machine.reason == LEAVE, step=machine.step))
 
     def _train(self) -> Iterator[Any]:

@@ -137,7 +137,8 @@ class SimulatedState:
 class Pipe:
     """The line from a source to a newcomer, with both ends: ``core.worker.serving.Outlet`` and ``catching_up.Inlet``.
 
-    What goes over it takes its time, may be held up, and may be damaged; it breaks with either process.
+    What goes over it takes its time, may be held up, and may be damaged; it breaks with either process.  What is sent
+    before the newcomer has come to it waits for that, as in the real one.
     """
 
     def __init__(self, source: SimulatedMachine) -> None:
@@ -146,11 +147,14 @@ class Pipe:
         self._cluster = source.cluster
         self._asked: deque[Asked] = deque()
         self._items: deque[Item] = deque()
+        self._early: list[Item] = []  # what was sent before there was a newcomer
         self.broken = False
 
     def connect(self, taker: SimulatedMachine) -> None:
-        """Gives it its other end."""
+        """Gives it its other end, to which goes what was sent before."""
         self._taker = taker
+        for item in self._early:
+            self._send(item)
 
     # --- the source's end --------------------------------------------------------------------------
 
@@ -165,6 +169,12 @@ class Pipe:
         if isinstance(item, Unit) and self._cluster.damages():
             item = Unit(item.step, item.name, None)
             self._cluster.exercised[ProtocolRule.DAMAGED] += 1
+        if self._taker is None:
+            self._early.append(item)
+        else:
+            self._send(item)
+
+    def _send(self, item: Item) -> None:
         self._over("there", lambda: self._items.append(item))
 
     def has_room(self, waiting: bool) -> bool:
@@ -184,7 +194,10 @@ class Pipe:
         return found
 
     def close(self) -> None:
-        """Ends it; what is under way still gets there."""
+        """Ends it; what is under way still gets there, where there is a newcomer."""
+        if self._taker is None:
+            self.broken = True
+            return
         self._over("there", self._break)
         self._over("back", self._break)
 
@@ -197,9 +210,9 @@ class Pipe:
         self.broken |= not all(end.alive for end in ends)
 
     def _over(self, way: str, happen: Any) -> None:
-        if self._taker is not None:
-            line = CATCH_UP, way, self._source.rank, self._taker.rank
-            self._cluster.travel(line, partial(self._arrive, happen))
+        assert self._taker is not None, "it has two ends"
+        line = CATCH_UP, way, self._source.rank, self._taker.rank
+        self._cluster.travel(line, partial(self._arrive, happen))
 
     def _arrive(self, happen: Any) -> None:
         happen()
